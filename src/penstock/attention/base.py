@@ -1,0 +1,98 @@
+"""What an attention backend provides, and what it is told about a step.
+
+Suffixes: T tokens of the step, R requests of the step, H query heads, K KV heads, D head size, B blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# What a backend computes once per step and KV-cache group, for its own `forward`. Each backend has its own type.
+AttentionMetadata = Any
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What one attention layer computes, whatever backend runs it.
+
+    scale: factor on the scores, usually head_size ** -0.5.
+    sliding_window: number of last positions seen, the current one included; None sees all.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepGeometry:
+    """Where a step's tokens lie, for one KV-cache group.
+
+    Requests are ordered by their number of tokens, so decodes come first. `…_np` arrays are exact host copies where
+    nothing runs ahead; the bounds are what the host knows for certain while the device may be a step behind.
+
+    query_start_loc: int32 [R + 1], first token of each request. query_start_loc_np: the same on the host.
+    seq_lens: int32 [R], positions that each request has after this step.
+    block_table: int32 [R, B], block ids of each request.
+    slot_mapping: int64 [T], flat KV position (block * block_size + offset) of each token, -1 for padding.
+    num_actual_tokens: tokens that are no padding.
+    num_actual_reqs: requests that are no padding.
+    """
+
+    query_start_loc: Tensor
+    query_start_loc_np: np.ndarray
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    num_actual_tokens: int
+    num_actual_reqs: int
+    max_query_len: int
+    max_seq_len_upper_bound: int
+    block_size: int
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention over a paged KV cache.
+
+    An instance belongs to one KV-cache group of one runner and may keep buffers of its own.
+    """
+
+    name: str
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why this backend cannot run the layer here, or None if it can."""
+
+    @staticmethod
+    @abstractmethod
+    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Shape of one layer's cache; keys and values are [0] and [1]."""
+
+    @abstractmethod
+    def prepare(self, geometry: StepGeometry) -> AttentionMetadata:
+        """What `forward` needs of this step, computed once for all layers of the group."""
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: LayerAttention,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Write the step's keys and values into the cache, then attend causally over each request's positions.
+
+        Returns [T, H, D] in the query's dtype; rows of padding hold anything finite.
+        """

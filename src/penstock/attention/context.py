@@ -1,0 +1,36 @@
+"""What a model's forward pass is told about the step it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.attention.base import AttentionBackend, AttentionMetadata, LayerAttention
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLayer:
+    """One layer's cache, the KV-cache group it belongs to, and the backend of that group."""
+
+    group: int
+    backend: AttentionBackend
+    kv_cache: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Passed to the model with every call.
+
+    layers: by layer name; the same in every step.
+    metadata: by KV-cache group; this step's.
+    """
+
+    layers: Mapping[str, BoundLayer]
+    metadata: Sequence[AttentionMetadata]
+
+    def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
+        """Attention of one layer over this step: [T, H, D] from its queries, keys [T, K, D] and values [T, K, D]."""
+        bound = self.layers[layer.name]
+        return bound.backend.forward(layer, query_THD, key_TKD, value_TKD, bound.kv_cache, self.metadata[bound.group])

@@ -1,0 +1,19 @@
+"""Options, one file per concern: frozen, validated once, composed by `EngineConfig`."""
+
+from penstock.config.cache import CacheConfig
+from penstock.config.device import DeviceConfig
+from penstock.config.engine import EngineConfig
+from penstock.config.load import LoadConfig
+from penstock.config.model import ModelConfig
+from penstock.config.parallel import ParallelConfig
+from penstock.config.scheduler import SchedulerConfig
+
+__all__ = [
+    "CacheConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]

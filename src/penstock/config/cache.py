@@ -1,0 +1,35 @@
+"""How much memory the KV cache gets, and how it is cut into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.checks import check_flag, check_integer
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """block_size: positions per block.
+    memory_fraction: share of the device's memory that weights, activations and KV cache may take together;
+        None lets the device choose (0.9 of a GPU, half of what a process may use of a CPU machine).
+    kv_cache_memory_bytes: size of the KV cache in bytes, instead of what `memory_fraction` leaves.
+    enable_prefix_caching: reuse the KV of prompts that begin alike.
+    """
+
+    block_size: int = 16
+    memory_fraction: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("block_size", self.block_size, 1)
+        if self.memory_fraction is not None:
+            is_number = isinstance(self.memory_fraction, (int, float)) and not isinstance(self.memory_fraction, bool)
+            if not is_number or not 0.0 < self.memory_fraction <= 1.0:
+                raise ConfigError(
+                    f"memory_fraction={self.memory_fraction!r} is not valid. Allowed: more than 0, at most 1."
+                )
+        if self.kv_cache_memory_bytes is not None:
+            check_integer("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)

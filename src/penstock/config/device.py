@@ -1,0 +1,26 @@
+"""Which device runs the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.checks import check_choice, check_integer
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """device: "auto" takes CUDA where there is one, else the CPU.
+    num_threads: CPU threads for the model; None takes the cores that this process may use.
+    attention_backend: by name; None takes the best that works on the device.
+    """
+
+    device: str = "auto"
+    num_threads: int | None = None
+    attention_backend: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("device", self.device, DEVICES)
+        if self.num_threads is not None:
+            check_integer("num_threads", self.num_threads, 1)

@@ -1,0 +1,138 @@
+"""Which model, and what its `config.json` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config.checks import check_choice, check_integer
+from penstock.config.resolve import resolve_model_folder
+from penstock.errors import ConfigError, ModelError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+AUTO_LENGTH = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """model: the name that the user gave. folder, tokenizer_folder: where its files lie.
+    hf_config: `config.json` as it is. generation_config: `generation_config.json`, or empty.
+    dtype: as asked for; "auto" is resolved by the device.
+    max_model_len: longest context in tokens; None takes the model's own, "auto" what fits into memory.
+    """
+
+    model: str
+    folder: Path
+    tokenizer_folder: Path
+    hf_config: Mapping[str, Any] = field(repr=False)
+    generation_config: Mapping[str, Any] = field(repr=False)
+    dtype: str = "auto"
+    max_model_len: int | str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, DTYPES)
+        check_integer("seed", self.seed, 0)
+        if self.max_model_len is None or self.max_model_len == AUTO_LENGTH:
+            return
+        if isinstance(self.max_model_len, str):
+            raise ConfigError(
+                f"max_model_len={self.max_model_len!r} is not valid. Allowed: a positive integer, or 'auto'."
+            )
+        check_integer("max_model_len", self.max_model_len, 1)
+        if self.max_model_len > self.longest_context:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} is more than the {self.longest_context} positions that "
+                f"{self.model} was made for (max_position_embeddings). Ask for at most that."
+            )
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        max_model_len: int | str | None = None,
+        seed: int = 0,
+    ) -> ModelConfig:
+        """Find the model's folder and read its configuration.
+
+        Raises ModelNotFound, or ModelError when `config.json` is missing or damaged.
+        """
+        folder = resolve_model_folder(model, revision)
+        return cls(
+            model=model,
+            folder=folder,
+            tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer),
+            hf_config=_read_json(folder / "config.json"),
+            generation_config=_read_json(folder / "generation_config.json", optional=True),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            seed=seed,
+        )
+
+    @property
+    def architecture(self) -> str:
+        """The first entry of `architectures`.
+
+        Raises ModelError when the configuration names none.
+        """
+        architectures = self.hf_config.get("architectures")
+        if not architectures or not isinstance(architectures, list) or not isinstance(architectures[0], str):
+            raise ModelError(
+                f"config.json of {self.model} has architectures={architectures!r}. "
+                'It must name the model class, such as ["LlamaForCausalLM"].'
+            )
+        return architectures[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.require_int("vocab_size")
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that the model was made for."""
+        return self.require_int("max_position_embeddings")
+
+    @property
+    def checkpoint_dtype(self) -> str:
+        """The dtype that the checkpoint was saved in."""
+        value = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype") or "float32"
+        return str(value).removeprefix("torch.")
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text, of generation_config.json if it names any, else of config.json."""
+        value = self.generation_config.get("eos_token_id", self.hf_config.get("eos_token_id"))
+        if value is None:
+            return frozenset()
+        return frozenset(value) if isinstance(value, list) else frozenset([value])
+
+    def require_int(self, name: str) -> int:
+        """A positive integer of `config.json`.
+
+        Raises ModelError when it is missing or something else.
+        """
+        value = self.hf_config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"config.json of {self.model} has {name}={value!r}. It must be a positive integer.")
+        return value
+
+
+def _read_json(path: Path, *, optional: bool = False) -> Mapping[str, Any]:
+    if optional and not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing. A model folder holds config.json, weights and a tokenizer.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is damaged: {error}. Download it again.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is damaged: it holds a {type(content).__name__}, not an object.")
+    return content

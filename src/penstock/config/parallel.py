@@ -1,0 +1,45 @@
+"""How many workers there are, and which class they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.checks import check_choice, check_integer
+from penstock.errors import ConfigError
+
+EXECUTORS = ("uni",)
+DEFAULT_WORKER = "penstock.worker.worker.Worker"
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """distributed_executor_backend: "uni" runs the worker in this process.
+    worker_cls: qualified name of the worker class.
+    worker_extension_cls: qualified name of a class whose methods become callable on the worker.
+    max_restarts: how often a failed worker is replaced without progress before the engine gives up.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str = "uni"
+    worker_cls: str = DEFAULT_WORKER
+    worker_extension_cls: str | None = None
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_integer("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
+        check_integer("max_restarts", self.max_restarts, 0)
+        for name in ("worker_cls", "worker_extension_cls"):
+            value = getattr(self, name)
+            if value is None and name == "worker_extension_cls":
+                continue
+            if not isinstance(value, str) or "." not in value:
+                raise ConfigError(
+                    f"{name}={value!r} is not valid. Allowed: a qualified class name such as '{DEFAULT_WORKER}'."
+                )
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -1,0 +1,51 @@
+"""From a model's name to a folder on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.config import env
+from penstock.errors import ModelNotFound
+
+SHIPPED_MODELS = ("demo",)
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_WANTED_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
+
+
+def resolve_model_folder(model: str, revision: str | None = None) -> Path:
+    """The folder that holds `model`: a shipped model's name, a local folder, or a hub id.
+
+    Hub ids are downloaded (or found in the local cache, when the network is forbidden or gone).
+    Raises ModelNotFound when there is no such thing.
+    """
+    if model in SHIPPED_MODELS:
+        return _ASSETS / model
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelNotFound(f"model={model!r} is a file. Give the folder that holds config.json and the weights.")
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
+    if looks_like_path:
+        raise ModelNotFound(
+            f"model={model!r}: there is no such folder, and it is no hub id ('organisation/name'). "
+            f"Shipped models: {', '.join(SHIPPED_MODELS)}."
+        )
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    offline = env.hub_is_offline()
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED_FILES, local_files_only=offline))
+    except LocalEntryNotFoundError as error:
+        why = "the network is forbidden (HF_HUB_OFFLINE)" if offline else "the hub cannot be reached"
+        raise ModelNotFound(
+            f"model={model!r} is neither a local folder nor in the local hub cache, and {why}. "
+            "Download it first, or give a local folder."
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelNotFound(f"model={model!r} could not be downloaded from the hub: {error}") from error

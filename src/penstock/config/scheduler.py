@@ -1,0 +1,31 @@
+"""What may run together in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.checks import check_choice, check_flag, check_integer
+
+POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """max_num_seqs: requests that run at once.
+    max_num_batched_tokens: tokens of one step, over all requests.
+    policy: "fcfs" serves in order of arrival; "priority" serves lower `priority` numbers first.
+    async_scheduling: schedule a step before the previous one's tokens are known; None follows the device
+        (on where the device overlaps with the host).
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    policy: str = "fcfs"
+    async_scheduling: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("max_num_seqs", self.max_num_seqs, 1)
+        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_choice("policy", self.policy, POLICIES)
+        if self.async_scheduling is not None:
+            check_flag("async_scheduling", self.async_scheduling)

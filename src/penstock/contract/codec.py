@@ -1,0 +1,42 @@
+"""Messages as bytes: msgpack, behind a version that both sides check."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from penstock.errors import PenstockError
+
+CONTRACT_VERSION = 1
+_Message = TypeVar("_Message")
+_PREFIX = b"penstock"
+
+
+class ContractVersionError(PenstockError):
+    """A message written by another version of the contract, or no message at all."""
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The message as bytes, readable by `decode` with the same type."""
+    return _PREFIX + CONTRACT_VERSION.to_bytes(2, "little") + msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, message_type: type[_Message]) -> _Message:
+    """The message that `encode` wrote.
+
+    Raises ContractVersionError when the bytes are of another version or damaged.
+    """
+    header = len(_PREFIX) + 2
+    if len(data) < header or not data.startswith(_PREFIX):
+        raise ContractVersionError(f"These {len(data)} bytes are no {message_type.__name__}: the header is missing.")
+    version = int.from_bytes(data[len(_PREFIX) : header], "little")
+    if version != CONTRACT_VERSION:
+        raise ContractVersionError(
+            f"This {message_type.__name__} has contract version {version}, but this program speaks {CONTRACT_VERSION}. "
+            "Run the same version of Penstock on both sides."
+        )
+    try:
+        return msgspec.msgpack.decode(data[header:], type=message_type)
+    except msgspec.MsgspecError as error:
+        raise ContractVersionError(f"A damaged {message_type.__name__}: {error}.") from error

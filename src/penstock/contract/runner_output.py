@@ -1,0 +1,50 @@
+"""What a worker answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LogprobsLists(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a step, one row per logits row.
+
+    logprob_token_ids, logprobs: [rows][1 + max_num_logprobs]; column 0 is the sampled token, then the most likely.
+    sampled_token_ranks: 1-based rank of the sampled token, the number of logits at least as large as its own.
+    """
+
+    logprob_token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    sampled_token_ranks: list[int]
+
+
+class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of KV transfers, as a connector reports it."""
+
+    finished_sending: set[str] = set()
+    finished_recving: set[str] = set()
+    invalid_block_ids: set[int] = set()
+
+
+class DraftTokenIds(msgspec.Struct, frozen=True, kw_only=True):
+    """Draft tokens proposed in a step."""
+
+    step_id: int
+    req_ids: list[str]
+    draft_token_ids: list[list[int]]
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one step.
+
+    req_ids: the step's requests in batch order, as they were when the step was launched.
+    sampled_token_ids: per request; empty for a prefill that is not finished.
+    logprobs: rows in batch order; None when no request asked.
+    errors: requests that this step could not serve, with the reason; the others are unaffected.
+    """
+
+    step_id: int
+    req_ids: list[str] = []
+    sampled_token_ids: list[list[int]] = []
+    logprobs: LogprobsLists | None = None
+    errors: dict[str, str] = {}
+    kv_connector_output: KVConnectorOutput | None = None

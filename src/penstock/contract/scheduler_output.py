@@ -1,0 +1,90 @@
+"""What the scheduler asks of a worker in one step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.contract.sampling_params import SamplingParams
+
+
+class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that the worker does not hold: new, or back after a preemption, or updated (remove, then add).
+
+    prompt_token_ids: the user's prompt.
+    prefill_token_ids: the prompt and every token generated so far; at least as long as the prompt.
+    block_ids: one list per KV-cache group, the request's whole block list at this moment.
+    num_computed_tokens: positions whose KV is already in those blocks (a prefix-cache hit).
+    sampling_params: its seed is set; the front end draws one where the user gave none.
+    """
+
+    req_id: str
+    prompt_token_ids: list[int]
+    prefill_token_ids: list[int]
+    sampling_params: SamplingParams
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+
+    def anonymous(self) -> str:
+        """A description for logs that shows lengths instead of the user's tokens."""
+        return (
+            f"NewRequestData(req_id={self.req_id!r}, prompt={len(self.prompt_token_ids)} tokens, "
+            f"prefill={len(self.prefill_token_ids)} tokens, computed={self.num_computed_tokens}, "
+            f"blocks={tuple(len(ids) for ids in self.block_ids)})"
+        )
+
+
+class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
+    """All other scheduled requests, as parallel lists in scheduling order.
+
+    new_block_ids: per request, the blocks appended in this step, one list per group; None when there are none.
+    num_computed_tokens: before this step; an upper bound while earlier steps are in flight.
+    """
+
+    req_ids: list[str] = []
+    new_block_ids: list[tuple[list[int], ...] | None] = []
+    num_computed_tokens: list[int] = []
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step: any mix of prefill chunks and decodes.
+
+    num_scheduled_tokens: tokens to run per request, draft tokens included. Its keys are exactly the requests of
+        `scheduled_new_reqs` and `scheduled_cached_reqs`.
+    scheduled_spec_decode_tokens: draft tokens to verify; -1 where only the device knows them yet.
+    finished_req_ids: ended since the last step; may name requests that the worker never saw.
+    preempted_req_ids: to be forgotten like finished ones.
+    A step with no tokens only updates state.
+    """
+
+    step_id: int
+    scheduled_new_reqs: list[NewRequestData] = []
+    scheduled_cached_reqs: CachedRequestData = CachedRequestData()
+    num_scheduled_tokens: dict[str, int] = {}
+    total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    finished_req_ids: set[str] = set()
+    preempted_req_ids: set[str] = set()
+    has_structured_output_requests: bool = False
+
+    def anonymous(self) -> str:
+        """A description for logs that holds no token of any user."""
+        new = ", ".join(request.anonymous() for request in self.scheduled_new_reqs)
+        return (
+            f"SchedulerOutput(step_id={self.step_id}, new=[{new}], cached={self.scheduled_cached_reqs.req_ids}, "
+            f"num_scheduled_tokens={self.num_scheduled_tokens}, finished={sorted(self.finished_req_ids)}, "
+            f"preempted={sorted(self.preempted_req_ids)})"
+        )
+
+
+class GrammarOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens the grammars of a step's structured requests allow.
+
+    grammar_bitmask: little-endian int32 words, row-major, one row per logits row of the named requests in order;
+        a set bit allows the token.
+    num_words: words per row, ceil(vocabulary / 32).
+    """
+
+    step_id: int
+    structured_output_request_ids: list[str] = []
+    grammar_bitmask: bytes = b""
+    num_words: int = 0

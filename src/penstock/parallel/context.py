@@ -1,0 +1,25 @@
+"""A rank's place among the others, handed to whatever needs it; there is no global one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelContext:
+    """One rank's coordinates. A single worker is rank 0 of 1 in every dimension."""
+
+    rank: int = 0
+    world_size: int = 1
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+
+    @property
+    def is_first_pipeline_rank(self) -> bool:
+        return self.pipeline_parallel_rank == 0
+
+    @property
+    def is_last_pipeline_rank(self) -> bool:
+        return self.pipeline_parallel_rank == self.pipeline_parallel_size - 1

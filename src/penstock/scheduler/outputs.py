@@ -1,0 +1,40 @@
+"""What the scheduler reports to the engine after each step."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from penstock.contract import LogprobsLists
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the values are those of the OpenAI API, where it has them."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step brought one request.
+
+    new_token_ids: usually one; empty when a request ends without a token (aborted, failed).
+    new_logprobs: one row per new token, when the request asked for them.
+    stop_reason: the stop token that ended the request, when it is one of `stop_token_ids`; else None.
+    error: what went wrong, when finish_reason is ERROR.
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache when the request first ran.
+    first_scheduled_time: monotonic seconds (time.monotonic), for the request's metrics.
+    """
+
+    req_id: str
+    new_token_ids: list[int] = []
+    new_logprobs: LogprobsLists | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
