@@ -63,14 +63,19 @@ class StepGeometry:
 class AttentionBackend(ABC):
     """One way to compute attention over a paged KV cache.
 
-    An instance belongs to one KV-cache group of one runner and may keep buffers of its own.
+    An instance belongs to one KV-cache group of one runner and may keep buffers of its own. It is made with one of
+    the group's layers, which are alike in everything but the name.
     """
 
     name: str
 
+    def __init__(self, layer: LayerAttention) -> None:
+        self.sliding_window = layer.sliding_window
+        self.num_kv_heads = layer.num_kv_heads
+
     @classmethod
     @abstractmethod
-    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device) -> str | None:
+    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         """Why this backend cannot run the layer here, or None if it can."""
 
     @staticmethod

@@ -1,0 +1,164 @@
+"""The CPU backend: decodes as one batch of blocks, prefills one request at a time. Nothing is padded.
+
+The cache is head-major, [2, num_blocks, K, block_size, D]: a block of one head is a matrix as it lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry
+from penstock.kernels.paged_attention import (
+    DecodeBlocks,
+    decode_attention_cpu,
+    list_decode_blocks,
+    prefill_attention_cpu,
+    write_kv_rows,
+)
+
+# Blocks that one batch of decodes reads at once: bounds the copies of keys and values, whatever the context.
+_MAX_BLOCKS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Requests start..stop of the step, one token each."""
+
+    start: int
+    stop: int
+    blocks: DecodeBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One request's tokens start..stop of the step; `block_ids` hold its context, from position `first_position`."""
+
+    start: int
+    stop: int
+    num_positions: int
+    first_position: int
+    block_ids: Tensor
+
+    @property
+    def is_whole_prompt(self) -> bool:
+        return self.stop - self.start == self.num_positions
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPagedMetadata:
+    num_tokens: int
+    kv_rows: Tensor
+    decodes: list[DecodeBatch]
+    prefills: list[Prefill]
+
+
+class CpuPagedBackend(AttentionBackend):
+    name = "cpu_paged"
+
+    @classmethod
+    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        return None if device.type == "cpu" else "it runs on the CPU only"
+
+    @staticmethod
+    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (2, num_blocks, num_kv_heads, block_size, head_size)
+
+    def prepare(self, geometry: StepGeometry) -> CpuPagedMetadata:
+        # The CPU is its own host, so the lengths are exact and reading them waits for nothing.
+        num_reqs = geometry.num_actual_reqs
+        seq_lens = geometry.seq_lens[:num_reqs].numpy().astype("int64")
+        starts = geometry.query_start_loc_np[: num_reqs + 1]
+        table = geometry.block_table.numpy()
+        num_decodes = int((starts[1:] - starts[:-1] == 1).sum())
+        num_tokens = geometry.num_actual_tokens
+        return CpuPagedMetadata(
+            num_tokens=num_tokens,
+            kv_rows=write_kv_rows(geometry.slot_mapping[:num_tokens], geometry.block_size, self.num_kv_heads),
+            decodes=self._decode_batches(table, seq_lens, num_decodes, geometry.block_size),
+            prefills=[
+                self._prefill(table[i], int(starts[i]), int(starts[i + 1]), int(seq_lens[i]), geometry.block_size)
+                for i in range(num_decodes, num_reqs)
+            ],
+        )
+
+    def _decode_batches(
+        self, table: np.ndarray, seq_lens: np.ndarray, num_decodes: int, block_size: int
+    ) -> list[DecodeBatch]:
+        batches = []
+        for start, stop in _split_by_blocks(seq_lens[:num_decodes], block_size):
+            blocks = list_decode_blocks(table[start:stop], seq_lens[start:stop], block_size, self.sliding_window)
+            batches.append(DecodeBatch(start, stop, blocks))
+        return batches
+
+    def _prefill(self, table_row: np.ndarray, start: int, stop: int, seq_len: int, block_size: int) -> Prefill:
+        first_block = 0
+        if self.sliding_window is not None:
+            first_block = max(0, seq_len - (stop - start) + 1 - self.sliding_window) // block_size
+        block_ids = torch.from_numpy(table_row[first_block : -(-seq_len // block_size)].astype("int64"))
+        first_position = first_block * block_size
+        return Prefill(start, stop, seq_len - first_position, first_position, block_ids)
+
+    def forward(
+        self,
+        layer: LayerAttention,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: CpuPagedMetadata,
+    ) -> Tensor:
+        if metadata.num_tokens == 0:
+            return torch.zeros_like(query_THD)
+        key_cache, value_cache = kv_cache[0], kv_cache[1]
+        self._write(key_cache, key_TKD, metadata)
+        self._write(value_cache, value_TKD, metadata)
+        output_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        for batch in metadata.decodes:
+            output_THD[batch.start : batch.stop] = decode_attention_cpu(
+                query_THD[batch.start : batch.stop], key_cache, value_cache, batch.blocks, layer.scale
+            )
+        for prefill in metadata.prefills:
+            rows = slice(prefill.start, prefill.stop)
+            if prefill.is_whole_prompt:
+                key_LKD, value_LKD = key_TKD[rows], value_TKD[rows]
+            else:
+                key_LKD = _gather_context(key_cache, prefill)
+                value_LKD = _gather_context(value_cache, prefill)
+            output_THD[rows] = prefill_attention_cpu(
+                query_THD[rows], key_LKD, value_LKD, layer.scale, layer.sliding_window
+            )
+        output_THD[metadata.num_tokens :] = 0
+        return output_THD
+
+    @staticmethod
+    def _write(cache_BKPD: Tensor, new_TKD: Tensor, metadata: CpuPagedMetadata) -> None:
+        head_size = new_TKD.shape[-1]
+        rows = new_TKD[: metadata.num_tokens].reshape(-1, head_size)
+        cache_BKPD.view(-1, head_size).index_copy_(0, metadata.kv_rows, rows)
+
+
+def _gather_context(cache_BKPD: Tensor, prefill: Prefill) -> Tensor:
+    """[L, K, D]: the positions of one request, from its blocks."""
+    blocks_NKPD = cache_BKPD.index_select(0, prefill.block_ids)
+    return blocks_NKPD.transpose(1, 2).flatten(0, 1)[: prefill.num_positions]
+
+
+def _split_by_blocks(seq_lens: np.ndarray, block_size: int) -> list[tuple[int, int]]:
+    """Cut requests into runs of at most `_MAX_BLOCKS_AT_ONCE` blocks (or one request, if it is longer)."""
+    num_reqs = len(seq_lens)
+    if num_reqs == 0:
+        return []
+    ends = (-(-seq_lens // block_size)).cumsum()
+    if ends[-1] <= _MAX_BLOCKS_AT_ONCE:
+        return [(0, num_reqs)]
+    runs, start = [], 0
+    while start < num_reqs:
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(ends.searchsorted(before + _MAX_BLOCKS_AT_ONCE, side="right")))
+        runs.append((start, stop))
+        start = stop
+    return runs

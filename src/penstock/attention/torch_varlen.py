@@ -1,0 +1,113 @@
+"""The CUDA backend: torch's own variable-length attention over a paged cache (torch.nn.attention.varlen)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+from torch import Tensor
+
+from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention.reference import write_kv_token_major
+
+
+class TorchVarlenBackend(AttentionBackend):
+    """Flash attention behind torch. What it supports differs by release and GPU, so it is tried once, not assumed."""
+
+    name = "torch_varlen"
+
+    @classmethod
+    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        if device.type != "cuda":
+            return "it runs on CUDA only"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it computes in bfloat16 or float16, not {dtype}"
+        return _try(layer, dtype, device, block_size)
+
+    @staticmethod
+    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    def prepare(self, geometry: StepGeometry) -> StepGeometry:
+        return geometry
+
+    def forward(
+        self,
+        layer: LayerAttention,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: StepGeometry,
+    ) -> Tensor:
+        num_tokens = metadata.num_actual_tokens
+        if num_tokens == 0:
+            return torch.zeros_like(query_THD)
+        write_kv_token_major(kv_cache, key_TKD, value_TKD, metadata)
+        num_reqs = metadata.num_actual_reqs
+        output = torch.zeros_like(query_THD)
+        output[:num_tokens] = _varlen_attention(
+            layer,
+            query_THD[:num_tokens],
+            kv_cache,
+            metadata.query_start_loc[: num_reqs + 1],
+            metadata.seq_lens[:num_reqs],
+            metadata.block_table[:num_reqs],
+            metadata.max_query_len,
+            metadata.max_seq_len_upper_bound,
+        )
+        return output
+
+
+def _varlen_attention(
+    layer: LayerAttention,
+    query_THD: Tensor,
+    kv_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if layer.sliding_window is None else layer.sliding_window - 1
+    result = varlen_attn(
+        query_THD,
+        kv_cache[0],
+        kv_cache[1],
+        query_start_loc,
+        None,
+        max_query_len,
+        max_seq_len,
+        scale=layer.scale,
+        window_size=(left, 0),
+        enable_gqa=layer.num_heads != layer.num_kv_heads,
+        seqused_k=seq_lens,
+        block_table=block_table,
+    )
+    assert isinstance(result, Tensor)
+    return result
+
+
+@functools.cache
+def _try(layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+    """Run one small step, since neither the release's number nor the signature tells what the kernels accept."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no variable-length attention"
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        return f"torch {torch.__version__} has variable-length attention, but not over paged caches"
+    try:
+        query = torch.zeros(2, layer.num_heads, layer.head_size, dtype=dtype, device=device)
+        shape = TorchVarlenBackend.kv_cache_shape(2, block_size, layer.num_kv_heads, layer.head_size)
+        starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
+        length = torch.tensor([2], dtype=torch.int32, device=device)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        _varlen_attention(layer, query, torch.zeros(shape, dtype=dtype, device=device), starts, length, table, 2, 2)
+        torch.cuda.synchronize(device)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return f"torch {torch.__version__} refuses it here: {str(error).splitlines()[0]}"
+    return None

@@ -1,0 +1,112 @@
+"""The interface that a kind of device implements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """Bytes at one moment.
+
+    total: what this process could use if it were alone.
+    free: what it could still take.
+    used_by_process: what it holds now.
+    """
+
+    total: int
+    free: int
+    used_by_process: int
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """The dtype that the model computes in, and why."""
+
+    name: str
+    reason: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.name]
+
+
+@dataclass(slots=True)
+class PeakMemory:
+    """Filled when the block of `Device.measure_peak` ends: bytes above the level at its beginning, at most."""
+
+    bytes_above_start: int = 0
+
+
+class PendingCopy(ABC):
+    """Tensors on their way to the host."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether `tensors` may be read; never waits."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Sequence[Tensor]:
+        """The host copies, in the order given."""
+
+
+class Device(ABC):
+    """One device of this process.
+
+    kind: "cpu" or "cuda". overlaps_with_host: work is queued, so the host can run ahead of it.
+    attention_backends: names of the backends that may work here, best first.
+    max_profile_tokens, max_profile_rows: how large a step may be profiled without making the start slow.
+    """
+
+    kind: str
+    torch_device: torch.device
+    overlaps_with_host: bool
+    default_memory_fraction: float
+    attention_backends: tuple[str, ...]
+    max_profile_tokens: int
+    max_profile_rows: int
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The device in a few words, for the log."""
+
+    @abstractmethod
+    def choose_dtype(self, requested: str, checkpoint: str) -> DtypeChoice:
+        """The compute dtype for a request ("auto" or a name) and a checkpoint's dtype.
+
+        Raises UnsupportedFeature when the device cannot compute in it.
+        """
+
+    @abstractmethod
+    def memory_snapshot(self) -> MemorySnapshot: ...
+
+    @abstractmethod
+    @contextmanager
+    def measure_peak(self) -> Iterator[PeakMemory]:
+        """Measure how far memory rises above its present level inside the block."""
+
+    @abstractmethod
+    def upload(self, array: np.ndarray) -> Tensor:
+        """A device tensor with the array's contents, without waiting. The array must not be changed afterwards."""
+
+    @abstractmethod
+    def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
+        """Begin to copy the tensors' present contents to the host; work queued later does not delay the copy."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give unused memory back to the system."""

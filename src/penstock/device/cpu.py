@@ -1,0 +1,111 @@
+"""The CPU: the host's own memory, no queue, no copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from penstock.device.base import Device, DtypeChoice, MemorySnapshot, PeakMemory, PendingCopy
+from penstock.device.limits import memory_limit, usable_cores
+from penstock.errors import UnsupportedFeature
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+class HostCopy(PendingCopy):
+    """A copy that was done when it began. Holds clones, since the originals change in the next step."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [tensor.clone() for tensor in tensors]
+
+    def is_done(self) -> bool:
+        return True
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return self._tensors
+
+
+class CpuDevice(Device):
+    """num_threads: for torch's operators; None takes the cores that this process may use."""
+
+    kind = "cpu"
+    overlaps_with_host = False
+    # Half of what is there: the rest of the machine stays usable, and so do other engines.
+    default_memory_fraction = 0.5
+    attention_backends = ("cpu_paged", "reference")
+    max_profile_tokens = 128
+    max_profile_rows = 8
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self.torch_device = torch.device("cpu")
+        self.num_threads = num_threads or usable_cores()
+        torch.set_num_threads(self.num_threads)
+
+    def describe(self) -> str:
+        threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
+        return f"CPU, {threads}, {torch.backends.cpu.get_cpu_capability()}"
+
+    def choose_dtype(self, requested: str, checkpoint: str) -> DtypeChoice:
+        if requested != "auto":
+            return DtypeChoice(requested, "as asked for")
+        if checkpoint not in ("float32", "bfloat16", "float16"):
+            raise UnsupportedFeature(
+                f"The checkpoint's dtype {checkpoint!r} is not supported. Supported: float32, bfloat16, float16. "
+                "Give dtype='float32' to convert its weights."
+            )
+        if checkpoint == "float32":
+            return DtypeChoice("float32", "the checkpoint's own")
+        return DtypeChoice("float32", f"exact for {checkpoint} weights, and faster than {checkpoint} on this CPU")
+
+    def memory_snapshot(self) -> MemorySnapshot:
+        limit = memory_limit()
+        return MemorySnapshot(
+            total=limit.total_bytes, free=limit.free_bytes, used_by_process=psutil.Process().memory_info().rss
+        )
+
+    @contextmanager
+    def measure_peak(self) -> Iterator[PeakMemory]:
+        peak = PeakMemory()
+        start = psutil.Process().memory_info().rss
+        _reset_peak()
+        yield peak
+        peak.bytes_above_start = max(0, _peak_resident_bytes() - start)
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array)
+
+    def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
+        return HostCopy(tensors)
+
+    def synchronize(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+
+def _reset_peak() -> None:
+    """Make the kernel forget the process's highest resident size (proc(5), clear_refs)."""
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        # Without it the peak is that of the whole life so far: too high a figure, never too low.
+        return
+
+
+def _peak_resident_bytes() -> int:
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return int(psutil.Process().memory_info().rss)

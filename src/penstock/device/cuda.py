@@ -1,0 +1,95 @@
+"""CUDA: queued work, a second stream for copies to the host, torch's caching allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.device.base import Device, DtypeChoice, MemorySnapshot, PeakMemory, PendingCopy
+from penstock.errors import UnsupportedFeature
+
+_BF16_CAPABILITY = (8, 0)
+
+
+class CudaCopy(PendingCopy):
+    """A copy on its own stream. Keeps the device tensors, lest the allocator hands their memory to another."""
+
+    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+        self._sources = list(tensors)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        return self._tensors
+
+
+class CudaDevice(Device):
+    """One GPU of this process."""
+
+    kind = "cuda"
+    overlaps_with_host = True
+    default_memory_fraction = 0.9
+    attention_backends = ("torch_varlen", "reference")
+    max_profile_tokens = 1 << 30
+    max_profile_rows = 1 << 30
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        self._copy_stream = torch.cuda.Stream(self.torch_device)
+
+    def describe(self) -> str:
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+    def choose_dtype(self, requested: str, checkpoint: str) -> DtypeChoice:
+        name, reason = (checkpoint, "the checkpoint's own") if requested == "auto" else (requested, "as asked for")
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        if name == "bfloat16" and capability < _BF16_CAPABILITY:
+            raise UnsupportedFeature(
+                f"dtype='bfloat16' needs a GPU of compute capability 8.0, but this one has "
+                f"{capability[0]}.{capability[1]}. Use dtype='float16' or dtype='float32'."
+            )
+        if name not in ("float32", "bfloat16", "float16"):
+            raise UnsupportedFeature(
+                f"The checkpoint's dtype {name!r} is not supported. Supported: float32, bfloat16, float16."
+            )
+        return DtypeChoice(name, reason)
+
+    def memory_snapshot(self) -> MemorySnapshot:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return MemorySnapshot(total=total, free=free, used_by_process=torch.cuda.memory_reserved(self.torch_device))
+
+    @contextmanager
+    def measure_peak(self) -> Iterator[PeakMemory]:
+        peak = PeakMemory()
+        self.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        start = torch.cuda.memory_allocated(self.torch_device)
+        yield peak
+        self.synchronize()
+        peak.bytes_above_start = torch.cuda.max_memory_allocated(self.torch_device) - start
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        # The pinned copy is freed at once, but torch's host allocator does not reuse it before the copy has run.
+        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+
+    def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
+        return CudaCopy(tensors, self._copy_stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()

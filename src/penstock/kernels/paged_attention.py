@@ -1,0 +1,192 @@
+"""Attention over a paged cache: the specification in plain torch, and the CPU's two ways of computing it.
+
+Suffixes: T tokens of the step, R requests, H query heads, K KV heads, G query heads per KV head, D head size,
+B blocks per request, N blocks read in this step (over all requests), P positions in a block, L context positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_NEG_INF = float("-inf")
+
+
+def paged_attention_reference(
+    query_THD: Tensor,
+    key_BPKD: Tensor,
+    value_BPKD: Tensor,
+    block_table_RB: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_R: Tensor,
+    max_query_len: int,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Causal attention of every request's queries over its own positions. Pads all requests to the longest.
+
+    key_BPKD, value_BPKD: the whole cache, [num_blocks, block_size, K, D]. block_table_RB: int32.
+    query_start_loc: [R + 1]. seq_lens_R: positions after this step; the queries are the last ones.
+    Returns [T, H, D]. Computes in float32. Reads no tensor on the host, so it works on any device.
+    """
+    num_reqs = block_table_RB.shape[0]
+    num_tokens, num_heads, head_size = query_THD.shape
+    num_kv_heads = key_BPKD.shape[2]
+    table = block_table_RB.long()
+    key_RLKD = key_BPKD[table].flatten(1, 2).float()
+    value_RLKD = value_BPKD[table].flatten(1, 2).float()
+
+    offset_Q = torch.arange(max_query_len, device=query_THD.device)
+    starts_R = query_start_loc[:num_reqs].long()
+    query_len_R = query_start_loc[1 : num_reqs + 1].long() - starts_R
+    token_RQ = (starts_R[:, None] + offset_Q).clamp(max=num_tokens - 1)
+    query_RQKGD = query_THD[token_RQ].float().unflatten(2, (num_kv_heads, num_heads // num_kv_heads))
+
+    position_RQ = (seq_lens_R.long() - query_len_R)[:, None] + offset_Q
+    position_L = torch.arange(key_RLKD.shape[1], device=query_THD.device)
+    visible_RQL = position_L <= position_RQ[..., None]
+    if sliding_window is not None:
+        visible_RQL &= position_L > position_RQ[..., None] - sliding_window
+    scores = torch.einsum("rqkgd,rlkd->rkgql", query_RQKGD, key_RLKD) * scale
+    weights = scores.masked_fill(~visible_RQL[:, None, None], _NEG_INF).softmax(dim=-1)
+    output_RQHD = torch.einsum("rkgql,rlkd->rqkgd", weights, value_RLKD).flatten(2, 3)
+
+    # A row of a shorter query is some other request's token: write each request's own rows only.
+    output_THD = torch.zeros(num_tokens + 1, num_heads, head_size, device=query_THD.device)
+    is_own_RQ = offset_Q < query_len_R[:, None]
+    output_THD[torch.where(is_own_RQ, token_RQ, num_tokens)] = output_RQHD
+    return output_THD[:num_tokens].to(query_THD.dtype)
+
+
+def write_kv_rows(slot_mapping_T: Tensor, block_size: int, num_kv_heads: int) -> Tensor:
+    """int64 [T * K]: rows of a head-major cache [num_blocks * K * P, D] that a step's keys and values go to."""
+    block_T = torch.div(slot_mapping_T, block_size, rounding_mode="floor")
+    # (block * K + head) * P + offset, with slot = block * P + offset.
+    first_T = slot_mapping_T + block_T * ((num_kv_heads - 1) * block_size)
+    heads_K = torch.arange(num_kv_heads, device=slot_mapping_T.device) * block_size
+    return (first_T[:, None] + heads_K).view(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBlocks:
+    """All blocks that a batch of single-token queries reads, side by side: no request is padded to another's length.
+
+    block_ids_N, owner_N: int64, and the request that reads each block. bias_NP: 0, or -inf where a position is not
+    visible. segment_start_R: int64, first block of each request. blocks_of_R: int64 [R, most blocks], indices into N;
+    N itself where a request has fewer.
+    """
+
+    block_ids_N: Tensor
+    owner_N: Tensor
+    bias_NP: Tensor
+    segment_start_R: Tensor
+    blocks_of_R: Tensor
+    index_N: Tensor
+
+
+def list_decode_blocks(
+    block_table_RB: np.ndarray, seq_lens_R: np.ndarray, block_size: int, sliding_window: int | None
+) -> DecodeBlocks:
+    """The blocks that the last position of each request sees."""
+    first_visible_R = (
+        np.zeros_like(seq_lens_R) if sliding_window is None else np.maximum(seq_lens_R - sliding_window, 0)
+    )
+    first_block_R = first_visible_R // block_size
+    num_blocks_R = -(-seq_lens_R // block_size) - first_block_R
+    num_reqs, num_blocks = len(seq_lens_R), int(num_blocks_R.sum())
+
+    owner_N = np.repeat(np.arange(num_reqs), num_blocks_R)
+    segment_start_R = np.cumsum(num_blocks_R) - num_blocks_R
+    index_N = np.arange(num_blocks)
+    within_N = index_N - segment_start_R[owner_N]
+    column_N = first_block_R[owner_N] + within_N
+    position_NP = (column_N * block_size)[:, None] + np.arange(block_size)
+    visible_NP = (position_NP < seq_lens_R[owner_N][:, None]) & (position_NP >= first_visible_R[owner_N][:, None])
+    blocks_of_R = np.full((num_reqs, int(num_blocks_R.max())), num_blocks)
+    blocks_of_R[owner_N, within_N] = index_N
+    return DecodeBlocks(
+        block_ids_N=torch.from_numpy(block_table_RB[owner_N, column_N].astype(np.int64)),
+        owner_N=torch.from_numpy(owner_N),
+        bias_NP=torch.from_numpy(np.where(visible_NP, np.float32(0), np.float32(_NEG_INF))),
+        segment_start_R=torch.from_numpy(segment_start_R),
+        blocks_of_R=torch.from_numpy(blocks_of_R),
+        index_N=torch.from_numpy(index_N),
+    )
+
+
+def decode_attention_cpu(
+    query_RHD: Tensor, key_BKPD: Tensor, value_BKPD: Tensor, blocks: DecodeBlocks, scale: float
+) -> Tensor:
+    """One query per request over a head-major cache [num_blocks, K, P, D]; returns [R, H, D].
+
+    Every block is a partial attention of its own, merged per request with the usual rescaling (split-KV, as in
+    Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023), so a batch of any lengths takes the same few operators.
+    """
+    num_reqs, num_heads, head_size = query_RHD.shape
+    num_kv_heads = key_BKPD.shape[1]
+    group_size = num_heads // num_kv_heads
+    query_NKGD = (query_RHD * scale).view(num_reqs, num_kv_heads, group_size, head_size).index_select(0, blocks.owner_N)
+    key_NKPD = key_BKPD.index_select(0, blocks.block_ids_N)
+    scores_NKGP = torch.matmul(query_NKGD, key_NKPD.transpose(2, 3)).float()
+    scores_NKGP += blocks.bias_NP[:, None, None, :]
+
+    peak_NH = scores_NKGP.amax(dim=-1).view(-1, num_heads)
+    nothing = peak_NH.new_full((1, num_heads), _NEG_INF)
+    peak_RBH = torch.cat([peak_NH, nothing]).index_select(0, blocks.blocks_of_R.view(-1))
+    peak_RH = peak_RBH.view(num_reqs, -1, num_heads).amax(dim=1)
+    peak_NKG1 = peak_RH.index_select(0, blocks.owner_N).view(-1, num_kv_heads, group_size, 1)
+    weights_NKGP = scores_NKGP.sub_(peak_NKG1).exp_()
+
+    value_NKPD = value_BKPD.index_select(0, blocks.block_ids_N)
+    partial_NX = torch.matmul(weights_NKGP.to(value_NKPD.dtype), value_NKPD).float().view(-1, num_heads * head_size)
+    mass_NH = weights_NKGP.sum(dim=-1).view(-1, num_heads)
+    output_RHD = _sum_segments(partial_NX, blocks).view(num_reqs, num_heads, head_size)
+    return (output_RHD / _sum_segments(mass_NH, blocks).unsqueeze(-1)).to(query_RHD.dtype)
+
+
+def _sum_segments(rows_NX: Tensor, blocks: DecodeBlocks) -> Tensor:
+    return F.embedding_bag(blocks.index_N, rows_NX, blocks.segment_start_R, mode="sum")
+
+
+def prefill_attention_cpu(
+    query_QHD: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float, sliding_window: int | None, tile: int = 512
+) -> Tensor:
+    """One request's last Q positions over all its L positions, causally; returns [Q, H, D].
+
+    Goes through the queries in tiles, so that the mask stays small however long the context is.
+    """
+    num_queries, context = query_QHD.shape[0], key_LKD.shape[0]
+    query_1HQD = query_QHD.transpose(0, 1).unsqueeze(0)
+    key_1KLD = key_LKD.transpose(0, 1).unsqueeze(0)
+    value_1KLD = value_LKD.transpose(0, 1).unsqueeze(0)
+    within_window = sliding_window is None or context <= sliding_window
+    if num_queries == context and within_window:
+        output = F.scaled_dot_product_attention(
+            query_1HQD, key_1KLD, value_1KLD, is_causal=True, scale=scale, enable_gqa=True
+        )
+        return output.squeeze(0).transpose(0, 1)
+
+    tiles = []
+    for start in range(0, num_queries, tile):
+        stop = min(start + tile, num_queries)
+        first_position, end = context - num_queries + start, context - num_queries + stop
+        begin = 0 if sliding_window is None else max(0, first_position - sliding_window + 1)
+        position_Q1 = torch.arange(first_position, end)[:, None]
+        position_L = torch.arange(begin, end)
+        visible_QL = position_L <= position_Q1
+        if sliding_window is not None:
+            visible_QL &= position_L > position_Q1 - sliding_window
+        output = F.scaled_dot_product_attention(
+            query_1HQD[:, :, start:stop],
+            key_1KLD[:, :, begin:end],
+            value_1KLD[:, :, begin:end],
+            attn_mask=visible_QL,
+            scale=scale,
+            enable_gqa=True,
+        )
+        tiles.append(output.squeeze(0).transpose(0, 1))
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)

@@ -1,0 +1,73 @@
+"""Choosing tokens from logits: thresholds, the draw, log-probabilities. Plain torch; rows are independent.
+
+Suffixes: R logits rows, V vocabulary, N log-probabilities returned per row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_NEG_INF = float("-inf")
+
+
+def mask_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
+    """Drop tokens whose probability is below min_p times the most likely one's; 0 drops none. float32, in place."""
+    threshold_R1 = logits_RV.amax(dim=-1, keepdim=True) + min_p_R.log().unsqueeze(-1)
+    return logits_RV.masked_fill_(logits_RV < threshold_R1, _NEG_INF)
+
+
+def mask_top_k_top_p(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+    """Keep the top_k most likely tokens, then of those the smallest set that holds top_p of the probability.
+
+    top_k_R: int64 in 1..V, V keeps all. top_p_R: float32 in (0, 1], 1 keeps all. float32 logits, in place.
+    Tokens that tie with the last one kept are kept too, so the result does not depend on the sort's order.
+    """
+    sorted_RV = logits_RV.sort(dim=-1, descending=True).values
+    kth_R1 = sorted_RV.gather(-1, (top_k_R - 1).unsqueeze(-1))
+    sorted_RV.masked_fill_(sorted_RV < kth_R1, _NEG_INF)
+    probs_RV = sorted_RV.softmax(dim=-1)
+    mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
+    num_kept_R = (mass_before_RV < top_p_R.unsqueeze(-1)).sum(dim=-1).clamp_(min=1)
+    nucleus_R1 = sorted_RV.gather(-1, (num_kept_R - 1).unsqueeze(-1))
+    # A cumulative sum can reach 1 before the end by rounding: top_p = 1 must keep what top_k kept all the same.
+    threshold_R1 = torch.where(top_p_R.unsqueeze(-1) < 1.0, torch.maximum(kth_R1, nucleus_R1), kth_R1)
+    return logits_RV.masked_fill_(logits_RV < threshold_R1, _NEG_INF)
+
+
+def draw_tokens(logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """Sample each row by inversion: the first token at which the cumulative probability exceeds the uniform number.
+
+    uniform_R: float64 in [0, 1). Returns int64 [R]. One number per row suffices, where the Gumbel trick needs one per
+    token, and a token of probability 0 is never drawn.
+    """
+    cumulative_RV = logits_RV.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    total_R1 = cumulative_RV[:, -1:].contiguous()
+    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
+    target_R1 = torch.minimum(uniform_R.unsqueeze(-1) * total_R1, below_total_R1)
+    return torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(-1)
+
+
+class LogprobsTensors(NamedTuple):
+    """token_ids_RN int64, logprobs_RN float32 (column 0 is the sampled token), ranks_R int64 (1-based)."""
+
+    token_ids_RN: Tensor
+    logprobs_RN: Tensor
+    ranks_R: Tensor
+
+
+def top_logprobs(logits_RV: Tensor, sampled_R: Tensor, num_logprobs: int) -> LogprobsTensors:
+    """Log-probabilities of the sampled token and of the `num_logprobs` most likely ones.
+
+    Only those are normalised, so no second [R, V] tensor is made. The rank counts logits at least as large.
+    """
+    sampled_R1 = sampled_R.unsqueeze(-1)
+    sampled_logit_R1 = logits_RV.gather(-1, sampled_R1)
+    top = logits_RV.topk(num_logprobs, dim=-1)
+    token_ids_RN = torch.cat([sampled_R1, top.indices], dim=-1)
+    chosen_RN = torch.cat([sampled_logit_R1, top.values], dim=-1)
+    logprobs_RN = chosen_RN.float() - logits_RV.float().logsumexp(dim=-1, keepdim=True)
+    ranks_R = (logits_RV >= sampled_logit_R1).sum(dim=-1)
+    return LogprobsTensors(token_ids_RN, logprobs_RN, ranks_R)

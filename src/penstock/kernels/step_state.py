@@ -1,0 +1,99 @@
+"""How a step reads and advances the runner's per-slot state, in plain torch: the specification, and fast enough.
+
+Suffixes: S slots (one more than max_num_reqs: the last is the padding slot), T tokens of the step, R requests of the
+step, L positions, B blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PAD_SLOT_ID = -1
+
+
+class StepInputs(NamedTuple):
+    """input_ids_T int32, positions_T int64, seq_lens_R int32 (positions that each request has after the step)."""
+
+    input_ids_T: Tensor
+    positions_T: Tensor
+    seq_lens_R: Tensor
+
+
+def gather_step_inputs(
+    all_token_ids_SL: Tensor,
+    num_computed_tokens_S: Tensor,
+    idx_mapping_R: Tensor,
+    num_scheduled_R: Tensor,
+    token_to_req_T: Tensor,
+    token_offset_T: Tensor,
+) -> StepInputs:
+    """The tokens that a step runs, read from the device's own state.
+
+    Prompt tokens and sampled tokens lie in the same table, so prefill and decode are the same gather: token t of
+    request r is at position num_computed_tokens[r] + offset of t within its request.
+
+    all_token_ids_SL: int32. num_computed_tokens_S: int64. idx_mapping_R: int64, slot of each request.
+    num_scheduled_R: int64. token_to_req_T, token_offset_T: int64, request of each token, and its offset there.
+    """
+    num_computed_R = num_computed_tokens_S.index_select(0, idx_mapping_R)
+    positions_T = num_computed_R.index_select(0, token_to_req_T) + token_offset_T
+    row_T = idx_mapping_R.index_select(0, token_to_req_T)
+    flat_T = row_T * all_token_ids_SL.shape[1] + positions_T
+    input_ids_T = all_token_ids_SL.view(-1).index_select(0, flat_T)
+    seq_lens_R = (num_computed_R + num_scheduled_R).to(torch.int32)
+    return StepInputs(input_ids_T, positions_T, seq_lens_R)
+
+
+def compute_slot_mapping(
+    block_tables_SB: Tensor,
+    idx_mapping_R: Tensor,
+    token_to_req_T: Tensor,
+    positions_T: Tensor,
+    block_size: int,
+    num_actual_tokens: int,
+) -> Tensor:
+    """Where each token's key and value are written.
+
+    block_tables_SB: int32, block ids of each slot. positions_T: int64.
+    Returns int64 [T]: block id * block_size + offset in the block; PAD_SLOT_ID from `num_actual_tokens` on.
+    """
+    block_T = torch.div(positions_T, block_size, rounding_mode="floor")
+    flat_T = idx_mapping_R.index_select(0, token_to_req_T) * block_tables_SB.shape[1] + block_T
+    block_id_T = block_tables_SB.view(-1).index_select(0, flat_T).to(torch.int64)
+    slot_mapping_T = block_id_T * block_size + (positions_T - block_T * block_size)
+    if num_actual_tokens < slot_mapping_T.shape[0]:
+        slot_mapping_T[num_actual_tokens:] = PAD_SLOT_ID
+    return slot_mapping_T
+
+
+def count_sampled(seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
+    """int64 [R]: 1 where the step reached the end of the known tokens, 0 for an unfinished prefill."""
+    return (seq_lens_R >= prefill_len_S.index_select(0, idx_mapping_R)).to(torch.int64)
+
+
+def advance_state(
+    all_token_ids_SL: Tensor,
+    total_len_S: Tensor,
+    num_computed_tokens_S: Tensor,
+    idx_mapping_R: Tensor,
+    sampled_token_ids_R: Tensor,
+    num_sampled_R: Tensor,
+    num_scheduled_R: Tensor,
+    num_rejected_R: Tensor | None = None,
+) -> None:
+    """Record a step's outcome in place: append sampled tokens, advance total_len and num_computed_tokens.
+
+    sampled_token_ids_R: int64. num_sampled_R: int64, 0 or 1. num_rejected_R: int64, draft tokens that were run in
+    vain; None for none. All rows of `idx_mapping_R` must be real slots.
+    """
+    total_len_R = total_len_S.index_select(0, idx_mapping_R)
+    flat_R = idx_mapping_R * all_token_ids_SL.shape[1] + total_len_R
+    tokens = all_token_ids_SL.view(-1)
+    kept_R = torch.where(num_sampled_R > 0, sampled_token_ids_R.to(torch.int32), tokens.index_select(0, flat_R))
+    tokens.index_copy_(0, flat_R, kept_R)
+    total_len_S.index_add_(0, idx_mapping_R, num_sampled_R)
+    num_run_R = num_scheduled_R if num_rejected_R is None else num_scheduled_R - num_rejected_R
+    num_computed_tokens_S.index_add_(0, idx_mapping_R, num_run_R)

@@ -1,0 +1,190 @@
+"""Every backend against attention by definition, in float64, over paged caches of any layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.attention import LayerAttention, StepGeometry
+from penstock.attention.cpu_paged import CpuPagedBackend
+from penstock.attention.reference import ReferenceBackend
+from penstock.attention.select import select_backend
+from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.kernels.step_state import compute_slot_mapping
+
+
+@dataclass
+class Request:
+    """`num_computed` positions in the cache before the step, `num_new` in it."""
+
+    num_computed: int
+    num_new: int
+
+
+def _attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, window: int | None) -> np.ndarray:
+    """[Q, H, D] over [L, K, D], by definition."""
+    num_queries, num_heads, head_size = queries.shape
+    length, num_kv_heads, _ = keys.shape
+    output = np.zeros((num_queries, num_heads, head_size))
+    for row in range(num_queries):
+        position = length - num_queries + row
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            scores = keys[first : position + 1, kv_head] @ queries[row, head] * head_size**-0.5
+            weights = np.exp(scores - scores.max())
+            output[row, head] = weights @ values[first : position + 1, kv_head] / weights.sum()
+    return output
+
+
+def _check(
+    backend_class: type[CpuPagedBackend] | type[ReferenceBackend],
+    requests: list[Request],
+    *,
+    block_size: int = 4,
+    num_kv_heads: int = 2,
+    group_size: int = 2,
+    head_size: int = 16,
+    window: int | None = None,
+    num_padding: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+) -> None:
+    rng = np.random.default_rng(0)
+    layer = LayerAttention("layer", num_kv_heads * group_size, num_kv_heads, head_size, head_size**-0.5, window)
+    requests = sorted(requests, key=lambda request: request.num_new)
+    lengths = [request.num_computed + request.num_new for request in requests]
+    blocks_needed = [-(-length // block_size) for length in lengths]
+    num_blocks = 1 + sum(blocks_needed) + 3
+    order = rng.permutation(np.arange(1, num_blocks))
+    table = np.zeros((len(requests) + 1, max(blocks_needed)), dtype=np.int32)
+    taken = 0
+    for row, needed in enumerate(blocks_needed):
+        table[row, :needed] = order[taken : taken + needed]
+        taken += needed
+
+    def round_trip(array: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(array).to(dtype).double().numpy()
+
+    keys = [round_trip(rng.standard_normal((length, num_kv_heads, head_size))) for length in lengths]
+    values = [round_trip(rng.standard_normal((length, num_kv_heads, head_size))) for length in lengths]
+    queries = [round_trip(rng.standard_normal((length, layer.num_heads, head_size))) for length in lengths]
+
+    backend = backend_class(layer)
+    shape = backend.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+    # Whatever was in memory before must not matter, as long as it is finite.
+    kv_cache = torch.full(shape, 7.0, dtype=dtype)
+
+    def run(parts: list[tuple[int, int, int]], with_padding: int = 0) -> torch.Tensor:
+        """A step that runs positions start..stop of each (request, start, stop)."""
+        counts = [stop - start for _, start, stop in parts]
+        num_tokens = sum(counts)
+        padding_row = [len(requests)] * bool(with_padding)
+        rows = torch.tensor([index for index, _, _ in parts] + padding_row)
+        ids = [row for row, count in enumerate(counts) for _ in range(count)] + [len(parts)] * with_padding
+        positions = [p for _, start, stop in parts for p in range(start, stop)] + [0] * with_padding
+        starts = np.concatenate([[0], np.cumsum(counts + [0] * len(padding_row))])
+        seq_lens = [stop for _, _, stop in parts] + [0] * len(padding_row)
+        geometry = StepGeometry(
+            query_start_loc=torch.from_numpy(starts).int(),
+            query_start_loc_np=starts,
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_table=torch.from_numpy(table)[rows],
+            slot_mapping=compute_slot_mapping(
+                torch.from_numpy(table), rows, torch.tensor(ids), torch.tensor(positions), block_size, num_tokens
+            ),
+            num_actual_tokens=num_tokens,
+            num_actual_reqs=len(parts),
+            max_query_len=max(counts),
+            max_seq_len_upper_bound=max(seq_lens),
+            block_size=block_size,
+        )
+
+        def stack(sequences: list[np.ndarray]) -> torch.Tensor:
+            chunks = [sequences[index][start:stop] for index, start, stop in parts]
+            filler = np.full((with_padding, *chunks[0].shape[1:]), 3.0)
+            return torch.from_numpy(np.concatenate([*chunks, filler])).to(dtype)
+
+        return backend.forward(layer, stack(queries), stack(keys), stack(values), kv_cache, backend.prepare(geometry))
+
+    for index, request in enumerate(requests):
+        if request.num_computed:
+            run([(index, 0, request.num_computed)])
+
+    before = kv_cache.clone()
+    output = run([(i, r.num_computed, lengths[i]) for i, r in enumerate(requests)], num_padding)
+    assert output.dtype == dtype
+    assert torch.isfinite(output).all()
+    row = 0
+    for i, request in enumerate(requests):
+        expected = _attend(queries[i][request.num_computed :], keys[i], values[i], window)
+        actual = output[row : row + request.num_new].double().numpy()
+        np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
+        row += request.num_new
+    unused = [0, *order[taken:].tolist()]
+    assert torch.equal(kv_cache[:, unused], before[:, unused]), "a step wrote to a block that no request owns"
+
+
+BACKENDS = [CpuPagedBackend, ReferenceBackend]
+MIXED = [Request(0, 1), Request(9, 1), Request(4, 1), Request(0, 6), Request(7, 5), Request(31, 13)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+def test_a_mixed_step_equals_the_definition(backend: type[CpuPagedBackend], window: int | None) -> None:
+    _check(backend, list(MIXED), window=window)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size"), [(1, 1, 8), (4, 1, 32), (1, 7, 80), (3, 2, 128)])
+def test_head_layouts(backend: type[CpuPagedBackend], num_kv_heads: int, group_size: int, head_size: int) -> None:
+    _check(backend, list(MIXED), num_kv_heads=num_kv_heads, group_size=group_size, head_size=head_size)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_half_precision(backend: type[CpuPagedBackend], dtype: torch.dtype, tolerance: float) -> None:
+    _check(backend, list(MIXED), dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_is_inert(backend: type[CpuPagedBackend]) -> None:
+    _check(backend, list(MIXED), num_padding=5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(st.builds(Request, st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    window=st.sampled_from([None, 2, 5, 17]),
+    num_padding=st.integers(0, 3),
+)
+def test_any_step_equals_the_definition(
+    backend: type[CpuPagedBackend], requests: list[Request], block_size: int, window: int | None, num_padding: int
+) -> None:
+    _check(backend, requests, block_size=block_size, window=window, num_padding=num_padding)
+
+
+def test_long_prefill_is_tiled() -> None:
+    _check(CpuPagedBackend, [Request(40, 1100)], block_size=16, num_kv_heads=1, group_size=1, head_size=8)
+    _check(CpuPagedBackend, [Request(40, 1100)], block_size=16, num_kv_heads=1, group_size=1, head_size=8, window=70)
+
+
+def test_many_decodes_are_read_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.attention.cpu_paged._MAX_BLOCKS_AT_ONCE", 5)
+    _check(CpuPagedBackend, [Request(length, 1) for length in (3, 40, 1, 17, 8, 8, 9)])
+
+
+def test_an_unknown_backend_and_one_that_cannot_run_are_refused_by_name() -> None:
+    layer = LayerAttention("layer", 2, 2, 16, 0.25)
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "block_size": 16, "candidates": ("cpu_paged",)}
+    with pytest.raises(ConfigError, match="attention_backend='fast'.*cpu_paged"):
+        select_backend(layer, requested="fast", **options)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedFeature, match="torch_varlen: it runs on CUDA only"):
+        select_backend(layer, requested="torch_varlen", **options)  # type: ignore[arg-type]
