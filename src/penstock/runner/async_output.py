@@ -1,0 +1,84 @@
+"""A step's result on its way to the host."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from penstock.contract import LogprobsLists, ModelRunnerOutput
+from penstock.device import Device
+from penstock.errors import WaitTimeout
+from penstock.kernels.sampling import LogprobsTensors
+
+_POLL_INTERVAL_S = 50e-6
+
+
+class AsyncOutput:
+    """Begins the copy when it is made; `get_output` waits for it, once, and not for ever.
+
+    It is made before the state is advanced, so the copy does not wait for that. Request ids are those at launch: slots
+    may belong to others by the time the result is read.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        step_id: int,
+        req_ids: list[str],
+        sampled_token_ids: Tensor,
+        num_sampled: Tensor,
+        logprobs: LogprobsTensors | None,
+        errors: dict[str, str],
+        rank: int,
+    ) -> None:
+        self.step_id = step_id
+        self._req_ids = req_ids
+        self._errors = errors
+        self._rank = rank
+        self._has_logprobs = logprobs is not None
+        self._copy = device.download([sampled_token_ids, num_sampled, *(logprobs or ())])
+
+    def get_output(self, timeout_s: float) -> ModelRunnerOutput:
+        """The step's result.
+
+        Raises WaitTimeout when the device has not delivered it within `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._copy.is_done():
+            if time.monotonic() > deadline:
+                raise WaitTimeout(
+                    f"Rank {self._rank} waited {timeout_s:g} s in get_output for the device to deliver the tokens of "
+                    f"step {self.step_id} ({len(self._req_ids)} requests). The device hangs or is overloaded."
+                )
+            time.sleep(_POLL_INTERVAL_S)
+        sampled, num_sampled, *logprobs = self._copy.tensors
+        return ModelRunnerOutput(
+            step_id=self.step_id,
+            req_ids=self._req_ids,
+            sampled_token_ids=[
+                [token] if count else [] for token, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)
+            ],
+            logprobs=_to_lists(LogprobsTensors(*logprobs)) if self._has_logprobs else None,
+            errors=self._errors,
+        )
+
+
+class EmptyOutput:
+    """The result of a step that ran no token."""
+
+    def __init__(self, step_id: int, errors: dict[str, str]) -> None:
+        self.step_id = step_id
+        self._errors = errors
+
+    def get_output(self, timeout_s: float) -> ModelRunnerOutput:
+        return ModelRunnerOutput(step_id=self.step_id, errors=self._errors)
+
+
+def _to_lists(logprobs: LogprobsTensors) -> LogprobsLists:
+    return LogprobsLists(
+        logprob_token_ids=logprobs.token_ids_RN.tolist(),
+        logprobs=logprobs.logprobs_RN.tolist(),
+        sampled_token_ranks=logprobs.ranks_R.tolist(),
+    )

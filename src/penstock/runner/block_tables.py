@@ -1,0 +1,48 @@
+"""Which blocks each slot's KV lies in, per KV-cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.contract import KVCacheConfig
+from penstock.device import Device
+from penstock.runner.staging import StagedTensor
+
+
+class BlockTables:
+    """One table per KV-cache group: int32 [slots, most blocks of a request]; block 0 is the null block.
+
+    Entries beyond a request's blocks are stale and never read.
+    """
+
+    def __init__(self, device: Device, num_slots: int, max_model_len: int, kv_cache_config: KVCacheConfig) -> None:
+        self.block_sizes = [group.spec.block_size for group in kv_cache_config.groups]
+        widths = [-(-max_model_len // block_size) for block_size in self.block_sizes]
+        self._tables = [StagedTensor(device, num_slots, width, torch.int32) for width in widths]
+        self._num_blocks = np.zeros((len(widths), num_slots), dtype=np.int64)
+
+    def set_blocks(self, slot: int, block_ids: Sequence[list[int]]) -> None:
+        """Replace a slot's blocks; one list per group."""
+        self._num_blocks[:, slot] = 0
+        self.append_blocks(slot, block_ids)
+
+    def append_blocks(self, slot: int, block_ids: Sequence[list[int]]) -> None:
+        """Add blocks at the end of a slot's rows; one list per group."""
+        for group, (table, ids) in enumerate(zip(self._tables, block_ids, strict=True)):
+            table.stage(slot, int(self._num_blocks[group, slot]), ids)
+            self._num_blocks[group, slot] += len(ids)
+
+    def discard_staged(self, slot: int) -> None:
+        for table in self._tables:
+            table.discard(slot)
+
+    def flush(self) -> None:
+        for table in self._tables:
+            table.flush()
+
+    def table(self, group: int) -> Tensor:
+        return self._tables[group].tensor

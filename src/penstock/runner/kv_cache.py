@@ -1,0 +1,81 @@
+"""The KV cache's memory, and each layer's view of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.attention import AttentionBackend, AttentionMetadata, ForwardContext, LayerAttention
+from penstock.attention.context import BoundLayer
+from penstock.attention.select import select_backend
+from penstock.contract import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from penstock.device import Device
+from penstock.device.base import TORCH_DTYPES
+from penstock.errors import UnsupportedFeature
+from penstock.runner.input_batch import InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """One KV-cache group with the backend that runs its layers; `refusals` says why better backends do not."""
+
+    backend: AttentionBackend
+    refusals: Mapping[str, str]
+
+
+class PagedKVCache:
+    """Allocates the cache as planned and binds every layer to its backend and its part of the memory."""
+
+    def __init__(
+        self,
+        device: Device,
+        layers: Mapping[str, LayerAttention],
+        config: KVCacheConfig,
+        requested_backend: str | None,
+    ) -> None:
+        self.config = config
+        self.groups: list[AttentionGroup] = []
+        self._layers: dict[str, BoundLayer] = {}
+        memory = {
+            name: torch.zeros(tensor.size_bytes, dtype=torch.uint8, device=device.torch_device)
+            for tensor in config.tensors
+            for name in tensor.shared_by[:1]
+        }
+        owner = {name: memory[tensor.shared_by[0]] for tensor in config.tensors for name in tensor.shared_by}
+        for index, group in enumerate(config.groups):
+            spec = group.spec
+            if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
+                raise UnsupportedFeature(f"KV caches of kind {type(spec).__name__} are not supported yet.")
+            dtype = TORCH_DTYPES[spec.dtype]
+            backend_class, refusals = select_backend(
+                layers[group.layer_names[0]],
+                dtype=dtype,
+                device=device.torch_device,
+                block_size=spec.block_size,
+                candidates=device.attention_backends,
+                requested=requested_backend,
+            )
+            backend = backend_class(layers[group.layer_names[0]])
+            self.groups.append(AttentionGroup(backend, refusals))
+            shape = backend.kv_cache_shape(config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+            for name in group.layer_names:
+                self._layers[name] = BoundLayer(index, backend, owner[name].view(dtype).view(shape))
+
+    def prepare(self, batch: InputBatch) -> ForwardContext:
+        """What the model's layers need to attend in this step."""
+        metadata: list[AttentionMetadata] = [
+            group.backend.prepare(geometry) for group, geometry in zip(self.groups, batch.geometry, strict=True)
+        ]
+        return ForwardContext(self._layers, metadata)
+
+    def layer_memory(self, name: str) -> Tensor:
+        """One layer's cache, in its backend's layout."""
+        return self._layers[name].kv_cache
+
+    def touch(self) -> None:
+        """Write to all of it, so that a system that hands out pages on first use counts it as taken."""
+        for bound in self._layers.values():
+            bound.kv_cache.zero_()

@@ -1,0 +1,153 @@
+"""One scheduling decision in, one forward pass and its sampled tokens out.
+
+Only what every model shares is here. A feature that some requests or models need has a room of its own, and this file
+calls it unconditionally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.attention import LayerAttention
+from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.device import Device
+from penstock.errors import LifecycleError
+from penstock.kernels.step_state import advance_state, count_sampled
+from penstock.models.interface import LanguageModel
+from penstock.runner.async_output import AsyncOutput, EmptyOutput
+from penstock.runner.batch_plan import Planner
+from penstock.runner.block_tables import BlockTables
+from penstock.runner.input_batch import BatchBuilder, InputBatch
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.request_lifecycle import RequestLifecycle
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import Sampler
+from penstock.runner.sampling.stage import LogitsRows
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """What the runner's persistent state is sized for."""
+
+    max_num_reqs: int
+    max_num_tokens: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that has been run and not yet sampled. `batch` is None when no token was run."""
+
+    batch: InputBatch | None
+    hidden: Tensor | None
+    errors: dict[str, str]
+
+
+class ModelRunner:
+    """Owns the per-slot state, the KV cache and the sampler of one rank."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: LanguageModel,
+        layers: Mapping[str, LayerAttention],
+        kv_cache_config: KVCacheConfig,
+        limits: RunnerLimits,
+        *,
+        attention_backend: str | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.device = device
+        self.model = model
+        self.limits = limits
+        self._rank = rank
+        num_slots = limits.max_num_reqs + 1
+        self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len)
+        self.block_tables = BlockTables(device, num_slots, limits.max_model_len, kv_cache_config)
+        self.sampler = Sampler(device, num_slots, limits.vocab_size)
+        self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler)
+        self.planner = Planner()
+        self.batcher = BatchBuilder(device, self.requests, self.block_tables)
+        self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
+        self._pending: dict[int, PendingStep] = {}
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        """Bring the state up to the step and run its forward pass; `sample_tokens` of the same step takes the result.
+
+        Raises LifecycleError when the step has been executed already.
+        """
+        if output.step_id in self._pending:
+            raise LifecycleError(f"Step {output.step_id} was executed before and is still waiting for sample_tokens.")
+        errors = self.lifecycle.apply(output)
+        scheduled = _without(output.num_scheduled_tokens, errors)
+        plan = self.planner.plan(scheduled)
+        if plan.is_empty:
+            self._pending[output.step_id] = PendingStep(None, None, errors)
+            return
+
+        batch = self.batcher.build(scheduled, plan)
+        context = self.kv_cache.prepare(batch)
+        hidden = self.model(batch.input_ids, batch.positions, context)
+        self._pending[output.step_id] = PendingStep(batch, hidden, errors)
+
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
+        """Choose the tokens of an executed step and advance the state on the device.
+
+        Raises LifecycleError when that step was never executed, or was sampled before.
+        """
+        step = self._pending.pop(grammar.step_id, None)
+        if step is None:
+            raise LifecycleError(
+                f"sample_tokens names step {grammar.step_id}, which is not waiting to be sampled. "
+                f"Waiting: {sorted(self._pending) or 'none'}. Every step is executed once, then sampled once."
+            )
+        if step.batch is None or step.hidden is None:
+            return EmptyOutput(grammar.step_id, step.errors)
+        batch = step.batch
+        logits = self.model.compute_logits(step.hidden.index_select(0, batch.logits_indices))
+        rows = self._logits_rows(batch)
+        sampled = self.sampler.sample(logits, rows)
+        num_sampled = count_sampled(batch.seq_lens[: batch.plan.num_reqs], self.requests.prefill_len.tensor, rows.slots)
+        result = AsyncOutput(
+            self.device,
+            step_id=grammar.step_id,
+            req_ids=batch.req_ids,
+            sampled_token_ids=sampled.sampled_token_ids,
+            num_sampled=num_sampled,
+            logprobs=sampled.logprobs,
+            errors=step.errors,
+            rank=self._rank,
+        )
+        self._advance(batch, rows, sampled.sampled_token_ids, num_sampled)
+        return result
+
+    @staticmethod
+    def _logits_rows(batch: InputBatch) -> LogitsRows:
+        return LogitsRows(
+            slots=batch.idx_mapping[: batch.plan.num_reqs],
+            slots_np=batch.idx_mapping_np,
+            positions=batch.positions.index_select(0, batch.logits_indices),
+        )
+
+    def _advance(self, batch: InputBatch, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
+        num_scheduled = batch.num_scheduled[: batch.plan.num_reqs]
+        advance_state(
+            self.requests.all_token_ids.tensor,
+            self.requests.total_len.tensor.view(-1),
+            self.requests.num_computed_tokens.tensor.view(-1),
+            rows.slots,
+            sampled,
+            num_sampled,
+            num_scheduled,
+        )
+        self.requests.num_computed_tokens_upper_bound[batch.idx_mapping_np] += batch.num_scheduled_np
+
+
+def _without(num_scheduled_tokens: dict[str, int], errors: Mapping[str, str]) -> dict[str, int]:
+    if not errors:
+        return num_scheduled_tokens
+    return {req_id: count for req_id, count in num_scheduled_tokens.items() if req_id not in errors}

@@ -1,0 +1,67 @@
+"""How requests enter, change and leave the runner: one order, and all owners of per-slot state or none."""
+
+from __future__ import annotations
+
+import logging
+
+from penstock.contract import NewRequestData, SchedulerOutput
+from penstock.runner.block_tables import BlockTables
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLifecycle:
+    """Applies the state changes of a step: free slots first, then add, then extend, then one flush."""
+
+    def __init__(self, requests: RequestStates, block_tables: BlockTables, sampler: Sampler) -> None:
+        self._requests = requests
+        self._block_tables = block_tables
+        self._sampler = sampler
+
+    def apply(self, output: SchedulerOutput) -> dict[str, str]:
+        """Bring the state up to this step. Returns the requests that cannot run, with the reason."""
+        for req_id in output.finished_req_ids:
+            self._requests.remove(req_id)
+        for req_id in output.preempted_req_ids:
+            self._requests.remove(req_id)
+        errors: dict[str, str] = {}
+        for request in output.scheduled_new_reqs:
+            # An id that is still held is an update of that request: the old state goes, the new one comes.
+            self._requests.remove(request.req_id)
+            error = self._add(request)
+            if error is not None:
+                errors[request.req_id] = error
+        self._extend(output, errors)
+        self._requests.flush()
+        self._block_tables.flush()
+        return errors
+
+    def _add(self, request: NewRequestData) -> str | None:
+        slot = self._requests.add(request)
+        try:
+            self._block_tables.set_blocks(slot, request.block_ids)
+            self._sampler.add_request(slot, request.sampling_params)
+        except Exception as error:  # whatever one request brings, the others go on
+            self._block_tables.discard_staged(slot)
+            self._requests.discard_staged(slot)
+            self._requests.remove(request.req_id)
+            logger.exception("Request %s could not be added", request.req_id)
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _extend(self, output: SchedulerOutput, errors: dict[str, str]) -> None:
+        cached = output.scheduled_cached_reqs
+        slot_of = self._requests.slot_of
+        upper_bound = self._requests.num_computed_tokens_upper_bound
+        for req_id, block_ids, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            slot = slot_of.get(req_id)
+            if slot is None:
+                errors[req_id] = "the worker does not hold this request: adding it failed in an earlier step"
+                continue
+            upper_bound[slot] = num_computed
+            if block_ids is not None:
+                self._block_tables.append_blocks(slot, block_ids)

@@ -1,0 +1,74 @@
+"""What the runner knows of each request, in fixed slots.
+
+The device's copy is the truth: it is read and advanced there. What the host keeps beside it either never changes
+during a request's life, or is an upper bound and says so in its name.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.contract import NewRequestData
+from penstock.device import Device
+from penstock.runner.staging import SlotParameter, StagedTensor
+
+
+class RequestStates:
+    """Slots 0..max_num_reqs-1 for requests, and one more that only padding uses.
+
+    all_token_ids: int32 [slots, max_model_len + 1], prompt and generated tokens.
+    total_len, num_computed_tokens: int64 [slots, 1]; for a decoding request computed is total - 1 after each step.
+    prefill_len: tokens known when the request was added; prompt_len: the user's part of them.
+    num_computed_tokens_upper_bound: the host's mirror, which assumes that nothing in flight is rejected.
+    """
+
+    def __init__(self, device: Device, max_num_reqs: int, max_model_len: int) -> None:
+        self.max_num_reqs = max_num_reqs
+        self.padding_slot = max_num_reqs
+        num_slots = max_num_reqs + 1
+        # One cell more than the context: a row that is full is still written to, with what it already holds.
+        self.all_token_ids = StagedTensor(device, num_slots, max_model_len + 1, torch.int32)
+        self.total_len = StagedTensor(device, num_slots, 1, torch.int64)
+        self.num_computed_tokens = StagedTensor(device, num_slots, 1, torch.int64)
+        self.prefill_len = SlotParameter(device, num_slots, np.int64, 0)
+        self.prompt_len = SlotParameter(device, num_slots, np.int64, 0)
+        self.num_computed_tokens_upper_bound = np.zeros(num_slots, dtype=np.int64)
+        self.slot_of: dict[str, int] = {}
+        self._free_slots = list(range(max_num_reqs - 1, -1, -1))
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.slot_of)
+
+    def add(self, request: NewRequestData) -> int:
+        """Give the request a slot and stage its state; returns the slot."""
+        prefill = request.prefill_token_ids
+        assert self._free_slots, f"no free slot for {request.req_id}: the scheduler runs at most {self.max_num_reqs}"
+        assert len(request.prompt_token_ids) <= len(prefill), f"{request.req_id} has a prompt longer than its prefill"
+        slot = self._free_slots.pop()
+        self.slot_of[request.req_id] = slot
+        self.all_token_ids.stage(slot, 0, prefill)
+        self.total_len.stage(slot, 0, [len(prefill)])
+        self.num_computed_tokens.stage(slot, 0, [request.num_computed_tokens])
+        self.num_computed_tokens_upper_bound[slot] = request.num_computed_tokens
+        self.prefill_len.set(slot, len(prefill))
+        self.prompt_len.set(slot, len(request.prompt_token_ids))
+        return slot
+
+    def remove(self, req_id: str) -> bool:
+        """Free the request's slot; False if it has none, which is no error."""
+        slot = self.slot_of.pop(req_id, None)
+        if slot is None:
+            return False
+        self._free_slots.append(slot)
+        return True
+
+    def discard_staged(self, slot: int) -> None:
+        for staged in (self.all_token_ids, self.total_len, self.num_computed_tokens):
+            staged.discard(slot)
+
+    def flush(self) -> None:
+        self.all_token_ids.flush()
+        self.total_len.flush()
+        self.num_computed_tokens.flush()

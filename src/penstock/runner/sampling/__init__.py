@@ -1,0 +1,5 @@
+"""From logits to tokens, one file per stage."""
+
+from penstock.runner.sampling.sampler import Sampler, SamplerOutput
+
+__all__ = ["Sampler", "SamplerOutput"]

@@ -1,0 +1,43 @@
+"""The draw itself: greedy rows take the largest logit, the others use their own random stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.contract import SamplingParams
+from penstock.device import Device
+from penstock.kernels.random import counter_uniform
+from penstock.kernels.sampling import draw_tokens
+from penstock.runner.sampling.stage import LogitsRows
+from penstock.runner.staging import SlotParameter
+
+
+class Draw:
+    """A row's number comes from (seed, position): not from the batch, the step, or what was drawn before."""
+
+    def __init__(self, device: Device, num_slots: int) -> None:
+        self._seed = SlotParameter(device, num_slots, np.int64, 0)
+        self._is_greedy = SlotParameter(device, num_slots, np.bool_, True)
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        assert params.seed is not None, "the front end draws a seed for every request that brings none"
+        self._seed.set(slot, params.seed)
+        self._is_greedy.set(slot, params.is_greedy)
+
+    def is_all_greedy(self, rows: LogitsRows) -> bool:
+        return not self._is_greedy.any_set(rows.slots_np)
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """int64 [rows]: the first of the largest logits."""
+        return logits.argmax(dim=-1)
+
+    def sample(self, raw_logits: Tensor, processed_logits: Tensor, rows: LogitsRows) -> Tensor:
+        """int64 [rows]: greedy rows by the raw logits, the others drawn from the processed ones."""
+        uniform = counter_uniform(self._seed.tensor.index_select(0, rows.slots), rows.positions)
+        drawn = draw_tokens(processed_logits, uniform)
+        if not self._is_greedy.host[rows.slots_np].any():
+            return drawn
+        is_greedy = self._is_greedy.tensor.index_select(0, rows.slots)
+        return torch.where(is_greedy, self.greedy(raw_logits), drawn)

@@ -1,0 +1,27 @@
+"""Temperature: how flat the distribution is before anything is cut off."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from penstock.contract import SamplingParams
+from penstock.device import Device
+from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.staging import SlotParameter
+
+
+class Temperature(SamplingStage):
+    """Divides by the temperature. Greedy requests (temperature 0) keep their logits: only their order matters."""
+
+    def __init__(self, device: Device, num_slots: int) -> None:
+        self._divisor = SlotParameter(device, num_slots, np.float32, 1.0)
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        self._divisor.set(slot, 1.0 if params.is_greedy else params.temperature)
+
+    def is_needed(self, rows: LogitsRows) -> bool:
+        return self._divisor.any_set(rows.slots_np)
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        return logits.div_(self._divisor.tensor.index_select(0, rows.slots).unsqueeze(-1))

@@ -1,0 +1,34 @@
+"""top-k, then top-p (nucleus sampling: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020)."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from penstock.contract import SamplingParams
+from penstock.device import Device
+from penstock.kernels.sampling import mask_top_k_top_p
+from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.staging import SlotParameter
+
+
+class TopKTopP(SamplingStage):
+    """One stage for both, since both need the same sort."""
+
+    def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._top_k = SlotParameter(device, num_slots, np.int64, vocab_size)
+        self._top_p = SlotParameter(device, num_slots, np.float32, 1.0)
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        keeps_all = params.is_greedy or not 0 < params.top_k < self._vocab_size
+        self._top_k.set(slot, self._vocab_size if keeps_all else params.top_k)
+        self._top_p.set(slot, 1.0 if params.is_greedy else params.top_p)
+
+    def is_needed(self, rows: LogitsRows) -> bool:
+        return self._top_k.any_set(rows.slots_np) or self._top_p.any_set(rows.slots_np)
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        top_k = self._top_k.tensor.index_select(0, rows.slots)
+        top_p = self._top_p.tensor.index_select(0, rows.slots)
+        return mask_top_k_top_p(logits, top_k, top_p)

@@ -1,0 +1,87 @@
+"""Host-to-device writes, gathered during a step's preparation and carried over in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.device import Device
+
+
+class StagedTensor:
+    """A device tensor [rows, width] whose cells the host writes through `stage` and `flush`.
+
+    A flush uploads all staged writes at once and scatters them with one operator. Two writes to one cell within a
+    flush have no defined order.
+    """
+
+    def __init__(self, device: Device, rows: int, width: int, dtype: torch.dtype) -> None:
+        self.tensor = torch.zeros(rows, width, dtype=dtype, device=device.torch_device)
+        self._device = device
+        self._width = width
+        self._indices: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+        self._host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+
+    def stage(self, row: int, start: int, values: Sequence[int]) -> None:
+        """Write `values` to cells start, start + 1, … of `row` at the next flush."""
+        if not values:
+            return
+        if start < 0 or start + len(values) > self._width:
+            raise IndexError(f"cells {start}..{start + len(values)} are outside a row of {self._width}")
+        first = row * self._width + start
+        self._indices.append(np.arange(first, first + len(values)))
+        self._values.append(np.asarray(values, dtype=self._host_dtype))
+
+    def discard(self, row: int) -> None:
+        """Forget what is staged for `row`, whose owner could not be added after all."""
+        kept = [
+            (index, values)
+            for index, values in zip(self._indices, self._values, strict=True)
+            if index[0] // self._width != row
+        ]
+        self._indices = [index for index, _ in kept]
+        self._values = [values for _, values in kept]
+
+    def flush(self) -> None:
+        if not self._indices:
+            return
+        index = self._device.upload(np.concatenate(self._indices))
+        values = self._device.upload(np.concatenate(self._values))
+        self.tensor.view(-1).index_copy_(0, index, values)
+        self._indices.clear()
+        self._values.clear()
+
+
+class SlotParameter:
+    """One small value per slot: the host's array is the truth, the device has a copy of its last published state.
+
+    A step that is queued on the device keeps the copy it was launched with, whatever the host writes later.
+    """
+
+    def __init__(self, device: Device, num_slots: int, dtype: type[np.generic], neutral: float) -> None:
+        self.host = np.full(num_slots, neutral, dtype=dtype)
+        self._neutral = neutral
+        self._device = device
+        self._published = device.upload(self.host.copy())
+        self._is_stale = False
+
+    def set(self, slot: int, value: float) -> None:
+        if self.host[slot] != value:
+            self.host[slot] = value
+            self._is_stale = True
+
+    @property
+    def tensor(self) -> Tensor:
+        """The device's copy [num_slots], published anew if the host's has changed."""
+        if self._is_stale:
+            self._published = self._device.upload(self.host.copy())
+            self._is_stale = False
+        return self._published
+
+    def any_set(self, slots_np: np.ndarray) -> bool:
+        """Whether one of the slots has another value than the neutral one."""
+        return bool((self.host[slots_np] != self._neutral).any())

@@ -1,0 +1,216 @@
+"""The runner's steps: worked traces and the invariants that asynchronous serving rests on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.contract import GrammarOutput, SamplingParams
+from penstock.errors import LifecycleError, WaitTimeout
+from penstock.runner.async_output import AsyncOutput
+from penstock.runner.dummy_runs import run_dummy_batch
+from support.runners import ArithmeticModel, Driver, make_runner, new_request, next_token, state_of
+
+PROMPT = [11, 3, 8, 20, 5, 60, 2, 9, 33, 4]
+
+
+def _continuation(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens[-1], len(tokens) - 1))
+    return tokens[len(prompt) :]
+
+
+def test_a_chunked_prefill_samples_nothing_until_its_last_chunk() -> None:
+    driver = Driver(make_runner())
+    assert driver.tokens({"a": 4}, [new_request("a", PROMPT)]) == {"a": []}
+    assert state_of(driver.runner, "a") == (4, 10)
+    assert driver.tokens({"a": 4}) == {"a": []}
+    assert state_of(driver.runner, "a") == (8, 10)
+    first = driver.tokens({"a": 2})["a"]
+    assert first == _continuation(PROMPT, 1)
+    assert state_of(driver.runner, "a") == (10, 11)
+    assert first + driver.tokens({"a": 1})["a"] == _continuation(PROMPT, 2)
+    assert state_of(driver.runner, "a") == (11, 12)
+
+
+def test_the_model_reads_the_right_tokens_at_the_right_positions() -> None:
+    driver = Driver(make_runner())
+    driver.step({"a": 4, "b": 2}, [new_request("a", PROMPT), new_request("b", [7, 8], first_block=20)])
+    driver.step({"a": 6, "b": 1})
+    model = driver.runner.model
+    assert isinstance(model, ArithmeticModel)
+    assert model.calls[0] == ([7, 8, 11, 3, 8, 20], [0, 1, 0, 1, 2, 3])
+    assert model.calls[1] == ([next_token(8, 1), 5, 60, 2, 9, 33, 4], [2, 4, 5, 6, 7, 8, 9])
+
+
+def test_batches_are_ordered_by_tokens_and_results_carry_their_request() -> None:
+    driver = Driver(make_runner())
+    output = driver.step(
+        {"long": 10, "short": 1, "middle": 3},
+        [
+            new_request("long", PROMPT),
+            new_request("short", [4], first_block=20),
+            new_request("middle", [1, 2, 3], first_block=30),
+        ],
+    )
+    assert output.req_ids == ["short", "middle", "long"]
+    assert output.sampled_token_ids == [[next_token(4, 0)], [next_token(3, 2)], _continuation(PROMPT, 1)]
+
+
+def test_the_next_step_may_be_launched_before_the_last_ones_tokens_are_read() -> None:
+    driver = Driver(make_runner())
+    runner = driver.runner
+    handles = []
+    for step in range(5):
+        new = [new_request("a", PROMPT)] if step == 0 else []
+        output = driver.launch({"a": 10 if step == 0 else 1}, new)
+        handles.append(runner.sample_tokens(GrammarOutput(step_id=output.step_id)))
+    tokens = [token for handle in handles for token in handle.get_output(5.0).sampled_token_ids[0]]
+    assert tokens == _continuation(PROMPT, 5)
+
+
+def test_a_preempted_request_comes_back_as_a_new_one_and_goes_on() -> None:
+    driver = Driver(make_runner())
+    generated = driver.tokens({"a": 10}, [new_request("a", PROMPT)])["a"]
+    generated += driver.tokens({"a": 1})["a"]
+    generated += driver.tokens({"a": 1})["a"]
+    assert state_of(driver.runner, "a") == (12, 13)
+    driver.step({}, preempted={"a"})
+    assert driver.runner.requests.num_reqs == 0
+    back = new_request("a", PROMPT, generated=generated, num_computed=8, first_block=30)
+    assert driver.tokens({"a": 3}, [back]) == {"a": []}
+    fourth = driver.tokens({"a": 2})["a"]
+    assert generated + fourth == _continuation(PROMPT, 4)
+    slot = driver.runner.requests.slot_of["a"]
+    assert driver.runner.requests.prompt_len.host[slot] == 10
+    assert driver.runner.requests.prefill_len.host[slot] == 13
+
+
+def test_an_updated_request_replaces_the_one_of_the_same_id() -> None:
+    driver = Driver(make_runner(max_num_reqs=1))
+    generated = driver.tokens({"a": 5}, [new_request("a", PROMPT[:5])])["a"]
+    grown = PROMPT[:5] + generated + [40, 41, 42]
+    assert driver.tokens({"a": 3}, [new_request("a", grown, num_computed=6)])["a"] == _continuation(grown, 1)
+    assert driver.runner.requests.num_reqs == 1
+
+
+def test_a_whole_prefix_hit_runs_one_prompt_token() -> None:
+    driver = Driver(make_runner())
+    assert driver.tokens({"a": 1}, [new_request("a", PROMPT, num_computed=9)])["a"] == _continuation(PROMPT, 1)
+
+
+def test_slots_never_move_and_are_reused_after_they_are_freed() -> None:
+    driver = Driver(make_runner(max_num_reqs=3))
+    requests = [new_request(name, [index + 1], first_block=1 + 8 * index) for index, name in enumerate("abc")]
+    driver.step({"a": 1, "b": 1, "c": 1}, requests)
+    before = dict(driver.runner.requests.slot_of)
+    driver.step({"a": 1, "c": 1}, finished={"b"})
+    assert driver.runner.requests.slot_of == {"a": before["a"], "c": before["c"]}
+    driver.step({"c": 1, "d": 1, "a": 1}, [new_request("d", [50], first_block=40)])
+    assert driver.runner.requests.slot_of == {"a": before["a"], "c": before["c"], "d": before["b"]}
+
+
+def test_finishing_and_adding_in_one_step_frees_first() -> None:
+    driver = Driver(make_runner(max_num_reqs=1))
+    driver.step({"a": 1}, [new_request("a", [1])])
+    assert driver.tokens({"b": 1}, [new_request("b", [2])], finished={"a"}) == {"b": [next_token(2, 0)]}
+
+
+def test_a_step_without_tokens_only_updates_state() -> None:
+    driver = Driver(make_runner())
+    output = driver.step({}, finished={"never seen"})
+    assert output.req_ids == []
+    assert output.step_id == driver.step_id
+    model = driver.runner.model
+    assert isinstance(model, ArithmeticModel)
+    assert model.calls == []
+
+
+def test_sampling_a_step_twice_or_one_never_executed_is_refused() -> None:
+    driver = Driver(make_runner())
+    with pytest.raises(LifecycleError, match="step 7, which is not waiting"):
+        driver.runner.sample_tokens(GrammarOutput(step_id=7))
+    driver.step({"a": 1}, [new_request("a", [1])])
+    with pytest.raises(LifecycleError, match="step 1, which is not waiting"):
+        driver.runner.sample_tokens(GrammarOutput(step_id=1))
+    output = driver.launch({"a": 1})
+    with pytest.raises(LifecycleError, match="executed before"):
+        driver.runner.execute_model(output)
+
+
+def test_a_request_that_cannot_be_added_fails_alone_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(make_runner(max_num_reqs=2))
+    sampler = driver.runner.sampler
+    add_request = sampler.add_request
+
+    def add_or_fail(slot: int, params: SamplingParams) -> None:
+        if params.seed == 666:
+            raise ValueError("this seed is cursed")
+        add_request(slot, params)
+
+    monkeypatch.setattr(sampler, "add_request", add_or_fail)
+    bad = new_request("bad", [5, 6], first_block=20, params=SamplingParams(temperature=0, seed=666))
+    output = driver.step({"bad": 2, "good": 1}, [bad, new_request("good", [9])])
+    assert output.errors == {"bad": "ValueError: this seed is cursed"}
+    assert output.req_ids == ["good"]
+    assert output.sampled_token_ids == [[next_token(9, 0)]]
+    assert set(driver.runner.requests.slot_of) == {"good"}
+    late = driver.step({"bad": 1, "good": 1})
+    assert "does not hold" in late.errors["bad"]
+    assert late.req_ids == ["good"]
+    assert driver.tokens({"next": 1}, [new_request("next", [3], first_block=30)]) == {"next": [next_token(3, 0)]}
+
+
+def test_too_many_blocks_are_an_error_of_that_request() -> None:
+    driver = Driver(make_runner(max_model_len=16))
+    output = driver.step({"bad": 1}, [new_request("bad", [1], num_blocks=5)])
+    assert "outside a row of 4" in output.errors["bad"]
+    assert driver.runner.requests.num_reqs == 0
+
+
+def _snapshot(driver: Driver) -> list[torch.Tensor]:
+    runner = driver.runner
+    return [
+        runner.requests.all_token_ids.tensor.clone(),
+        runner.requests.total_len.tensor.clone(),
+        runner.requests.num_computed_tokens.tensor.clone(),
+        runner.block_tables.table(0).clone(),
+        runner.kv_cache.layer_memory("layer.0").clone(),
+        torch.get_rng_state(),
+    ]
+
+
+def test_dummy_batches_touch_no_state_no_block_and_no_random_stream() -> None:
+    driver = Driver(make_runner())
+    first = driver.tokens({"a": 10}, [new_request("a", PROMPT)])["a"]
+    before = _snapshot(driver)
+    run_dummy_batch(driver.runner, num_tokens=6, num_reqs=3)
+    run_dummy_batch(driver.runner, num_tokens=1, num_reqs=1)
+    assert all(torch.equal(old, new) for old, new in zip(before, _snapshot(driver), strict=True))
+    assert first + driver.tokens({"a": 1})["a"] == _continuation(PROMPT, 2)
+
+
+class _NeverDone:
+    """A device whose copies never arrive."""
+
+    def download(self, tensors: object) -> _NeverDone:
+        return self
+
+    def is_done(self) -> bool:
+        return False
+
+
+def test_waiting_for_tokens_has_a_limit_and_says_who_waits_for_what() -> None:
+    output = AsyncOutput(
+        _NeverDone(),  # type: ignore[arg-type]
+        step_id=41,
+        req_ids=["a", "b"],
+        sampled_token_ids=torch.zeros(2),
+        num_sampled=torch.zeros(2),
+        logprobs=None,
+        errors={},
+        rank=3,
+    )
+    with pytest.raises(WaitTimeout, match=r"Rank 3 waited 0.01 s in get_output .* tokens of step 41 \(2 requests\)"):
+        output.get_output(0.01)

@@ -1,0 +1,156 @@
+"""A model runner over a model that is arithmetic, so that tests can tell which token must come next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.attention import ForwardContext, LayerAttention
+from penstock.config import DeviceConfig
+from penstock.contract import (
+    CachedRequestData,
+    FullAttentionSpec,
+    GrammarOutput,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    ModelRunnerOutput,
+    NewRequestData,
+    SamplingParams,
+    SchedulerOutput,
+)
+from penstock.device import create_device
+from penstock.runner.model_runner import ModelRunner, RunnerLimits
+
+VOCAB_SIZE = 97
+BLOCK_SIZE = 4
+LAYER = LayerAttention("layer.0", num_heads=1, num_kv_heads=1, head_size=4, scale=0.5)
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+def next_token(token: int, position: int) -> int:
+    """What `ArithmeticModel` says after `token` at `position`."""
+    return (token * 7 + position * 3 + 5) % VOCAB_SIZE
+
+
+class ArithmeticModel:
+    """Its largest logit is `next_token`; attention runs so that the KV cache is written, but decides nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        self.calls.append((input_ids.tolist(), positions.tolist()))
+        rows = torch.stack([input_ids, positions, input_ids, positions], dim=-1).float().unsqueeze(1)
+        context.attend(LAYER, rows, rows + 1, rows + 2)
+        return ((input_ids.long() * 7 + positions * 3 + 5) % VOCAB_SIZE).float().unsqueeze(-1)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.rand(VOCAB_SIZE, VOCAB_SIZE, generator=generator)
+        best = hidden.squeeze(-1).long()
+        return noise.index_select(0, best).scatter(-1, best.unsqueeze(-1), 2.0)
+
+
+def kv_cache_config(num_blocks: int = 64) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=4, dtype="float32")
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        tensors=(KVCacheTensor(size_bytes=num_blocks * spec.page_size_bytes, shared_by=(LAYER.name,)),),
+        groups=(KVCacheGroupSpec(layer_names=(LAYER.name,), spec=spec),),
+    )
+
+
+def make_runner(max_num_reqs: int = 8, max_model_len: int = 64, num_blocks: int = 64) -> ModelRunner:
+    return ModelRunner(
+        create_device(DeviceConfig(device="cpu")),
+        ArithmeticModel(),
+        {LAYER.name: LAYER},
+        kv_cache_config(num_blocks),
+        RunnerLimits(max_num_reqs, max_num_tokens=64, max_model_len=max_model_len, vocab_size=VOCAB_SIZE),
+    )
+
+
+def new_request(
+    req_id: str,
+    prompt: list[int],
+    *,
+    generated: list[int] | None = None,
+    num_computed: int = 0,
+    first_block: int = 1,
+    num_blocks: int = 8,
+    params: SamplingParams = GREEDY,
+) -> NewRequestData:
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=prompt,
+        prefill_token_ids=prompt + (generated or []),
+        sampling_params=params,
+        block_ids=(list(range(first_block, first_block + num_blocks)),),
+        num_computed_tokens=num_computed,
+    )
+
+
+@dataclass
+class Driver:
+    """Plays the scheduler: numbers the steps and keeps the computed counts."""
+
+    runner: ModelRunner
+    step_id: int = 0
+    computed: dict[str, int] = field(default_factory=dict)
+
+    def launch(
+        self,
+        counts: dict[str, int],
+        new: list[NewRequestData] | None = None,
+        *,
+        finished: set[str] | None = None,
+        preempted: set[str] | None = None,
+        new_blocks: dict[str, tuple[list[int], ...]] | None = None,
+    ) -> SchedulerOutput:
+        """Execute a step and leave it unsampled."""
+        new = new or []
+        for request in new:
+            self.computed[request.req_id] = request.num_computed_tokens
+        added = {request.req_id for request in new}
+        cached = [req_id for req_id in counts if req_id not in added]
+        self.step_id += 1
+        output = SchedulerOutput(
+            step_id=self.step_id,
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=cached,
+                new_block_ids=[(new_blocks or {}).get(req_id) for req_id in cached],
+                num_computed_tokens=[self.computed[req_id] for req_id in cached],
+            ),
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            finished_req_ids=finished or set(),
+            preempted_req_ids=preempted or set(),
+        )
+        for req_id, count in counts.items():
+            self.computed[req_id] += count
+        self.runner.execute_model(output)
+        return output
+
+    def step(
+        self, counts: dict[str, int], new: list[NewRequestData] | None = None, **changes: object
+    ) -> ModelRunnerOutput:
+        """Execute and sample a step."""
+        output = self.launch(counts, new, **changes)  # type: ignore[arg-type]
+        return self.runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(5.0)
+
+    def tokens(
+        self, counts: dict[str, int], new: list[NewRequestData] | None = None, **changes: object
+    ) -> dict[str, list[int]]:
+        """Tokens of a step by request."""
+        output = self.step(counts, new, **changes)
+        return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+
+
+def state_of(runner: ModelRunner, req_id: str) -> tuple[int, int]:
+    """(num_computed_tokens, total_len) as the device has them."""
+    slot = runner.requests.slot_of[req_id]
+    return int(runner.requests.num_computed_tokens.tensor[slot, 0]), int(runner.requests.total_len.tensor[slot, 0])
