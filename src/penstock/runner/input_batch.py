@@ -22,7 +22,8 @@ class InputBatch:
 
     req_ids: in batch order, a copy, since slots may change hands while the step is in flight.
     idx_mapping: int64 [reqs], slot of each request; padding maps to the padding slot. idx_mapping_np: without padding.
-    num_scheduled: int64 [reqs]; num_scheduled_np: without padding. logits_indices: int64 [actual reqs], last token of each request.
+    num_scheduled: int64 [reqs]; num_scheduled_np: without padding.
+    logits_indices: int64 [actual reqs], last token of each request.
     input_ids: int32 [tokens]. positions: int64 [tokens]. seq_lens: int32 [reqs].
     geometry: per KV-cache group, what attention needs.
     """

@@ -1,0 +1,44 @@
+"""The CPU as a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.config import DeviceConfig
+from penstock.device import create_device
+from penstock.errors import UnsupportedFeature
+
+DEVICE = create_device(DeviceConfig(device="cpu"))
+
+
+def test_half_precision_checkpoints_are_computed_in_float32_and_it_says_why() -> None:
+    choice = DEVICE.choose_dtype("auto", "bfloat16")
+    assert choice.torch_dtype == torch.float32
+    assert "bfloat16" in choice.reason
+    assert DEVICE.choose_dtype("bfloat16", "float32").torch_dtype == torch.bfloat16
+    with pytest.raises(UnsupportedFeature, match="float8_e4m3fn"):
+        DEVICE.choose_dtype("auto", "float8_e4m3fn")
+
+
+def test_measured_peak_counts_what_was_freed_again() -> None:
+    with DEVICE.measure_peak() as peak:
+        np.ones(40_000_000)
+    assert 300e6 < peak.bytes_above_start < 420e6
+
+
+def test_a_download_is_a_snapshot() -> None:
+    tensor = torch.zeros(3)
+    copy = DEVICE.download([tensor])
+    tensor.fill_(1)
+    assert copy.is_done()
+    assert copy.tensors[0].tolist() == [0, 0, 0]
+
+
+def test_a_missing_gpu_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(UnsupportedFeature, match="device='cuda'"):
+        create_device(DeviceConfig(device="cuda"))
+    assert create_device(DeviceConfig(device="auto")).kind == "cpu"
