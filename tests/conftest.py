@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+# One thread: the models are so small that a second one only waits, and waits long on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Helpers live in tests/support and are imported as `support.…`.
 sys.path.insert(0, str(Path(__file__).parent))
 

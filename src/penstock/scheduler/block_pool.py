@@ -1,0 +1,191 @@
+"""The blocks of the KV cache: who holds them, which are free, and which hold something worth finding again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+# A KV-cache group and the hash of a block's whole prefix in it.
+BlockKey = tuple[int, bytes]
+
+NULL_BLOCK_ID = 0
+
+
+class KVCacheBlock:
+    """One block id, and what is known about it.
+
+    ref_count: requests that hold the block. key: what a full block holds, once it is cached.
+    prev_free, next_free: neighbours in the free queue; None outside of it.
+    """
+
+    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.key: BlockKey | None = None
+        self.prev_free: KVCacheBlock | None = None
+        self.next_free: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlock(block_id={self.block_id}, ref_count={self.ref_count}, cached={self.key is not None})"
+
+
+class FreeBlockQueue:
+    """Free blocks in the order in which they will be reused. A block leaves from anywhere in constant time."""
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._ends = KVCacheBlock(-1)
+        self._ends.prev_free = self._ends.next_free = self._ends
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Make `block` the last to be reused."""
+        assert self._ends.prev_free is not None
+        self._link(self._ends.prev_free, block, self._ends)
+
+    def prepend(self, block: KVCacheBlock) -> None:
+        """Make `block` the next to be reused."""
+        assert self._ends.next_free is not None
+        self._link(self._ends, block, self._ends.next_free)
+
+    def pop(self) -> KVCacheBlock:
+        """Take the block that is next to be reused; the queue must not be empty."""
+        block = self._ends.next_free
+        assert block is not None
+        self.remove(block)
+        return block
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take `block`, which must be in the queue."""
+        before, after = block.prev_free, block.next_free
+        assert before is not None
+        assert after is not None
+        assert block is not self._ends
+        before.next_free, after.prev_free = after, before
+        block.prev_free = block.next_free = None
+        self._length -= 1
+
+    def to_list(self) -> list[KVCacheBlock]:
+        """All free blocks, next to be reused first; linear in their number."""
+        blocks = []
+        block = self._ends.next_free
+        while block is not None and block is not self._ends:
+            blocks.append(block)
+            block = block.next_free
+        return blocks
+
+    def _link(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
+        before.next_free = after.prev_free = block
+        block.prev_free, block.next_free = before, after
+        self._length += 1
+
+
+class BlockPool:
+    """All block ids of one KV cache, shared by its groups.
+
+    A block is held (ref_count > 0) or free. A free block may still be cached: it is found by its key until it is
+    reused. Block 0 is the null block, which stands for positions that nobody reads; it is neither held nor free.
+    Equal content may be in several blocks, when requests computed it side by side.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK_ID]
+        self._free = FreeBlockQueue(self.blocks[1:])
+        self._cached: dict[BlockKey, dict[int, KVCacheBlock]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be given out, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that requests hold; the null block is not counted."""
+        return self.num_blocks - 1 - len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return self.num_used_blocks / max(1, self.num_blocks - 1)
+
+    def free_block_ids(self) -> list[int]:
+        """Ids of the free blocks, next to be reused first; linear in their number."""
+        return [block.block_id for block in self._free.to_list()]
+
+    def find(self, key: BlockKey) -> KVCacheBlock | None:
+        """A block, held or free, with this content."""
+        blocks = self._cached.get(key)
+        return next(iter(blocks.values())) if blocks else None
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take free blocks, the least recently used first, and forget what they held.
+
+        The caller makes sure that as many are free.
+        """
+        assert num_blocks <= len(self._free)
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        for block in blocks:
+            self._forget(block)
+            block.ref_count = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Hold cached blocks once more; null blocks are passed over."""
+        for block in blocks:
+            if block is self.null_block:
+                continue
+            if block.ref_count == 0:
+                self._free.remove(block)
+            block.ref_count += 1
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Let go of blocks, in the order in which they should be reused; null blocks are passed over.
+
+        Pass a request's last block first: a prefix is of use without its tail, a tail never without its prefix.
+        Blocks with nothing to find again are reused before any cached one.
+        """
+        for block in blocks:
+            if block is self.null_block:
+                continue
+            assert block.ref_count > 0
+            block.ref_count -= 1
+            if block.ref_count > 0:
+                continue
+            if block.key is None:
+                self._free.prepend(block)
+            else:
+                self._free.append(block)
+
+    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockKey]) -> None:
+        """Make held, full blocks findable by their keys; null blocks and blocks already cached are passed over."""
+        for block, key in zip(blocks, keys, strict=True):
+            if block is self.null_block or block.key is not None:
+                continue
+            assert block.ref_count > 0
+            block.key = key
+            self._cached.setdefault(key, {})[block.block_id] = block
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content. Does nothing and returns False while any block is held."""
+        if self.num_used_blocks > 0:
+            return False
+        self._cached.clear()
+        for block in self.blocks:
+            block.key = None
+        return True
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        if block.key is None:
+            return
+        blocks = self._cached[block.key]
+        del blocks[block.block_id]
+        if not blocks:
+            del self._cached[block.key]
+        block.key = None

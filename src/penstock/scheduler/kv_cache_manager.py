@@ -1,0 +1,189 @@
+"""Which blocks each running request holds, and which of them others may share."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, zip_longest
+
+from penstock.contract import KVCacheConfig
+from penstock.scheduler.block_hash import BlockHasher
+from penstock.scheduler.block_pool import BlockPool, KVCacheBlock
+from penstock.scheduler.kv_cache_groups import KVCacheGroup, make_group
+from penstock.scheduler.kv_cache_plan import blocks_per_request
+from penstock.scheduler.request import Request
+
+_NEVER = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A cached prefix: its length in tokens, and its blocks per group, not yet held."""
+
+    num_tokens: int
+    blocks: tuple[list[KVCacheBlock], ...]
+
+
+class _HeldBlocks:
+    """The blocks of one request.
+
+    groups: per group, block lists by position; the null block where positions are no longer read.
+    capacity: positions that the blocks of every group cover.
+    num_cached: per group, leading blocks that were offered to the prefix cache.
+    next_cache_at: computed tokens from which on there is a block to offer.
+    """
+
+    __slots__ = ("capacity", "groups", "next_cache_at", "num_cached")
+
+    def __init__(self, groups: list[list[KVCacheBlock]], capacity: int, next_cache_at: int) -> None:
+        self.groups = groups
+        self.capacity = capacity
+        self.num_cached = [len(blocks) for blocks in groups]
+        self.next_cache_at = next_cache_at
+
+
+class KVCacheManager:
+    """Gives blocks to requests, takes them back, and lets requests share what they have in common.
+
+    A block is shared only once it is full of known tokens and a worker has confirmed that it computed them, so that
+    a step that fails for one request leaves nothing behind for others.
+    """
+
+    def __init__(
+        self, kv_cache_config: KVCacheConfig, *, enable_prefix_caching: bool, max_num_batched_tokens: int
+    ) -> None:
+        self._group_specs = kv_cache_config.groups
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._caches_prefixes = enable_prefix_caching
+        self.pool = BlockPool(kv_cache_config.num_blocks)
+        hash_block_size = math.gcd(*(group.spec.block_size for group in self._group_specs))
+        self._hasher = BlockHasher(hash_block_size)
+        self._groups: list[KVCacheGroup] = [
+            make_group(group_id, group, self.pool, hash_block_size) for group_id, group in enumerate(self._group_specs)
+        ]
+        self._no_hit = PrefixHit(0, tuple([] for _ in self._groups))
+        self._held: dict[str, _HeldBlocks] = {}
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks of all groups that a request of this length holds at once, at most."""
+        return blocks_per_request(self._group_specs, num_tokens, self._max_num_batched_tokens)
+
+    def get_block_ids(self, req_id: str) -> tuple[list[int], ...]:
+        """Block ids that a request holds, per group and by position; 0 where positions are no longer read."""
+        return tuple([block.block_id for block in blocks] for blocks in self._held[req_id].groups)
+
+    def get_computed_blocks(self, request: Request) -> PrefixHit:
+        """The longest cached prefix of the request's known tokens, short of the last: one token at least must run."""
+        if not self._caches_prefixes:
+            return self._no_hit
+        self._hasher.extend(request)
+        length = request.num_tokens - 1
+        hits: list[list[KVCacheBlock]] = [[] for _ in self._groups]
+        # Each group may shorten the prefix, until all agree.
+        num_agreeing = 0
+        for index, group in cycle(enumerate(self._groups)):
+            hits[index] = group.find_hit(request.block_hashes, length)
+            found = len(hits[index]) * group.block_size
+            num_agreeing = num_agreeing + 1 if found == length else 1
+            length = found
+            if num_agreeing == len(self._groups):
+                break
+        return PrefixHit(length, tuple(hits))
+
+    def has_room_for(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether all known tokens of a request would fit now.
+
+        A request that is let in for its first chunk only would soon be preempted for its second.
+        """
+        num_shared = sum(block.ref_count > 0 for blocks in hit.blocks for block in blocks)
+        return self.blocks_needed(request.num_tokens) - num_shared <= self.pool.num_free_blocks
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Make room for the next `num_new_tokens` positions.
+
+        hit: the prefix that a request begins with, when it holds nothing yet.
+        Returns the ids of the new blocks per group; () when those it holds suffice; None when there is no room,
+        and then the request holds what it held.
+        """
+        if hit is not None:
+            return self._allocate_first(request, num_new_tokens, hit)
+        held = self._held[request.req_id]
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        if num_tokens <= held.capacity:
+            return ()
+        # The steps in flight may still read these blocks, but the device runs steps in order: whoever gets the
+        # blocks writes to them later.
+        for group, blocks in zip(self._groups, held.groups, strict=True):
+            self._free_skipped(blocks, group.num_skipped_blocks(request.num_computed_tokens))
+        missing = self._num_missing(held.groups, num_tokens)
+        if sum(missing) > self.pool.num_free_blocks:
+            return None
+        return self._extend(held, missing)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Share the request's full blocks among its first `num_computed_tokens` positions, which must be computed."""
+        held = self._held[request.req_id]
+        if num_computed_tokens < held.next_cache_at:
+            return
+        self._hasher.extend(request)
+        hashes = request.block_hashes
+        held.next_cache_at = _NEVER
+        for index, group in enumerate(self._groups):
+            first, end = held.num_cached[index], num_computed_tokens // group.block_size
+            if first < end:
+                keys = [group.key(hashes, block) for block in range(first, end)]
+                self.pool.cache_full_blocks(held.groups[index][first:end], keys)
+                held.num_cached[index] = end
+            held.next_cache_at = min(held.next_cache_at, (max(first, end) + 1) * group.block_size)
+
+    def free(self, request: Request) -> None:
+        """Take back all blocks of a request; what they cache can still be found until they are reused."""
+        held = self._held.pop(request.req_id)
+        for blocks_at_position in reversed(list(zip_longest(*held.groups))):
+            self.pool.free_blocks(block for block in blocks_at_position if block is not None)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
+        return self.pool.reset_prefix_cache()
+
+    def _allocate_first(self, request: Request, num_new_tokens: int, hit: PrefixHit) -> tuple[list[int], ...] | None:
+        groups = [list(blocks) for blocks in hit.blocks]
+        missing = self._num_missing(groups, hit.num_tokens + num_new_tokens)
+        num_taken = sum(block.ref_count == 0 for blocks in groups for block in blocks if block.block_id)
+        if sum(missing) + num_taken > self.pool.num_free_blocks:
+            return None
+        for blocks in groups:
+            self.pool.touch(blocks)
+        held = _HeldBlocks(groups, hit.num_tokens, 0 if self._caches_prefixes else _NEVER)
+        self._held[request.req_id] = held
+        return self._extend(held, missing)
+
+    def _num_missing(self, groups: Sequence[list[KVCacheBlock]], num_tokens: int) -> list[int]:
+        return [
+            max(0, -(-num_tokens // group.block_size) - len(blocks))
+            for group, blocks in zip(self._groups, groups, strict=True)
+        ]
+
+    def _extend(self, held: _HeldBlocks, missing: Sequence[int]) -> tuple[list[int], ...]:
+        new_block_ids: list[list[int]] = []
+        for blocks, num_blocks in zip(held.groups, missing, strict=True):
+            new_blocks = self.pool.get_new_blocks(num_blocks)
+            blocks += new_blocks
+            new_block_ids.append([block.block_id for block in new_blocks])
+        held.capacity = min(
+            len(blocks) * group.block_size for group, blocks in zip(self._groups, held.groups, strict=True)
+        )
+        return tuple(new_block_ids)
+
+    def _free_skipped(self, blocks: list[KVCacheBlock], num_skipped: int) -> None:
+        null_block = self.pool.null_block
+        for index in range(min(num_skipped, len(blocks)) - 1, -1, -1):
+            block = blocks[index]
+            if block is null_block:
+                break
+            blocks[index] = null_block
+            self.pool.free_blocks((block,))

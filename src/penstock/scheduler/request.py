@@ -1,0 +1,84 @@
+"""A request as the scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from penstock.contract import SamplingParams
+
+
+class RequestStatus(Enum):
+    """WAITING: never ran. RUNNING: holds blocks and a slot of the worker. PREEMPTED: ran, holds nothing, waits."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and everything generated for it so far. Two requests are equal only if they are the same object.
+
+    prompt_token_ids: never changed, so that messages may share it.
+    eos_token_ids: tokens that end the text, unless `sampling_params` ignore them.
+    arrival_time: monotonic seconds. priority: lower runs first, under the "priority" policy.
+    cache_salt: cached prefixes are shared only with requests of the same salt.
+
+    The scheduler keeps the rest:
+    all_token_ids: the prompt and every known output token.
+    num_computed_tokens: positions whose keys and values are in the cache once all steps in flight are done.
+    num_output_placeholders: tokens that steps in flight will sample.
+    num_in_flight_steps: steps launched with this request whose results have not arrived.
+    length_limit: tokens, prompt included, at which the request ends.
+    num_cached_tokens: prompt tokens found in the prefix cache when the request first ran; -1 before.
+    first_scheduled_time: monotonic seconds.
+    order: counts requests as they were added; decides between equal arrival times.
+    """
+
+    req_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    all_token_ids: list[int] = field(init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_output_placeholders: int = field(default=0, init=False)
+    num_in_flight_steps: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=-1, init=False)
+    length_limit: int = field(default=0, init=False)
+    first_scheduled_time: float | None = field(default=None, init=False)
+    order: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.all_token_ids = list(self.prompt_token_ids)
+        self.stop_token_ids = frozenset(self.sampling_params.stop_token_ids)
+        if self.sampling_params.ignore_eos:
+            self.eos_token_ids = frozenset()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt's and the generated ones."""
+        return len(self.all_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the generated tokens."""
+        return self.all_token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def service_order(self) -> tuple[int, float, int]:
+        """Sorts requests under the "priority" policy; what sorts last is preempted first."""
+        return self.priority, self.arrival_time, self.order

@@ -1,0 +1,370 @@
+"""What runs next: one budget of tokens per step, blocks for each request, and a place for every result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from penstock.config import SchedulerConfig
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
+from penstock.errors import ContextTooLong, InvalidRequest, LifecycleError
+from penstock.scheduler.kv_cache_manager import KVCacheManager
+from penstock.scheduler.kv_cache_plan import longest_request
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.queues import make_waiting_queue
+from penstock.scheduler.request import Request, RequestStatus
+from penstock.scheduler.results import check_stop, logprobs_of_row, make_output
+from penstock.scheduler.step import ScheduledRequest, StepBuilder
+
+
+class Scheduler:
+    """Decides step by step which requests run, and keeps their state.
+
+    There is no prefill phase and no decode phase: each request has `num_computed_tokens` and wants to reach its
+    length, and a step gives it some tokens. A request is ahead of its results as soon as it is scheduled; tokens that
+    are sampled but not yet known count as placeholders. With `async_scheduling` a request goes on beyond its
+    placeholders, since the device knows its own last token; without, it waits for them.
+
+    The worker must execute the steps in order, and their results must come back in that order, each exactly once.
+    A step without tokens that names finished or preempted requests must reach the worker too.
+
+    kv_cache_config: the blocks to give out. max_model_len: longest context in tokens, prompt and output together.
+    Raises UnsupportedFeature when the KV cache has a kind of layers that the scheduler cannot manage.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        max_model_len: int,
+        enable_prefix_caching: bool,
+        async_scheduling: bool,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self._kv_cache_config = kv_cache_config
+        self._max_num_seqs = config.max_num_seqs
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._runs_ahead = async_scheduling
+        self.kv_cache = KVCacheManager(
+            kv_cache_config,
+            enable_prefix_caching=enable_prefix_caching,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._requests: dict[str, Request] = {}
+        self._waiting = make_waiting_queue(config.policy)
+        # Served in this order, preempted from its end.
+        self._running: list[Request] = []
+        # Requests that the worker holds although they ended.
+        self._finished_req_ids: set[str] = set()
+        self._in_flight: dict[int, dict[str, ScheduledRequest]] = {}
+        self._next_step_id = 0
+        self._first_valid_step_id = 0
+        self._num_added = 0
+        self.num_preemptions = 0
+        # In tokens of prompts, counted when a request first runs.
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks: new ones and preempted ones."""
+        return len(self._waiting)
+
+    @property
+    def num_in_flight_steps(self) -> int:
+        """Steps with tokens whose results have not arrived."""
+        return len(self._in_flight)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache's blocks that requests hold, 0 to 1."""
+        return self.kv_cache.pool.usage
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def has_finished_to_flush(self) -> bool:
+        """Whether the worker still holds requests that ended; the next step tells it."""
+        return bool(self._finished_req_ids)
+
+    def has_work(self) -> bool:
+        """Whether there is a reason to go on: requests to serve, or to clear away in the worker."""
+        return bool(self._requests or self._finished_req_ids)
+
+    def add_request(self, request: Request) -> None:
+        """Let a request wait for its turn.
+
+        Raises InvalidRequest when its id is in use or its prompt is empty, and ContextTooLong when it can never fit:
+        its prompt leaves no room for an output token, or its full length needs more blocks than there are.
+        """
+        self._check_new(request)
+        max_tokens = request.sampling_params.max_tokens
+        length = self.max_model_len if max_tokens is None else request.num_prompt_tokens + max_tokens
+        request.length_limit = min(length, self.max_model_len)
+        self._check_fits(request)
+        request.order = self._num_added
+        self._num_added += 1
+        self._requests[request.req_id] = request
+        self._waiting.add(request)
+
+    def finish_requests(
+        self, req_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[EngineCoreOutput]:
+        """End requests wherever they are; ids that are unknown, or ended before, are passed over.
+
+        What steps in flight still bring for them is dropped.
+        """
+        outputs = []
+        for req_id in req_ids:
+            request = self._requests.get(req_id)
+            if request is not None:
+                self._finish(request)
+                outputs.append(make_output(request, new_token_ids=[], finish_reason=reason))
+        return outputs
+
+    def schedule(self) -> SchedulerOutput:
+        """Put the next step together. It may have no tokens, when all requests wait for results or for blocks."""
+        step = StepBuilder(self._next_step_id, self._max_num_batched_tokens)
+        self._next_step_id += 1
+        self._schedule_running(step)
+        # Who was preempted just now would only be in the way of those who need the blocks.
+        if not step.preempted_req_ids:
+            self._schedule_waiting(step)
+        if step.scheduled:
+            self._in_flight[step.step_id] = step.scheduled
+        finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        return step.build(finished_req_ids)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """Take in a step's results; one output per request that got a token or ended, in batch order.
+
+        Results of steps from before `reset_for_recovery` are ignored. Raises LifecycleError when the results are not
+        of this step, name a request that it did not hold, or are not those that are due next.
+        """
+        scheduled = self._take_in_flight(scheduler_output, model_runner_output)
+        if scheduled is None:
+            return []
+        outputs = []
+        for row, req_id in enumerate(model_runner_output.req_ids):
+            entry = scheduled.pop(req_id, None)
+            if entry is None:
+                raise LifecycleError(f"Step {scheduler_output.step_id} did not hold the request {req_id!r}.")
+            output = self._take_result(entry, model_runner_output, row)
+            if output is not None:
+                outputs.append(output)
+        return outputs + self._take_left_out(scheduled, model_runner_output)
+
+    def reset_for_recovery(self) -> None:
+        """Start over with a worker that holds nothing: the old one died.
+
+        Every running request waits again, in the same order, and keeps its known tokens. Tokens in flight are lost
+        and will be sampled again.
+        """
+        self._in_flight.clear()
+        self._first_valid_step_id = self._next_step_id
+        self._finished_req_ids = set()
+        while self._running:
+            self._preempt(self._running.pop())
+        for request in self._requests.values():
+            request.num_output_placeholders = 0
+            request.num_in_flight_steps = 0
+        is_empty = self.reset_prefix_cache()
+        assert is_empty
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
+        return self.kv_cache.reset_prefix_cache()
+
+    def _check_new(self, request: Request) -> None:
+        if request.req_id in self._requests:
+            raise InvalidRequest(
+                f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own id."
+            )
+        if request.num_prompt_tokens == 0:
+            raise InvalidRequest(
+                f"The prompt of request {request.req_id!r} has no tokens. Send at least one; most models begin a text "
+                "with a token of their own."
+            )
+        if request.num_prompt_tokens >= self.max_model_len:
+            raise ContextTooLong(
+                f"The prompt has {request.num_prompt_tokens:,} tokens, but this engine was started for a context of "
+                f"{self.max_model_len:,}, of which one at least is the answer's. Shorten the prompt to "
+                f"{self.max_model_len - 1:,} tokens, or start with --max-model-len {request.num_prompt_tokens + 1} or "
+                "more."
+            )
+
+    def _check_fits(self, request: Request) -> None:
+        num_needed = self.kv_cache.blocks_needed(request.length_limit)
+        num_usable = self._kv_cache_config.num_blocks - 1
+        if num_needed <= num_usable:
+            return
+        longest = longest_request(
+            self._kv_cache_config.groups,
+            self._kv_cache_config.num_blocks,
+            limit=self.max_model_len,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+        )
+        raise ContextTooLong(
+            f"The prompt has {request.num_prompt_tokens:,} tokens and may grow to {request.length_limit:,}, which need "
+            f"{num_needed:,} blocks of KV cache, but there are {num_usable:,}: enough for {longest:,} tokens. Shorten "
+            "the prompt, ask for fewer tokens, or give the KV cache more memory (--memory-fraction or "
+            "--kv-cache-memory-bytes)."
+        )
+
+    def _schedule_running(self, step: StepBuilder) -> None:
+        index = 0
+        while index < len(self._running) and step.token_budget > 0:
+            request = self._running[index]
+            num_tokens = min(self._num_tokens_to_run(request), step.token_budget)
+            if num_tokens > 0:
+                new_block_ids = self._allocate_or_preempt(request, num_tokens, step)
+                if new_block_ids is None:
+                    return
+                step.add_cached(request, num_tokens, new_block_ids)
+            index += 1
+
+    def _num_tokens_to_run(self, request: Request) -> int:
+        length = len(request.all_token_ids)
+        if self._runs_ahead:
+            length += request.num_output_placeholders
+            if length >= request.length_limit:
+                return 0
+        return length - request.num_computed_tokens
+
+    def _allocate_or_preempt(
+        self, request: Request, num_tokens: int, step: StepBuilder
+    ) -> tuple[list[int], ...] | None:
+        """Blocks for the request, if need be from those who come after it; None when that left only itself."""
+        while (new_block_ids := self.kv_cache.allocate_slots(request, num_tokens)) is None:
+            victim = self._running.pop()
+            self._preempt(victim)
+            step.preempted_req_ids.add(victim.req_id)
+            if victim is request:
+                return None
+        return new_block_ids
+
+    def _schedule_waiting(self, step: StepBuilder) -> None:
+        while step.token_budget > 0 and len(self._running) < self._max_num_seqs:
+            request = self._waiting.peek()
+            if request is None or not self._admit(request, step):
+                return
+
+    def _admit(self, request: Request, step: StepBuilder) -> bool:
+        """Give the request whose turn it is its first tokens; False when it must wait, and all others behind it."""
+        # After a preemption, tokens may still be on their way: they are a part of what must be computed again.
+        if request.num_in_flight_steps > 0:
+            return False
+        hit = self.kv_cache.get_computed_blocks(request)
+        if not self.kv_cache.has_room_for(request, hit):
+            return False
+        num_tokens = min(request.num_tokens - hit.num_tokens, step.token_budget)
+        if self.kv_cache.allocate_slots(request, num_tokens, hit) is None:
+            return False
+        self._waiting.admit(self._running)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        self._note_first_run(request, hit.num_tokens)
+        step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id))
+        return True
+
+    def _note_first_run(self, request: Request, num_cached_tokens: int) -> None:
+        if request.num_cached_tokens >= 0:
+            return
+        request.num_cached_tokens = num_cached_tokens
+        request.first_scheduled_time = time.monotonic()
+        self.prefix_cache_queries += request.num_prompt_tokens
+        self.prefix_cache_hits += num_cached_tokens
+
+    def _preempt(self, request: Request) -> None:
+        """Make a request, which was just taken out of the running ones, wait with nothing but its tokens."""
+        self.kv_cache.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.put_back(request)
+
+    def _take_in_flight(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[str, ScheduledRequest] | None:
+        """The requests of a step whose results are due; None when there is nothing to take in."""
+        step_id = scheduler_output.step_id
+        if model_runner_output.step_id != step_id:
+            raise LifecycleError(f"Step {step_id} cannot take the results of step {model_runner_output.step_id}.")
+        if step_id < self._first_valid_step_id or not scheduler_output.num_scheduled_tokens:
+            return None
+        due = next(iter(self._in_flight), None)
+        if step_id != due:
+            expected = "no results are due" if due is None else f"those of step {due} are due"
+            raise LifecycleError(
+                f"The results of step {step_id} came out of turn: {expected}. Results must come in the order of their "
+                "steps, each once."
+            )
+        return self._in_flight.pop(step_id)
+
+    def _take_result(self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int) -> EngineCoreOutput | None:
+        """Take in one request's part of a step."""
+        request = entry.request
+        request.num_in_flight_steps -= 1
+        if request.status is RequestStatus.FINISHED:
+            return None
+        if request.req_id in results.errors:
+            return self._fail(request, results.errors[request.req_id])
+        new_token_ids = results.sampled_token_ids[row]
+        if len(new_token_ids) != entry.samples:
+            num_due = int(entry.samples)
+            return self._fail(
+                request,
+                f"The worker sampled {len(new_token_ids)} tokens in step {results.step_id} instead of {num_due}.",
+            )
+        if entry.samples:
+            request.num_output_placeholders -= 1
+            request.all_token_ids += new_token_ids
+        # A preempted request holds no blocks that could be shared.
+        if request.status is RequestStatus.RUNNING:
+            self.kv_cache.cache_blocks(request, entry.num_computed_tokens)
+        return self._take_token(request, results, row) if entry.samples else None
+
+    def _take_token(self, request: Request, results: ModelRunnerOutput, row: int) -> EngineCoreOutput:
+        finish_reason, stop_reason = check_stop(request)
+        if finish_reason is not None:
+            self._finish(request)
+        return make_output(
+            request,
+            new_token_ids=results.sampled_token_ids[row],
+            new_logprobs=logprobs_of_row(request, results.logprobs, row),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _take_left_out(
+        self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """End the requests of a step that its results do not list: an error of theirs, or of the worker's."""
+        outputs = []
+        for req_id, entry in scheduled.items():
+            if entry.request.status is not RequestStatus.FINISHED:
+                error = results.errors.get(req_id, f"The worker's results of step {results.step_id} leave it out.")
+                outputs.append(self._fail(entry.request, error))
+        return outputs
+
+    def _fail(self, request: Request, error: str) -> EngineCoreOutput:
+        self._finish(request)
+        return make_output(request, new_token_ids=[], finish_reason=FinishReason.ERROR, error=error)
+
+    def _finish(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self.kv_cache.free(request)
+            self._finished_req_ids.add(request.req_id)
+        else:
+            self._waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self._requests[request.req_id]

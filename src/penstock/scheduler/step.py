@@ -1,0 +1,98 @@
+"""One step while it is put together, and what the scheduler remembers of it until its results arrive."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.contract import CachedRequestData, NewRequestData, SchedulerOutput
+from penstock.scheduler.request import Request
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True):
+    """A request's part in a step in flight.
+
+    num_computed_tokens: positions whose KV is in the cache after the step.
+    samples: whether the step samples a token for it; a chunk that ends before the last known token does not.
+    """
+
+    request: Request
+    num_computed_tokens: int
+    samples: bool
+
+
+class StepBuilder:
+    """Collects what one step runs, within its budget of tokens."""
+
+    __slots__ = (
+        "_cached_req_ids",
+        "_new_block_ids",
+        "_new_reqs",
+        "_num_computed_tokens",
+        "_num_scheduled_tokens",
+        "_total_num_scheduled_tokens",
+        "preempted_req_ids",
+        "scheduled",
+        "step_id",
+        "token_budget",
+    )
+
+    def __init__(self, step_id: int, token_budget: int) -> None:
+        self.step_id = step_id
+        self.token_budget = token_budget
+        self.scheduled: dict[str, ScheduledRequest] = {}
+        self.preempted_req_ids: set[str] = set()
+        self._total_num_scheduled_tokens = 0
+        self._num_scheduled_tokens: dict[str, int] = {}
+        self._new_reqs: list[NewRequestData] = []
+        self._cached_req_ids: list[str] = []
+        self._new_block_ids: list[tuple[list[int], ...] | None] = []
+        self._num_computed_tokens: list[int] = []
+
+    def add_new(self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]) -> None:
+        """Run tokens of a request that the worker does not hold; `block_ids` are all its blocks."""
+        self._new_reqs.append(
+            NewRequestData(
+                req_id=request.req_id,
+                prompt_token_ids=request.prompt_token_ids,
+                prefill_token_ids=request.all_token_ids.copy(),
+                sampling_params=request.sampling_params,
+                block_ids=block_ids,
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+        self._launch(request, num_tokens)
+
+    def add_cached(self, request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...]) -> None:
+        """Run tokens of a request that the worker holds; `new_block_ids` may be empty."""
+        self._cached_req_ids.append(request.req_id)
+        self._new_block_ids.append(new_block_ids or None)
+        self._num_computed_tokens.append(request.num_computed_tokens)
+        self._launch(request, num_tokens)
+
+    def build(self, finished_req_ids: set[str]) -> SchedulerOutput:
+        """The message to the worker."""
+        return SchedulerOutput(
+            step_id=self.step_id,
+            scheduled_new_reqs=self._new_reqs,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=self._cached_req_ids,
+                new_block_ids=self._new_block_ids,
+                num_computed_tokens=self._num_computed_tokens,
+            ),
+            num_scheduled_tokens=self._num_scheduled_tokens,
+            total_num_scheduled_tokens=self._total_num_scheduled_tokens,
+            finished_req_ids=finished_req_ids,
+            preempted_req_ids=self.preempted_req_ids,
+        )
+
+    def _launch(self, request: Request, num_tokens: int) -> None:
+        """Move the request ahead as if the step were done; a token that it samples is a placeholder until then."""
+        num_computed_tokens = request.num_computed_tokens + num_tokens
+        samples = num_computed_tokens == len(request.all_token_ids) + request.num_output_placeholders
+        request.num_computed_tokens = num_computed_tokens
+        request.num_output_placeholders += samples
+        request.num_in_flight_steps += 1
+        self.scheduled[request.req_id] = ScheduledRequest(request, num_computed_tokens, samples)
+        self._num_scheduled_tokens[request.req_id] = num_tokens
+        self._total_num_scheduled_tokens += num_tokens
+        self.token_budget -= num_tokens

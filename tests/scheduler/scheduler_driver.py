@@ -1,0 +1,181 @@
+"""An engine loop for tests: a scheduler, a fake worker, results that arrive late, and all checks after each move."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from scheduler_fakes import EOS, FakeWorker, cache_config, undisturbed
+
+from penstock.config import SchedulerConfig
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, SamplingParams, SchedulerOutput
+from penstock.scheduler.kv_cache_manager import KVCacheManager
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.request import Request
+from penstock.scheduler.scheduler import Scheduler
+
+
+def make_request(
+    req_id: str,
+    prompt: list[int],
+    *,
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    cache_salt: str | None = None,
+    **params: object,
+) -> Request:
+    return Request(
+        req_id,
+        prompt,
+        SamplingParams(**params),  # type: ignore[arg-type]
+        frozenset([EOS]),
+        arrival_time,
+        priority,
+        cache_salt,
+    )
+
+
+def check_block_accounting(manager: KVCacheManager) -> None:
+    """Every block is null, free, or held exactly as often as its count says; the cache's map knows each cached one."""
+    pool = manager.pool
+    holders: Counter[int] = Counter()
+    groups_of_block: dict[int, set[int]] = {}
+    for held in manager._held.values():
+        for group_id, blocks in enumerate(held.groups):
+            for block in blocks:
+                if block is not pool.null_block:
+                    holders[block.block_id] += 1
+                    groups_of_block.setdefault(block.block_id, set()).add(group_id)
+    assert all(len(groups) == 1 for groups in groups_of_block.values())
+    free = pool.free_block_ids()
+    assert len(free) == pool.num_free_blocks
+    assert sorted(free + list(holders)) == list(range(1, pool.num_blocks))
+    for block in pool.blocks:
+        assert block.ref_count == holders[block.block_id]
+    assert pool.null_block.key is None
+    found = {block_id: key for key, blocks in pool._cached.items() for block_id in blocks}
+    assert found == {block.block_id: block.key for block in pool.blocks if block.key is not None}
+
+
+class Driver:
+    """`depth` steps may be in flight; 1 is a synchronous engine."""
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig | None = None,
+        *,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 16,
+        max_model_len: int = 64,
+        policy: str = "fcfs",
+        depth: int = 1,
+        enable_prefix_caching: bool = True,
+        async_scheduling: bool | None = None,
+    ) -> None:
+        self.config = kv_cache_config or cache_config(33)
+        self.depth = depth
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy),
+            self.config,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            async_scheduling=depth > 1 if async_scheduling is None else async_scheduling,
+        )
+        self.salts: dict[str, str | None] = {}
+        self.requests: dict[str, Request] = {}
+        self.worker = self._new_worker()
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.steps: list[SchedulerOutput] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineCoreOutput] = {}
+
+    def add(self, req_id: str, prompt: list[int], **options: object) -> Request:
+        request = make_request(req_id, prompt, **options)  # type: ignore[arg-type]
+        self.scheduler.add_request(request)
+        self.salts[req_id] = request.cache_salt
+        self.requests[req_id] = request
+        self.tokens[req_id] = []
+        self.ends.pop(req_id, None)
+        return request
+
+    def abort(self, *req_ids: str) -> None:
+        self._note(self.scheduler.finish_requests(req_ids))
+        check_block_accounting(self.scheduler.kv_cache)
+
+    def step(self, failing: tuple[str, ...] = ()) -> SchedulerOutput:
+        """Schedule and launch one step; its results stay in flight."""
+        output = self.scheduler.schedule()
+        assert output.step_id == (self.steps[-1].step_id + 1 if self.steps else 0)
+        check_block_accounting(self.scheduler.kv_cache)
+        self.steps.append(output)
+        results = self.worker.execute(output, failing)
+        if output.num_scheduled_tokens:
+            self.in_flight.append((output, results))
+        return output
+
+    def deliver(self) -> list[EngineCoreOutput]:
+        """Hand the oldest results to the scheduler."""
+        outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+        self._note(outputs)
+        check_block_accounting(self.scheduler.kv_cache)
+        return outputs
+
+    def crash(self) -> None:
+        """Lose the worker, and find that its last results still arrive."""
+        self.scheduler.reset_for_recovery()
+        self.worker = self._new_worker()
+        while self.in_flight:
+            assert self.deliver() == []
+
+    def turn(self) -> SchedulerOutput:
+        """One turn of an engine loop at this depth."""
+        output = self.step()
+        is_idle = output.total_num_scheduled_tokens == 0
+        if self.in_flight and (is_idle or len(self.in_flight) >= self.depth):
+            self.deliver()
+        return output
+
+    def drain(self, max_turns: int = 2000) -> None:
+        """Run until everything has ended and the worker knows of it."""
+        for _ in range(max_turns):
+            if not self.in_flight and not self.scheduler.has_work():
+                break
+            self.turn()
+        else:
+            raise AssertionError(f"no end in sight after {max_turns} turns")
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        scheduler = self.scheduler
+        assert not self.worker.requests
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight_steps) == (0, 0, 0)
+        assert not scheduler.has_unfinished_requests()
+        assert not scheduler.has_finished_to_flush()
+        assert scheduler.kv_cache.pool.num_used_blocks == 0
+        assert not scheduler.kv_cache._held
+        check_block_accounting(scheduler.kv_cache)
+
+    def _note(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            assert output.req_id not in self.ends
+            assert output.new_token_ids or output.finish_reason
+            self.tokens[output.req_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ends[output.req_id] = output
+                self._check_end(output)
+
+    def _check_end(self, output: EngineCoreOutput) -> None:
+        """A request that ran to its end got the tokens of an undisturbed run; any other, the beginning of them."""
+        request, tokens = self.requests[output.req_id], self.tokens[output.req_id]
+        expected, reason = undisturbed(
+            request.prompt_token_ids, request.sampling_params, request.cache_salt, self.max_model_len
+        )
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert (tokens, output.finish_reason) == (expected, reason)
+
+    def _new_worker(self) -> FakeWorker:
+        return FakeWorker(self.config, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.salts)

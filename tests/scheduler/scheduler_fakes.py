@@ -1,0 +1,191 @@
+"""A worker without a model, that knows for every KV position what must be in it.
+
+What it "computes" for a position is a fingerprint of all tokens up to there. It writes fingerprints into blocks, reads
+back every position that attention would read, and fails when one is not the request's own: a block with two owners,
+a stale prefix hit, or a position that was never recomputed shows up at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from penstock.contract import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    LogprobsLists,
+    ModelRunnerOutput,
+    NewRequestData,
+    SamplingParams,
+    SchedulerOutput,
+    SlidingWindowSpec,
+)
+from penstock.scheduler.outputs import FinishReason
+
+VOCAB_SIZE = 11
+EOS = 0
+
+
+def full_spec(block_size: int = 4) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32")
+
+
+def window_spec(sliding_window: int, block_size: int = 4) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=sliding_window
+    )
+
+
+def cache_config(num_blocks: int, *specs: FullAttentionSpec | SlidingWindowSpec) -> KVCacheConfig:
+    """A cache with one group per spec, one layer each."""
+    groups = tuple(
+        KVCacheGroupSpec(layer_names=(f"layer.{index}",), spec=spec)
+        for index, spec in enumerate(specs or (full_spec(),))
+    )
+    return KVCacheConfig(num_blocks=num_blocks, tensors=(), groups=groups)
+
+
+def fingerprints(token_ids: list[int], salt: str | None) -> list[int]:
+    """Per position, a number that names all tokens up to it and the salt."""
+    result = []
+    value = 1 if salt is None else 2 + sum(map(ord, salt))
+    for token_id in token_ids:
+        value = hash((value, token_id))
+        result.append(value)
+    return result
+
+
+def next_token(fingerprint: int) -> int:
+    return (fingerprint >> 7) % VOCAB_SIZE
+
+
+def undisturbed(
+    prompt: list[int], params: SamplingParams, salt: str | None, max_model_len: int
+) -> tuple[list[int], FinishReason]:
+    """The tokens of a request that has a worker for itself, and why it ends."""
+    token_ids = list(prompt)
+    while True:
+        token_ids.append(next_token(fingerprints(token_ids, salt)[-1]))
+        num_output = len(token_ids) - len(prompt)
+        is_eos = token_ids[-1] == EOS and not params.ignore_eos
+        if is_eos or token_ids[-1] in params.stop_token_ids:
+            return token_ids[len(prompt) :], FinishReason.STOP
+        if num_output == params.max_tokens or len(token_ids) == max_model_len:
+            return token_ids[len(prompt) :], FinishReason.LENGTH
+
+
+@dataclass
+class FakeRequest:
+    token_ids: list[int]
+    num_computed_tokens: int
+    tables: list[list[int]]
+    salt: str | None
+    is_broken: bool = False
+
+
+@dataclass
+class FakeWorker:
+    """Executes steps in order. `salts` tells what the contract does not: which requests may share."""
+
+    config: KVCacheConfig
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    salts: Mapping[str, str | None]
+    requests: dict[str, FakeRequest] = field(default_factory=dict)
+    contents: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    last_step_id: int = -1
+
+    def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> ModelRunnerOutput:
+        """Run a step. Requests in `failing` write nothing and end with an error, now and in later steps."""
+        assert output.step_id > self.last_step_id
+        self.last_step_id = output.step_id
+        self._check_shape(output)
+        self._apply(output)
+        for req_id in output.num_scheduled_tokens:
+            self.requests[req_id].is_broken |= req_id in failing
+        # Shortest first, as a runner sorts its batch, so that batch order is not scheduling order.
+        batch = sorted(output.num_scheduled_tokens, key=lambda req_id: (output.num_scheduled_tokens[req_id], req_id))
+        healthy = [req_id for req_id in batch if not self.requests[req_id].is_broken]
+        for req_id in healthy:
+            self._write(self.requests[req_id], output.num_scheduled_tokens[req_id])
+        for req_id in healthy:
+            self._read(req_id, self.requests[req_id], output.num_scheduled_tokens[req_id])
+        sampled = [
+            self._sample(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else []
+            for req_id in batch
+        ]
+        return ModelRunnerOutput(
+            step_id=output.step_id,
+            req_ids=batch,
+            sampled_token_ids=sampled,
+            logprobs=LogprobsLists(
+                logprob_token_ids=[[tokens[0] if tokens else 0, 7, 8, 9] for tokens in sampled],
+                logprobs=[[-0.5, -1.0, -2.0, -3.0] for _ in batch],
+                sampled_token_ranks=list(range(len(batch))),
+            ),
+            errors={req_id: "broken on purpose" for req_id in batch if req_id not in healthy},
+        )
+
+    def _check_shape(self, output: SchedulerOutput) -> None:
+        new = [request.req_id for request in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        assert sorted(new + cached.req_ids) == sorted(output.num_scheduled_tokens)
+        assert len(cached.req_ids) == len(cached.new_block_ids) == len(cached.num_computed_tokens)
+        assert all(num_tokens > 0 for num_tokens in output.num_scheduled_tokens.values())
+        assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
+        assert output.total_num_scheduled_tokens <= self.max_num_batched_tokens
+        assert not (new and output.preempted_req_ids)
+
+    def _apply(self, output: SchedulerOutput) -> None:
+        for req_id in output.finished_req_ids | output.preempted_req_ids:
+            self.requests.pop(req_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self.requests
+            self.requests[new.req_id] = self._adopt(new)
+        assert len(self.requests) <= self.max_num_seqs
+        cached = output.scheduled_cached_reqs
+        for req_id, block_ids, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            request = self.requests[req_id]
+            if not request.is_broken:
+                assert request.num_computed_tokens == num_computed
+            for table, new_ids in zip(request.tables, block_ids or [[] for _ in request.tables], strict=True):
+                table += new_ids
+
+    def _adopt(self, new: NewRequestData) -> FakeRequest:
+        assert new.prefill_token_ids[: len(new.prompt_token_ids)] == new.prompt_token_ids
+        assert new.num_computed_tokens < len(new.prefill_token_ids)
+        tables = [list(ids) for ids in new.block_ids]
+        return FakeRequest(list(new.prefill_token_ids), new.num_computed_tokens, tables, self.salts[new.req_id])
+
+    def _write(self, request: FakeRequest, num_tokens: int) -> None:
+        end = request.num_computed_tokens + num_tokens
+        assert end <= len(request.token_ids) <= self.max_model_len
+        values = fingerprints(request.token_ids[:end], request.salt)
+        for group_id, group in enumerate(self.config.groups):
+            for position in range(request.num_computed_tokens, end):
+                block_id = request.tables[group_id][position // group.spec.block_size]
+                assert 0 < block_id < self.config.num_blocks
+                self.contents[block_id, position % group.spec.block_size] = (group_id, values[position])
+
+    def _read(self, req_id: str, request: FakeRequest, num_tokens: int) -> None:
+        end = request.num_computed_tokens + num_tokens
+        values = fingerprints(request.token_ids[:end], request.salt)
+        for group_id, group in enumerate(self.config.groups):
+            window = getattr(group.spec, "sliding_window", end)
+            for position in range(max(0, request.num_computed_tokens - window + 1), end):
+                block_id = request.tables[group_id][position // group.spec.block_size]
+                found = self.contents.get((block_id, position % group.spec.block_size))
+                assert found == (group_id, values[position]), f"{req_id}: position {position} of group {group_id}"
+
+    def _sample(self, request: FakeRequest, num_tokens: int) -> list[int]:
+        request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens < len(request.token_ids):
+            return []
+        # As on a device, the token is known here at once, whenever the scheduler learns of it.
+        token_id = next_token(fingerprints(request.token_ids, request.salt)[-1])
+        request.token_ids.append(token_id)
+        return [token_id]

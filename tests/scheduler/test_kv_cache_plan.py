@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_fakes import full_spec, window_spec
+
+from penstock.contract import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
+from penstock.contract.kv_cache import AnyKVCacheSpec
+from penstock.errors import OutOfMemory, UnsupportedFeature
+from penstock.scheduler.kv_cache_plan import (
+    blocks_per_request,
+    bytes_per_block,
+    bytes_per_request,
+    bytes_to_serve,
+    group_layers,
+    longest_request,
+    longest_request_in_bytes,
+    make_kv_cache_config,
+    max_concurrency,
+    num_tokens_that_fit,
+    plan_kv_cache,
+)
+
+FULL = full_spec(16)
+WINDOW = window_spec(64, 16)
+PAGE = FULL.page_size_bytes
+
+
+def layers(num_full: int, num_window: int) -> dict[str, AnyKVCacheSpec]:
+    full: dict[str, AnyKVCacheSpec] = {f"full.{index}": FULL for index in range(num_full)}
+    return full | {f"window.{index}": WINDOW for index in range(num_window)}
+
+
+def shape(groups: tuple[KVCacheGroupSpec, ...]) -> list[tuple[str, int]]:
+    return [(type(group.spec).__name__, len(group.layer_names)) for group in groups]
+
+
+def test_equal_layers_form_one_group_with_a_tensor_each() -> None:
+    config = make_kv_cache_config(group_layers(layers(5, 0)), num_blocks=7)
+
+    assert shape(config.groups) == [("FullAttentionSpec", 5)]
+    assert [tensor.shared_by for tensor in config.tensors] == [(f"full.{index}",) for index in range(5)]
+    assert config.size_bytes == 7 * 5 * PAGE == 7 * bytes_per_block(config.groups)
+
+
+def test_twenty_windows_and_ten_full_layers_make_three_groups_of_ten() -> None:
+    config = make_kv_cache_config(group_layers(layers(10, 20)), num_blocks=3)
+
+    assert shape(config.groups) == [("FullAttentionSpec", 10), ("SlidingWindowSpec", 10), ("SlidingWindowSpec", 10)]
+    assert [len(tensor.shared_by) for tensor in config.tensors] == [3] * 10
+    assert config.tensors[1].shared_by == ("full.1", "window.2", "window.3")
+    assert config.size_bytes == 3 * 10 * PAGE
+
+
+def test_fifty_two_windows_and_ten_full_layers_make_seven_groups_with_eight_places_empty() -> None:
+    config = make_kv_cache_config(group_layers(layers(10, 52)), num_blocks=3)
+
+    assert len(config.groups) == 7
+    assert len(config.tensors) == 10
+    assert sum(7 - len(tensor.shared_by) for tensor in config.tensors) == 8
+    assert sorted(name for tensor in config.tensors for name in tensor.shared_by) == sorted(layers(10, 52))
+
+
+def test_thirteen_full_and_twelve_window_layers_are_padded_instead_of_split() -> None:
+    config = make_kv_cache_config(group_layers(layers(13, 12)), num_blocks=3)
+
+    assert shape(config.groups) == [("FullAttentionSpec", 13), ("SlidingWindowSpec", 12)]
+    assert [len(tensor.shared_by) for tensor in config.tensors] == [2] * 12 + [1]
+
+
+def test_smaller_pages_get_more_positions_per_block() -> None:
+    small = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=2, dtype="float32")
+
+    groups = group_layers({"large": FULL, "small": small})
+
+    assert [group.spec.block_size for group in groups] == [16, 64]
+    assert {group.spec.page_size_bytes for group in groups} == {PAGE}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        MLAAttentionSpec(block_size=16, head_size=5, dtype="float32"),
+        MambaSpec(block_size=16, shapes=((8,),), dtypes=("float32",)),
+    ],
+)
+def test_pages_that_cannot_be_made_equal_are_refused_by_name(other: Any) -> None:
+    with pytest.raises(
+        UnsupportedFeature, match=rf"odd\.layer \({type(other).__name__}\).*full\.0 \(FullAttentionSpec\)"
+    ):
+        group_layers({"full.0": FULL, "odd.layer": other})
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    with pytest.raises(UnsupportedFeature, match="no layer"):
+        group_layers({})
+
+
+def test_the_plan_fills_the_memory_with_whole_blocks() -> None:
+    config = plan_kv_cache(layers(2, 0), 9 * 2 * PAGE + 1, max_model_len=100, max_num_batched_tokens=32)
+
+    assert config.num_blocks == 9
+    assert config.size_bytes == 9 * 2 * PAGE
+
+
+def test_the_null_block_counts_as_memory_but_serves_nobody() -> None:
+    # 100 tokens are seven blocks of 16.
+    assert plan_kv_cache(layers(2, 0), 8 * 2 * PAGE, max_model_len=100, max_num_batched_tokens=32).num_blocks == 8
+    with pytest.raises(OutOfMemory):
+        plan_kv_cache(layers(2, 0), 8 * 2 * PAGE - 1, max_model_len=100, max_num_batched_tokens=32)
+
+
+def test_too_little_memory_is_explained_with_numbers_and_remedies() -> None:
+    block = 2 * PAGE  # 2 KiB
+    with pytest.raises(OutOfMemory) as caught:
+        plan_kv_cache(layers(2, 0), 5 * block, max_model_len=1000, max_num_batched_tokens=32)
+
+    message = str(caught.value)
+    assert "max_model_len=1,000 tokens needs 128.00 KiB" in message
+    assert "only 10.00 KiB are left" in message
+    assert "--max-model-len 64 (or auto)" in message
+    assert "118.00 KiB more" in message
+    assert f"--kv-cache-memory-bytes {64 * block}" in message
+    # The remedies work.
+    plan_kv_cache(layers(2, 0), 5 * block, max_model_len=64, max_num_batched_tokens=32)
+    plan_kv_cache(layers(2, 0), 64 * block, max_model_len=1000, max_num_batched_tokens=32)
+
+
+@pytest.mark.parametrize("available", [-5 * 2**30, 0, 1])
+def test_no_memory_at_all_suggests_no_length(available: int) -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        plan_kv_cache(layers(2, 0), available, max_model_len=16, max_num_batched_tokens=32)
+
+    assert "hold a request of 0 tokens" in str(caught.value)
+    assert "--max-model-len" not in str(caught.value)
+
+
+def test_one_request_needs_few_blocks_of_a_window_group() -> None:
+    groups = group_layers(layers(1, 1))
+
+    # 63 earlier positions and 32 new ones are six blocks, and one more where they straddle a border.
+    assert blocks_per_request(groups, 1600, 32) == 100 + 7
+    assert blocks_per_request(groups, 33, 32) == 3 + 3
+    assert bytes_per_request(groups, 1600, 32) == 107 * PAGE
+    assert bytes_to_serve(groups, 1600, 32) == 108 * PAGE
+
+
+def test_concurrency_counts_requests_of_full_length() -> None:
+    config = make_kv_cache_config(group_layers(layers(2, 0)), num_blocks=26)
+
+    assert max_concurrency(config, max_model_len=160, max_num_batched_tokens=32) == 2.5
+    assert num_tokens_that_fit(config, max_model_len=160, max_num_batched_tokens=32) == 25 * 16
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    num_full=st.integers(0, 2),
+    num_window=st.integers(1, 3),
+    num_blocks=st.integers(0, 60),
+    limit=st.integers(1, 300),
+    max_num_batched_tokens=st.integers(1, 64),
+)
+def test_the_longest_request_fits_and_one_token_more_does_not(
+    num_full: int, num_window: int, num_blocks: int, limit: int, max_num_batched_tokens: int
+) -> None:
+    groups = group_layers(layers(num_full, num_window))
+
+    longest = longest_request(groups, num_blocks, limit=limit, max_num_batched_tokens=max_num_batched_tokens)
+
+    fitting = [n for n in range(1, limit + 1) if blocks_per_request(groups, n, max_num_batched_tokens) < num_blocks]
+    assert longest == max(fitting, default=0)
+
+
+def test_the_longest_request_follows_from_bytes_as_from_blocks() -> None:
+    groups = group_layers(layers(3, 0))
+
+    assert longest_request_in_bytes(groups, 11 * 3 * PAGE, limit=1000, max_num_batched_tokens=8) == 160
+    assert longest_request_in_bytes(groups, 11 * 3 * PAGE, limit=99, max_num_batched_tokens=8) == 99

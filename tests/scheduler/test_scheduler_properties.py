@@ -1,0 +1,117 @@
+"""Whatever happens to requests, each gets the tokens of an undisturbed run, and no block is lost or shared wrongly.
+
+The checks are in the driver (after each move, and when a request ends) and in the worker (on each read and write).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from scheduler_driver import Driver
+from scheduler_fakes import cache_config, full_spec, window_spec
+
+from penstock.errors import ContextTooLong
+
+LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "full": lambda size: (full_spec(size),),
+    "window": lambda size: (window_spec(5, size),),
+    "window of one": lambda size: (window_spec(1, size),),
+    "full and window": lambda size: (full_spec(size), window_spec(3, size)),
+    "two windows": lambda size: (window_spec(6, size), full_spec(size), window_spec(2, size)),
+    "two block sizes": lambda size: (full_spec(2 * size), window_spec(4, size)),
+}
+
+# Few distinct prompts with common beginnings, so that prefixes are shared often.
+PROMPTS = st.builds(
+    lambda length, base, tail: [base] * length + tail,
+    st.sampled_from([1, 4, 6, 8, 9, 12, 16]),
+    st.sampled_from([1, 1, 2]),
+    st.lists(st.sampled_from([1, 2, 3]), max_size=3),
+)
+REQUESTS = st.fixed_dictionaries(
+    {
+        "prompt": PROMPTS,
+        "max_tokens": st.sampled_from([None, 12, 9, 5, 2, 1]),
+        "ignore_eos": st.sampled_from([True, True, False]),
+        "stop_token_ids": st.sampled_from([(), (), (3,), (4, 9)]),
+        "priority": st.integers(0, 2),
+        "arrival_time": st.sampled_from([0.0, 1.0, 2.0]),
+        "cache_salt": st.sampled_from([None, None, None, "salt"]),
+    }
+)
+SETUPS = st.fixed_dictionaries(
+    {
+        "layout": st.sampled_from(sorted(LAYOUTS)),
+        "block_size": st.sampled_from([4, 2, 1]),
+        "num_blocks": st.sampled_from([8, 10, 12, 16, 24, 40]),
+        "max_num_seqs": st.sampled_from([4, 3, 5, 2, 1]),
+        "max_num_batched_tokens": st.sampled_from([20, 12, 8, 5, 2, 1]),
+        "max_model_len": st.integers(20, 32),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "depth": st.integers(1, 3),
+        "async_scheduling": st.booleans(),
+        "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+    }
+)
+# Moves, with a number where they concern a request. Disasters are rare enough to let something grow between them.
+MOVES = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 7)),
+    st.tuples(st.just("add"), st.integers(0, 7)),
+    st.tuples(st.sampled_from(["step", "deliver"]), st.just(0)),
+    st.tuples(st.just("turns"), st.integers(2, 6)),
+    st.tuples(st.just("turns"), st.integers(2, 6)),
+    st.tuples(st.sampled_from(["abort", "fail", "crash", "reset cache"]), st.integers(0, 7)),
+)
+
+
+def play(driver: Driver, wanted: list[dict[str, Any]], moves: list[tuple[str, int]]) -> None:
+    """Make the moves. A request's id is used again once it has ended, even while its results are in flight."""
+    for move, number in moves:
+        req_id = f"r{number}"
+        if move == "add":
+            add(driver, req_id, wanted[number % len(wanted)])
+        elif move == "abort":
+            driver.abort(req_id, "unknown")
+        elif move == "crash":
+            driver.crash()
+        elif move == "reset cache":
+            may_reset = driver.scheduler.kv_cache.pool.num_used_blocks == 0
+            assert driver.scheduler.reset_prefix_cache() is may_reset
+        elif move == "turns":
+            for _ in range(number):
+                driver.turn()
+        elif move == "deliver" and driver.in_flight:
+            driver.deliver()
+        elif move in ("step", "fail") and len(driver.in_flight) < driver.depth:
+            driver.step(failing=(req_id,) if move == "fail" else ())
+
+
+def add(driver: Driver, req_id: str, request: dict[str, Any]) -> None:
+    if req_id in driver.requests and req_id not in driver.ends:
+        return
+    try:
+        driver.add(req_id, **request)
+    except ContextTooLong:
+        event("refused")
+
+
+@settings(max_examples=300, deadline=None)
+@given(setup=SETUPS, wanted=st.lists(REQUESTS, min_size=3, max_size=8), moves=st.lists(MOVES, min_size=8, max_size=50))
+def test_every_request_gets_the_tokens_of_an_undisturbed_run(
+    setup: dict[str, Any], wanted: list[dict[str, Any]], moves: list[tuple[str, int]]
+) -> None:
+    setup = dict(setup)
+    specs = LAYOUTS[setup.pop("layout")](setup.pop("block_size"))
+    driver = Driver(cache_config(setup.pop("num_blocks"), *specs), **setup)
+
+    play(driver, wanted, moves)
+    driver.drain()
+
+    assert set(driver.ends) == set(driver.requests)
+    if driver.scheduler.num_preemptions:
+        event("preempted")
+    if driver.scheduler.prefix_cache_hits:
+        event("shared a prefix")
