@@ -1,0 +1,1 @@
+"""One file per model family, and the registry that finds it."""

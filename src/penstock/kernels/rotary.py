@@ -1,0 +1,50 @@
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), in the half-split ("neox") layout.
+
+Suffixes: T tokens, H heads, D head size, R rotated dimensions (R <= D), P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What turns a step's heads; computed once per step, shared by all layers.
+
+    cos: [T, 1, 1, R / 2]. sin: [T, 1, 2, R / 2], negated for the first half, whose partner is subtracted.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_table(inv_freq: Tensor, num_positions: int, attention_scaling: float) -> Tensor:
+    """float32 [P, R]: cosines of each position's R / 2 angles, then their sines, both times `attention_scaling`.
+
+    inv_freq: float32 [R / 2], radians per position.
+    """
+    positions_P = torch.arange(num_positions, dtype=torch.float32, device=inv_freq.device)
+    angles_PR = torch.outer(positions_P, inv_freq)
+    return torch.cat((angles_PR.cos(), angles_PR.sin()), dim=-1).mul_(attention_scaling)
+
+
+def gather_rotation(table_PR: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rows of `rotary_table` for these positions (int64 or int32, each in [0, P)), in the heads' dtype."""
+    rows_TR = table_PR.index_select(0, positions_T).to(dtype)
+    cos, sin = rows_TR.chunk(2, -1)
+    return Rotation(cos=cos[:, None, None, :], sin=torch.stack((-sin, sin), dim=1)[:, None])
+
+
+def apply_rotary(heads_THD: Tensor, rotation: Rotation) -> None:
+    """Turn the first R dimensions of every head in place: (a, b) becomes (a cos - b sin, b cos + a sin).
+
+    heads_THD: [T, H, D], any strides. Query and key heads that lie side by side are best passed together.
+    """
+    half = rotation.cos.shape[-1]
+    pairs = heads_THD[..., : 2 * half].unflatten(-1, (2, half))
+    partners = pairs.flip(2)
+    pairs.mul_(rotation.cos).addcmul_(partners, rotation.sin)

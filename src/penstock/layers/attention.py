@@ -1,0 +1,54 @@
+"""The attention layer of a model: what it computes and what it stores, whatever backend runs it.
+
+Suffixes: T tokens, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from penstock.attention import ForwardContext, LayerAttention
+from penstock.contract import FullAttentionSpec, SlidingWindowSpec
+
+
+class Attention(nn.Module):
+    """Causal attention over a request's positions, of the last `sliding_window` ones if that is given."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = LayerAttention(
+            name=name,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+
+    def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, context: ForwardContext) -> Tensor:
+        """[T, H, D]. The arguments may be strided views; their last dimension is contiguous."""
+        return context.attend(self.layer, query_THD, key_TKD, value_TKD)
+
+    def get_kv_cache_spec(self, block_size: int, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
+        """What this layer keeps per block. dtype: of the cache, by name."""
+        layer = self.layer
+        if layer.sliding_window is None:
+            return FullAttentionSpec(
+                block_size=block_size, num_kv_heads=layer.num_kv_heads, head_size=layer.head_size, dtype=dtype
+            )
+        return SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=dtype,
+            sliding_window=layer.sliding_window,
+        )

@@ -1,0 +1,42 @@
+"""From token ids to hidden states, and from hidden states to logits.
+
+Suffixes: T tokens, L logits rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.layers.linear import ColumnParallelLinear, refuse_tensor_parallelism
+from penstock.layers.weights import new_parameter
+from penstock.parallel import ParallelContext
+
+
+class VocabEmbedding(nn.Module):
+    """weight: [V, D], a row per token."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext) -> None:
+        super().__init__()
+        refuse_tensor_parallelism(parallel, type(self).__name__)
+        self.weight = new_parameter(vocab_size, hidden_size)
+
+    def forward(self, input_ids_T: Tensor) -> Tensor:
+        return F.embedding(input_ids_T, self.weight)
+
+
+class LMHead(ColumnParallelLinear):
+    """The output projection: [V, D]. Tied to an embedding, it has that one's weight."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext, tied_to: VocabEmbedding | None = None
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False, parallel=parallel)
+        if tied_to is not None:
+            self.weight = tied_to.weight
+            self.shares_weight = True
+
+    def forward(self, hidden_LD: Tensor) -> Tensor:
+        """float32 logits: [L, V]."""
+        return super().forward(hidden_LD).to(torch.float32)

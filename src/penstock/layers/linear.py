@@ -1,0 +1,178 @@
+"""Linear layers, by how tensor parallelism would split them.
+
+Each keeps its weight as a `LinearMethod` decides, once all weights are loaded.
+Suffixes: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from penstock.errors import UnsupportedFeature
+from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
+from penstock.layers.weights import Shard, WeightSlot, new_parameter
+from penstock.parallel import ParallelContext
+
+
+class LinearMethod(ABC):
+    """How one linear layer multiplies, and the form of the weight that this takes."""
+
+    @abstractmethod
+    def process_weights_after_loading(self, layer: LinearLayer) -> None:
+        """Bring the layer's loaded weight into this method's form."""
+
+    @abstractmethod
+    def restore_weights(self, layer: LinearLayer) -> None:
+        """Undo `process_weights_after_loading`, so that `layer.weight` holds the weight again."""
+
+    @abstractmethod
+    def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
+        """x @ weight^T + bias: [T, O]."""
+
+
+class PlainMethod(LinearMethod):
+    """Multiplies by the weight as it was loaded."""
+
+    def process_weights_after_loading(self, layer: LinearLayer) -> None: ...
+
+    def restore_weights(self, layer: LinearLayer) -> None: ...
+
+    def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
+        return linear(x_TI, layer.weight, layer.bias)
+
+
+class PackedMethod(LinearMethod):
+    """Keeps the weight in oneDNN's packed layout instead, and frees the loaded one unless another layer shares it."""
+
+    def __init__(self) -> None:
+        self.packed_OI: Tensor | None = None
+
+    def process_weights_after_loading(self, layer: LinearLayer) -> None:
+        self.packed_OI = pack_weight(layer.weight.detach())
+        if not layer.shares_weight:
+            layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    def restore_weights(self, layer: LinearLayer) -> None:
+        if self.packed_OI is not None and not layer.shares_weight:
+            layer.weight = nn.Parameter(unpack_weight(self.packed_OI), requires_grad=False)
+        self.packed_OI = None
+
+    def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
+        assert self.packed_OI is not None, "apply before process_weights_after_loading"
+        return packed_linear(x_TI, self.packed_OI, layer.bias)
+
+
+def choose_linear_method(weight_OI: Tensor) -> LinearMethod:
+    """The fastest method for this weight where it lies."""
+    return PackedMethod() if packing_pays(weight_OI) else PlainMethod()
+
+
+def process_weights_after_loading(model: nn.Module) -> None:
+    """Choose a method for every linear layer and hand it the loaded weight. A layer at a time, to need little memory.
+
+    Without this call a loaded model is right, but slower.
+    """
+    for module in model.modules():
+        if isinstance(module, LinearLayer):
+            module.method = choose_linear_method(module.weight)
+            module.method.process_weights_after_loading(module)
+
+
+def restore_weights(model: nn.Module) -> None:
+    """Undo `process_weights_after_loading`: every parameter holds its weight again and can be loaded anew."""
+    for module in model.modules():
+        if isinstance(module, LinearLayer):
+            module.method.restore_weights(module)
+            module.method = PlainMethod()
+
+
+def weights_size_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and buffers, in whatever form the layers keep them."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        if isinstance(module, LinearLayer) and isinstance(module.method, PackedMethod):
+            packed = module.method.packed_OI
+            tensors += [] if packed is None else [packed]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class LinearLayer(nn.Module):
+    """x @ weight^T + bias.
+
+    weight: [O, I]. bias: [O] or None. shares_weight: the weight is another layer's too.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    shares_weight = False
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
+        super().__init__()
+        refuse_tensor_parallelism(parallel, type(self).__name__)
+        self.input_size = input_size
+        self.output_size = output_size
+        self.method: LinearMethod = PlainMethod()
+        self.weight = new_parameter(output_size, input_size)
+        self.bias = new_parameter(output_size) if bias else None
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return self.method.apply(self, x_TI)
+
+
+class ColumnParallelLinear(LinearLayer):
+    """A layer whose output features are split over the ranks."""
+
+
+class RowParallelLinear(LinearLayer):
+    """A layer whose input features are split over the ranks, and whose partial products are summed."""
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several projections of the same input in one product, their outputs side by side.
+
+    output_sizes: by shard, in the order of the output.
+    """
+
+    def __init__(
+        self, input_size: int, output_sizes: Mapping[Shard, int], *, bias: bool, parallel: ParallelContext
+    ) -> None:
+        super().__init__(input_size, sum(output_sizes.values()), bias=bias, parallel=parallel)
+        self.output_sizes = dict(output_sizes)
+
+    def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
+        names = list(self.output_sizes)
+        offset = sum(self.output_sizes[name] for name in names[: names.index(shard)])
+        slots = {}
+        for name, parameter in self.named_parameters(recurse=False):
+            target = parameter.narrow(0, offset, self.output_sizes[shard])
+            slots[name] = WeightSlot(tuple(target.shape), target)
+        return slots
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """The query, key and value projections of an attention layer: shards "q", "k" and "v"."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool,
+        parallel: ParallelContext,
+    ) -> None:
+        sizes = {"q": num_heads * head_size, "k": num_kv_heads * head_size, "v": num_kv_heads * head_size}
+        super().__init__(hidden_size, sizes, bias=bias, parallel=parallel)
+
+
+def refuse_tensor_parallelism(parallel: ParallelContext, layer: str) -> None:
+    """Raises UnsupportedFeature: no layer here is split over ranks yet."""
+    if parallel.tensor_parallel_size != 1:
+        raise UnsupportedFeature(
+            f"{layer} cannot be split: tensor_parallel_size={parallel.tensor_parallel_size}. "
+            "Only tensor_parallel_size=1 is supported so far."
+        )

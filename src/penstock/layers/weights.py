@@ -1,0 +1,53 @@
+"""Where a layer wants its weights from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+# Names a part of a fused parameter, such as "q" of a fused query, key and value projection.
+Shard = str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """One tensor of a checkpoint.
+
+    shape: what the checkpoint must hold. target: the parameter, or a view of the part of it that the tensor fills;
+    a tensor with fewer dimensions is repeated along the leading ones.
+    """
+
+    shape: tuple[int, ...]
+    target: Tensor
+
+    def load(self, tensor: Tensor) -> None:
+        """Copy a tensor of `shape`, converting its dtype."""
+        with torch.no_grad():
+            self.target.copy_(tensor)
+
+
+@runtime_checkable
+class HasFusedWeights(Protocol):
+    """A layer whose parameters come from several tensors of a checkpoint."""
+
+    def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
+        """By parameter name, the slots that one of those tensors' modules fills."""
+
+
+def weight_slots(layer: nn.Module, shard: Shard | None) -> dict[str, WeightSlot]:
+    """The layer's own parameters by name: whole, or the part of each that `shard` names."""
+    if shard is None:
+        return {
+            name: WeightSlot(tuple(parameter.shape), parameter)
+            for name, parameter in layer.named_parameters(recurse=False)
+        }
+    assert isinstance(layer, HasFusedWeights), f"{type(layer).__name__} has no shard {shard!r}"
+    return layer.fused_slots(shard)
+
+
+def new_parameter(*shape: int) -> nn.Parameter:
+    """An uninitialised parameter that needs no gradient."""
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

@@ -1,0 +1,37 @@
+"""Random weights, for measuring without a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.layers.weights import WeightSlot
+
+_NORM_SPREAD = 0.1
+_BIAS_SPREAD = 0.02
+
+
+def iterate_dummy_weights(slots: Mapping[str, WeightSlot]) -> Iterator[tuple[str, Tensor]]:
+    """A float32 tensor for every slot.
+
+    Each is drawn from its name alone, so that it depends neither on the order nor on the device. The scale keeps
+    hidden states at a size of about one, so that logits are finite and differ from token to token.
+    """
+    for name, slot in slots.items():
+        yield name, _random_weight(name, slot.shape)
+
+
+def _random_weight(name: str, shape: tuple[int, ...]) -> Tensor:
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    weight = torch.empty(shape, dtype=torch.float32, device="cpu")
+    if len(shape) > 1:
+        spread = math.sqrt(3 / shape[-1])
+        return weight.uniform_(-spread, spread, generator=generator)
+    if name.endswith(".bias"):
+        return weight.uniform_(-_BIAS_SPREAD, _BIAS_SPREAD, generator=generator)
+    return weight.uniform_(1 - _NORM_SPREAD, 1 + _NORM_SPREAD, generator=generator)

@@ -1,0 +1,57 @@
+"""Weights from safetensors files, mapped into memory and handed out one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.loader.weight_files import WeightFiles, check_against_index, damaged, refuse_duplicates
+
+
+def check_safetensors(files: WeightFiles) -> int:
+    """Read all headers before any tensor. Returns the number of tensors.
+
+    Raises CheckpointError, naming file and tensor, when a file is truncated or damaged, or they disagree.
+    """
+    owners: dict[str, Path] = {}
+    for path in files.paths:
+        held = _tensor_names(path)
+        check_against_index(path, held, files)
+        refuse_duplicates(owners, path, held)
+        owners.update(dict.fromkeys(held, path))
+    return len(owners)
+
+
+def iterate_safetensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by name; each is a view of the mapped file, valid for as long as it is kept.
+
+    Raises CheckpointError when a tensor cannot be read.
+    """
+    for path in files.paths:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    yield name, _tensor(file, name, path)
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, error) from error
+
+
+def _tensor(file: Any, name: str, path: Path) -> Tensor:
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the tensor {name} cannot be read: {error}. Download the file again.") from error
+    return tensor
+
+
+def _tensor_names(path: Path) -> frozenset[str]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return frozenset(file.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path, error) from error

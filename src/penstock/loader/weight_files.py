@@ -1,0 +1,112 @@
+"""Which files of a model's folder hold its weights, and what its index says about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import CheckpointError
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """How one format names its files: a single one, an index of shards, or shards without an index."""
+
+    single: str
+    index: str
+    shards: str
+
+
+SAFETENSORS = FileNames("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+PYTORCH_BIN = FileNames("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """paths: in the order in which they are read. expected: by path, the tensors that the index puts there."""
+
+    paths: tuple[Path, ...]
+    expected: Mapping[Path, frozenset[str]] | None = None
+
+
+def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
+    """The folder's weight files of one format, or None when it has none.
+
+    Raises CheckpointError when the index is damaged or names files that are not there.
+    """
+    if (folder / names.single).exists():
+        return WeightFiles((folder / names.single,))
+    if (folder / names.index).exists():
+        expected = _read_index(folder / names.index)
+        return WeightFiles(tuple(sorted(expected)), expected)
+    shards = tuple(sorted(folder.glob(names.shards)))
+    return WeightFiles(shards) if shards else None
+
+
+def check_against_index(path: Path, held: frozenset[str], files: WeightFiles) -> None:
+    """Raises CheckpointError when the index, if there is one, puts other tensors into this file than it holds."""
+    if files.expected is None:
+        return
+    wanted = files.expected[path]
+    for names, complaint in (
+        (wanted - held, "lacks tensors that the index puts there"),
+        (held - wanted, "holds tensors that the index does not put there"),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:8])
+            raise CheckpointError(
+                f"{path} {complaint}: {shown} ({len(names)} in all). The files are of different versions: "
+                "download the model again."
+            )
+
+
+def refuse_duplicates(owners: Mapping[str, Path], path: Path, held: frozenset[str]) -> None:
+    """Raises CheckpointError when a tensor of this file is in another one already."""
+    twice = sorted(name for name in held if name in owners)
+    if twice:
+        raise CheckpointError(
+            f"{path} and {owners[twice[0]].name} both hold {', '.join(twice[:8])} ({len(twice)} in all). "
+            "Remove the files that do not belong to this model."
+        )
+
+
+def damaged(path: Path, error: object) -> CheckpointError:
+    """The error to raise for a file that cannot be read."""
+    if isinstance(error, PermissionError):
+        return CheckpointError(f"{path} may not be read by this user: {error}.")
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return CheckpointError(f"{path} is a pointer of Git LFS, not the weights. Run `git lfs pull` there.")
+    return CheckpointError(f"{path} is damaged: {error}. Download it again.")
+
+
+def _read_index(path: Path) -> dict[Path, frozenset[str]]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        tensors_of: dict[str, set[str]] = {}
+        for tensor, file in weight_map.items():
+            tensors_of.setdefault(file, set()).add(tensor)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(
+            path, f"it is no JSON object with a weight_map of tensor names to file names ({error!r})"
+        ) from error
+    if not tensors_of:
+        raise damaged(path, "its weight_map is empty")
+    outside = sorted(repr(file) for file in tensors_of if not _is_file_name(file))
+    if outside:
+        raise damaged(path, f"its weight_map names {', '.join(outside)}, which are no files of the folder")
+    missing = sorted(file for file in tensors_of if not (path.parent / file).exists())
+    if missing:
+        raise CheckpointError(
+            f"{path.parent} lacks {', '.join(missing)}, which {path.name} names. Download the missing files."
+        )
+    return {path.parent / file: frozenset(tensors) for file, tensors in tensors_of.items()}
+
+
+def _is_file_name(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", "..") and Path(value).name == value

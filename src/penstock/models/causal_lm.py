@@ -1,0 +1,47 @@
+"""What every model here is: a module that turns tokens into logits, and that takes weights one way only.
+
+Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from penstock.attention import ForwardContext
+from penstock.layers.linear import restore_weights
+from penstock.layers.weights import WeightSlot
+from penstock.models.weights import load_into_slots
+
+
+class CausalLM(nn.Module, ABC):
+    """Constructed with a `ModelConfig` and a `ParallelContext`.
+
+    ignorable: regular expressions for tensors that checkpoints may hold although the model has no slot for them.
+    """
+
+    ignorable: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states [T, D] from token ids (int32 or int64) and positions, which padding too must have in range."""
+
+    @abstractmethod
+    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        """float32 logits [L, V]."""
+
+    @abstractmethod
+    def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        """Every tensor that a checkpoint of this model must hold, by name, with the place it fills."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill all parameters from a checkpoint's tensors; may be called again with other weights.
+
+        Raises CheckpointError, naming them, when some are missing, unexpected, misshapen or duplicate. The weights
+        are then undefined. Afterwards `process_weights_after_loading` makes the model fast.
+        """
+        restore_weights(self)
+        load_into_slots(self.checkpoint_slots(), self.ignorable, weights)

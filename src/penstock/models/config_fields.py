@@ -1,0 +1,85 @@
+"""Reading `config.json` field by field, so that what is missing or not supported is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.config import ModelConfig
+from penstock.errors import ModelError, UnsupportedFeature
+
+_SILU_NAMES = ("silu", "swish")
+
+
+class ConfigFields:
+    """The fields of one model's `config.json`, with their types checked. A null field counts as absent."""
+
+    def __init__(self, model_config: ModelConfig) -> None:
+        self.model_config = model_config
+        self.hf_config = model_config.hf_config
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer. Raises ModelError when it is anything else, or absent and there is no default."""
+        if default is not None and self.hf_config.get(name) is None:
+            return default
+        return self.model_config.require_int(name)
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """A positive integer, or None where the file says null; `default` where it says nothing."""
+        if name not in self.hf_config:
+            return default
+        return None if self.hf_config[name] is None else self.model_config.require_int(name)
+
+    def count(self, name: str, default: int) -> int:
+        """An integer of 0 or more. Raises ModelError when it is anything else."""
+        value = self.hf_config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._wrong(name, value, "an integer of 0 or more")
+        return value
+
+    def number(self, name: str) -> float:
+        """A positive number. Raises ModelError when it is absent or anything else."""
+        value = self.hf_config.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise self._wrong(name, value, "a positive number")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """true or false. Raises ModelError when it is anything else."""
+        value = self.hf_config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def layer_types(self, num_layers: int) -> list[str] | None:
+        """The kind of each layer's attention, or None where the file names none."""
+        value = self.hf_config.get("layer_types")
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != num_layers:
+            raise self._wrong("layer_types", value, f"a list of num_hidden_layers={num_layers} names")
+        return value
+
+    def refuse_unsupported(self) -> None:
+        """Raises UnsupportedFeature for what no model here can do."""
+        quantization = self.hf_config.get("quantization_config")
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise UnsupportedFeature(
+                f"{self.model_config.model} is quantized (quantization_config: quant_method={method!r}), which is not "
+                "supported yet. Take a checkpoint in float32, bfloat16 or float16."
+            )
+        activation = self.hf_config.get("hidden_act", "silu")
+        if activation not in _SILU_NAMES:
+            raise self.unsupported("hidden_act", activation, " or ".join(_SILU_NAMES))
+
+    def unsupported(self, name: str, value: Any, allowed: str) -> UnsupportedFeature:
+        """An error to raise for a field whose value this model cannot honour."""
+        return UnsupportedFeature(
+            f"config.json of {self.model_config.model} has {name}={value!r}, which "
+            f"{self.model_config.architecture} does not support here. Supported: {allowed}."
+        )
+
+    def _wrong(self, name: str, value: Any, allowed: str) -> ModelError:
+        return ModelError(f"config.json of {self.model_config.model} has {name}={value!r}. It must be {allowed}.")

@@ -1,0 +1,247 @@
+"""The dense decoder that Llama, Mistral and Qwen share: pre-norm layers of self-attention and a gated MLP.
+
+A family's own file says how its configuration is read, and what its attention has of its own.
+Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H query heads, K KV heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from penstock.attention import ForwardContext
+from penstock.errors import UnsupportedFeature
+from penstock.kernels.rotary import Rotation, apply_rotary
+from penstock.layers.attention import Attention
+from penstock.layers.embedding import LMHead, VocabEmbedding
+from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.norm import RMSNorm
+from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
+from penstock.layers.rotary import RotaryEmbedding
+from penstock.layers.weights import WeightSlot
+from penstock.models.causal_lm import CausalLM
+from penstock.models.config_fields import ConfigFields
+from penstock.models.weights import Into, WeightTable, expand_table
+from penstock.parallel import ParallelContext
+
+DECODER_WEIGHTS: WeightTable = {
+    "model.embed_tokens": Into("model.embed_tokens"),
+    "model.layers.*.input_layernorm": Into("model.layers.*.input_layernorm"),
+    "model.layers.*.self_attn.q_proj": Into("model.layers.*.self_attn.qkv_proj", shard="q"),
+    "model.layers.*.self_attn.k_proj": Into("model.layers.*.self_attn.qkv_proj", shard="k"),
+    "model.layers.*.self_attn.v_proj": Into("model.layers.*.self_attn.qkv_proj", shard="v"),
+    "model.layers.*.self_attn.o_proj": Into("model.layers.*.self_attn.o_proj"),
+    "model.layers.*.post_attention_layernorm": Into("model.layers.*.post_attention_layernorm"),
+    "model.layers.*.mlp.gate_proj": Into("model.layers.*.mlp.gate_up_proj", shard="gate"),
+    "model.layers.*.mlp.up_proj": Into("model.layers.*.mlp.gate_up_proj", shard="up"),
+    "model.layers.*.mlp.down_proj": Into("model.layers.*.mlp.down_proj"),
+    "model.norm": Into("model.norm"),
+    "lm_head": Into("lm_head"),
+}
+_IGNORABLE = (
+    # A buffer of old checkpoints, which follows from the configuration.
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    # Where the head is tied to the embedding; a head of its own has a slot.
+    r"lm_head\.weight",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """What the layers need to know of `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float
+    tie_word_embeddings: bool
+    rope: RopeParameters
+
+    @classmethod
+    def read(cls, fields: ConfigFields, *, default_head_size: int | None = None) -> DecoderConfig:
+        """Raises ModelError for a field that is missing or damaged, UnsupportedFeature for one that asks too much.
+
+        default_head_size: where `head_dim` is absent; None divides the hidden size among the heads.
+        """
+        fields.refuse_unsupported()
+        hidden_size = fields.integer("hidden_size")
+        num_heads = fields.integer("num_attention_heads")
+        num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads != 0:
+            raise fields.unsupported(
+                "num_key_value_heads", num_kv_heads, f"divisors of num_attention_heads={num_heads}"
+            )
+        head_size = fields.integer("head_dim", default=default_head_size or hidden_size // num_heads)
+        if head_size % 2 != 0:
+            raise fields.unsupported("head_dim", head_size, "even numbers, since rotary embedding turns pairs")
+        return cls(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=fields.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            norm_eps=fields.number("rms_norm_eps"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+            rope=read_rope_parameters(
+                fields.hf_config, rotary_dim=head_size, num_positions=fields.model_config.longest_context
+            ),
+        )
+
+
+class SelfAttention(nn.Module):
+    """Attention with rotary positions. `query_key_norm` may normalise the heads before they are turned."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        parallel: ParallelContext,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        sliding_window: int | None = None,
+        query_key_norm: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_counts = [config.num_heads, config.num_kv_heads]
+        self.num_query_key_heads = sum(self.head_counts)
+        self.head_size = config.head_size
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            bias=qkv_bias,
+            parallel=parallel,
+        )
+        self.query_key_norm = query_key_norm or nn.Identity()
+        self.attn = Attention(
+            f"model.layers.{layer}.self_attn.attn",
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            scale=config.head_size**-0.5,
+            sliding_window=sliding_window,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_size, config.hidden_size, bias=output_bias, parallel=parallel
+        )
+
+    def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
+        heads_THD = self.qkv_proj(hidden_TD).view(hidden_TD.shape[0], -1, self.head_size)
+        value_TKD = heads_THD[:, self.num_query_key_heads :]
+        query_key_THD = self.query_key_norm(heads_THD[:, : self.num_query_key_heads])
+        apply_rotary(query_key_THD, rotation)
+        query_THD, key_TKD = query_key_THD.split_with_sizes(self.head_counts, 1)
+        mixed_THD = self.attn(query_THD, key_TKD, value_TKD, context)
+        return self.o_proj(mixed_THD.flatten(1))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them."""
+
+    def __init__(
+        self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelContext, *, mlp_bias: bool
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=mlp_bias, parallel=parallel)
+
+    def forward(
+        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        if residual_TD is None:
+            residual_TD = hidden_TD
+            hidden_TD = self.input_layernorm(hidden_TD)
+        else:
+            hidden_TD, residual_TD = self.input_layernorm.add_and_norm(hidden_TD, residual_TD)
+        hidden_TD = self.self_attn(hidden_TD, rotation, context)
+        hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
+        return self.mlp(hidden_TD), residual_TD
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        parallel: ParallelContext,
+        attention: Callable[[int], SelfAttention],
+        *,
+        mlp_bias: bool,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.rotary_emb = RotaryEmbedding(config.rope)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, attention(layer), parallel, mlp_bias=mlp_bias) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
+        hidden_TD = self.embed_tokens(input_ids_T)
+        residual_TD: Tensor | None = None
+        rotation = self.rotary_emb(positions_T, hidden_TD.dtype)
+        for layer in self.layers:
+            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, context)
+        assert residual_TD is not None, "a decoder has at least one layer"
+        hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
+        return hidden_TD
+
+
+class DecoderForCausalLM(CausalLM):
+    """A decoder with its output projection.
+
+    attention: makes the self-attention of a layer, given its number.
+    """
+
+    weight_table: ClassVar[WeightTable] = DECODER_WEIGHTS
+    ignorable: ClassVar[tuple[str, ...]] = _IGNORABLE
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        parallel: ParallelContext,
+        attention: Callable[[int], SelfAttention],
+        *,
+        mlp_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if parallel.pipeline_parallel_size != 1:
+            raise UnsupportedFeature(
+                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: "
+                f"{type(self).__name__} cannot be split over pipeline ranks yet. Supported: 1."
+            )
+        self.config = config
+        self.model = DecoderModel(config, parallel, attention, mlp_bias=mlp_bias)
+        self.lm_head = LMHead(
+            config.vocab_size,
+            config.hidden_size,
+            parallel=parallel,
+            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
+        )
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
+        return self.model(input_ids_T, positions_T, context)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
+
+    def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        table = dict(self.weight_table)
+        if self.config.tie_word_embeddings:
+            del table["lm_head"]
+        return expand_table(self, table, self.config.num_layers)

@@ -1,0 +1,22 @@
+"""Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971) and the many models with its architecture."""
+
+from __future__ import annotations
+
+from penstock.config import ModelConfig
+from penstock.models.config_fields import ConfigFields
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, SelfAttention
+from penstock.parallel import ParallelContext
+
+
+class LlamaForCausalLM(DecoderForCausalLM):
+    """The plain decoder. `attention_bias` and `mlp_bias` give all projections of their kind a bias."""
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        fields = ConfigFields(model_config)
+        config = DecoderConfig.read(fields)
+        attention_bias = fields.flag("attention_bias", default=False)
+
+        def attention(layer: int) -> SelfAttention:
+            return SelfAttention(config, layer, parallel, qkv_bias=attention_bias, output_bias=attention_bias)
+
+        super().__init__(config, parallel, attention, mlp_bias=fields.flag("mlp_bias", default=False))

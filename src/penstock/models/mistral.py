@@ -1,0 +1,27 @@
+"""Mistral (Jiang et al. 2023, https://arxiv.org/abs/2310.06825)."""
+
+from __future__ import annotations
+
+from penstock.config import ModelConfig
+from penstock.models.config_fields import ConfigFields
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, SelfAttention
+from penstock.parallel import ParallelContext
+
+# What a configuration without `sliding_window` means; null means none.
+_DEFAULT_WINDOW = 4096
+
+
+class MistralForCausalLM(DecoderForCausalLM):
+    """The plain decoder whose layers all see the last `sliding_window` positions, or all if that is null."""
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        fields = ConfigFields(model_config)
+        config = DecoderConfig.read(fields)
+        window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW)
+        if fields.layer_types(config.num_layers) is not None:
+            raise fields.unsupported("layer_types", fields.hf_config["layer_types"], "null: all layers are alike")
+
+        def attention(layer: int) -> SelfAttention:
+            return SelfAttention(config, layer, parallel, qkv_bias=False, output_bias=False, sliding_window=window)
+
+        super().__init__(config, parallel, attention)

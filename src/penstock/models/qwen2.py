@@ -1,0 +1,25 @@
+"""Qwen2 and Qwen2.5 (Qwen team 2024, https://arxiv.org/abs/2407.10671)."""
+
+from __future__ import annotations
+
+from penstock.config import ModelConfig
+from penstock.models.config_fields import ConfigFields
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, SelfAttention
+from penstock.models.qwen_windows import read_qwen_windows
+from penstock.parallel import ParallelContext
+
+
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """The plain decoder with biases on query, key and value, and sliding windows in some layers where asked for."""
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        fields = ConfigFields(model_config)
+        config = DecoderConfig.read(fields)
+        windows = read_qwen_windows(fields, config.num_layers)
+
+        def attention(layer: int) -> SelfAttention:
+            return SelfAttention(
+                config, layer, parallel, qkv_bias=True, output_bias=False, sliding_window=windows[layer]
+            )
+
+        super().__init__(config, parallel, attention)

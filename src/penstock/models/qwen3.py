@@ -1,0 +1,50 @@
+"""Qwen3, dense (Qwen team 2025, https://arxiv.org/abs/2505.09388)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from penstock.config import ModelConfig
+from penstock.layers.norm import QueryKeyNorm
+from penstock.models.config_fields import ConfigFields
+from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, SelfAttention
+from penstock.models.qwen_windows import read_qwen_windows
+from penstock.models.weights import Into, WeightTable
+from penstock.parallel import ParallelContext
+
+# What a configuration without `head_dim` means, whatever the hidden size is.
+_DEFAULT_HEAD_SIZE = 128
+
+
+class Qwen3ForCausalLM(DecoderForCausalLM):
+    """The plain decoder with a norm on every query and key head; heads need not divide the hidden size."""
+
+    weight_table: ClassVar[WeightTable] = {
+        **DECODER_WEIGHTS,
+        "model.layers.*.self_attn.q_norm": Into("model.layers.*.self_attn.query_key_norm", shard="q"),
+        "model.layers.*.self_attn.k_norm": Into("model.layers.*.self_attn.query_key_norm", shard="k"),
+    }
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        fields = ConfigFields(model_config)
+        config = DecoderConfig.read(fields, default_head_size=_DEFAULT_HEAD_SIZE)
+        bias = fields.flag("attention_bias", default=False)
+        windows = read_qwen_windows(fields, config.num_layers)
+
+        def attention(layer: int) -> SelfAttention:
+            return SelfAttention(
+                config,
+                layer,
+                parallel,
+                qkv_bias=bias,
+                output_bias=bias,
+                sliding_window=windows[layer],
+                query_key_norm=QueryKeyNorm(
+                    num_heads=config.num_heads,
+                    num_kv_heads=config.num_kv_heads,
+                    head_size=config.head_size,
+                    eps=config.norm_eps,
+                ),
+            )
+
+        super().__init__(config, parallel, attention)

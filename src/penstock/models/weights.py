@@ -1,0 +1,98 @@
+"""Checkpoint weights into a model, strictly: every tensor once, none too many, all of the right shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CheckpointError
+from penstock.layers.weights import Shard, WeightSlot, weight_slots
+
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NAMES_PER_COMPLAINT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Into:
+    """The module here that takes a checkpoint module's tensors, and which shard of it they are."""
+
+    module: str
+    shard: Shard | None = None
+
+
+# From a module's name in the checkpoint to the module here. `*` stands for a layer's number.
+WeightTable = Mapping[str, Into]
+
+
+def expand_table(model: nn.Module, table: WeightTable, num_layers: int) -> dict[str, WeightSlot]:
+    """Every tensor that a checkpoint of this model holds, by name, with the place it fills."""
+    slots: dict[str, WeightSlot] = {}
+    for pattern, into in table.items():
+        for layer in range(num_layers) if "*" in pattern else (0,):
+            module = model.get_submodule(into.module.replace("*", str(layer)))
+            prefix = pattern.replace("*", str(layer))
+            for parameter, slot in weight_slots(module, into.shard).items():
+                slots[f"{prefix}.{parameter}"] = slot
+    filled = sum(slot.target.numel() for slot in slots.values())
+    owned = sum(parameter.numel() for parameter in model.parameters())
+    assert filled == owned, f"the weight table of {type(model).__name__} fills {filled} of {owned} values"
+    return slots
+
+
+def load_into_slots(
+    slots: Mapping[str, WeightSlot], ignorable: Iterable[str], weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Copy each tensor into its slot.
+
+    ignorable: regular expressions for names that checkpoints may hold although there is no slot for them.
+    Raises CheckpointError, after all tensors were seen, naming those that are missing, unexpected, misshapen,
+    duplicate, or not of a floating-point dtype. The model's weights are then undefined.
+    """
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignorable) or r"(?!)")
+    seen: set[str] = set()
+    complaints: dict[str, list[str]] = {}
+    for name, tensor in weights:
+        slot = slots.get(name)
+        if slot is None and ignored.fullmatch(name):
+            continue
+        complaint = _complaint(name, tensor, slot, seen)
+        seen.add(name)
+        if complaint is not None:
+            kind, detail = complaint
+            complaints.setdefault(kind, []).append(detail)
+        elif slot is not None:
+            slot.load(tensor)
+    missing = [name for name in slots if name not in seen]
+    if missing:
+        complaints["missing"] = missing
+    if complaints:
+        raise CheckpointError(_message(complaints))
+
+
+def _complaint(name: str, tensor: Tensor, slot: WeightSlot | None, seen: set[str]) -> tuple[str, str] | None:
+    """What is wrong with a tensor, and its name with the detail; None if nothing is."""
+    if name in seen:
+        return "duplicate", name
+    if slot is None:
+        return "unexpected", name
+    if tuple(tensor.shape) != slot.shape:
+        return "misshapen", f"{name} (has {list(tensor.shape)}, needs {list(slot.shape)})"
+    if tensor.dtype not in _FLOAT_DTYPES:
+        return "of a dtype other than float32, bfloat16 or float16", f"{name} ({tensor.dtype})"
+    return None
+
+
+def _message(complaints: Mapping[str, list[str]]) -> str:
+    parts = []
+    for kind, names in complaints.items():
+        shown = ", ".join(names[:_NAMES_PER_COMPLAINT])
+        more = f", and {len(names) - _NAMES_PER_COMPLAINT} more" if len(names) > _NAMES_PER_COMPLAINT else ""
+        parts.append(f"{len(names)} {kind}: {shown}{more}")
+    return (
+        f"The checkpoint does not fit the model that config.json describes. Weights {'; '.join(parts)}. "
+        "Check that the weight files belong to this config.json, and download them again if they do."
+    )

@@ -1,0 +1,148 @@
+"""Linear layers multiply by what was loaded, in whatever form they keep it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.errors import UnsupportedFeature
+from penstock.kernels.linear import pack_weight, packed_linear, packing_pays, unpack_weight
+from penstock.layers.embedding import LMHead, VocabEmbedding
+from penstock.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    PackedMethod,
+    PlainMethod,
+    QKVParallelLinear,
+    RowParallelLinear,
+    process_weights_after_loading,
+    restore_weights,
+    weights_size_bytes,
+)
+from penstock.layers.norm import QueryKeyNorm
+from penstock.parallel import ParallelContext
+
+ONE_RANK = ParallelContext()
+TWO_RANKS = ParallelContext(world_size=2, tensor_parallel_size=2)
+needs_packing = pytest.mark.skipif(
+    not packing_pays(torch.empty(1024, 1024)), reason="this build of torch has no packed oneDNN products"
+)
+
+
+def random_layer(input_size: int, output_size: int, *, bias: bool = True) -> ColumnParallelLinear:
+    layer = ColumnParallelLinear(input_size, output_size, bias=bias, parallel=ONE_RANK)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    return layer
+
+
+@needs_packing
+@given(st.integers(0, 70), st.integers(1, 90), st.integers(1, 90), st.booleans(), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_packed_products_equal_plain_ones(rows: int, inputs: int, outputs: int, bias: bool, strided: bool) -> None:
+    x_TI = torch.randn(rows, 2 * inputs)[:, :inputs] if strided else torch.randn(rows, inputs)
+    weight_OI, bias_O = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
+    expected = F.linear(x_TI, weight_OI, bias_O)
+    torch.testing.assert_close(packed_linear(x_TI, pack_weight(weight_OI), bias_O), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_packing
+@given(st.integers(1, 90), st.integers(1, 90))
+@settings(deadline=None, max_examples=20)
+def test_unpacking_gives_every_bit_back(outputs: int, inputs: int) -> None:
+    weight_OI = torch.randn(outputs, inputs)
+    assert torch.equal(unpack_weight(pack_weight(weight_OI)), weight_OI)
+
+
+@needs_packing
+def test_a_large_layer_is_packed_and_holds_its_weight_once() -> None:
+    layer = random_layer(1024, 768)
+    x_TI = torch.randn(3, 1024)
+    size, before = weights_size_bytes(layer), layer(x_TI)
+    process_weights_after_loading(layer)
+    assert isinstance(layer.method, PackedMethod)
+    assert layer.weight.numel() == 0
+    assert weights_size_bytes(layer) == size == (1024 + 1) * 768 * 4
+    torch.testing.assert_close(layer(x_TI), before, rtol=1e-4, atol=1e-4)
+
+
+@needs_packing
+def test_restoring_gives_the_weight_back() -> None:
+    layer = random_layer(1024, 768)
+    weight = layer.weight.detach().clone()
+    process_weights_after_loading(layer)
+    restore_weights(layer)
+    assert torch.equal(layer.weight, weight)
+    assert isinstance(layer.method, PlainMethod)
+
+
+@needs_packing
+def test_a_tied_head_is_packed_without_touching_the_embedding() -> None:
+    embedding = VocabEmbedding(1100, 512, parallel=ONE_RANK)
+    embedding.weight.data.normal_()
+    weight = embedding.weight.detach().clone()
+    head = LMHead(1100, 512, parallel=ONE_RANK, tied_to=embedding)
+    process_weights_after_loading(head)
+    assert isinstance(head.method, PackedMethod)
+    assert torch.equal(embedding(torch.arange(1100)), weight)
+    hidden = torch.randn(2, 512)
+    torch.testing.assert_close(head(hidden), hidden @ weight.T, rtol=1e-4, atol=1e-3)
+    restore_weights(head)
+    assert head.weight is embedding.weight
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.empty(64, 64), torch.empty(1024, 1024, dtype=torch.bfloat16), torch.empty(1024, 1024, device="meta")],
+    ids=["small", "bfloat16", "elsewhere"],
+)
+def test_other_weights_are_not_packed(weight: torch.Tensor) -> None:
+    assert not packing_pays(weight)
+
+
+def test_merged_projections_lie_side_by_side_in_their_order() -> None:
+    layer = MergedColumnParallelLinear(8, {"gate": 3, "up": 5}, bias=True, parallel=ONE_RANK)
+    parts = {"gate": random_layer(8, 3), "up": random_layer(8, 5)}
+    for shard in ("up", "gate"):
+        slots = layer.fused_slots(shard)
+        for name, parameter in parts[shard].named_parameters():
+            assert slots[name].shape == parameter.shape
+            slots[name].load(parameter)
+    x_TI = torch.randn(4, 8)
+    torch.testing.assert_close(layer(x_TI), torch.cat((parts["gate"](x_TI), parts["up"](x_TI)), -1))
+
+
+def test_query_key_and_value_have_the_sizes_of_their_heads() -> None:
+    layer = QKVParallelLinear(16, num_heads=6, num_kv_heads=2, head_size=4, bias=False, parallel=ONE_RANK)
+    assert {shard: layer.fused_slots(shard)["weight"].shape for shard in "qkv"} == {
+        "q": (24, 16),
+        "k": (8, 16),
+        "v": (8, 16),
+    }
+    assert layer.weight.shape == (40, 16)
+
+
+def test_query_and_key_norms_reach_their_own_heads() -> None:
+    norm = QueryKeyNorm(num_heads=3, num_kv_heads=2, head_size=4, eps=1e-6)
+    norm.fused_slots("k")["weight"].load(torch.full((4,), 5.0))
+    norm.fused_slots("q")["weight"].load(torch.full((4,), 2.0))
+    heads = norm(torch.ones(1, 5, 4))
+    assert heads[0, :, 0].tolist() == pytest.approx([2, 2, 2, 5, 5], rel=1e-5)
+
+
+def test_logits_are_float32_whatever_the_weights_are() -> None:
+    head = LMHead(11, 8, parallel=ONE_RANK)
+    head.weight = nn.Parameter(torch.randn(11, 8, dtype=torch.bfloat16), requires_grad=False)
+    assert head(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear], ids=lambda layer: layer.__name__)
+def test_splitting_a_layer_is_refused_by_name(layer: type[ColumnParallelLinear]) -> None:
+    with pytest.raises(UnsupportedFeature, match=rf"{layer.__name__}.*tensor_parallel_size=2"):
+        layer(8, 8, bias=False, parallel=TWO_RANKS)
+    with pytest.raises(UnsupportedFeature, match=r"VocabEmbedding.*tensor_parallel_size=2"):
+        VocabEmbedding(8, 8, parallel=TWO_RANKS)

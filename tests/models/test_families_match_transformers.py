@@ -1,0 +1,180 @@
+"""Every model family gives Transformers' logits, whatever its configuration says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from penstock.config import LoadConfig, ModelConfig
+from penstock.loader.loader import load_model
+from penstock.models.causal_lm import CausalLM
+from penstock.parallel import ParallelContext
+from support.checkpoints import (
+    VOCAB_SIZE,
+    edit_config,
+    load_config,
+    oracle_logits,
+    save_checkpoint,
+    tiny_model,
+)
+from support.plain_attention import sequence_logits
+
+_RANDOM = random.Random(0)
+SEQUENCES = [[_RANDOM.randrange(VOCAB_SIZE) for _ in range(length)] for length in (23, 1, 60, 7)]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def load(model_config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return load_model(model_config, LoadConfig(), ParallelContext(), torch.device("cpu"), dtype)
+
+
+def assert_matches(model: CausalLM, oracle: PreTrainedModel) -> None:
+    for tokens, logits in zip(SEQUENCES, sequence_logits(model, SEQUENCES), strict=True):
+        expected = oracle_logits(oracle, tokens)
+        assert expected.std() > 0.3, "logits this small would match anything"
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    ("llama", {"head_dim": 80, "num_attention_heads": 2}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}}),
+    ("llama", {"rope_parameters": YARN_ROPE}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 9}),
+    ("mistral", {"sliding_window": 1, "head_dim": 32}),
+    ("mistral", {"sliding_window": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ("qwen2", {}),
+    ("qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ("qwen2", {"sliding_window": 9, "use_sliding_window": False}),
+    ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
+    ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}),
+    (
+        "qwen2",
+        {
+            "sliding_window": 5,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    ("qwen2", {"rope_parameters": {**YARN_ROPE, "rope_theta": 1000000.0}}),
+    ("qwen3", {"head_dim": 32}),
+    ("qwen3", {"head_dim": 64, "num_key_value_heads": 4}),
+    ("qwen3", {"head_dim": 80, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    ("qwen3", {"head_dim": 32, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides"), CONFIGS, ids=lambda value: str(value))
+def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    oracle = tiny_model(family, **overrides)
+    assert_matches(load(save_checkpoint(oracle, tmp_path)), oracle)
+
+
+def test_a_wide_model_with_packed_weights_equals_transformers(tmp_path: Path) -> None:
+    oracle = tiny_model("llama", hidden_size=512, intermediate_size=1100, tie_word_embeddings=True, vocab_size=1200)
+    model = load(save_checkpoint(oracle, tmp_path))
+    packed = [
+        name
+        for name, module in model.named_modules()
+        if type(getattr(module, "method", None)).__name__ == "PackedMethod"
+    ]
+    assert "lm_head" in packed
+    assert any("gate_up_proj" in name for name in packed)
+    assert_matches(model, oracle)
+
+
+@pytest.mark.parametrize(
+    ("rope", "old_fields"),
+    [
+        ({"rope_type": "default", "rope_theta": 5000.0}, {"rope_theta": 5000.0, "rope_scaling": None}),
+        (
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        ),
+        (
+            LLAMA3_ROPE,
+            {
+                "rope_theta": LLAMA3_ROPE["rope_theta"],
+                "rope_scaling": {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"},
+            },
+        ),
+    ],
+    ids=["default", "linear", "llama3"],
+)
+def test_a_configuration_of_transformers_4_means_the_same(
+    tmp_path: Path, rope: dict[str, Any], old_fields: dict[str, Any]
+) -> None:
+    oracle = tiny_model("llama", rope_parameters=rope)
+    save_checkpoint(oracle, tmp_path)
+    old = edit_config(tmp_path, remove=("rope_parameters", "dtype"), torch_dtype="float32", **old_fields)
+    assert "rope_parameters" not in old.hf_config
+    assert_matches(load(old), oracle)
+
+
+def test_fields_that_old_configurations_lack_have_their_usual_values(tmp_path: Path) -> None:
+    oracle = tiny_model("llama", num_key_value_heads=4)
+    save_checkpoint(oracle, tmp_path)
+    lacking = ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "rope_parameters", "hidden_act")
+    assert_matches(load(edit_config(tmp_path, remove=(*lacking, "tie_word_embeddings"))), oracle)
+
+
+@pytest.mark.parametrize("max_window_layers", [0, 1, 2])
+def test_max_window_layers_decides_where_no_layer_types_are_given(tmp_path: Path, max_window_layers: int) -> None:
+    window = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": max_window_layers}
+    oracle = tiny_model("qwen2", **window)
+    save_checkpoint(oracle, tmp_path)
+    assert_matches(load(edit_config(tmp_path, remove=("layer_types",))), oracle)
+
+
+def test_mistral_without_the_field_has_a_window_of_4096(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("mistral"), tmp_path)
+    model = load(edit_config(tmp_path, remove=("sliding_window",)))
+    windows = {module.layer.sliding_window for module in model.modules() if hasattr(module, "layer")}
+    assert windows == {4096}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_gives_float32_logits_close_to_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
+    oracle = tiny_model("qwen3", head_dim=32)
+    model = load(save_checkpoint(oracle, tmp_path), dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    low_precision = oracle.to(dtype)
+    for tokens, logits in zip(SEQUENCES, sequence_logits(model, SEQUENCES), strict=True):
+        assert logits.dtype == torch.float32
+        error = (logits - oracle_logits(low_precision, tokens)).abs().mean()
+        assert error < 0.05 * logits.std()
+
+
+def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path) -> None:
+    model = load(save_checkpoint(tiny_model("qwen2"), tmp_path))
+    together = sequence_logits(model, SEQUENCES)
+    alone = [sequence_logits(model, [sequence])[0] for sequence in SEQUENCES]
+    for joint, single in zip(together, alone, strict=True):
+        torch.testing.assert_close(joint, single, rtol=0, atol=1e-5)
+
+
+def test_the_model_runs_without_tokens_or_logits_rows(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("llama"), tmp_path)
+    model = load(load_config(tmp_path))
+    assert model.compute_logits(torch.empty(0, 64)).shape == (0, VOCAB_SIZE)

@@ -1,0 +1,118 @@
+"""What a configuration asks for and no model can do is refused by name, before any weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import ModelConfig
+from penstock.errors import ModelError, PenstockError, UnsupportedFeature, UnsupportedModel
+from penstock.models.registry import find_model_class, supported_architectures
+from penstock.parallel import ParallelContext
+from support.checkpoints import tiny_config
+
+
+def config_of(family: str, **changes: Any) -> ModelConfig:
+    content = tiny_config(family).to_dict() | {"architectures": [f"{family.capitalize()}ForCausalLM"]} | changes
+    return ModelConfig(
+        model="some/model",
+        folder=Path("nowhere"),
+        tokenizer_folder=Path("nowhere"),
+        hf_config={name: value for name, value in content.items() if value != "absent"},
+        generation_config={},
+    )
+
+
+def build(model_config: ModelConfig, parallel: ParallelContext | None = None) -> None:
+    find_model_class(model_config)(model_config, parallel or ParallelContext())
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_unchanged_configuration_is_accepted(family: str) -> None:
+    build(config_of(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error", "words"),
+    [
+        ("llama", {"hidden_act": "gelu"}, UnsupportedFeature, ["hidden_act", "gelu", "silu"]),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, UnsupportedFeature, ["gptq", "some/model"]),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, UnsupportedFeature, ["longrope", "yarn"]),
+        ("llama", {"rope_scaling": {"type": "su"}}, UnsupportedFeature, ["su", "llama3"]),
+        ("llama", {"partial_rotary_factor": 0.5}, UnsupportedFeature, ["partial_rotary_factor", "0.5"]),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, UnsupportedFeature, ["full_attention"]),
+        ("llama", {"rope_parameters": [1]}, ModelError, ["rope_parameters", "[1]"]),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, ModelError, ["factor", "linear"]),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": -1}}, ModelError, ["factor", "-1"]),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, ModelError, ["factor", "'4'"]),
+        ("llama", {"rope_parameters": {"rope_theta": 0}}, ModelError, ["rope_theta"]),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            ModelError,
+            ["low_freq_factor"],
+        ),
+        ("llama", {"num_key_value_heads": 3}, UnsupportedFeature, ["num_key_value_heads=3", "4"]),
+        ("llama", {"head_dim": 15}, UnsupportedFeature, ["head_dim=15"]),
+        ("llama", {"attention_bias": "yes"}, ModelError, ["attention_bias", "'yes'"]),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, UnsupportedFeature, ["layer_types"]),
+        ("mistral", {"sliding_window": "wide"}, ModelError, ["sliding_window", "wide"]),
+        ("qwen2", {"layer_types": ["full_attention"]}, ModelError, ["layer_types", "2"]),
+        ("qwen2", {"layer_types": ["linear_attention"] * 2}, UnsupportedFeature, ["linear_attention"]),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, UnsupportedFeature, ["use_sliding_window"]),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": -1, "layer_types": None}, ModelError, ["-1"]),
+    ],
+    ids=str,
+)
+def test_a_value_that_no_model_can_honour_is_named(
+    family: str, changes: dict[str, Any], error: type[PenstockError], words: list[str]
+) -> None:
+    with pytest.raises(error) as raised:
+        build(config_of(family, **changes))
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    ],
+)
+def test_a_missing_field_is_named(field: str) -> None:
+    with pytest.raises(ModelError, match=field):
+        build(config_of("llama", **{field: "absent"}))
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnsupportedModel) as raised:
+        build(config_of("llama", architectures=["Foo2ForCausalLM"], model_type="foo2"))
+    for word in ("Foo2ForCausalLM", "foo2", *supported_architectures()):
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "option"),
+    [
+        (ParallelContext(world_size=2, tensor_parallel_size=2), "tensor_parallel_size=2"),
+        (ParallelContext(world_size=2, pipeline_parallel_size=2), "pipeline_parallel_size=2"),
+    ],
+)
+def test_parallelism_that_is_not_built_is_refused(parallel: ParallelContext, option: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=option):
+        build(config_of("llama"), parallel)

@@ -1,0 +1,77 @@
+"""A forward context without paging: every sequence of the step attends over itself, by definition.
+
+Suffixes: T tokens, S tokens of one sequence, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.attention import AttentionBackend, ForwardContext, LayerAttention
+from penstock.attention.context import BoundLayer
+from penstock.models.attention_layers import attention_layers
+from penstock.models.interface import LanguageModel
+
+
+class PlainBackend(AttentionBackend):
+    """Causal attention within sequences whose lengths are the metadata; keeps no cache."""
+
+    name = "plain"
+
+    @classmethod
+    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        return None
+
+    @staticmethod
+    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (0,)
+
+    def prepare(self, geometry: object) -> object:
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: LayerAttention,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: Sequence[int],
+    ) -> Tensor:
+        lengths = list(metadata)
+        parts = zip(query_THD.split(lengths), key_TKD.split(lengths), value_TKD.split(lengths), strict=True)
+        return torch.cat([_attend(layer, *part) for part in parts])
+
+
+def plain_context(model: nn.Module, lengths: Sequence[int]) -> ForwardContext:
+    """A context for sequences of these lengths, each from its first position on, one after the other."""
+    layers = {
+        name: BoundLayer(0, PlainBackend(layer), torch.empty(0)) for name, layer in attention_layers(model).items()
+    }
+    return ForwardContext(layers, [lengths])
+
+
+def sequence_logits(model: LanguageModel, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Logits [S, V] of each of several sequences, run together in one step."""
+    assert isinstance(model, nn.Module)
+    lengths = [len(sequence) for sequence in sequences]
+    input_ids = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.inference_mode():
+        hidden = model(input_ids, positions, plain_context(model, lengths))
+        return list(model.compute_logits(hidden).split(lengths))
+
+
+def _attend(layer: LayerAttention, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor) -> Tensor:
+    group = layer.num_heads // layer.num_kv_heads
+    key_SHD, value_SHD = key_SKD.repeat_interleave(group, 1), value_SKD.repeat_interleave(group, 1)
+    scores_HSS = torch.einsum("qhd,khd->hqk", query_SHD.float(), key_SHD.float()) * layer.scale
+    distance_SS = torch.arange(len(query_SHD))[:, None] - torch.arange(len(query_SHD))
+    hidden_SS = distance_SS < 0
+    if layer.sliding_window is not None:
+        hidden_SS |= distance_SS >= layer.sliding_window
+    weights_HSS = scores_HSS.masked_fill(hidden_SS, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights_HSS, value_SHD.float()).to(query_SHD.dtype)
