@@ -15,7 +15,7 @@ from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.select import select_backend
 from penstock.errors import ConfigError, UnsupportedFeature
-from penstock.kernels.step_state import compute_slot_mapping
+from penstock.kernels.step_state import REFERENCE
 
 
 @dataclass
@@ -95,7 +95,7 @@ def _check(
             query_start_loc_np=starts,
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             block_table=torch.from_numpy(table)[rows],
-            slot_mapping=compute_slot_mapping(
+            slot_mapping=REFERENCE.compute_slot_mapping(
                 torch.from_numpy(table), rows, torch.tensor(ids), torch.tensor(positions), block_size, num_tokens
             ),
             num_actual_tokens=num_tokens,

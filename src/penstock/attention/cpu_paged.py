@@ -77,7 +77,9 @@ class CpuPagedBackend(AttentionBackend):
         num_tokens = geometry.num_actual_tokens
         return CpuPagedMetadata(
             num_tokens=num_tokens,
-            kv_rows=write_kv_rows(geometry.slot_mapping[:num_tokens], geometry.block_size, self.num_kv_heads),
+            kv_rows=torch.from_numpy(
+                write_kv_rows(geometry.slot_mapping.numpy()[:num_tokens], geometry.block_size, self.num_kv_heads)
+            ),
             decodes=self._decode_batches(table, seq_lens, num_decodes, geometry.block_size),
             prefills=[
                 self._prefill(table[i], int(starts[i]), int(starts[i + 1]), int(seq_lens[i]), geometry.block_size)

@@ -96,6 +96,10 @@ class Device(ABC):
         """Measure how far memory rises above its present level inside the block."""
 
     @abstractmethod
+    def allocate(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] of zeros: attention multiplies by zero what is masked, and garbage may be NaN."""
+
+    @abstractmethod
     def upload(self, array: np.ndarray) -> Tensor:
         """A device tensor with the array's contents, without waiting. The array must not be changed afterwards."""
 

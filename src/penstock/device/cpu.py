@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,10 +75,16 @@ class CpuDevice(Device):
     @contextmanager
     def measure_peak(self) -> Iterator[PeakMemory]:
         peak = PeakMemory()
+        # What the allocator keeps in reserve would otherwise be reused, and not show.
+        _return_free_pages()
         start = psutil.Process().memory_info().rss
         _reset_peak()
         yield peak
         peak.bytes_above_start = max(0, _peak_resident_bytes() - start)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        # Unlike torch, numpy gets zeros from the system, which hands out pages on first use.
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
 
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
@@ -89,7 +96,14 @@ class CpuDevice(Device):
         pass
 
     def empty_cache(self) -> None:
-        pass
+        _return_free_pages()
+
+
+def _return_free_pages() -> None:
+    """Make the C library's allocator give freed memory back to the system, where it can (glibc's malloc_trim)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _reset_peak() -> None:

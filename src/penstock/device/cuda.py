@@ -22,7 +22,11 @@ class CudaCopy(PendingCopy):
         self._sources = list(tensors)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+            # Into pinned memory: a copy into any other makes the host wait.
+            self._tensors = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            ]
             self._event = torch.cuda.Event()
             self._event.record(stream)
 
@@ -80,6 +84,9 @@ class CudaDevice(Device):
         yield peak
         self.synchronize()
         peak.bytes_above_start = torch.cuda.max_memory_allocated(self.torch_device) - start
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def upload(self, array: np.ndarray) -> Tensor:
         # The pinned copy is freed at once, but torch's host allocator does not reuse it before the copy has run.

@@ -62,13 +62,12 @@ def paged_attention_reference(
     return output_THD[:num_tokens].to(query_THD.dtype)
 
 
-def write_kv_rows(slot_mapping_T: Tensor, block_size: int, num_kv_heads: int) -> Tensor:
+def write_kv_rows(slot_mapping_T: np.ndarray, block_size: int, num_kv_heads: int) -> np.ndarray:
     """int64 [T * K]: rows of a head-major cache [num_blocks * K * P, D] that a step's keys and values go to."""
-    block_T = torch.div(slot_mapping_T, block_size, rounding_mode="floor")
     # (block * K + head) * P + offset, with slot = block * P + offset.
-    first_T = slot_mapping_T + block_T * ((num_kv_heads - 1) * block_size)
-    heads_K = torch.arange(num_kv_heads, device=slot_mapping_T.device) * block_size
-    return (first_T[:, None] + heads_K).view(-1)
+    first_T = slot_mapping_T + slot_mapping_T // block_size * ((num_kv_heads - 1) * block_size)
+    rows_TK: np.ndarray = first_T[:, None] + np.arange(num_kv_heads) * block_size
+    return rows_TK.reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +103,20 @@ def list_decode_blocks(
     index_N = np.arange(num_blocks)
     within_N = index_N - segment_start_R[owner_N]
     column_N = first_block_R[owner_N] + within_N
-    position_NP = (column_N * block_size)[:, None] + np.arange(block_size)
-    visible_NP = (position_NP < seq_lens_R[owner_N][:, None]) & (position_NP >= first_visible_R[owner_N][:, None])
+    # Only a request's first and last blocks can hold positions that are not visible.
+    bias_NP = np.zeros((num_blocks, block_size), dtype=np.float32)
+    offset_P = np.arange(block_size)
+    last_N = segment_start_R + num_blocks_R - 1
+    bias_NP[last_N] = np.where(column_N[last_N][:, None] * block_size + offset_P < seq_lens_R[:, None], 0, _NEG_INF)
+    if sliding_window is not None:
+        is_past_RP = first_block_R[:, None] * block_size + offset_P < first_visible_R[:, None]
+        bias_NP[segment_start_R] += np.where(is_past_RP, np.float32(_NEG_INF), np.float32(0))
     blocks_of_R = np.full((num_reqs, int(num_blocks_R.max())), num_blocks)
     blocks_of_R[owner_N, within_N] = index_N
     return DecodeBlocks(
         block_ids_N=torch.from_numpy(block_table_RB[owner_N, column_N].astype(np.int64)),
         owner_N=torch.from_numpy(owner_N),
-        bias_NP=torch.from_numpy(np.where(visible_NP, np.float32(0), np.float32(_NEG_INF))),
+        bias_NP=torch.from_numpy(bias_NP),
         segment_start_R=torch.from_numpy(segment_start_R),
         blocks_of_R=torch.from_numpy(blocks_of_R),
         index_N=torch.from_numpy(index_N),

@@ -1,4 +1,7 @@
-"""How a step reads and advances the runner's per-slot state, in plain torch: the specification, and fast enough.
+"""How a step reads and advances the runner's per-slot state.
+
+The `…_reference` functions are the specification, in plain torch, and what a GPU runs. On the CPU the same is done
+through numpy views of the same memory: its operators cost a third of torch's to call, and the tensors are tiny.
 
 Suffixes: S slots (one more than max_num_reqs: the last is the padding slot), T tokens of the step, R requests of the
 step, L positions, B blocks.
@@ -6,8 +9,10 @@ step, L positions, B blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +27,7 @@ class StepInputs(NamedTuple):
     seq_lens_R: Tensor
 
 
-def gather_step_inputs(
+def gather_step_inputs_reference(
     all_token_ids_SL: Tensor,
     num_computed_tokens_S: Tensor,
     idx_mapping_R: Tensor,
@@ -47,7 +52,7 @@ def gather_step_inputs(
     return StepInputs(input_ids_T, positions_T, seq_lens_R)
 
 
-def compute_slot_mapping(
+def compute_slot_mapping_reference(
     block_tables_SB: Tensor,
     idx_mapping_R: Tensor,
     token_to_req_T: Tensor,
@@ -69,12 +74,12 @@ def compute_slot_mapping(
     return slot_mapping_T
 
 
-def count_sampled(seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
+def count_sampled_reference(seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
     """int64 [R]: 1 where the step reached the end of the known tokens, 0 for an unfinished prefill."""
     return (seq_lens_R >= prefill_len_S.index_select(0, idx_mapping_R)).to(torch.int64)
 
 
-def advance_state(
+def advance_state_reference(
     all_token_ids_SL: Tensor,
     total_len_S: Tensor,
     num_computed_tokens_S: Tensor,
@@ -97,3 +102,80 @@ def advance_state(
     total_len_S.index_add_(0, idx_mapping_R, num_sampled_R)
     num_run_R = num_scheduled_R if num_rejected_R is None else num_scheduled_R - num_rejected_R
     num_computed_tokens_S.index_add_(0, idx_mapping_R, num_run_R)
+
+
+def _gather_step_inputs_cpu(
+    all_token_ids_SL: Tensor,
+    num_computed_tokens_S: Tensor,
+    idx_mapping_R: Tensor,
+    num_scheduled_R: Tensor,
+    token_to_req_T: Tensor,
+    token_offset_T: Tensor,
+) -> StepInputs:
+    slots, owners = idx_mapping_R.numpy(), token_to_req_T.numpy()
+    num_computed_R = num_computed_tokens_S.numpy()[slots]
+    positions_T = num_computed_R[owners] + token_offset_T.numpy()
+    input_ids_T = all_token_ids_SL.numpy()[slots[owners], positions_T]
+    seq_lens_R = (num_computed_R + num_scheduled_R.numpy()).astype(np.int32)
+    return StepInputs(torch.from_numpy(input_ids_T), torch.from_numpy(positions_T), torch.from_numpy(seq_lens_R))
+
+
+def _compute_slot_mapping_cpu(
+    block_tables_SB: Tensor,
+    idx_mapping_R: Tensor,
+    token_to_req_T: Tensor,
+    positions_T: Tensor,
+    block_size: int,
+    num_actual_tokens: int,
+) -> Tensor:
+    positions = positions_T.numpy()
+    block_T = positions // block_size
+    block_id_T = block_tables_SB.numpy()[idx_mapping_R.numpy()[token_to_req_T.numpy()], block_T]
+    slot_mapping_T = (block_id_T - block_T) * block_size + positions
+    slot_mapping_T[num_actual_tokens:] = PAD_SLOT_ID
+    return torch.from_numpy(slot_mapping_T)
+
+
+def _count_sampled_cpu(seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
+    is_complete_R = seq_lens_R.numpy() >= prefill_len_S.numpy()[idx_mapping_R.numpy()]
+    return torch.from_numpy(is_complete_R.astype(np.int64))
+
+
+def _advance_state_cpu(
+    all_token_ids_SL: Tensor,
+    total_len_S: Tensor,
+    num_computed_tokens_S: Tensor,
+    idx_mapping_R: Tensor,
+    sampled_token_ids_R: Tensor,
+    num_sampled_R: Tensor,
+    num_scheduled_R: Tensor,
+    num_rejected_R: Tensor | None = None,
+) -> None:
+    slots, tokens, total_len = idx_mapping_R.numpy(), all_token_ids_SL.numpy(), total_len_S.numpy()
+    num_sampled = num_sampled_R.numpy()
+    total_len_R = total_len[slots]
+    kept_R = np.where(num_sampled > 0, sampled_token_ids_R.numpy(), tokens[slots, total_len_R])
+    tokens[slots, total_len_R] = kept_R
+    total_len[slots] = total_len_R + num_sampled
+    num_run_R = num_scheduled_R if num_rejected_R is None else num_scheduled_R - num_rejected_R
+    num_computed_tokens_S.numpy()[slots] += num_run_R.numpy()
+
+
+class StepStateKernels(NamedTuple):
+    """The implementations for one kind of device."""
+
+    gather_step_inputs: Callable[..., StepInputs]
+    compute_slot_mapping: Callable[..., Tensor]
+    count_sampled: Callable[..., Tensor]
+    advance_state: Callable[..., None]
+
+
+REFERENCE = StepStateKernels(
+    gather_step_inputs_reference, compute_slot_mapping_reference, count_sampled_reference, advance_state_reference
+)
+CPU = StepStateKernels(_gather_step_inputs_cpu, _compute_slot_mapping_cpu, _count_sampled_cpu, _advance_state_cpu)
+
+
+def step_state_kernels(device: torch.device) -> StepStateKernels:
+    """What to run on this device; same meaning everywhere."""
+    return CPU if device.type == "cpu" else REFERENCE

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.attention import StepGeometry
 from penstock.device import Device
-from penstock.kernels.step_state import compute_slot_mapping, gather_step_inputs
+from penstock.kernels.step_state import step_state_kernels
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.request_states import RequestStates
@@ -48,6 +48,7 @@ class BatchBuilder:
         self._device = device
         self._requests = requests
         self._block_tables = block_tables
+        self._kernels = step_state_kernels(device.torch_device)
 
     def build(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> InputBatch:
         """The inputs of a step that runs `num_scheduled_tokens[req_id]` tokens of each request."""
@@ -57,7 +58,7 @@ class BatchBuilder:
         layout = _Layout.make(slots, counts, plan, self._requests.padding_slot)
         fields = layout.upload(self._device)
 
-        inputs = gather_step_inputs(
+        inputs = self._kernels.gather_step_inputs(
             self._requests.all_token_ids.tensor,
             self._requests.num_computed_tokens.tensor.view(-1),
             fields.idx_mapping,
@@ -97,7 +98,7 @@ class BatchBuilder:
                     query_start_loc_np=query_start_loc_np,
                     seq_lens=seq_lens,
                     block_table=table[:, :width].index_select(0, fields.idx_mapping),
-                    slot_mapping=compute_slot_mapping(
+                    slot_mapping=self._kernels.compute_slot_mapping(
                         table, fields.idx_mapping, fields.token_to_req, positions, block_size, plan.num_tokens
                     ),
                     num_actual_tokens=plan.num_tokens,
@@ -114,11 +115,7 @@ def _order_by_count(num_scheduled_tokens: Mapping[str, int]) -> tuple[list[str],
     """Requests by rising number of tokens, equal ones in the order given."""
     req_ids = list(num_scheduled_tokens)
     counts = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
-    if len(counts) == 0 or counts[0] == counts.max():
-        is_sorted = len(counts) == 0 or counts.min() == counts[0]
-    else:
-        is_sorted = bool((counts[1:] >= counts[:-1]).all())
-    if is_sorted:
+    if (counts[1:] >= counts[:-1]).all():
         return req_ids, counts
     order = counts.argsort(kind="stable")
     return [req_ids[i] for i in order.tolist()], counts[order]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from penstock.attention import AttentionBackend, AttentionMetadata, ForwardContext, LayerAttention
@@ -40,9 +39,7 @@ class PagedKVCache:
         self.groups: list[AttentionGroup] = []
         self._layers: dict[str, BoundLayer] = {}
         memory = {
-            name: torch.zeros(tensor.size_bytes, dtype=torch.uint8, device=device.torch_device)
-            for tensor in config.tensors
-            for name in tensor.shared_by[:1]
+            name: device.allocate(tensor.size_bytes) for tensor in config.tensors for name in tensor.shared_by[:1]
         }
         owner = {name: memory[tensor.shared_by[0]] for tensor in config.tensors for name in tensor.shared_by}
         for index, group in enumerate(config.groups):

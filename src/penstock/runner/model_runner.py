@@ -15,7 +15,7 @@ from penstock.attention import LayerAttention
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
 from penstock.errors import LifecycleError
-from penstock.kernels.step_state import advance_state, count_sampled
+from penstock.kernels.step_state import step_state_kernels
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, EmptyOutput
 from penstock.runner.batch_plan import Planner
@@ -73,6 +73,7 @@ class ModelRunner:
         self.planner = Planner()
         self.batcher = BatchBuilder(device, self.requests, self.block_tables)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
+        self._kernels = step_state_kernels(device.torch_device)
         self._pending: dict[int, PendingStep] = {}
 
     def execute_model(self, output: SchedulerOutput) -> None:
@@ -111,7 +112,9 @@ class ModelRunner:
         logits = self.model.compute_logits(step.hidden.index_select(0, batch.logits_indices))
         rows = self._logits_rows(batch)
         sampled = self.sampler.sample(logits, rows)
-        num_sampled = count_sampled(batch.seq_lens[: batch.plan.num_reqs], self.requests.prefill_len.tensor, rows.slots)
+        num_sampled = self._kernels.count_sampled(
+            batch.seq_lens[: batch.plan.num_reqs], self.requests.prefill_len.tensor, rows.slots
+        )
         result = AsyncOutput(
             self.device,
             step_id=grammar.step_id,
@@ -135,7 +138,7 @@ class ModelRunner:
 
     def _advance(self, batch: InputBatch, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
         num_scheduled = batch.num_scheduled[: batch.plan.num_reqs]
-        advance_state(
+        self._kernels.advance_state(
             self.requests.all_token_ids.tensor,
             self.requests.total_len.tensor.view(-1),
             self.requests.num_computed_tokens.tensor.view(-1),

@@ -19,7 +19,7 @@ class StagedTensor:
     """
 
     def __init__(self, device: Device, rows: int, width: int, dtype: torch.dtype) -> None:
-        self.tensor = torch.zeros(rows, width, dtype=dtype, device=device.torch_device)
+        self.tensor = device.allocate(rows * width * dtype.itemsize).view(dtype).view(rows, width)
         self._device = device
         self._width = width
         self._indices: list[np.ndarray] = []
