@@ -1,0 +1,81 @@
+"""What the engine asks of its workers, wherever they run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from penstock.config import EngineConfig
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+from penstock.worker.memory_plan import MemoryPlan
+
+# How long a step's result is waited for.
+STEP_TIMEOUT_S = 300.0
+
+
+class StepHandle(Protocol):
+    """A step that has been launched."""
+
+    step_id: int
+
+    def get_output(self, timeout_s: float = STEP_TIMEOUT_S) -> ModelRunnerOutput:
+        """Wait for the step's result.
+
+        Raises WaitTimeout at the limit, WorkerError when the worker failed.
+        """
+
+
+class Executor(ABC):
+    """Constructing one starts the workers, up to and including their models."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method, or a function with the worker as its first argument, on every worker; one answer each.
+
+        timeout_s: how long to wait for workers in other processes.
+        """
+
+    @property
+    @abstractmethod
+    def overlaps_with_host(self) -> bool:
+        """Whether a launched step runs on while the host goes on, so that scheduling ahead gains time."""
+
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        return self.collective_rpc("get_kv_cache_spec")
+
+    def determine_available_memory(self) -> list[MemoryPlan]:
+        return self.collective_rpc("determine_available_memory")
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+        """Allocate the KV cache on every worker, then warm up."""
+        self.collective_rpc("initialize_from_config", args=(kv_cache_config, max_model_len))
+        self.collective_rpc("compile_or_warm_up_model")
+
+    @abstractmethod
+    def execute_model(self, output: SchedulerOutput) -> None:
+        """Launch a step; `sample_tokens` of the same step must follow."""
+
+    @abstractmethod
+    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
+        """Launch the sampling of a step that was executed."""
+
+    def execute_dummy_batch(self) -> None:
+        self.collective_rpc("execute_dummy_batch")
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Return if every worker can serve; raise what is wrong if one cannot."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop all workers and give back what they hold; harmless when called twice."""

@@ -1,0 +1,14 @@
+"""From the `distributed_executor_backend` option to an executor."""
+
+from __future__ import annotations
+
+from penstock.config import EngineConfig
+from penstock.executor.base import Executor
+from penstock.executor.uni import UniProcExecutor
+
+_EXECUTORS: dict[str, type[Executor]] = {"uni": UniProcExecutor}
+
+
+def create_executor(config: EngineConfig) -> Executor:
+    """The executor that the options ask for, its workers started and their models loaded."""
+    return _EXECUTORS[config.parallel.distributed_executor_backend](config)

@@ -1,0 +1,92 @@
+"""The interface that one rank's worker implements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.config import EngineConfig
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.models.interface import LanguageModel
+from penstock.parallel import ParallelContext
+from penstock.runner.async_output import AsyncOutput, EmptyOutput
+from penstock.worker.capabilities import require
+from penstock.worker.memory_plan import MemoryPlan
+
+_Result = TypeVar("_Result")
+
+
+class WorkerBase(ABC):
+    """One rank. The calls come in this order:
+
+    init_device, load_model, get_kv_cache_spec, determine_available_memory, initialize_from_config,
+    compile_or_warm_up_model, then execute_model and sample_tokens for each step, and shutdown at the end.
+    A call out of order raises LifecycleError, which names the missing one.
+    """
+
+    def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
+        self.config = config
+        self.parallel = parallel
+
+    @property
+    def rank(self) -> int:
+        return self.parallel.rank
+
+    @abstractmethod
+    def init_device(self) -> None:
+        """Take the device, check the dtype, set the seed."""
+
+    @abstractmethod
+    def load_model(self) -> None:
+        """Build the model and load its weights."""
+
+    @abstractmethod
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """What each attention layer stores, by layer name."""
+
+    @abstractmethod
+    def determine_available_memory(self) -> MemoryPlan:
+        """Profile a step and plan the memory; `kv_cache_bytes` of the plan is what the KV cache may take."""
+
+    @abstractmethod
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+        """Allocate the KV cache and everything that is sized by it."""
+
+    @abstractmethod
+    def compile_or_warm_up_model(self) -> None:
+        """Make the first request as fast as the second."""
+
+    @abstractmethod
+    def execute_model(self, output: SchedulerOutput) -> None:
+        """Run a step's forward pass; the caller must call `sample_tokens` for the same step."""
+
+    @abstractmethod
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
+        """Choose the tokens of an executed step."""
+
+    @abstractmethod
+    def execute_dummy_batch(self) -> None:
+        """Run a step that serves no request and touches nothing."""
+
+    @abstractmethod
+    def get_model(self) -> LanguageModel: ...
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Return if the worker can serve; raise what is wrong if it cannot."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Give back all memory; harmless when called twice."""
+
+    def apply_model(self, function: Callable[[LanguageModel], _Result]) -> _Result:
+        """Call a function with the model and return what it returns."""
+        return function(self.get_model())
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A method of the design that is not built yet is refused by name, from the capability table."""
+            require(name)
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

@@ -1,0 +1,61 @@
+"""What a worker cannot do yet, or not on this device: one table, printed, compared and tested.
+
+A method of the table raises UnsupportedFeature when it is called; an option of the table when the engine starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config import EngineConfig
+from penstock.errors import UnsupportedFeature
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """feature: its name for people. methods: the worker's methods that belong to it."""
+
+    feature: str
+    methods: tuple[str, ...]
+    instead: str
+
+
+MISSING = (
+    Missing("sleep mode", ("sleep", "wake_up"), "Close the engine and create it again."),
+    Missing(
+        "LoRA adapters", ("add_lora", "remove_lora", "pin_lora", "list_loras"), "Merge the adapter into a checkpoint."
+    ),
+    Missing("profiling", ("profile",), "Run the process under an external profiler."),
+    Missing(
+        "reloading weights",
+        ("reload_weights", "update_config"),
+        "Close the engine and create it again.",
+    ),
+    Missing(
+        "weight transfer",
+        ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+        "Save a checkpoint and create a new engine.",
+    ),
+    Missing(
+        "saving the loaded state",
+        ("save_sharded_state", "save_tensorized_model"),
+        "Use the checkpoint that was loaded.",
+    ),
+    Missing("speculative decoding", ("take_draft_token_ids",), "Generate without draft tokens."),
+    Missing("multimodal inputs", ("reset_mm_cache", "reset_encoder_cache"), "Use a text model."),
+)
+
+
+def require(method: str) -> None:
+    """Raise UnsupportedFeature if `method` belongs to a missing feature."""
+    for missing in MISSING:
+        if method in missing.methods:
+            raise UnsupportedFeature(f"{method}: {missing.feature} is not supported yet. {missing.instead}")
+
+
+def check_options(config: EngineConfig) -> None:
+    """Refuse, at start and by name, what this combination of options cannot do."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        value = getattr(config.parallel, name)
+        if value != 1:
+            raise UnsupportedFeature(f"{name}={value}: more than one worker is not supported yet. Use {name}=1.")

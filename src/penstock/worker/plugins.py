@@ -1,0 +1,35 @@
+"""Plugins: functions of installed packages that run once in every process, before a worker is built."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import entry_points
+
+from penstock.config import env
+from penstock.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+GROUP = "penstock.general_plugins"
+
+
+def load_plugins(group: str = GROUP) -> list[str]:
+    """Call every plugin of the entry-point group, and return their names.
+
+    PENSTOCK_PLUGINS names those that are wanted; a wanted one that is not installed raises ConfigError, and so does
+    one that fails. Plugins must not mind being called again: a process may build several workers.
+    """
+    found = {entry_point.name: entry_point for entry_point in entry_points(group=group)}
+    allowed = env.allowed_plugins()
+    names = sorted(found) if allowed is None else allowed
+    for name in names:
+        if name not in found:
+            installed = ", ".join(sorted(found)) or "none"
+            raise ConfigError(f"PENSTOCK_PLUGINS names {name!r}, which is not installed. Installed: {installed}.")
+        try:
+            found[name].load()()
+        except Exception as error:
+            raise ConfigError(
+                f"Plugin {name!r} ({found[name].value}) failed: {type(error).__name__}: {error}"
+            ) from error
+        logger.debug("Plugin %s loaded", name)
+    return names

@@ -1,0 +1,72 @@
+"""How much memory a step takes, measured on a runner that is made for it and thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from penstock.attention import LayerAttention
+from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
+from penstock.device import Device
+from penstock.models.interface import LanguageModel
+from penstock.runner.dummy_runs import num_profile_blocks, profile_forward, profile_sampling
+from penstock.runner.model_runner import ModelRunner, RunnerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes that a step takes at most, besides weights and persistent state."""
+
+    activations: int
+    sampling: int
+
+
+def measure_step_memory(
+    device: Device,
+    model: LanguageModel,
+    layers: Mapping[str, LayerAttention],
+    specs: Mapping[str, KVCacheSpec],
+    limits: RunnerLimits,
+    attention_backend: str | None,
+) -> StepMemory:
+    """Run the heaviest steps and watch the memory.
+
+    Where a full step would take long (the CPU), a smaller one is run and its growth over the smallest possible step
+    is scaled up: both activations and logits grow linearly with tokens and rows.
+    """
+    num_tokens, num_rows = limits.max_num_tokens, limits.max_num_reqs
+    run_tokens = min(num_tokens, device.max_profile_tokens, limits.max_model_len - 1) or 1
+    run_rows = min(num_rows, device.max_profile_rows)
+    config = _throwaway_kv_cache(specs, run_tokens)
+    runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend)
+    runner.kv_cache.touch()
+
+    fixed = _peak(device, lambda: profile_forward(runner, 1))
+    activations = _peak(device, lambda: profile_forward(runner, run_tokens)) * -(-num_tokens // run_tokens)
+    sampling = _peak(device, lambda: profile_sampling(runner, run_rows)) * -(-num_rows // run_rows)
+    return StepMemory(activations=fixed + activations, sampling=sampling)
+
+
+def _peak(device: Device, run: Callable[[], None]) -> int:
+    with device.measure_peak() as peak:
+        run()
+    return peak.bytes_above_start
+
+
+def _throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVCacheConfig:
+    """A cache that holds one step; every layer has its own memory and group, since nothing is shared for long."""
+    num_blocks = max(num_profile_blocks(num_tokens, spec.block_size) for spec in specs.values())
+    by_spec: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in specs.items():
+        by_spec.setdefault(spec, []).append(name)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        tensors=tuple(
+            KVCacheTensor(size_bytes=spec.page_size_bytes * num_blocks, shared_by=(name,))
+            for name, spec in specs.items()
+        ),
+        groups=tuple(
+            KVCacheGroupSpec(layer_names=tuple(names), spec=spec)  # type: ignore[arg-type]
+            for spec, names in by_spec.items()
+        ),
+    )

@@ -1,0 +1,213 @@
+"""The worker of this project's own devices, CPU and CUDA."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.attention import LayerAttention
+from penstock.config import EngineConfig
+from penstock.config.model import AUTO_LENGTH
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
+from penstock.errors import LifecycleError
+from penstock.layers.linear import weights_size_bytes
+from penstock.loader.loader import load_model
+from penstock.models.attention_layers import attention_layers, kv_cache_specs
+from penstock.models.interface import LanguageModel
+from penstock.observability.units import format_bytes
+from penstock.parallel import ParallelContext
+from penstock.runner.async_output import AsyncOutput, EmptyOutput
+from penstock.runner.dummy_runs import run_dummy_batch
+from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.worker.base import WorkerBase
+from penstock.worker.capabilities import check_options
+from penstock.worker.memory_plan import MemoryPlan, check_plan
+from penstock.worker.profile import StepMemory, measure_step_memory
+
+logger = logging.getLogger(__name__)
+_Part = TypeVar("_Part")
+# Share of the free memory that an engine takes at most when it was not told how much.
+_SHARE_OF_FREE = 0.9
+_TOKEN_ID_BYTES = 4
+
+
+class Worker(WorkerBase):
+    """Owns one device: its memory, the model, the runner."""
+
+    def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
+        super().__init__(config, parallel)
+        check_options(config)
+        self._device: Device | None = None
+        self._dtype: DtypeChoice | None = None
+        self._start: MemorySnapshot | None = None
+        self._model: nn.Module | None = None
+        self._layers: dict[str, LayerAttention] = {}
+        self._runner: ModelRunner | None = None
+
+    def init_device(self) -> None:
+        self._device = create_device(self.config.device, self.parallel.rank)
+        self._dtype = self._device.choose_dtype(self.config.model.dtype, self.config.model.checkpoint_dtype)
+        _seed_everything(self.config.model.seed)
+        self._device.empty_cache()
+        self._start = self._device.memory_snapshot()
+        logger.info("Device: %s", self._device.describe())
+
+    def load_model(self) -> None:
+        device, dtype = self.device, self.dtype
+        self._model = load_model(
+            self.config.model, self.config.load, self.parallel, device.torch_device, dtype.torch_dtype
+        )
+        self._layers = attention_layers(self._model)
+        logger.info(
+            "Model: %s, %s of weights in %s (%s)",
+            self.config.model.architecture,
+            format_bytes(weights_size_bytes(self._model)),
+            dtype.name,
+            dtype.reason,
+        )
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return kv_cache_specs(self.model, self.config.cache.block_size, self.dtype.name)
+
+    def determine_available_memory(self) -> MemoryPlan:
+        device, start = self.device, self._required(self._start, "init_device")
+        limits = self._limits(self._longest_context())
+        step = self._measure_step(limits)
+        cache = self.config.cache
+        fraction = cache.memory_fraction
+        if fraction is None:
+            fraction = min(device.default_memory_fraction, _SHARE_OF_FREE * start.free / start.total)
+        plan = MemoryPlan(
+            total=start.total,
+            free_at_start=start.free,
+            fraction=fraction,
+            process=start.used_by_process,
+            weights=weights_size_bytes(self.model),
+            activations=step.activations,
+            sampling=step.sampling,
+            runner_state=limits.max_num_reqs * limits.max_model_len * _TOKEN_ID_BYTES,
+            requested_kv_cache=cache.kv_cache_memory_bytes,
+        )
+        logger.debug("Memory plan:\n%s", plan.table())
+        check_plan(plan)
+        return plan
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+        self._runner = ModelRunner(
+            self.device,
+            self.language_model,
+            self._layers,
+            kv_cache_config,
+            self._limits(max_model_len),
+            attention_backend=self.config.device.attention_backend,
+            rank=self.rank,
+        )
+        for group in self._runner.kv_cache.groups:
+            refusals = "; ".join(f"not {name}: {why}" for name, why in group.refusals.items())
+            logger.log(
+                logging.WARNING if refusals else logging.DEBUG,
+                "Attention: %s%s",
+                group.backend.name,
+                f" ({refusals})" if refusals else "",
+            )
+
+    def compile_or_warm_up_model(self) -> None:
+        runner = self.runner
+        run_dummy_batch(runner, num_tokens=1, num_reqs=1)
+        self.device.synchronize()
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        with torch.inference_mode():
+            self.runner.execute_model(output)
+
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
+        with torch.inference_mode():
+            return self.runner.sample_tokens(grammar)
+
+    def execute_dummy_batch(self) -> None:
+        with torch.inference_mode():
+            run_dummy_batch(self.runner, num_tokens=1, num_reqs=1)
+
+    def get_model(self) -> LanguageModel:
+        return self.language_model
+
+    def check_health(self) -> None:
+        self.device.synchronize()
+
+    def shutdown(self) -> None:
+        self._runner = None
+        self._model = None
+        self._layers = {}
+        gc.collect()
+        if self._device is not None:
+            self._device.synchronize()
+            self._device.empty_cache()
+            self._device = None
+
+    @property
+    def device(self) -> Device:
+        return self._required(self._device, "init_device")
+
+    @property
+    def dtype(self) -> DtypeChoice:
+        return self._required(self._dtype, "init_device")
+
+    @property
+    def model(self) -> nn.Module:
+        return self._required(self._model, "load_model")
+
+    @property
+    def language_model(self) -> LanguageModel:
+        return self.model  # type: ignore[return-value]
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._required(self._runner, "initialize_from_config")
+
+    def _required(self, part: _Part | None, method: str) -> _Part:
+        if part is None:
+            raise LifecycleError(
+                f"Worker {self.rank} is not ready for this call: {method} must come first (or it was shut down)."
+            )
+        return part
+
+    def _longest_context(self) -> int:
+        """The context to plan for: what was asked for, or the model's own when that is to be fitted later."""
+        wanted = self.config.model.max_model_len
+        return self.config.model.longest_context if wanted is None or wanted == AUTO_LENGTH else int(wanted)
+
+    def _limits(self, max_model_len: int) -> RunnerLimits:
+        scheduler = self.config.scheduler
+        return RunnerLimits(
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=self.config.model.vocab_size,
+        )
+
+    def _measure_step(self, limits: RunnerLimits) -> StepMemory:
+        profiled = replace(limits, max_model_len=min(limits.max_model_len, limits.max_num_tokens + 1))
+        with torch.inference_mode():
+            return measure_step_memory(
+                self.device,
+                self.language_model,
+                self._layers,
+                self.get_kv_cache_spec(),
+                profiled,
+                self.config.device.attention_backend,
+            )
+
+
+def _seed_everything(seed: int) -> None:
+    """For whatever libraries draw on their own; sampling has a stream per request and uses none of these."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)

@@ -1,0 +1,158 @@
+"""The shell around a worker: it exists first, learns its environment and rank, and only then builds the worker."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError, LifecycleError, PenstockError, WorkerError
+from penstock.parallel import ParallelContext
+from penstock.worker.capabilities import require
+from penstock.worker.plugins import load_plugins
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerWrapperBase:
+    """One process's shell. `rpc_rank` is its place among the executor's workers.
+
+    Its own few methods and `execute_method` are all that an executor calls; nothing falls through by accident.
+    """
+
+    def __init__(self, rpc_rank: int = 0) -> None:
+        self.rpc_rank = rpc_rank
+        self._worker: Any = None
+
+    @property
+    def worker(self) -> Any:
+        """The worker.
+
+        Raises LifecycleError before `init_worker` and after `shutdown`.
+        """
+        if self._worker is None:
+            raise LifecycleError(
+                f"Rank {self.rpc_rank} has no worker: init_worker must come first (or it was shut down)."
+            )
+        return self._worker
+
+    def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
+        """Take the rank that the mapping gives this one, if any; only before the worker exists."""
+        if self._worker is not None:
+            raise LifecycleError(f"Rank {self.rpc_rank} has a worker already, so its rank can no longer be changed.")
+        self.rpc_rank = rank_mapping.get(self.rpc_rank, self.rpc_rank)
+
+    def update_environment_variables(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Set this rank's entry of the list; a variable that changes its value is logged."""
+        for name, value in environments[self.rpc_rank].items():
+            previous = os.environ.get(name)
+            if previous is not None and previous != value:
+                logger.warning(
+                    "Rank %d: environment variable %s changes from %r to %r", self.rpc_rank, name, previous, value
+                )
+            os.environ[name] = value
+
+    def init_worker(self, config: EngineConfig, parallel: ParallelContext | None = None) -> None:
+        """Load plugins, resolve the worker's class by name, add the extension, construct the worker.
+
+        Raises ConfigError when a class does not exist, is no worker, or clashes with its extension.
+        """
+        load_plugins()
+        worker_class = resolve_class(config.parallel.worker_cls, "worker_cls")
+        extension = config.parallel.worker_extension_cls
+        if extension is not None:
+            worker_class = extend_worker(worker_class, resolve_class(extension, "worker_extension_cls"))
+        parallel = parallel or ParallelContext(world_size=config.parallel.world_size)
+        self._worker = worker_class(config, replace(parallel, rank=self.rpc_rank))
+
+    def execute_method(self, method: str | bytes | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker by name, or a function (pickled or not) with the worker as its first argument.
+
+        Raises UnsupportedFeature for a method that is not built yet. Any other failure is logged with the method's
+        name and raised: Penstock's own errors as they are, others as WorkerError with rank, method and cause.
+        """
+        with self.reporting(_name_of(method)):
+            return self._bind(method)(*args, **kwargs)
+
+    @contextmanager
+    def reporting(self, name: str) -> Iterator[None]:
+        """Turn what a call raises into an error that names the rank, the call and the cause."""
+        try:
+            yield
+        except PenstockError as error:
+            logger.debug("Rank %d: %s raised %s", self.rpc_rank, name, type(error).__name__)
+            raise
+        except Exception as error:
+            logger.exception("Rank %d: %s failed", self.rpc_rank, name)
+            raise WorkerError(
+                f"Rank {self.rpc_rank} failed in {name}: {type(error).__name__}: {error}",
+                method=name,
+                rank=self.rpc_rank,
+                cause_type=type(error).__name__,
+            ) from error
+
+    def shutdown(self) -> None:
+        """Shut the worker down, if there is one; harmless when called twice."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()
+
+    def _bind(self, method: str | bytes | Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(method, str):
+            require(method)
+            found = getattr(self.worker, method, None)
+            if not callable(found):
+                raise ConfigError(f"{type(self.worker).__name__} has no method {method!r}.")
+            return found  # type: ignore[no-any-return]
+        function = pickle.loads(method) if isinstance(method, bytes) else method
+        return lambda *args, **kwargs: function(self.worker, *args, **kwargs)
+
+
+def resolve_class(qualified_name: str, option: str) -> type:
+    """The class that an option names, such as "package.module.Class".
+
+    Raises ConfigError naming the option.
+    """
+    module_name, _, class_name = qualified_name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{option}={qualified_name!r} cannot be found: {error}.") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{option}={qualified_name!r} is a {type(found).__name__}, not a class.")
+    return found
+
+
+def extend_worker(worker_class: type, extension: type) -> type:
+    """A new class with the methods of both; neither of the two is changed.
+
+    Raises ConfigError when the extension has a name that the worker has too.
+    """
+    clashes = sorted(
+        name
+        for base in extension.__mro__[:-1]
+        for name in vars(base)
+        if not name.startswith("__") and _has_attribute(worker_class, name)
+    )
+    if clashes:
+        raise ConfigError(
+            f"worker_extension_cls={extension.__qualname__} and {worker_class.__qualname__} both have "
+            f"{', '.join(clashes)}. Rename them in the extension."
+        )
+    return type(f"{worker_class.__name__}With{extension.__name__}", (worker_class, extension), {})
+
+
+def _has_attribute(worker_class: type, name: str) -> bool:
+    return any(name in vars(base) for base in worker_class.__mro__)
+
+
+def _name_of(method: str | bytes | Callable[..., Any]) -> str:
+    if isinstance(method, str):
+        return method
+    return "a pickled function" if isinstance(method, bytes) else getattr(method, "__name__", repr(method))

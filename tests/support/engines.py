@@ -1,0 +1,102 @@
+"""Running token prompts through a real engine core, and comparing the result with Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.engine.core import EngineCore
+from penstock.engine.messages import EngineRequest
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from support.checkpoints import oracle_logits
+
+# Where the two best logits of the oracle are closer than this, either token counts.
+TOLERANCE = 1e-4
+SMALL = {
+    "device": "cpu",
+    "num_threads": 1,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 4 << 20,
+}
+
+
+@dataclass
+class Result:
+    """What one request got."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    def take(self, output: EngineCoreOutput) -> None:
+        self.tokens += output.new_token_ids
+        self.finish_reason = output.finish_reason
+        self.error = output.error
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_preemptions = output.num_preemptions
+        if output.new_logprobs is not None:
+            for ids, values in zip(output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs, strict=True):
+                self.logprobs.append(dict(zip(ids, values, strict=True)))
+
+
+def make_core(folder: Path | str, **options: Any) -> EngineCore:
+    return EngineCore(EngineConfig.create(str(folder), **{**SMALL, **options}))
+
+
+def add(core: EngineCore, req_id: str, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> None:
+    core.add_request(EngineRequest(req_id=req_id, prompt_token_ids=list(prompt), sampling_params=params, **fields))
+
+
+def finish(core: EngineCore, results: dict[str, Result], max_steps: int = 5000) -> None:
+    """Step until nothing is left; a test that needs more than `max_steps` hangs."""
+    for _ in range(max_steps):
+        if not core.has_unfinished_requests():
+            return
+        for output in core.step():
+            results.setdefault(output.req_id, Result()).take(output)
+    raise AssertionError(f"unfinished after {max_steps} steps: {core.scheduler.num_running} running")
+
+
+def run(
+    core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]
+) -> list[Result]:
+    """All prompts at once, results in order."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        add(core, f"r{index}", prompt, one)
+    results: dict[str, Result] = {}
+    finish(core, results)
+    return [results[f"r{index}"] for index in range(len(prompts))]
+
+
+def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def assert_greedy_continuation(oracle: PreTrainedModel, prompt: Sequence[int], result: Result) -> None:
+    """Every token is the oracle's best after the ones before it, and its log-probabilities are the oracle's."""
+    sequence = [*prompt, *result.tokens]
+    logits = oracle_logits(oracle, sequence)[len(prompt) - 1 : -1]
+    for position, (row, token) in enumerate(zip(logits, result.tokens, strict=True)):
+        gap = float(row.max() - row[token])
+        assert gap <= TOLERANCE, f"token {position} of {len(result.tokens)} is {gap} below the oracle's best"
+    expected = torch.log_softmax(logits, dim=-1)
+    for row, logprobs in zip(expected, result.logprobs, strict=False):
+        for token, value in logprobs.items():
+            assert abs(float(row[token]) - value) <= TOLERANCE
