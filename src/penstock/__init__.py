@@ -1,0 +1,46 @@
+"""Penstock: an inference engine for language models.
+
+The public names load on first use, so that `import penstock` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig
+    from penstock.contract import SamplingParams
+    from penstock.engine.outputs import CompletionOutput, RequestOutput
+    from penstock.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "penstock.llm",
+    "CompletionOutput": "penstock.engine.outputs",
+    "EngineConfig": "penstock.config",
+    "RequestOutput": "penstock.engine.outputs",
+    "SamplingParams": "penstock.contract",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

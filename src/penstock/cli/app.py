@@ -1,0 +1,41 @@
+"""The commands of `penstock`. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock import __version__
+from penstock.cli.generate import generate
+from penstock.cli.options import OTHER_NAMES
+
+app = typer.Typer(
+    name="penstock",
+    help="An inference engine for language models.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={
+        "help_option_names": ["--help", "-h"],
+        "max_content_width": 100,
+        "token_normalize_func": lambda name: OTHER_NAMES.get(name, name),
+    },
+)
+app.command()(generate)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version")
+    ] = False,
+) -> None:
+    pass

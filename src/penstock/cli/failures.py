@@ -1,0 +1,102 @@
+"""How a command ends when something goes wrong: one readable message on standard error, and an exit code.
+
+| exit code | meaning |
+| --- | --- |
+| 0 | all went well |
+| 1 | the engine or a request failed |
+| 2 | bad input: an option, a prompt, a file |
+| 130 | Ctrl-C |
+| 141 | nobody reads the output any more |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from penstock.cli.main import EXIT_INTERRUPTED
+from penstock.config import env
+from penstock.errors import ConfigError, InvalidRequest, ModelNotFound, PenstockError
+
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+EXIT_OUTPUT_CLOSED = 128 + signal.SIGPIPE
+_BAD_INPUT = (ConfigError, InvalidRequest, ModelNotFound)
+
+
+class OutputClosed(Exception):
+    """Whoever read our standard output has gone."""
+
+
+class _Interrupts:
+    """Remembers Ctrl-C, since a library in the middle of its import may turn it into an error of its own."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.happened = True
+        # The second Ctrl-C does not wait for an orderly end.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def readable_errors(*, debug: bool = False) -> Iterator[None]:
+    """Run a command's body; turn whatever it raises into a message and an exit code.
+
+    debug: print the traceback as well, as PENSTOCK_LOG_LEVEL=debug does.
+    """
+    interrupts = _Interrupts()
+    former_handler = signal.signal(signal.SIGINT, interrupts)
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or interrupts.happened:
+            sys.exit(EXIT_INTERRUPTED)
+        if isinstance(error, OutputClosed):
+            _discard_output()
+            sys.exit(EXIT_OUTPUT_CLOSED)
+        _fail(error, show_traceback=debug or env.log_level() == "DEBUG")
+    finally:
+        if not interrupts.happened:
+            signal.signal(signal.SIGINT, former_handler)
+
+
+@contextmanager
+def file_named(option: str, path: Path) -> Iterator[None]:
+    """Turn a file that cannot be opened into a ConfigError that names the option and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be opened: {error.strerror}. Give another file.") from error
+
+
+def _fail(error: BaseException, *, show_traceback: bool) -> NoReturn:
+    if show_traceback:
+        traceback.print_exception(error)
+    print(f"penstock: {_message(error)}", file=sys.stderr)
+    sys.exit(EXIT_BAD_INPUT if isinstance(error, _BAD_INPUT) else EXIT_FAILURE)
+
+
+def _message(error: BaseException) -> str:
+    kind = type(error).__name__
+    if isinstance(error, PenstockError):
+        return f"{kind}: {error}"
+    if isinstance(error, OSError):
+        return str(error)
+    return f"internal error, {kind}: {error}. Run it again with --debug for the traceback."
+
+
+def _discard_output() -> None:
+    """Python flushes standard output once more at its end, and would complain about the closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

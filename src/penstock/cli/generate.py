@@ -1,0 +1,139 @@
+"""`penstock generate`: text for one prompt, or for a file of them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.failures import EXIT_FAILURE, readable_errors
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.cli.requests import Work
+    from penstock.engine.session import Session
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input")] = None,
+    input: Annotated[
+        Path | None, typer.Option("--input", "-i", help="JSONL, a request per line; - reads standard input")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSONL here")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Write JSONL instead of text")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Likeliest tokens of this total probability")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="This many likeliest tokens; 0: all")] = 0,
+    min_p: Annotated[float, typer.Option(help="Tokens this likely, next to the likeliest")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of every request")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to report; implies --json")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token")] = False,
+    model: options.Model = "demo",
+    tokenizer: options.TokenizerName = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    load_format: options.LoadFormat = "auto",
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
+    memory_fraction: options.MemoryFraction = None,
+    kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
+    engine_seed: options.EngineSeed = 0,
+    option: options.Options = None,
+    debug: options.Debug = False,
+) -> None:
+    """Generate text that continues a prompt.
+
+    One prompt is answered with text as it comes. A JSONL file has a request per line: "prompt" or
+    "prompt_token_ids", and perhaps sampling parameters and an "id"; results are JSONL in the same order.
+    """
+    with readable_errors(debug=debug):
+        sampling = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "seed": seed,
+            "logprobs": logprobs,
+            "ignore_eos": ignore_eos,
+        }
+        engine = {
+            "tokenizer": tokenizer,
+            "device": device,
+            "dtype": dtype,
+            "load_format": load_format,
+            "max_model_len": options.parse_max_model_len(max_model_len),
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "memory_fraction": memory_fraction,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "seed": engine_seed,
+            **options.parse_options(option),
+        }
+        work = _read_work(prompt, input, sampling)
+        as_json = json or input is not None or output is not None or logprobs is not None
+        _run(work, model, engine, output, as_json=as_json, debug=debug)
+
+
+def _read_work(prompt: str | None, input: Path | None, sampling: dict[str, Any]) -> list[Work]:
+    from penstock.cli.requests import Work, read_jsonl, read_prompt
+    from penstock.contract import SamplingParams
+
+    params = SamplingParams(**sampling)
+    if input is None:
+        return [Work(read_prompt(prompt), params)]
+    if prompt is not None:
+        raise ConfigError(f"There are a prompt ({prompt!r}) and --input {input}. Give one of them.")
+    return read_jsonl(input, params)
+
+
+def _run(
+    work: list[Work], model: str, engine_options: dict[str, Any], output: Path | None, *, as_json: bool, debug: bool
+) -> None:
+    """Everything that can be wrong with the input is found before the model loads, or before the first token."""
+    from penstock.cli.output import open_output, stream_text
+    from penstock.config import EngineConfig
+    from penstock.observability.logging import configure_logging
+
+    configure_logging("debug" if debug else None)
+    config = EngineConfig.create(model, **engine_options)
+    with ExitStack() as stack:
+        out = stack.enter_context(open_output(output, as_json=as_json))
+        if not work:
+            return
+        from penstock.engine.session import Session
+
+        session = stack.enter_context(closing(Session(config)))
+        if as_json:
+            failure = _write_results(session, work, out)
+        else:
+            request = session.accept(work[0].prompt, work[0].sampling_params)
+            with closing(session.run([request])) as steps:
+                failure = stream_text(steps, out).error
+    if failure is not None:
+        print(f"penstock: {failure}", file=sys.stderr)
+        sys.exit(EXIT_FAILURE)
+
+
+def _write_results(session: Session, work: list[Work], out: Any) -> str | None:
+    """Returns what to say about the requests that failed, if any did."""
+    from penstock.cli.output import ResultWriter
+    from penstock.engine.progress_bar import ProgressBar
+
+    requests = [session.accept(item.prompt, item.sampling_params, item.where) for item in work]
+    index_of = {accepted.request.req_id: index for index, accepted in enumerate(requests)}
+    writer = ResultWriter(out, [item.id for item in work])
+    with ProgressBar(len(work), is_wanted=out is not sys.stdout) as bar, closing(session.run(requests)) as steps:
+        for progress in steps:
+            if progress.finished:
+                writer.add(index_of[progress.req_id], progress.output())
+                bar.update()
+    if not writer.num_failed:
+        return None
+    return f"{writer.num_failed} of {len(work)} requests failed; their lines say why (error)."

@@ -1,0 +1,327 @@
+"""From token ids to text, one token at a time.
+
+A piece, once given, is never taken back, and never holds half a character: what is not yet certain is held back.
+All pieces together are what decoding all ids at once gives, special tokens left out. Where the output continues a
+prompt, they are what decoding prompt and output together adds to the prompt.
+
+Three ways, by what the tokenizer's decoder does:
+
+- byte-level (GPT-2, Llama 3, Qwen): each token is bytes; characters are complete when UTF-8 says so.
+- byte-fallback (Llama 2, Mistral, Gemma): tokens are text, and characters outside the vocabulary are runs of byte
+  tokens. One wrong byte makes a whole run unreadable, so a run is held back until it ends.
+- anything else: a window of tokens is decoded before and after the new one (the way of TGI and vLLM).
+
+The first two look each token up in a table and cost well under a microsecond per token, however long the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+
+_REPLACEMENT = "\ufffd"
+_LONGEST_INCOMPLETE = 3  # bytes of a UTF-8 character that lacks its last one
+_LONGEST_HELD = 8  # tokens that the window holds back in the hope of a complete character
+_WINDOW = 5  # tokens before the new one that can change how it is written
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class Detokenizer(Protocol):
+    """The text of one request's output, as it grows."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; often the token's own, sometimes empty."""
+        ...
+
+    def flush(self) -> str:
+        """The text still held back, when no more tokens come."""
+        ...
+
+
+class DetokenizerFactory(Protocol):
+    """What all requests of one tokenizer share."""
+
+    def start(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for output that continues the prompt."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """How one token reads on its own, special tokens included."""
+        ...
+
+
+def detokenizer_factory(tokenizer: FastTokenizer) -> DetokenizerFactory:
+    """The quickest exact way for this tokenizer's decoder."""
+    decoder = _component(tokenizer.decoder)
+    if decoder.get("type") == "ByteLevel":
+        return ByteLevelFactory(tokenizer)
+    strip = _byte_fallback_strip(decoder)
+    if strip is not None:
+        return ByteFallbackFactory(tokenizer, num_stripped_spaces=strip)
+    return WindowFactory(lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip))
+
+
+def _component(component: Any) -> dict[str, Any]:
+    return {} if component is None else json.loads(component.__getstate__())
+
+
+def _byte_fallback_strip(decoder: dict[str, Any]) -> int | None:
+    """Spaces that the decoder strips from the text's start; None when it is no byte-fallback decoder that we know."""
+    parts = decoder.get("decoders", [])
+    if [part["type"] for part in parts[:3]] != ["Replace", "ByteFallback", "Fuse"]:
+        return None
+    if parts[0]["pattern"] != {"String": "▁"} or parts[0]["content"] != " ":
+        return None
+    if len(parts) == 3:
+        return 0
+    strip = parts[3]
+    is_leading_strip = strip["type"] == "Strip" and strip["content"] == " " and strip["stop"] == 0
+    return strip["start"] if len(parts) == 4 and is_leading_strip else None
+
+
+class _TokenTable(dict[int, tuple[str, bytes]]):
+    """Each token's (text, bytes), worked out when it first occurs.
+
+    The bytes are empty where the text says it all; special and unknown tokens have neither.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, entry: Callable[[str], tuple[str, bytes]]) -> None:
+        self.tokenizer = tokenizer
+        self.entry = entry
+        self.special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def __missing__(self, token_id: int) -> tuple[str, bytes]:
+        token = None if token_id in self.special else self.tokenizer.id_to_token(token_id)
+        value = ("", b"") if token is None else self.entry(token)
+        self[token_id] = value
+        return value
+
+    def own_text(self, token_id: int) -> str:
+        """The token's text on its own; incomplete characters as replacement characters."""
+        if token_id in self.special:
+            return self.tokenizer.id_to_token(token_id) or ""
+        text, raw = self[token_id]
+        return text or raw.decode("utf-8", "replace")
+
+
+class _Continuation:
+    """Takes from the output what the prompt's unfinished end already wrote.
+
+    A prompt may end within a character or a run of bytes, which the output's first tokens then complete or break.
+    """
+
+    def __init__(self, written: str) -> None:
+        self.written = written
+
+    def new_part(self, text: str) -> str:
+        if self.written and text:
+            text = text.removeprefix(self.written)
+            self.written = ""
+        return text
+
+
+class ByteLevelFactory:
+    """For decoders of the byte-level kind, where every character of a token stands for one byte."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self.table = _TokenTable(tokenizer, _byte_level_entry)
+
+    def start(self, prompt_token_ids: Sequence[int] = ()) -> ByteLevelDetokenizer:
+        return ByteLevelDetokenizer(self.table, prompt_token_ids)
+
+    def token_text(self, token_id: int) -> str:
+        return self.table.own_text(token_id)
+
+
+class ByteLevelDetokenizer:
+    """Holds back the bytes of an incomplete character, at most three."""
+
+    __slots__ = ("_continuation", "_pending", "_table")
+
+    def __init__(self, table: _TokenTable, prompt_token_ids: Sequence[int]) -> None:
+        self._table = table
+        _, self._pending = _decode_complete(_last_bytes(table, prompt_token_ids))
+        self._continuation = _Continuation(self._pending.decode("utf-8", "replace"))
+
+    def push(self, token_id: int) -> str:
+        text, raw = self._table[token_id]
+        if not self._pending and not raw:
+            return text
+        text, self._pending = _decode_complete(self._pending + (raw or text.encode()))
+        return self._continuation.new_part(text)
+
+    def flush(self) -> str:
+        text, self._pending = self._pending.decode("utf-8", "replace"), b""
+        return self._continuation.new_part(text)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's table (Radford et al. 2019): printable bytes stand for themselves, the others for U+0100 and above."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_level_alphabet()
+
+
+def _byte_level_entry(token: str) -> tuple[str, bytes]:
+    try:
+        raw = bytes(_BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:  # an added token, written as it is
+        return token, b""
+    try:
+        return raw.decode("utf-8"), b""
+    except UnicodeDecodeError:
+        return "", raw
+
+
+def _decode_complete(raw: bytes) -> tuple[str, bytes]:
+    """Text of the complete (or hopeless) characters, and the bytes of an incomplete last one."""
+    text, num_decoded = codecs.utf_8_decode(raw, "replace", False)
+    return text, raw[num_decoded:]
+
+
+def _last_bytes(table: _TokenTable, token_ids: Sequence[int]) -> bytes:
+    raw = b""
+    for token_id in reversed(token_ids):
+        text, token_bytes = table[token_id]
+        raw = (token_bytes or text.encode()) + raw
+        if len(raw) >= _LONGEST_INCOMPLETE:
+            break
+    return raw[-_LONGEST_INCOMPLETE:]
+
+
+class ByteFallbackFactory:
+    """For decoders of the byte-fallback kind.
+
+    num_stripped_spaces: spaces that decoding takes from the start of a text, where the tokenizer put one.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, num_stripped_spaces: int) -> None:
+        self.table = _TokenTable(tokenizer, _byte_fallback_entry)
+        self.num_stripped_spaces = num_stripped_spaces
+
+    def start(self, prompt_token_ids: Sequence[int] = ()) -> ByteFallbackDetokenizer:
+        return ByteFallbackDetokenizer(self.table, prompt_token_ids, self.num_stripped_spaces)
+
+    def token_text(self, token_id: int) -> str:
+        return self.table.own_text(token_id)
+
+
+class ByteFallbackDetokenizer:
+    """Holds back a run of byte tokens until a token of another kind ends it."""
+
+    __slots__ = ("_continuation", "_num_to_strip", "_run", "_table")
+
+    def __init__(self, table: _TokenTable, prompt_token_ids: Sequence[int], num_stripped_spaces: int) -> None:
+        self._table = table
+        self._num_to_strip = num_stripped_spaces
+        self._run = bytearray()
+        self._continuation = _Continuation("")
+        if prompt_token_ids:
+            self._continue_from(prompt_token_ids)
+
+    def _continue_from(self, prompt_token_ids: Sequence[int]) -> None:
+        for token_id in reversed(prompt_token_ids):
+            text, raw = self._table[token_id]
+            if text:
+                break
+            self._run[:0] = raw
+        self._continuation = _Continuation(_decode_run(self._run))
+        if self._num_to_strip and any(self._table[token_id] != ("", b"") for token_id in prompt_token_ids):
+            self._num_to_strip = 0
+
+    def push(self, token_id: int) -> str:
+        text, raw = self._table[token_id]
+        if raw:
+            self._run += raw
+            return ""
+        if not text:
+            return ""
+        if self._run:
+            text = self._end_run() + text
+        return self._strip(text) if self._num_to_strip else text
+
+    def flush(self) -> str:
+        return self._strip(self._end_run())
+
+    def _end_run(self) -> str:
+        text = _decode_run(self._run)
+        self._run.clear()
+        return self._continuation.new_part(text)
+
+    def _strip(self, text: str) -> str:
+        while text and self._num_to_strip:
+            if not text.startswith(" "):
+                self._num_to_strip = 0
+                break
+            text = text[1:]
+            self._num_to_strip -= 1
+        return text
+
+
+def _byte_fallback_entry(token: str) -> tuple[str, bytes]:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return ("", bytes.fromhex(byte[1])) if byte else (token.replace("▁", " "), b"")
+
+
+def _decode_run(run: bytearray) -> str:
+    try:
+        return run.decode("utf-8")
+    except UnicodeDecodeError:
+        return _REPLACEMENT * len(run)
+
+
+class WindowFactory:
+    """For any other decoder.
+
+    decode: text of token ids, given them and whether to leave out special tokens.
+    """
+
+    def __init__(self, decode: Callable[[list[int], bool], str]) -> None:
+        self.decode = decode
+        self.texts: dict[int, str] = {}
+
+    def start(self, prompt_token_ids: Sequence[int] = ()) -> WindowDetokenizer:
+        return WindowDetokenizer(self.decode, prompt_token_ids)
+
+    def token_text(self, token_id: int) -> str:
+        text = self.texts.get(token_id)
+        if text is None:
+            text = self.texts[token_id] = self.decode([token_id], False)
+        return text
+
+
+class WindowDetokenizer:
+    """Decodes a few earlier tokens with and without the new ones; the difference is the new text."""
+
+    def __init__(self, decode: Callable[[list[int], bool], str], prompt_token_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._context = list(prompt_token_ids[-_WINDOW:])
+        self._context_text = decode(self._context, True) if self._context else ""
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text = self._decode(self._context + self._held, True)
+        grew = len(text) > len(self._context_text)
+        is_certain = grew and not text.endswith(_REPLACEMENT)
+        if not is_certain and len(self._held) < _LONGEST_HELD:
+            return ""
+        return self._give(text)
+
+    def flush(self) -> str:
+        return self._give(self._decode(self._context + self._held, True)) if self._held else ""
+
+    def _give(self, text: str) -> str:
+        piece = text[len(self._context_text) :]
+        self._context = (self._context + self._held)[-_WINDOW:]
+        self._context_text = self._decode(self._context, True)
+        self._held = []
+        return piece

@@ -1,0 +1,216 @@
+"""From what a caller gives to a request that the core can run.
+
+Everything is checked here, before the request can reach a slot: a bad value is refused with its name, what it is and
+what is allowed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias, TypedDict
+
+import msgspec
+
+from penstock.config import ModelConfig
+from penstock.contract import SamplingParams
+from penstock.engine.messages import EngineRequest
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+
+MAX_LOGPROBS = 20
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class PromptDict(TypedDict, total=False):
+    """A prompt with its options; it needs `prompt` or `prompt_token_ids`.
+
+    prompt: text; next to token ids only what outputs show as the prompt.
+    prompt_token_ids: tokens, used as they are.
+    cache_salt: cached prefixes are shared only among requests of the same salt.
+    """
+
+    prompt: str
+    prompt_token_ids: Sequence[int]
+    cache_salt: str | None
+
+
+Prompt: TypeAlias = str | Sequence[int] | PromptDict
+
+
+class AcceptedRequest(NamedTuple):
+    """A request that may be given to the core.
+
+    prompt: its text, None when it came as token ids. where: what errors call it, such as "prompts[3]"; may be empty.
+    """
+
+    request: EngineRequest
+    prompt: str | None
+    where: str
+
+
+class InputProcessor:
+    """Makes requests for one engine.
+
+    max_model_len, vocab_size: of the core. max_logprobs: most `logprobs` that a request may ask for.
+
+    A request without a seed gets one made of the engine's seed and the number of requests accepted before it. So the
+    same calls to an engine of the same seed give the same tokens, and equal prompts in one run differ.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        max_logprobs: int = MAX_LOGPROBS,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
+        self._eos_token_ids = model.eos_token_ids
+        if tokenizer.eos_token_id is not None:
+            self._eos_token_ids |= {tokenizer.eos_token_id}
+        self._num_accepted = 0
+
+    def process(self, prompt: Prompt, sampling_params: SamplingParams, where: str = "") -> AcceptedRequest:
+        """Check a prompt and its parameters, and make the request.
+
+        where: what errors call it, such as "prompts[3]".
+        Raises InvalidRequest, InvalidParameter or ContextTooLong.
+        """
+        with located(where):
+            return self._process(prompt, sampling_params, where)
+
+    def _process(self, prompt: Prompt, sampling_params: SamplingParams, where: str) -> AcceptedRequest:
+        arrival_time = time.monotonic()
+        text, prompt_token_ids, cache_salt = self._take_apart(prompt)
+        self._check_prompt(prompt_token_ids)
+        self._check_params(sampling_params)
+        self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
+        if sampling_params.seed is None:
+            seed = _drawn_seed(self._model.seed, self._num_accepted)
+            sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
+        request = EngineRequest(
+            req_id=str(self._num_accepted),
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=sampling_params,
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
+        )
+        self._num_accepted += 1
+        return AcceptedRequest(request, text, where)
+
+    def _take_apart(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """The prompt's text, if it has one, its tokens, and its cache salt."""
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt), None
+        if not isinstance(prompt, Mapping):
+            return None, _list_of_ids(prompt), None
+        fields: Mapping[str, Any] = prompt
+        _check_fields(fields)
+        text, token_ids, cache_salt = (fields.get(key) for key in _PROMPT_KEYS)
+        return text, self._encode(text or "") if token_ids is None else _list_of_ids(token_ids), cache_salt
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"The prompt is not valid text: {text[error.start : error.end]!r} at position {error.start} "
+                "cannot be encoded. Give text without lone surrogates."
+            ) from None
+        return self._tokenizer.encode(text)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty: it has no tokens. Give at least one.")
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidRequest(
+                f"The prompt has token id {wrong}, but the model's vocabulary has {self._vocab_size} tokens. "
+                f"Allowed: 0 to {self._vocab_size - 1}."
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter(
+                f"sampling_params is a {type(params).__name__}: {params!r}. Allowed: SamplingParams, or None."
+            )
+        if params.logprobs is not None and params.logprobs > self._max_logprobs:
+            raise InvalidParameter(f"logprobs={params.logprobs} is not valid. Allowed: at most {self._max_logprobs}.")
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidParameter(
+                    f"stop_token_ids has {token_id}, but the model's vocabulary has {self._vocab_size} tokens. "
+                    f"Allowed: 0 to {self._vocab_size - 1}."
+                )
+
+    def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """There must be room for one token; `max_tokens` is only what the request may reach where there is more."""
+        if num_prompt_tokens < self._max_model_len:
+            return
+        asked = "" if max_tokens is None else f" and asks for {max_tokens:,} more"
+        raise ContextTooLong(
+            f"The prompt has {num_prompt_tokens:,} tokens{asked}, but this engine was started for "
+            f"{self._max_model_len:,} (max_model_len), of which at least one is the answer's. "
+            f"Shorten the prompt to {self._max_model_len - 1:,} tokens"
+            f"{self._advice(num_prompt_tokens, num_prompt_tokens + (max_tokens or 1))}"
+        )
+
+    def _advice(self, num_prompt_tokens: int, wanted: int) -> str:
+        longest = self._model.longest_context
+        if num_prompt_tokens < longest:
+            return f", or start with --max-model-len {min(wanted, longest)}."
+        return f"; {self._model.model} was made for no more than {longest:,}."
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put where a request came from (such as "prompts[3]") in front of what is wrong with it; "" puts nothing."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not where:
+            raise
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _check_fields(prompt: Mapping[str, Any]) -> None:
+    for key in prompt:
+        if key not in _PROMPT_KEYS:
+            raise InvalidRequest(f"The prompt has a field {key!r}. Allowed: {', '.join(_PROMPT_KEYS)}.")
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise InvalidRequest("The prompt has neither text nor tokens. Give prompt or prompt_token_ids.")
+    for key in ("prompt", "cache_salt"):
+        value = prompt.get(key)
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequest(f"{key}={value!r} is a {type(value).__name__}. Allowed: text.")
+
+
+def _list_of_ids(token_ids: Any) -> list[int]:
+    if not isinstance(token_ids, (list, tuple)):
+        raise InvalidRequest(
+            f"The prompt is a {type(token_ids).__name__}. Allowed: text, a list of token ids, or a dictionary with "
+            "prompt or prompt_token_ids."
+        )
+    for position, token_id in enumerate(token_ids):
+        if type(token_id) is not int:
+            raise InvalidRequest(
+                f"The prompt has {token_id!r} ({type(token_id).__name__}) at position {position} of its token ids. "
+                "Allowed: integers."
+            )
+    return list(token_ids)
+
+
+def _drawn_seed(engine_seed: int, num_accepted: int) -> int:
+    digest = hashlib.blake2b(f"{engine_seed}/{num_accepted}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

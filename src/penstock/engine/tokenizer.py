@@ -1,0 +1,200 @@
+"""The tokenizer of a model folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from penstock.engine.detokenizer import Detokenizer, DetokenizerFactory, WindowFactory, detokenizer_factory
+from penstock.engine.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles
+from penstock.errors import InvalidRequest, TokenizerError
+
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
+_WHAT_TO_DO = (
+    f"A model folder holds {TOKENIZER_FILE} and {TOKENIZER_CONFIG_FILE}. Download them again, or name another folder "
+    "with the option tokenizer."
+)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Read the tokenizer of `folder`, without importing Transformers where `tokenizer.json` says it all.
+
+    Raises TokenizerError when files are missing or damaged.
+    """
+    if not folder.is_dir():
+        raise TokenizerError(f"The tokenizer folder {folder} does not exist. Give a folder with {TOKENIZER_FILE}.")
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        raise TokenizerError(f"{folder} has no tokenizer. {_WHAT_TO_DO}")
+    files = TokenizerFiles.read(folder)
+    if files.fast is not None and files.tokenizer_json_decides():
+        return _fast_tokenizer(
+            folder, files.fast, bos=files.special_token("bos_token"), eos=files.special_token("eos_token")
+        )
+    return _transformers_tokenizer(folder)
+
+
+class Tokenizer:
+    """Encodes, decodes, and renders conversations. Safe to share between threads.
+
+    vocab_size: ids are below it, added tokens included. bos_token_id, eos_token_id: None where there is none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        backend: Backend,
+        *,
+        vocab_size: int,
+        bos_token_id: int | None,
+        eos_token_id: int | None,
+        hf_tokenizer: Any = None,
+    ) -> None:
+        self.folder = folder
+        self.vocab_size = vocab_size
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self._backend = backend
+        self._hf_tokenizer = hf_tokenizer
+        self._hf_lock = threading.Lock()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(ids, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """How one token reads on its own, special tokens included."""
+        return self._backend.detokenizers.token_text(token_id)
+
+    def start_detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for output that continues the prompt."""
+        return self._backend.detokenizers.start(prompt_token_ids)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **template_options: Any,
+    ) -> str:
+        """The conversation as the prompt's text; encode it with add_special_tokens=False.
+
+        chat_template: a Jinja template, instead of the folder's own. template_options: variables for the template,
+        such as `tools` or `enable_thinking`. Imports Transformers.
+
+        Raises InvalidRequest when there is no template, or when it refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        hf_tokenizer = self._transformers_counterpart()
+        if chat_template is None and not hf_tokenizer.chat_template:
+            raise InvalidRequest(
+                f"The tokenizer of {self.folder} has no chat template, so it cannot render messages. "
+                "Give chat_template, or a plain prompt."
+            )
+        try:
+            text: str = hf_tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **template_options,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(f"The chat template cannot render these messages: {error}") from error
+        return text
+
+    def _transformers_counterpart(self) -> Any:
+        with self._hf_lock:
+            if self._hf_tokenizer is None:
+                self._hf_tokenizer = _load_with_transformers(self.folder)
+            return self._hf_tokenizer
+
+
+class Backend(Protocol):
+    """The library that does the work."""
+
+    @property
+    def detokenizers(self) -> DetokenizerFactory: ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+
+class FastBackend:
+    """`tokenizers`, which runs without Python's lock and needs none of ours."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        fast.no_truncation()
+        fast.no_padding()
+        self.fast = fast
+        self.detokenizers = detokenizer_factory(fast)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+class PythonBackend:
+    """A tokenizer that Transformers implements in Python; one thread at a time."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self.hf_tokenizer = hf_tokenizer
+        self.lock = threading.Lock()
+        self.detokenizers = WindowFactory(self.decode)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        with self.lock:
+            return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        with self.lock:
+            return str(self.hf_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def _fast_tokenizer(
+    folder: Path, fast: FastTokenizer, *, bos: str | None, eos: str | None, hf_tokenizer: Any = None
+) -> Tokenizer:
+    return Tokenizer(
+        folder,
+        FastBackend(fast),
+        vocab_size=fast.get_vocab_size(with_added_tokens=True),
+        bos_token_id=None if bos is None else fast.token_to_id(bos),
+        eos_token_id=None if eos is None else fast.token_to_id(eos),
+        hf_tokenizer=hf_tokenizer,
+    )
+
+
+def _transformers_tokenizer(folder: Path) -> Tokenizer:
+    hf = _load_with_transformers(folder)
+    fast = getattr(hf, "backend_tokenizer", None)
+    if isinstance(fast, FastTokenizer):
+        return _fast_tokenizer(folder, fast, bos=hf.bos_token, eos=hf.eos_token, hf_tokenizer=hf)
+    return Tokenizer(
+        folder,
+        PythonBackend(hf),
+        vocab_size=len(hf),
+        bos_token_id=hf.bos_token_id,
+        eos_token_id=hf.eos_token_id,
+        hf_tokenizer=hf,
+    )
+
+
+def _load_with_transformers(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # whatever a damaged file makes Transformers raise
+        raise TokenizerError(
+            f"The tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())} {_WHAT_TO_DO}"
+        ) from error

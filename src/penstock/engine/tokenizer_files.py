@@ -1,0 +1,212 @@
+"""What a tokenizer's folder says, and whether its `tokenizer.json` alone says how text is encoded.
+
+Transformers (5.23) rebuilds some tokenizers from vocabulary and merges by the recipe of their class, and adds tokens
+that other files name. Importing it takes seconds, so `tokenizers` reads `tokenizer.json` directly where both give the
+same: where the class takes the file as it is, or where the file follows the class's recipe to the letter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from penstock.errors import TokenizerError
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+_TAKEN_AS_IT_IS = {"PreTrainedTokenizerFast", "TokenizersBackend"}
+# Model types whose declared class Transformers overrides with a rebuilding one.
+_CLASS_OF_MODEL_TYPE = {
+    "hyperclovax_vision_v2": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3_5": "Qwen3_5Tokenizer",
+    "qwen3_5_moe": "Qwen3_5Tokenizer",
+    "qwen3_5_moe_text": "Qwen3_5Tokenizer",
+    "qwen4_exp": "Qwen3_5Tokenizer",
+    "siglip2": "Siglip2Tokenizer",
+}
+# Settings that make Transformers do more than read tokenizer.json.
+_SPECIAL_SETTINGS = ("auto_map", "fast_tokenizer_files", "split_special_tokens")
+_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a class of Transformers builds its tokenizer, next to vocabulary and merges.
+
+    default_tokens: the special tokens it has where the configuration names no others.
+    """
+
+    normalizer: Mapping[str, Any] | None
+    pre_tokenizer: Mapping[str, Any]
+    default_tokens: Mapping[str, str]
+
+
+_RECIPES = {
+    "Qwen2Tokenizer": Recipe(
+        normalizer={"type": "NFC"},
+        pre_tokenizer={
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        },
+        default_tokens=dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    ),
+    "GPT2Tokenizer": Recipe(
+        normalizer=None,
+        pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        default_tokens=dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer's folder, read.
+
+    config: `tokenizer_config.json`, or empty. model_type: that of `config.json`, or None.
+    other_tokens: contents of the legacy files that name more tokens.
+    fast: `tokenizer.json`, loaded, or None where there is none.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    model_type: str | None
+    special_tokens_map: Mapping[str, Any]
+    added_tokens: Mapping[str, Any]
+    fast: FastTokenizer | None
+
+    @classmethod
+    def read(cls, folder: Path) -> TokenizerFiles:
+        """Raises TokenizerError, naming the file, when one is damaged."""
+        return cls(
+            folder=folder,
+            config=_read_object(folder / TOKENIZER_CONFIG_FILE),
+            model_type=_read_object(folder / "config.json").get("model_type"),
+            special_tokens_map=_read_object(folder / "special_tokens_map.json"),
+            added_tokens=_read_object(folder / "added_tokens.json"),
+            fast=_read_fast(folder / TOKENIZER_FILE),
+        )
+
+    def special_token(self, name: str) -> str | None:
+        """The text of a special token such as "eos_token", if the folder names one."""
+        named = self.config.get(name, self.special_tokens_map.get(name))
+        if named is None and name not in self.config and self.recipe is not None:
+            named = self.recipe.default_tokens.get(name)
+        return _content(named)
+
+    @property
+    def class_name(self) -> str:
+        """The tokenizer class that Transformers takes, without "Fast" at its end; empty if the folder names none."""
+        declared = self.config.get("tokenizer_class") or ""
+        name = declared if declared in _TAKEN_AS_IT_IS else declared.removesuffix("Fast")
+        return _CLASS_OF_MODEL_TYPE.get(self.model_type or "", name)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return _RECIPES.get(self.class_name)
+
+    def tokenizer_json_decides(self) -> bool:
+        """Whether `tokenizer.json` alone encodes and decodes as Transformers would."""
+        return (
+            self.fast is not None
+            and not any(self.config.get(name) for name in _SPECIAL_SETTINGS)
+            and not (self.folder / "tekken.json").exists()
+            and type(self.fast.model).__name__ == "BPE"
+            and self._class_agrees(self.fast)
+            and self._tokens_agree(self.fast)
+        )
+
+    def _class_agrees(self, fast: FastTokenizer) -> bool:
+        is_byte_level = (component(fast.decoder) or {}).get("type") == "ByteLevel"
+        if self.class_name in _TAKEN_AS_IT_IS:
+            return True
+        if self.class_name == "LlamaTokenizer" and self.model_type == "llama":
+            return is_byte_level  # that of Llama 3, declared by the class of Llama 2
+        recipe = self.recipe
+        if recipe is None or self.config.get("add_prefix_space"):
+            return False
+        return (
+            component(fast.normalizer) == recipe.normalizer
+            and component(fast.pre_tokenizer) == recipe.pre_tokenizer
+            and is_byte_level
+            and _is_plain_bpe(fast.model)
+        )
+
+    def _tokens_agree(self, fast: FastTokenizer) -> bool:
+        """Whether `tokenizer.json` has every token that the other files name, with the same flags."""
+        known = fast.get_added_tokens_decoder()
+        special = {token.content for token in known.values() if token.special}
+        for token_id, token in self.config.get("added_tokens_decoder", {}).items():
+            if not isinstance(token, dict) or not _same_token(known.get(int(token_id)), token):
+                return False
+        if not set(self.added_tokens) <= {token.content for token in known.values()}:
+            return False
+        if fast.padding and fast.padding["pad_token"] not in special:
+            return False
+        return all(name in special for name in self._named_tokens())
+
+    def _named_tokens(self) -> Iterator[str]:
+        defaults = {} if self.recipe is None else self.recipe.default_tokens
+        for source in ({**defaults, **self.config}, self.special_tokens_map):
+            for key, value in source.items():
+                if key in _TOKEN_LISTS:
+                    values = list(value.values() if isinstance(value, dict) else value or [])
+                else:
+                    values = [value] if key.endswith("_token") else []
+                yield from filter(None, map(_content, values))
+
+
+def component(part: Any) -> Any:
+    """A part of a tokenizer (normalizer, decoder, ...) as its JSON."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _is_plain_bpe(model: Any) -> bool:
+    options = (model.dropout, model.unk_token, model.continuing_subword_prefix, model.end_of_word_suffix)
+    return not any((*options, model.fuse_unk, model.byte_fallback, model.ignore_merges))
+
+
+def _content(token: Any) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _same_token(known: Any, named: Mapping[str, Any]) -> bool:
+    flags = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
+    return known is not None and all(getattr(known, flag) == named.get(flag, False) for flag in flags)
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}. Download it again.") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} is damaged: it holds a {type(content).__name__}, not an object.")
+    return content
+
+
+def _read_fast(path: Path) -> FastTokenizer | None:
+    if not path.exists():
+        return None
+    try:
+        return FastTokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise TokenizerError(f"{path} is damaged: {error}. Download it again.") from error

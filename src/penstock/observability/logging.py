@@ -1,0 +1,55 @@
+"""Penstock's log: one logger, one line per message, on standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+from penstock.config import env
+from penstock.errors import ConfigError
+
+LOGGER_NAME = "penstock"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_FORMAT = "%(levelname).1s %(asctime)s %(message)s"
+_DEBUG_FORMAT = "%(levelname).1s %(asctime)s %(name)s:%(lineno)d %(message)s"
+_TIME_FORMAT = "%H:%M:%S"
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever `sys.stderr` is at that moment, which notebooks and tests replace."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def configure_logging(level: str | None = None) -> None:
+    """Show Penstock's log, unless the application has set up logging itself.
+
+    Programs (the command line, `LLM`) call this; importing Penstock never does. Calling it again changes the level
+    and adds nothing.
+
+    level: a name of `LEVELS`, in any case; None takes PENSTOCK_LOG_LEVEL. Raises ConfigError for another name.
+    """
+    level = _checked(level or env.log_level())
+    logger = logging.getLogger(LOGGER_NAME)
+    own = [handler for handler in logger.handlers if isinstance(handler, StderrHandler)]
+    if not own:
+        if logger.handlers or logging.getLogger().handlers:
+            return
+        own = [StderrHandler()]
+        logger.addHandler(own[0])
+        logger.propagate = False
+    own[0].setFormatter(logging.Formatter(_DEBUG_FORMAT if level == "DEBUG" else _FORMAT, _TIME_FORMAT))
+    logger.setLevel(level)
+
+
+def _checked(level: str) -> str:
+    if level.upper() not in LEVELS:
+        allowed = ", ".join(name.lower() for name in LEVELS)
+        raise ConfigError(f"PENSTOCK_LOG_LEVEL={level.lower()!r} is not valid. Allowed: {allowed}.")
+    return level.upper()

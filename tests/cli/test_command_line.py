@@ -1,0 +1,70 @@
+"""What the command line shows without an engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import penstock
+
+
+def run(*arguments: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+def test_the_version_is_shown() -> None:
+    assert run("--version").stdout == f"penstock {penstock.__version__}\n"
+
+
+def test_help_lists_the_commands() -> None:
+    out = run("--help").stdout
+    assert "generate" in out
+    assert "--version" in out
+
+
+@pytest.mark.parametrize(("columns", "num_lines"), [(100, 42), (80, 55)])
+def test_help_of_generate_fits_a_screen(columns: int, num_lines: int) -> None:
+    out = run("generate", "--help", columns=columns).stdout
+    assert len(out.splitlines()) <= num_lines
+    assert max(map(len, out.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    ("option", "default"),
+    [
+        ("--max-tokens", "128"),
+        ("--temperature", "1.0"),
+        ("--model", "demo"),
+        ("--device", "auto"),
+        ("--max-num-seqs", "256"),
+        ("--max-num-batched-tokens", "2048"),
+    ],
+)
+def test_help_shows_defaults(option: str, default: str) -> None:
+    (line,) = [line for line in run("generate", "--help").stdout.splitlines() if f"{option} " in line]
+    assert f"[default: {default}]" in line
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"], ["generate", "--bad"]])
+def test_nothing_heavy_is_imported_before_there_is_work(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom penstock.cli.main import main\n"
+        f"sys.argv = ['penstock', *{arguments!r}]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = ('torch', 'transformers', 'tokenizers', 'numpy', 'msgspec', 'tqdm', 'rich')\n"
+        "sys.exit(repr([name for name in heavy if name in sys.modules]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stderr.strip().splitlines()[-1] == "[]"
+
+
+def test_an_unknown_command_is_refused() -> None:
+    result = run("generat")
+    assert result.returncode == 2
+    assert "generat" in result.stderr
+    assert "Traceback" not in result.stderr

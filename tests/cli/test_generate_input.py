@@ -1,0 +1,177 @@
+"""What `penstock generate` makes of its input, in this process and over a core that makes up its tokens."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.app import app
+from support.fake_engine import FakeCore, install_fake_core, write_model
+
+Generate: TypeAlias = Callable[..., Any]
+COMMAND_LINE = CliRunner(env={"COLUMNS": "100"})
+
+
+class RememberedCore(FakeCore):
+    """Tells the test which cores were made."""
+
+    made: list[FakeCore]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.made.append(self)
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[FakeCore]:
+    monkeypatch.setitem(sys.modules, "penstock.engine.core", None)
+    install_fake_core(RememberedCore)
+    RememberedCore.made = []
+    return RememberedCore.made
+
+
+@pytest.fixture
+def generate(tmp_path: Path, cores: list[FakeCore]) -> Generate:
+    model = str(write_model(tmp_path / "model"))
+    return lambda *arguments, stdin=b"": COMMAND_LINE.invoke(
+        app, ["generate", "--model", model, *arguments], input=stdin
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": ', "This is no JSON"),
+        (b'["a"]', "JSON list"),
+        (b'{"max_tokens": 3}', "prompt is missing"),
+        (b'{"prompt": "a", "temprature": 1}', "There is no field temprature (given: 1). Allowed: prompt,"),
+        (b'{"prompt": "a", "temperature": -1}', "temperature=-1 is not valid. Allowed: 0 (greedy) to 10000."),
+        (b'{"prompt": "a", "logprobs": 21}', "logprobs=21"),
+        (b'{"prompt": 7}', "prompt=7 is a int"),
+        (b'{"prompt_token_ids": [400]}', "token id 400"),
+        (b'{"prompt_token_ids": [true]}', "True (bool) at position 0"),
+        (b'{"prompt_token_ids": [%s9]}' % (b"9," * 63), "The prompt has 64 tokens"),
+        (b'{"prompt": "\xff"}', "This is no JSON"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_runs(
+    generate: Generate, cores: list[FakeCore], line: bytes, message: str
+) -> None:
+    result = generate("--input", "-", stdin=b'{"prompt": "a"}\n\n' + line + b'\n{"prompt": "b"}\n')
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "standard input, line 3: " in result.stderr
+    assert message in result.stderr
+    assert all(core.added == [] and core.num_closes == 1 for core in cores)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--temperature", "-1"], "InvalidParameter: temperature=-1.0"),
+        (["x", "--temperature", "hot"], "--temperature"),
+        (["x", "--logprobs", "21"], "InvalidParameter: logprobs=21 is not valid. Allowed: at most 20."),
+        (["x", "--max-num-seqs", "0"], "ConfigError: max_num_seqs=0"),
+        (["x", "--max-model-len", "many"], "ConfigError: max_model_len='many'"),
+        (["x", "--option", "block_size"], "ConfigError: --option 'block_size' is not valid. Allowed: NAME=VALUE"),
+        (["x", "--option", "model=demo"], "--model"),
+        (["x", "--option", "blok_size=3"], "UnknownOption: There is no option blok_size (given: 3). Did you mean"),
+        (["x", "--input", "file"], "Give one of them"),
+        (["--input", "/missing.jsonl"], "--input /missing.jsonl cannot be opened: No such file"),
+        (["x", "--output", "/missing/out.jsonl"], "--output /missing/out.jsonl cannot be opened"),
+        (["x", "--model", "/missing"], "ModelNotFound: model='/missing'"),
+        (["x", "--unknown"], "--unknown"),
+        (["word " * 70], "ContextTooLong: The prompt has"),
+    ],
+)
+def test_bad_input_is_one_readable_message(generate: Generate, arguments: list[str], message: str) -> None:
+    result = generate(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_afterwards_ctrl_c_is_handled_as_before(generate: Generate) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    generate("x")
+    generate("x", "--top-p", "7")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_needs_no_model_is_checked_before_one_loads(generate: Generate, cores: list[FakeCore]) -> None:
+    for arguments in (["x", "--temperature", "-1"], ["--input", "/missing"], ["x", "--output", "/missing/out"]):
+        generate(*arguments)
+    assert cores == []
+
+
+def test_names_of_other_engines_are_accepted(generate: Generate, cores: list[FakeCore]) -> None:
+    generate("x", "--gpu-memory-utilization", "0.5")
+    assert cores[0].config is not None
+    assert cores[0].config.cache.memory_fraction == 0.5
+    assert "memory_fraction=1.5" in generate("x", "--gpu-memory-utilization", "1.5").stderr
+
+
+def test_options_reach_the_configuration(generate: Generate, cores: list[FakeCore]) -> None:
+    options = {
+        "--dtype": "float32",
+        "--device": "cpu",
+        "--load-format": "dummy",
+        "--max-model-len": "32",
+        "--max-num-seqs": "3",
+        "--max-num-batched-tokens": "77",
+        "--kv-cache-memory-bytes": "1000000",
+        "--engine-seed": "5",
+    }
+    generate("x", *(word for option in options.items() for word in option))
+    config = cores[0].config
+    assert config is not None
+    assert (config.model.dtype, config.device.device, config.load.load_format) == ("float32", "cpu", "dummy")
+    assert (config.model.max_model_len, config.model.seed) == (32, 5)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 77)
+    assert config.cache.kv_cache_memory_bytes == 1_000_000
+
+
+@pytest.mark.parametrize("value", ["enable_prefix_caching=false", "enable-prefix-caching=False"])
+def test_any_engine_option_can_be_given(generate: Generate, cores: list[FakeCore], value: str) -> None:
+    generate("x", "--option", value, "--option", "policy=priority", "--option", "block_size=32")
+    assert cores[0].config is not None
+    assert cores[0].config.cache.enable_prefix_caching is False
+    assert cores[0].config.cache.block_size == 32
+    assert cores[0].config.scheduler.policy == "priority"
+
+
+def test_the_same_command_gives_the_same_text_and_another_seed_another(generate: Generate) -> None:
+    def text(*arguments: str) -> str:
+        return str(generate("the fox", *arguments).stdout)
+
+    assert text() == text()
+    assert text("--seed", "1") == text("--seed", "1") != text("--seed", "2")
+    assert text("--engine-seed", "1") != text()
+
+
+def test_sampling_options_reach_the_request(generate: Generate, cores: list[FakeCore]) -> None:
+    options = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "7", "--min-p", "0.1", "--seed", "3"]
+    generate("x", *options, "--max-tokens", "4", "--logprobs", "2", "--ignore-eos")
+    params = cores[0].added[0].sampling_params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 0.9, 7, 0.1, 3)
+    assert (params.max_tokens, params.logprobs, params.ignore_eos) == (4, 2, True)
+
+
+def test_a_lines_parameters_go_before_the_commands(generate: Generate, cores: list[FakeCore]) -> None:
+    lines = [
+        {"prompt": "a", "temperature": 0, "max_tokens": None, "stop_token_ids": [70, 71], "cache_salt": "s"},
+        {"prompt": "b"},
+    ]
+    generate("--input", "-", "--temperature", "0.5", "--seed", "8", stdin="\n".join(map(json.dumps, lines)).encode())
+    first, second = (request.sampling_params for request in cores[0].added)
+    assert (first.temperature, first.max_tokens, first.stop_token_ids, first.seed) == (0, None, (70, 71), 8)
+    assert (second.temperature, second.max_tokens, second.stop_token_ids, second.seed) == (0.5, 128, (), 8)
+    assert [request.cache_salt for request in cores[0].added] == ["s", None]

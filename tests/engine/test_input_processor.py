@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import ModelConfig
+from penstock.contract import SamplingParams
+from penstock.engine.input_processor import InputProcessor
+from penstock.engine.tokenizer import load_tokenizer
+from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+from support.fake_engine import write_model
+
+VOCAB_SIZE = 400
+MAX_MODEL_LEN = 16
+DEFAULTS = SamplingParams()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", longest_context=64)
+
+
+def make(folder: Path, *, seed: int = 0) -> InputProcessor:
+    model = ModelConfig.load(str(folder), seed=seed)
+    tokenizer = load_tokenizer(folder)
+    return InputProcessor(model, tokenizer, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture
+def processor(folder: Path) -> InputProcessor:
+    return make(folder)
+
+
+def test_text_is_encoded_with_the_begin_token(processor: InputProcessor, folder: Path) -> None:
+    accepted = processor.process("the fox", DEFAULTS)
+    assert accepted.request.prompt_token_ids == load_tokenizer(folder).encode("the fox")
+    assert accepted.request.prompt_token_ids[0] == 0
+    assert accepted.prompt == "the fox"
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], (5, 6, 7), {"prompt_token_ids": [5, 6, 7]}])
+def test_token_ids_are_taken_as_they_are(processor: InputProcessor, prompt: Any) -> None:
+    accepted = processor.process(prompt, DEFAULTS)
+    assert accepted.request.prompt_token_ids == [5, 6, 7]
+    assert accepted.prompt is None
+
+
+def test_the_callers_list_is_not_shared(processor: InputProcessor) -> None:
+    ids = [5, 6]
+    request = processor.process(ids, DEFAULTS).request
+    ids.append(7)
+    assert request.prompt_token_ids == [5, 6]
+
+
+def test_a_dictionary_may_bring_text_and_salt(processor: InputProcessor) -> None:
+    accepted = processor.process({"prompt": "shown", "prompt_token_ids": [5], "cache_salt": "mine"}, DEFAULTS)
+    assert (accepted.prompt, accepted.request.prompt_token_ids) == ("shown", [5])
+    assert accepted.request.cache_salt == "mine"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "is empty"),
+        ({"prompt_token_ids": []}, "is empty"),
+        ([5, VOCAB_SIZE], "token id 400.*has 400 tokens.*0 to 399"),
+        ([5, -1], "token id -1.*0 to 399"),
+        ([5, True], r"True \(bool\) at position 1"),
+        ([5, 2.0], r"2.0 \(float\) at position 1"),
+        (["5"], r"'5' \(str\) at position 0"),
+        ({"prompt_token_ids": "5"}, "is a str"),
+        (7, "is a int"),
+        (None, "is a NoneType"),
+        ({}, "neither text nor tokens"),
+        ({"prompt": 7}, "prompt=7 is a int"),
+        ({"prompt": "x", "cache_salt": 3}, "cache_salt=3 is a int"),
+        ({"prompt": "x", "multi_modal_data": {}}, "'multi_modal_data'.*prompt, prompt_token_ids, cache_salt"),
+        ("lone \udcff", "not valid text.*position 5"),
+    ],
+)
+def test_a_bad_prompt_is_refused_by_what_is_wrong_with_it(processor: InputProcessor, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        processor.process(prompt, DEFAULTS)
+
+
+def test_an_empty_text_is_the_begin_token(processor: InputProcessor) -> None:
+    assert processor.process("", DEFAULTS).request.prompt_token_ids == [0]
+
+
+def test_the_highest_token_id_is_allowed(processor: InputProcessor) -> None:
+    assert processor.process([VOCAB_SIZE - 1], DEFAULTS).request.prompt_token_ids == [VOCAB_SIZE - 1]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(logprobs=21), "logprobs=21.*at most 20"),
+        (SamplingParams(stop_token_ids=(3, 400)), "stop_token_ids has 400.*0 to 399"),
+        ({"temperature": 1}, "sampling_params is a dict"),
+        (None, "sampling_params is a NoneType"),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(processor: InputProcessor, params: Any, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        processor.process([5], params)
+
+
+def test_a_prompt_needs_room_for_one_token(processor: InputProcessor) -> None:
+    assert processor.process([5] * (MAX_MODEL_LEN - 1), DEFAULTS)
+    with pytest.raises(ContextTooLong) as caught:
+        processor.process([5] * MAX_MODEL_LEN, SamplingParams(max_tokens=30))
+    assert str(caught.value) == (
+        "The prompt has 16 tokens and asks for 30 more, but this engine was started for 16 (max_model_len), of which "
+        "at least one is the answer's. Shorten the prompt to 15 tokens, or start with --max-model-len 46."
+    )
+
+
+def test_advice_goes_no_further_than_the_model(processor: InputProcessor) -> None:
+    with pytest.raises(ContextTooLong, match=r"--max-model-len 64\.$"):
+        processor.process([5] * 60, SamplingParams(max_tokens=30))
+    with pytest.raises(ContextTooLong, match=r"Shorten the prompt to 15 tokens; .* was made for no more than 64\.$"):
+        processor.process([5] * 64, DEFAULTS)
+
+
+def test_asking_for_as_much_as_fits_names_no_number(processor: InputProcessor) -> None:
+    with pytest.raises(ContextTooLong, match="has 16 tokens, but .*--max-model-len 17"):
+        processor.process([5] * MAX_MODEL_LEN, SamplingParams(max_tokens=None))
+
+
+def test_a_given_seed_is_kept(processor: InputProcessor) -> None:
+    assert processor.process([5], SamplingParams(seed=-3)).request.sampling_params.seed == -3
+
+
+def drawn_seeds(processor: InputProcessor, num_requests: int = 100) -> list[int | None]:
+    return [processor.process([5], DEFAULTS).request.sampling_params.seed for _ in range(num_requests)]
+
+
+def test_drawn_seeds_differ_and_use_64_bits(processor: InputProcessor) -> None:
+    seeds = drawn_seeds(processor)
+    assert len(set(seeds)) == 100
+    assert all(seed is not None and -(2**63) <= seed < 2**63 for seed in seeds)
+    assert any(seed is not None and abs(seed) > 2**61 for seed in seeds)
+
+
+def test_equal_engines_draw_equal_seeds_and_others_do_not(folder: Path) -> None:
+    seeds = drawn_seeds(make(folder, seed=7))
+    assert drawn_seeds(make(folder, seed=7)) == seeds
+    assert not set(drawn_seeds(make(folder, seed=8))) & set(seeds)
+
+
+def test_a_refused_request_does_not_change_the_seeds_of_later_ones(folder: Path) -> None:
+    processor = make(folder)
+    with pytest.raises(InvalidRequest):
+        processor.process([], DEFAULTS)
+    assert drawn_seeds(processor) == drawn_seeds(make(folder))
+
+
+def test_the_callers_parameters_are_not_changed(processor: InputProcessor) -> None:
+    params = SamplingParams()
+    processor.process([5], params)
+    assert params.seed is None
+
+
+def test_ids_are_fresh_and_arrival_is_now(processor: InputProcessor) -> None:
+    before = time.monotonic()
+    requests = [processor.process([5], DEFAULTS).request for _ in range(20)]
+    assert len({request.req_id for request in requests}) == 20
+    assert before <= requests[0].arrival_time <= requests[-1].arrival_time <= time.monotonic()
+
+
+def test_the_text_ends_at_the_models_and_the_tokenizers_end_token(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, eos_token_id=[9, 10])
+    assert make(folder).process([5], DEFAULTS).request.eos_token_ids == {9, 10, 1}
+
+
+def test_errors_say_where_the_request_came_from(processor: InputProcessor) -> None:
+    with pytest.raises(InvalidParameter, match=r"^prompts\[3\]: logprobs=21"):
+        processor.process([5], SamplingParams(logprobs=21), where="prompts[3]")

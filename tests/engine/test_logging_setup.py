@@ -1,0 +1,65 @@
+"""Each case runs in a process of its own: logging is a process's own, and pytest sets it up for itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PREAMBLE = "import logging; from penstock.observability.logging import configure_logging; "
+SPEAK = "logger = logging.getLogger('penstock.engine'); logger.info('hello'); logger.debug('details')"
+
+
+def stderr_of(code: str, level: str | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_LOG_LEVEL"}
+    if level is not None:
+        environment["PENSTOCK_LOG_LEVEL"] = level
+    result = subprocess.run([sys.executable, "-c", PREAMBLE + code], capture_output=True, text=True, env=environment)
+    assert result.stdout == ""
+    return result.stderr
+
+
+def test_a_message_is_one_line_on_standard_error() -> None:
+    log = stderr_of("configure_logging(); " + SPEAK)
+    assert log.count("\n") == 1
+    assert log.startswith("I ")
+    assert log.endswith(" hello\n")
+
+
+def test_setting_up_twice_shows_a_message_once() -> None:
+    assert stderr_of("configure_logging(); configure_logging(); " + SPEAK).count("hello") == 1
+
+
+def test_nothing_is_set_up_by_importing() -> None:
+    assert stderr_of("import penstock; penstock.LLM; " + SPEAK) == ""
+
+
+@pytest.mark.parametrize(("level", "shown"), [("debug", ["hello", "details"]), ("INFO", ["hello"]), ("error", [])])
+def test_the_environment_sets_the_level(level: str, shown: list[str]) -> None:
+    log = stderr_of("configure_logging(); " + SPEAK, level)
+    assert [word for word in ("hello", "details") if word in log] == shown
+
+
+def test_debug_messages_say_where_they_come_from() -> None:
+    assert "penstock.engine:1 details" in stderr_of("configure_logging(); " + SPEAK, "debug")
+
+
+def test_a_level_that_does_not_exist_is_named() -> None:
+    log = stderr_of("configure_logging()", "loud")
+    assert "PENSTOCK_LOG_LEVEL='loud' is not valid. Allowed: debug, info, warning, error, critical." in log
+
+
+def test_an_applications_own_setup_is_respected() -> None:
+    own = "logging.basicConfig(format='app: %(message)s', level=logging.INFO); configure_logging(); "
+    assert stderr_of(own + SPEAK) == "app: hello\n"
+
+
+def test_a_setup_that_comes_later_does_not_show_messages_twice() -> None:
+    assert stderr_of("configure_logging(); logging.basicConfig(level=logging.INFO); " + SPEAK).count("hello") == 1
+
+
+def test_a_replaced_standard_error_is_followed() -> None:
+    redirected = "import io, sys; configure_logging(); sys.stderr = io.StringIO(); "
+    assert stderr_of(redirected + SPEAK) == ""

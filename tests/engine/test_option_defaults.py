@@ -1,0 +1,37 @@
+"""Defaults are written where people read them: in `LLM`'s signature and in `--help`. They must be the options' own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, EngineConfig, SamplingParams
+from penstock.cli.generate import generate
+from penstock.config.engine import option_names
+from support.fake_engine import write_model
+
+
+def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
+@pytest.mark.parametrize("function", [LLM.__init__, generate])
+def test_engine_options_default_to_the_configurations_own(function: Callable[..., Any], tmp_path: Path) -> None:
+    model = str(write_model(tmp_path))
+    given = {name: value for name, value in defaults_of(function).items() if name in option_names()}
+    assert len(given) > 8
+    if function is generate:
+        given["seed"] = defaults_of(generate)["engine_seed"]
+    assert EngineConfig.create(model, **given) == EngineConfig.create(model)
+
+
+def test_sampling_options_default_to_the_parameters_own() -> None:
+    given = {name: value for name, value in defaults_of(generate).items() if name in SamplingParams.__struct_fields__}
+    # A command's answer is read by a person, who wants more than the interface's 16 tokens.
+    assert given.pop("max_tokens") == 128
+    assert SamplingParams(**given) == SamplingParams()

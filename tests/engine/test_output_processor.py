@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import pytest
+
+from penstock.contract import LogprobsLists, SamplingParams
+from penstock.engine.messages import EngineRequest
+from penstock.engine.output_processor import OutputProcessor, RequestProgress
+from penstock.engine.outputs import RequestMetrics
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.errors import InvalidRequest
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from support.fake_engine import byte_level_tokenizer, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), byte_level_tokenizer()))
+
+
+@pytest.fixture
+def processor(tokenizer: Tokenizer) -> OutputProcessor:
+    return OutputProcessor(tokenizer)
+
+
+def request(req_id: str = "r", **params: object) -> EngineRequest:
+    sampling_params = SamplingParams(seed=0, **params)  # type: ignore[arg-type]
+    return EngineRequest(req_id=req_id, prompt_token_ids=[0, 40], sampling_params=sampling_params, arrival_time=100.0)
+
+
+def add(processor: OutputProcessor, **params: object) -> RequestProgress:
+    return processor.add(request(**params), "prompt", deque())
+
+
+def token(token_id: int, req_id: str = "r", **fields: object) -> EngineCoreOutput:
+    return EngineCoreOutput(req_id=req_id, new_token_ids=[token_id], **fields)  # type: ignore[arg-type]
+
+
+def end(reason: FinishReason, req_id: str = "r", **fields: object) -> EngineCoreOutput:
+    return EngineCoreOutput(req_id=req_id, finish_reason=reason, **fields)  # type: ignore[arg-type]
+
+
+def test_tokens_become_text_bit_by_bit(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the lazy Ж dog", add_special_tokens=False)
+    progress = add(processor)
+    taken = []
+    for token_id in ids:
+        processor.process([token(token_id)])
+        taken.append(progress.take_text())
+    assert "".join(taken) == progress.text == "the lazy Ж dog"
+    assert "" in taken  # the first half of Ж
+    assert progress.take_text() == ""
+
+
+def test_text_waits_until_it_is_taken(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    progress = add(processor)
+    for token_id in tokenizer.encode("the fox", add_special_tokens=False):
+        processor.process([token(token_id)])
+    assert progress.take_text() == "the fox"
+
+
+def test_several_tokens_may_come_at_once(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the lazy dog", add_special_tokens=False)
+    progress = add(processor)
+    processor.process([EngineCoreOutput(req_id="r", new_token_ids=ids, finish_reason=FinishReason.LENGTH)])
+    assert progress.output().outputs[0].text == "the lazy dog"
+
+
+def test_the_end_gives_what_was_held_back(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    half = tokenizer.encode("Ж", add_special_tokens=False)[0]
+    progress = add(processor)
+    processor.process([token(half, finish_reason=FinishReason.LENGTH)])
+    assert progress.text == "\ufffd"
+
+
+def test_a_stop_token_is_among_the_ids_but_not_in_the_text(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    the, fox = tokenizer.encode("the", add_special_tokens=False), tokenizer.encode(" fox", add_special_tokens=False)
+    progress = add(processor, stop_token_ids=(fox[-1],))
+    for token_id in the + fox[:-1]:
+        processor.process([token(token_id)])
+    processor.process([token(fox[-1], finish_reason=FinishReason.STOP, stop_reason=fox[-1])])
+    completion = progress.output().outputs[0]
+    assert completion.token_ids == the + fox
+    assert completion.text == tokenizer.decode(the + fox[:-1])
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", fox[-1])
+
+
+def test_the_last_token_is_in_the_text_when_the_length_ended_it(processor: OutputProcessor) -> None:
+    progress = add(processor)
+    processor.process([token(40, finish_reason=FinishReason.LENGTH)])
+    assert progress.output().outputs[0].text != ""
+    assert progress.output().outputs[0].finish_reason == "length"
+
+
+def test_an_output_is_a_snapshot(processor: OutputProcessor) -> None:
+    progress = add(processor, logprobs=1)
+    rows = LogprobsLists(logprob_token_ids=[[41, 42]], logprobs=[[-2.0, -1.0]], sampled_token_ranks=[2])
+    processor.process([token(41, new_logprobs=rows)])
+    before = progress.output()
+    processor.process([token(41, new_logprobs=rows, finish_reason=FinishReason.LENGTH)])
+    assert not before.finished
+    assert before.outputs[0].finish_reason is None
+    assert len(before.outputs[0].token_ids) == len(before.outputs[0].logprobs or []) == 1
+    assert before.metrics.num_generated_tokens == 1
+    assert progress.output().metrics.num_generated_tokens == 2
+
+
+def test_a_failed_request_keeps_its_text_and_says_why(processor: OutputProcessor) -> None:
+    progress = add(processor)
+    processor.process([token(40)])
+    text = progress.text
+    processor.process([end(FinishReason.ERROR, error="the logits are NaN")])
+    output = progress.output()
+    assert output.finished
+    assert output.outputs[0].finish_reason == "error"
+    assert output.error == "the logits are NaN"
+    assert output.outputs[0].text == text != ""
+
+
+def test_logprobs_are_cut_to_what_each_request_asked_for(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    columns = [50, 60, 61, 62]
+    rows = LogprobsLists(logprob_token_ids=[columns], logprobs=[[-5.0, -1.0, -2.0, -3.0]], sampled_token_ranks=[9])
+    kept = {}
+    for number in (0, 2, 3):
+        inbox: deque[RequestProgress] = deque()
+        progress = processor.add(request(str(number), logprobs=number), None, inbox)
+        processor.process([token(50, str(number), new_logprobs=rows)])
+        logprobs = progress.output().outputs[0].logprobs
+        assert logprobs is not None
+        kept[number] = logprobs[0]
+    assert {number: list(row) for number, row in kept.items()} == {0: [50], 2: [50, 60, 61], 3: columns}
+    assert [(value.logprob, value.rank) for value in kept[3].values()] == [(-5.0, 9), (-1.0, 1), (-2.0, 2), (-3.0, 3)]
+    assert kept[3][60].decoded_token == tokenizer.token_text(60)
+
+
+def test_a_sampled_token_among_the_likeliest_is_listed_once(processor: OutputProcessor) -> None:
+    progress = add(processor, logprobs=2)
+    rows = LogprobsLists(logprob_token_ids=[[60, 61, 60]], logprobs=[[-2.0, -1.0, -2.0]], sampled_token_ranks=[2])
+    processor.process([token(60, new_logprobs=rows)])
+    (row,) = progress.output().outputs[0].logprobs or []
+    assert [(token_id, value.rank) for token_id, value in row.items()] == [(60, 2), (61, 1)]
+
+
+def test_logprobs_add_up_and_are_absent_unless_asked_for(processor: OutputProcessor) -> None:
+    asked, other = add(processor, logprobs=0), processor.add(request("other"), None, deque())
+    row = LogprobsLists(logprob_token_ids=[[60, 61]], logprobs=[[-1.5, -1.0]], sampled_token_ranks=[2])
+    for _ in range(2):
+        processor.process([token(60, new_logprobs=row), token(60, "other", new_logprobs=row)])
+    assert asked.output().outputs[0].cumulative_logprob == -3.0
+    assert other.output().outputs[0].cumulative_logprob is None
+    assert other.output().outputs[0].logprobs is None
+
+
+def test_metrics_say_when_things_happened(processor: OutputProcessor) -> None:
+    progress = add(processor)
+    start = time.monotonic()
+    processor.process([token(40, first_scheduled_time=103.0, num_cached_tokens=16)])
+    processor.process([token(40, first_scheduled_time=103.0, num_preemptions=2)])
+    processor.process([token(40, finish_reason=FinishReason.LENGTH, num_preemptions=2)])
+    output = progress.output()
+    metrics = output.metrics
+    assert output.num_cached_tokens == 16
+    assert (metrics.arrival_time, metrics.first_scheduled_time) == (100.0, 103.0)
+    assert metrics.time_in_queue_s == 3.0
+    assert (metrics.num_generated_tokens, metrics.num_preemptions) == (3, 2)
+    assert metrics.first_token_time is not None
+    assert metrics.last_token_time is not None
+    assert metrics.finished_time is not None
+    assert start <= metrics.first_token_time <= metrics.last_token_time <= metrics.finished_time <= time.monotonic()
+
+
+def test_spans_of_time_follow_from_the_metrics() -> None:
+    metrics = RequestMetrics(
+        arrival_time=1.0, first_token_time=1.5, last_token_time=3.5, finished_time=4.0, num_generated_tokens=5
+    )
+    assert (metrics.time_to_first_token_s, metrics.time_per_output_token_s, metrics.latency_s) == (0.5, 0.5, 3.0)
+    metrics.num_generated_tokens = 1
+    assert metrics.time_per_output_token_s is None
+    assert RequestMetrics(arrival_time=1.0).latency_s is None
+
+
+def test_each_consumer_hears_of_its_own_requests(processor: OutputProcessor) -> None:
+    mine: deque[RequestProgress] = deque()
+    yours: deque[RequestProgress] = deque()
+    processor.add(request("mine"), None, mine)
+    processor.add(request("yours"), None, yours)
+    processor.process([token(40, "mine"), token(40, "yours"), token(40, "unknown")])
+    assert ([p.req_id for p in mine], [p.req_id for p in yours]) == (["mine"], ["yours"])
+
+
+def test_finished_and_forgotten_requests_are_followed_no_longer(processor: OutputProcessor) -> None:
+    finished, forgotten = add(processor), processor.add(request("forgotten"), None, deque())
+    processor.process([end(FinishReason.ABORT)])
+    processor.forget(["forgotten", "unknown"])
+    processor.process([token(40), token(40, "forgotten")])
+    assert finished.token_ids == forgotten.token_ids == []
+    assert finished.output().outputs[0].finish_reason == "abort"
+
+
+def test_two_running_requests_cannot_share_an_id(processor: OutputProcessor) -> None:
+    add(processor)
+    with pytest.raises(InvalidRequest, match="'r' is that of a running request"):
+        add(processor)
+    processor.process([end(FinishReason.LENGTH)])
+    add(processor)
