@@ -177,7 +177,7 @@ def test_long_prefill_is_tiled() -> None:
 
 
 def test_many_decodes_are_read_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.attention.cpu_paged._MAX_BLOCKS_AT_ONCE", 5)
+    monkeypatch.setattr("penstock.attention.cpu_paged._MAX_BYTES_AT_ONCE", 5 * 4 * 2 * 16 * 4)
     _check(CpuPagedBackend, [Request(length, 1) for length in (3, 40, 1, 17, 8, 8, 9)])
 
 

@@ -20,8 +20,8 @@ from penstock.kernels.paged_attention import (
     write_kv_rows,
 )
 
-# Blocks that one batch of decodes reads at once: bounds the copies of keys and values, whatever the context.
-_MAX_BLOCKS_AT_ONCE = 4096
+# Bytes of keys that one batch of decodes copies at once, and as many of values: about what the caches hold.
+_MAX_BYTES_AT_ONCE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,11 @@ class CpuPagedMetadata:
 class CpuPagedBackend(AttentionBackend):
     name = "cpu_paged"
 
+    def __init__(self, layer: LayerAttention) -> None:
+        super().__init__(layer)
+        self._bytes_per_position = 4 * layer.num_kv_heads * layer.head_size
+        self._workspace: tuple[Tensor, Tensor] | None = None
+
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         return None if device.type == "cpu" else "it runs on the CPU only"
@@ -91,7 +96,8 @@ class CpuPagedBackend(AttentionBackend):
         self, table: np.ndarray, seq_lens: np.ndarray, num_decodes: int, block_size: int
     ) -> list[DecodeBatch]:
         batches = []
-        for start, stop in _split_by_blocks(seq_lens[:num_decodes], block_size):
+        most = max(1, _MAX_BYTES_AT_ONCE // (self._bytes_per_position * block_size))
+        for start, stop in _split_by_blocks(seq_lens[:num_decodes], block_size, most):
             blocks = list_decode_blocks(table[start:stop], seq_lens[start:stop], block_size, self.sliding_window)
             batches.append(DecodeBatch(start, stop, blocks))
         return batches
@@ -120,8 +126,9 @@ class CpuPagedBackend(AttentionBackend):
         self._write(value_cache, value_TKD, metadata)
         output_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         for batch in metadata.decodes:
+            workspace = self._workspace_for(key_cache, batch.blocks.block_ids_N.shape[0])
             output_THD[batch.start : batch.stop] = decode_attention_cpu(
-                query_THD[batch.start : batch.stop], key_cache, value_cache, batch.blocks, layer.scale
+                query_THD[batch.start : batch.stop], key_cache, value_cache, batch.blocks, layer.scale, workspace
             )
         for prefill in metadata.prefills:
             rows = slice(prefill.start, prefill.stop)
@@ -136,6 +143,13 @@ class CpuPagedBackend(AttentionBackend):
         output_THD[metadata.num_tokens :] = 0
         return output_THD
 
+    def _workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Two tensors like the cache, of at least so many blocks; all layers of the group take turns with them."""
+        if self._workspace is None or self._workspace[0].shape[0] < num_blocks:
+            shape = (num_blocks + num_blocks // 4, *cache_BKPD.shape[1:])
+            self._workspace = (cache_BKPD.new_empty(shape), cache_BKPD.new_empty(shape))
+        return self._workspace
+
     @staticmethod
     def _write(cache_BKPD: Tensor, new_TKD: Tensor, metadata: CpuPagedMetadata) -> None:
         head_size = new_TKD.shape[-1]
@@ -149,18 +163,18 @@ def _gather_context(cache_BKPD: Tensor, prefill: Prefill) -> Tensor:
     return blocks_NKPD.transpose(1, 2).flatten(0, 1)[: prefill.num_positions]
 
 
-def _split_by_blocks(seq_lens: np.ndarray, block_size: int) -> list[tuple[int, int]]:
-    """Cut requests into runs of at most `_MAX_BLOCKS_AT_ONCE` blocks (or one request, if it is longer)."""
+def _split_by_blocks(seq_lens: np.ndarray, block_size: int, most: int) -> list[tuple[int, int]]:
+    """Cut requests into runs of at most `most` blocks (or one request, if it is longer)."""
     num_reqs = len(seq_lens)
     if num_reqs == 0:
         return []
     ends = (-(-seq_lens // block_size)).cumsum()
-    if ends[-1] <= _MAX_BLOCKS_AT_ONCE:
+    if ends[-1] <= most:
         return [(0, num_reqs)]
     runs, start = [], 0
     while start < num_reqs:
         before = ends[start - 1] if start else 0
-        stop = max(start + 1, int(ends.searchsorted(before + _MAX_BLOCKS_AT_ONCE, side="right")))
+        stop = max(start + 1, int(ends.searchsorted(before + most, side="right")))
         runs.append((start, stop))
         start = stop
     return runs

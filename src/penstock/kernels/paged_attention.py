@@ -124,9 +124,16 @@ def list_decode_blocks(
 
 
 def decode_attention_cpu(
-    query_RHD: Tensor, key_BKPD: Tensor, value_BKPD: Tensor, blocks: DecodeBlocks, scale: float
+    query_RHD: Tensor,
+    key_BKPD: Tensor,
+    value_BKPD: Tensor,
+    blocks: DecodeBlocks,
+    scale: float,
+    workspace: tuple[Tensor, Tensor],
 ) -> Tensor:
     """One query per request over a head-major cache [num_blocks, K, P, D]; returns [R, H, D].
+
+    workspace: for copies of keys and of values, [N or more, K, P, D] each; fresh memory would cost as much as a copy.
 
     Every block is a partial attention of its own, merged per request with the usual rescaling (split-KV, as in
     Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023), so a batch of any lengths takes the same few operators.
@@ -135,7 +142,8 @@ def decode_attention_cpu(
     num_kv_heads = key_BKPD.shape[1]
     group_size = num_heads // num_kv_heads
     query_NKGD = (query_RHD * scale).view(num_reqs, num_kv_heads, group_size, head_size).index_select(0, blocks.owner_N)
-    key_NKPD = key_BKPD.index_select(0, blocks.block_ids_N)
+    num_blocks = blocks.block_ids_N.shape[0]
+    key_NKPD = torch.index_select(key_BKPD, 0, blocks.block_ids_N, out=workspace[0][:num_blocks])
     scores_NKGP = torch.matmul(query_NKGD, key_NKPD.transpose(2, 3)).float()
     scores_NKGP += blocks.bias_NP[:, None, None, :]
 
@@ -146,7 +154,7 @@ def decode_attention_cpu(
     peak_NKG1 = peak_RH.index_select(0, blocks.owner_N).view(-1, num_kv_heads, group_size, 1)
     weights_NKGP = scores_NKGP.sub_(peak_NKG1).exp_()
 
-    value_NKPD = value_BKPD.index_select(0, blocks.block_ids_N)
+    value_NKPD = torch.index_select(value_BKPD, 0, blocks.block_ids_N, out=workspace[1][:num_blocks])
     partial_NX = torch.matmul(weights_NKGP.to(value_NKPD.dtype), value_NKPD).float().view(-1, num_heads * head_size)
     mass_NH = weights_NKGP.sum(dim=-1).view(-1, num_heads)
     output_RHD = _sum_segments(partial_NX, blocks).view(num_reqs, num_heads, head_size)
