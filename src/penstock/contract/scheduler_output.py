@@ -66,6 +66,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     preempted_req_ids: set[str] = set()
     has_structured_output_requests: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the worker has nothing to run and nothing to forget, so that it need not see this step."""
+        return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids)
+
     def anonymous(self) -> str:
         """A description for logs that holds no token of any user."""
         new = ", ".join(request.anonymous() for request in self.scheduled_new_reqs)

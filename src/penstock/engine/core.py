@@ -118,18 +118,22 @@ class EngineCore:
             engine.executor.shutdown()
 
     def _turn(self) -> list[EngineCoreOutput]:
-        if len(self._in_flight) < self._max_steps_in_flight and self._has_something_to_launch():
-            output = self.scheduler.schedule()
-            self._in_flight.append((output, self._launch(output)))
-            if len(self._in_flight) < self._max_steps_in_flight and self.scheduler.has_unfinished_requests():
-                return []
-        if not self._in_flight:
+        has_launched = self._launch_next()
+        has_room = len(self._in_flight) < self._max_steps_in_flight
+        if not self._in_flight or (has_launched and has_room and self.scheduler.has_unfinished_requests()):
             return []
         output, handle = self._in_flight.popleft()
         return self.scheduler.update_from_output(output, handle.get_output())
 
-    def _has_something_to_launch(self) -> bool:
-        return self.scheduler.has_unfinished_requests() or self.scheduler.has_finished_to_flush()
+    def _launch_next(self) -> bool:
+        """Launch a step if there is room for one and anything to run or to forget."""
+        if len(self._in_flight) >= self._max_steps_in_flight or not self.scheduler.has_work():
+            return False
+        output = self.scheduler.schedule()
+        if output.is_empty:
+            return False
+        self._in_flight.append((output, self._launch(output)))
+        return True
 
     def _launch(self, output: SchedulerOutput) -> StepHandle:
         executor = self._require_alive().executor
