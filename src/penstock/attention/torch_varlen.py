@@ -8,11 +8,11 @@ import inspect
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry
-from penstock.attention.reference import write_kv_token_major
+from penstock.attention.base import LayerAttention, StepGeometry
+from penstock.attention.token_major import TokenMajorBackend
 
 
-class TorchVarlenBackend(AttentionBackend):
+class TorchVarlenBackend(TokenMajorBackend):
     """Flash attention behind torch. What it supports differs by release and GPU, so it is tried once, not assumed."""
 
     name = "torch_varlen"
@@ -25,39 +25,18 @@ class TorchVarlenBackend(AttentionBackend):
             return f"it computes in bfloat16 or float16, not {dtype}"
         return _try(layer, dtype, device, block_size)
 
-    @staticmethod
-    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
-
-    def prepare(self, geometry: StepGeometry) -> StepGeometry:
-        return geometry
-
-    def forward(
-        self,
-        layer: LayerAttention,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: StepGeometry,
-    ) -> Tensor:
-        num_tokens = metadata.num_actual_tokens
-        if num_tokens == 0:
-            return torch.zeros_like(query_THD)
-        write_kv_token_major(kv_cache, key_TKD, value_TKD, metadata)
-        num_reqs = metadata.num_actual_reqs
-        output = torch.zeros_like(query_THD)
-        output[:num_tokens] = _varlen_attention(
+    def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
+        num_reqs = geometry.num_actual_reqs
+        return _varlen_attention(
             layer,
-            query_THD[:num_tokens],
+            query_THD,
             kv_cache,
-            metadata.query_start_loc[: num_reqs + 1],
-            metadata.seq_lens[:num_reqs],
-            metadata.block_table[:num_reqs],
-            metadata.max_query_len,
-            metadata.max_seq_len_upper_bound,
+            geometry.query_start_loc[: num_reqs + 1],
+            geometry.seq_lens[:num_reqs],
+            geometry.block_table[:num_reqs],
+            geometry.max_query_len,
+            geometry.max_seq_len_upper_bound,
         )
-        return output
 
 
 def _varlen_attention(
