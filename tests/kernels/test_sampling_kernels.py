@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.kernels.random import counter_uniform
-from penstock.kernels.sampling import draw_tokens, mask_min_p, mask_top_k_top_p, top_logprobs
+from penstock.kernels.sampling import draw_tokens, greedy_tokens, mask_min_p, mask_top_k_top_p, top_logprobs
 
 _logits = hnp.arrays(np.float32, st.tuples(st.just(1), st.integers(1, 40)), elements=st.floats(-8, 8, width=32))
 
@@ -105,3 +105,10 @@ def test_logprobs_equal_log_softmax_and_ranks_count_from_one() -> None:
 
 def test_no_top_logprobs_still_gives_the_sampled_ones() -> None:
     assert top_logprobs(torch.randn(2, 10), torch.tensor([1, 2]), 0).logprobs_RN.shape == (2, 1)
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [-1.0, float("-inf"), -2.0], [5.0, 5.0, 5.0]])
+    assert greedy_tokens(logits).tolist() == [1, 0, 0]
+    wide = torch.randn(7, 5000)
+    assert torch.equal(greedy_tokens(wide), wide.argmax(dim=-1))

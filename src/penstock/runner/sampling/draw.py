@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.random import counter_uniform
-from penstock.kernels.sampling import draw_tokens
+from penstock.kernels.sampling import draw_tokens, greedy_tokens
 from penstock.runner.sampling.stage import LogitsRows
 from penstock.runner.staging import SlotParameter
 
@@ -29,10 +29,6 @@ class Draw:
     def is_all_greedy(self, rows: LogitsRows) -> bool:
         return not self._is_greedy.any_set(rows.slots_np)
 
-    def greedy(self, logits: Tensor) -> Tensor:
-        """int64 [rows]: the first of the largest logits."""
-        return logits.argmax(dim=-1)
-
     def sample(self, raw_logits: Tensor, processed_logits: Tensor, rows: LogitsRows) -> Tensor:
         """int64 [rows]: greedy rows by the raw logits, the others drawn from the processed ones."""
         uniform = counter_uniform(self._seed.tensor.index_select(0, rows.slots), rows.positions)
@@ -40,4 +36,4 @@ class Draw:
         if not self._is_greedy.host[rows.slots_np].any():
             return drawn
         is_greedy = self._is_greedy.tensor.index_select(0, rows.slots)
-        return torch.where(is_greedy, self.greedy(raw_logits), drawn)
+        return torch.where(is_greedy, greedy_tokens(raw_logits), drawn)

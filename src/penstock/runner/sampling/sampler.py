@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.device import Device
-from penstock.kernels.sampling import LogprobsTensors
+from penstock.kernels.sampling import LogprobsTensors, greedy_tokens
 from penstock.runner.sampling.draw import Draw
 from penstock.runner.sampling.logprobs import Logprobs
 from penstock.runner.sampling.min_p import MinP
@@ -46,7 +46,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
         """Choose one token per row from float32 logits [rows, vocabulary], which stay as they are."""
         if self._draw.is_all_greedy(rows):
-            sampled = self._draw.greedy(logits)
+            sampled = greedy_tokens(logits)
         else:
             sampled = self._draw.sample(logits, self._process(logits, rows), rows)
         return SamplerOutput(sampled, self._logprobs.compute(logits, sampled, rows))
