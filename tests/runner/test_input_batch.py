@@ -22,11 +22,11 @@ def test_padding_belongs_to_the_padding_slot_and_writes_nowhere() -> None:
     exact = runner.batcher.build(counts, BatchPlan(6, 2, 6, 2))
     for plan in (BatchPlan(6, 2, 8, 4), BatchPlan(6, 2, 8, 2), BatchPlan(6, 2, 6, 3)):
         padded = runner.batcher.build(counts, plan)
-        assert padded.req_ids == exact.req_ids == ["b", "a"]
+        assert padded.layout.req_ids == exact.layout.req_ids == ["b", "a"]
         assert torch.equal(padded.input_ids[:6], exact.input_ids)
         assert torch.equal(padded.positions[:6], exact.positions)
-        assert torch.equal(padded.logits_indices, exact.logits_indices)
-        assert (padded.idx_mapping[2:] == runner.requests.padding_slot).all()
+        assert torch.equal(padded.layout.logits_indices, exact.layout.logits_indices)
+        assert (padded.layout.idx_mapping[2:] == runner.requests.padding_slot).all()
         geometry = padded.geometry[0]
         assert torch.equal(geometry.slot_mapping[:6], exact.geometry[0].slot_mapping)
         assert (geometry.slot_mapping[6:] == -1).all()
@@ -54,3 +54,21 @@ def test_the_hosts_mirror_is_never_below_the_devices_count() -> None:
         driver.step({"a": 5 if step == 0 else 1, "b": 1})
         for slot in requests.slot_of.values():
             assert requests.num_computed_tokens_upper_bound[slot] >= requests.num_computed_tokens.tensor[slot, 0]
+
+
+def test_a_layout_is_reused_only_while_requests_slots_counts_and_plan_stay_the_same() -> None:
+    driver = _driver()
+    builder, requests = driver.runner.batcher, driver.runner.requests
+    plan = BatchPlan(2, 2, 2, 2)
+    first = builder.build({"a": 1, "b": 1}, plan).layout
+    assert builder.build({"a": 1, "b": 1}, plan).layout is first
+    assert builder.build({"b": 1, "a": 1}, plan).layout.req_ids in (["a", "b"], ["b", "a"])
+    assert builder.build({"a": 1, "b": 1}, BatchPlan(2, 2, 4, 4)).layout is not first
+    assert builder.build({"a": 2, "b": 1}, BatchPlan(3, 2, 3, 2)).layout.counts_np.tolist() == [1, 2]
+    requests.remove("b")
+    requests.remove("a")
+    requests.add(new_request("b", [60], first_block=20))
+    requests.add(new_request("a", PROMPT, first_block=1))
+    moved = builder.build({"a": 1, "b": 1}, plan).layout
+    assert moved.slots_np.tolist() == [requests.slot_of[req_id] for req_id in moved.req_ids]
+    assert moved.slots_np.tolist() != first.slots_np.tolist()

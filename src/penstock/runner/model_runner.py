@@ -109,16 +109,16 @@ class ModelRunner:
         if step.batch is None or step.hidden is None:
             return EmptyOutput(grammar.step_id, step.errors)
         batch = step.batch
-        logits = self.model.compute_logits(step.hidden.index_select(0, batch.logits_indices))
+        logits = self.model.compute_logits(step.hidden.index_select(0, batch.layout.logits_indices))
         rows = self._logits_rows(batch)
         sampled = self.sampler.sample(logits, rows)
         num_sampled = self._kernels.count_sampled(
-            batch.seq_lens[: batch.plan.num_reqs], self.requests.prefill_len.tensor, rows.slots
+            batch.seq_lens[: batch.layout.plan.num_reqs], self.requests.prefill_len.tensor, rows.slots
         )
         result = AsyncOutput(
             self.device,
             step_id=grammar.step_id,
-            req_ids=batch.req_ids,
+            req_ids=batch.layout.req_ids,
             sampled_token_ids=sampled.sampled_token_ids,
             num_sampled=num_sampled,
             logprobs=sampled.logprobs,
@@ -131,13 +131,13 @@ class ModelRunner:
     @staticmethod
     def _logits_rows(batch: InputBatch) -> LogitsRows:
         return LogitsRows(
-            slots=batch.idx_mapping[: batch.plan.num_reqs],
-            slots_np=batch.idx_mapping_np,
-            positions=batch.positions.index_select(0, batch.logits_indices),
+            slots=batch.layout.idx_mapping[: batch.layout.plan.num_reqs],
+            slots_np=batch.layout.slots_np,
+            positions=batch.positions.index_select(0, batch.layout.logits_indices),
         )
 
     def _advance(self, batch: InputBatch, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
-        num_scheduled = batch.num_scheduled[: batch.plan.num_reqs]
+        num_scheduled = batch.layout.num_scheduled[: batch.layout.plan.num_reqs]
         self._kernels.advance_state(
             self.requests.all_token_ids.tensor,
             self.requests.total_len.tensor.view(-1),
@@ -147,7 +147,7 @@ class ModelRunner:
             num_sampled,
             num_scheduled,
         )
-        self.requests.num_computed_tokens_upper_bound[batch.idx_mapping_np] += batch.num_scheduled_np
+        self.requests.num_computed_tokens_upper_bound[rows.slots_np] += batch.layout.counts_np
 
 
 def _without(num_scheduled_tokens: dict[str, int], errors: Mapping[str, str]) -> dict[str, int]:

@@ -20,6 +20,7 @@ class RequestStates:
     all_token_ids: int32 [slots, max_model_len + 1], prompt and generated tokens.
     total_len, num_computed_tokens: int64 [slots, 1]; for a decoding request computed is total - 1 after each step.
     prefill_len: tokens known when the request was added; prompt_len: the user's part of them.
+    generation: changes whenever a slot changes hands.
     num_computed_tokens_upper_bound: the host's mirror, which assumes that nothing in flight is rejected.
     """
 
@@ -35,6 +36,7 @@ class RequestStates:
         self.prompt_len = SlotParameter(device, num_slots, np.int64, 0)
         self.num_computed_tokens_upper_bound = np.zeros(num_slots, dtype=np.int64)
         self.slot_of: dict[str, int] = {}
+        self.generation = 0
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))
 
     @property
@@ -47,6 +49,7 @@ class RequestStates:
         assert self._free_slots, f"no free slot for {request.req_id}: the scheduler runs at most {self.max_num_reqs}"
         assert len(request.prompt_token_ids) <= len(prefill), f"{request.req_id} has a prompt longer than its prefill"
         slot = self._free_slots.pop()
+        self.generation += 1
         self.slot_of[request.req_id] = slot
         self.all_token_ids.stage(slot, 0, prefill)
         self.total_len.stage(slot, 0, [len(prefill)])
@@ -62,6 +65,7 @@ class RequestStates:
         if slot is None:
             return False
         self._free_slots.append(slot)
+        self.generation += 1
         return True
 
     def discard_staged(self, slot: int) -> None:

@@ -1,0 +1,114 @@
+"""Which token of a step belongs to which request: what the host knows exactly, and its copy on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from penstock.device import Device
+from penstock.runner.batch_plan import BatchPlan
+from penstock.runner.request_states import RequestStates
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Requests by rising number of tokens, so decodes come first; then padding. Never changed once it is made.
+
+    Padding tokens belong to the last row, which is a padding row where there is one.
+
+    req_ids, slots_np, counts_np: of the actual requests, in batch order. query_start_loc_np: int64 [rows + 1].
+    On the device: idx_mapping, num_scheduled int64 [rows]; query_start_loc int32 [rows + 1]; token_to_req,
+    token_offset int64 [tokens]; logits_indices int64 [actual requests], last token of each.
+    """
+
+    plan: BatchPlan
+    req_ids: list[str]
+    slots_np: np.ndarray
+    counts_np: np.ndarray
+    query_start_loc_np: np.ndarray
+    max_query_len: int
+    idx_mapping: Tensor
+    num_scheduled: Tensor
+    query_start_loc: Tensor
+    token_to_req: Tensor
+    token_offset: Tensor
+    logits_indices: Tensor
+
+
+def lay_out_batch(
+    device: Device, requests: RequestStates, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan
+) -> BatchLayout:
+    """The layout of a step that runs so many tokens of each request, carried to the device in one copy."""
+    req_ids, counts = _order_by_count(num_scheduled_tokens)
+    slots = np.fromiter((requests.slot_of[req_id] for req_id in req_ids), np.int64, len(req_ids))
+    num_reqs, num_tokens = plan.num_reqs, plan.num_tokens
+    # Padding tokens need a padding row, or they would be read as tokens of a real request.
+    needs_row = plan.num_tokens_padded > num_tokens and plan.num_reqs_padded == num_reqs
+    num_rows = plan.num_reqs_padded + needs_row
+    idx_mapping = np.full(num_rows, requests.padding_slot, dtype=np.int64)
+    idx_mapping[:num_reqs] = slots
+    num_scheduled = np.zeros(num_rows, dtype=np.int64)
+    num_scheduled[:num_reqs] = counts
+    query_start_loc = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(num_scheduled, out=query_start_loc[1:])
+
+    token_to_req = np.full(plan.num_tokens_padded, num_rows - 1, dtype=np.int64)
+    token_to_req[:num_tokens] = np.repeat(np.arange(num_reqs), counts)
+    token_offset = np.zeros(plan.num_tokens_padded, dtype=np.int64)
+    token_offset[:num_tokens] = np.arange(num_tokens) - query_start_loc[token_to_req[:num_tokens]]
+
+    logits_indices = query_start_loc[1 : num_reqs + 1] - 1
+    parts = (idx_mapping, num_scheduled, query_start_loc, token_to_req, token_offset, logits_indices)
+    on_device = device.upload(np.concatenate(parts)).split([len(part) for part in parts])
+    return BatchLayout(
+        plan=plan,
+        req_ids=req_ids,
+        slots_np=slots,
+        counts_np=counts,
+        query_start_loc_np=query_start_loc,
+        max_query_len=int(counts.max(initial=0)),
+        idx_mapping=on_device[0],
+        num_scheduled=on_device[1],
+        query_start_loc=on_device[2].int(),
+        token_to_req=on_device[3],
+        token_offset=on_device[4],
+        logits_indices=on_device[5],
+    )
+
+
+class LayoutCache:
+    """Keeps the last layout: while the same requests decode on, every step has the same one."""
+
+    def __init__(self, device: Device, requests: RequestStates) -> None:
+        self._device = device
+        self._requests = requests
+        self._counts: dict[str, int] = {}
+        self._generation = -1
+        self._layout: BatchLayout | None = None
+
+    def get(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> BatchLayout:
+        """The layout of this step, made anew if requests, slots, counts or the plan differ from the last step's."""
+        layout = self._layout
+        if (
+            layout is None
+            or self._generation != self._requests.generation
+            or layout.plan != plan
+            or self._counts != num_scheduled_tokens
+        ):
+            layout = lay_out_batch(self._device, self._requests, num_scheduled_tokens, plan)
+            self._layout, self._counts = layout, dict(num_scheduled_tokens)
+            self._generation = self._requests.generation
+        return layout
+
+
+def _order_by_count(num_scheduled_tokens: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
+    """Requests by rising number of tokens, equal ones in the order given."""
+    req_ids = list(num_scheduled_tokens)
+    counts = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
+    if (counts[1:] >= counts[:-1]).all():
+        return req_ids, counts
+    order = counts.argsort(kind="stable")
+    return [req_ids[i] for i in order.tolist()], counts[order]
