@@ -1,0 +1,126 @@
+"""Where a step's host time goes, stage by stage, outside the model's forward pass: 32 running requests, all decoding.
+
+    python -m benchmarks.host_time [--steps 300] [--threads 2] [--temperature 0] [--output FOLDER]
+
+Each stage is timed by wrapping the one method that is that stage. The sum counts everything between the request's
+tokens being scheduled and its new text being ready, except the model's forward pass and its logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from benchmarks.offline import machine
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.engine.core import EngineCore
+from penstock.engine.session import Session
+
+NUM_REQUESTS = 32
+# Prefills, and a few steps for caches to settle.
+_SKIPPED_STEPS = 20
+_MODEL = ("model forward", "logits")
+
+
+class StageClock:
+    """Seconds of each stage, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._current: dict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: Any, method: str, stage: str, *, ends_step: bool = False) -> None:
+        """Time every call of a method under the stage's name."""
+        original: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._current[stage] += time.perf_counter() - begin
+                if ends_step:
+                    self.steps.append(dict(self._current))
+                    self._current.clear()
+
+        setattr(owner, method, timed)
+
+
+def measure(steps: int, threads: int, temperature: float) -> dict[str, float]:
+    """Median microseconds per step of each stage, once all requests decode."""
+    session = Session(EngineConfig.create("demo", num_threads=threads, max_num_seqs=NUM_REQUESTS, device="cpu"))
+    params = SamplingParams(temperature=temperature, max_tokens=steps + 2 * _SKIPPED_STEPS, ignore_eos=True, seed=1)
+    requests = [session.accept(f"ROMEO {index}:\n", params) for index in range(NUM_REQUESTS)]
+    clock = StageClock()
+    _wrap_stages(session, clock)
+    with closing(session.run(requests)) as progress:
+        for _ in progress:
+            if len(clock.steps) > steps + _SKIPPED_STEPS:
+                break
+    session.close()
+    return _medians(clock.steps[_SKIPPED_STEPS:])
+
+
+def _wrap_stages(session: Session, clock: StageClock) -> None:
+    core = session._core
+    assert isinstance(core, EngineCore)
+    (runner,) = core.collective_rpc(lambda worker: worker.runner)
+    clock.wrap(core.scheduler, "schedule", "schedule")
+    clock.wrap(runner.lifecycle, "apply", "request state")
+    clock.wrap(runner.batcher, "build", "input batch")
+    clock.wrap(runner.kv_cache, "prepare", "attention metadata")
+    clock.wrap(runner.model, "forward", "model forward")
+    clock.wrap(runner.model, "compute_logits", "logits")
+    clock.wrap(runner.sampler, "sample", "sampling")
+    clock.wrap(core.scheduler, "update_from_output", "scheduler update")
+    clock.wrap(session._output_processor, "process", "detokenise and outputs")
+    clock.wrap(session, "_turn", "whole step", ends_step=True)
+
+
+def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
+    stages = {stage: statistics.median(step[stage] for step in steps) * 1e6 for stage in steps[0]}
+    outside = [step["whole step"] - sum(step[stage] for stage in _MODEL) for step in steps]
+    named = sum(value for stage, value in stages.items() if stage not in (*_MODEL, "whole step"))
+    stages["outside the model"] = statistics.median(outside) * 1e6
+    stages["of which not in a stage above"] = stages["outside the model"] - named
+    return stages
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    lines = [f"# Host time per step, {NUM_REQUESTS} running requests, demo model", ""]
+    lines += [", ".join(f"{name} {value}" for name, value in report["machine"].items()), ""]
+    lines += ["| stage | " + " | ".join(report["runs"]) + " |", "| --- |" + " ---: |" * len(report["runs"])]
+    for stage in next(iter(report["runs"].values())):
+        lines.append(f"| {stage} | " + " | ".join(f"{run[stage]:.0f} µs" for run in report["runs"].values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    runs = {
+        name: measure(arguments.steps, arguments.threads, temperature)
+        for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0))
+    }
+    report = {"machine": machine(arguments.threads), "runs": runs}
+    print(as_markdown(report))
+    if arguments.output is not None:
+        name = f"{datetime.date.today().isoformat()}-cpu-host-time"
+        (arguments.output / f"{name}.json").write_text(json.dumps(report, indent=1))
+        (arguments.output / f"{name}.md").write_text(as_markdown(report))
+
+
+if __name__ == "__main__":
+    main()
