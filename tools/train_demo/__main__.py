@@ -52,6 +52,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     torch.use_deterministic_algorithms(True)
+    torch.set_flush_denormal(True)  # attention makes many, and they are very slow
     recipe = replace(Recipe(), num_steps=arguments.steps)
     corpus = Corpus.read(arguments.corpus)
 

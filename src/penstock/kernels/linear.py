@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # oneDNN looks its primitive up in every call (about 20 us), which only larger weights make up for.
-_MIN_PACKED_ELEMENTS = 512 * 1024
+_MIN_PACKED_ELEMENTS = 256 * 1024
 # Rows that oneDNN lays the packed weight out for; it multiplies any number of them.
 _PACKED_ROWS = 32
 
