@@ -46,7 +46,8 @@ def give_head_start(model: TrainingLlama) -> None:
 
 
 def _orthonormal_rows(count: int, size: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(size, count)).Q.T.contiguous()
+    columns: Tensor = torch.linalg.qr(torch.randn(size, count)).Q
+    return columns.T.contiguous()
 
 
 def _slow_rows(model: TrainingLlama) -> Tensor:

@@ -101,7 +101,8 @@ def train(plays: str, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> tup
         losses = _loss_of_each_kind(model, batch)
         (losses @ weights).backward()
         optimizer.step(step)
-        average.lerp_(losses.detach(), 1 / min(step + 1, REPORT_EVERY))
+        present = torch.tensor(batch.num_rows) > 0
+        average = average.lerp(losses.detach(), 1 / min(step + 1, REPORT_EVERY)).where(present, average)
         if (step + 1) % REPORT_EVERY == 0:
             _report(step + 1, recipe.num_steps, average, time.monotonic() - started)
 
