@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 
 .PHONY: demo test test-slow lint format clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"

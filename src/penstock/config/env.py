@@ -4,6 +4,7 @@
 | --- | --- |
 | PENSTOCK_LOG_LEVEL | level of Penstock's log: debug, info (default), warning, error |
 | PENSTOCK_PLUGINS | comma-separated names of the entry points to load as plugins; unset loads all, empty none |
+| PENSTOCK_CPU_KERNELS | kernels on the CPU: auto (default), torch, or an instruction set: avx512, avx2, generic |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1 forbids the network: models come from the local cache only |
 """
 
@@ -14,6 +15,10 @@ import os
 
 def log_level() -> str:
     return os.environ.get("PENSTOCK_LOG_LEVEL", "info").upper()
+
+
+def cpu_kernels() -> str:
+    return os.environ.get("PENSTOCK_CPU_KERNELS", "auto").lower()
 
 
 def allowed_plugins() -> list[str] | None:

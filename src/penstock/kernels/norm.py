@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.kernels.native import NATIVE
+
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype.
@@ -16,6 +18,13 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x_TD:     [..., D], any strides.
     weight_D: [D], or anything that broadcasts against x, such as [H, D] for heads with weights of their own.
     """
+    if NATIVE is not None and NATIVE.runs(x_TD) and _native_takes(x_TD, weight_D):
+        return NATIVE.rms_norm(x_TD, weight_D, eps)
+    return rms_norm_reference(x_TD, weight_D, eps)
+
+
+def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The specification of `rms_norm`."""
     wide_TD = x_TD.to(torch.float32)
     scale_T1 = (wide_TD * wide_TD).mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide_TD * scale_T1).to(x_TD.dtype).mul_(weight_D)
@@ -26,5 +35,14 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
     Overwrites x, which becomes the new residual; `residual_TD` is left as it is, since it may be the caller's input.
     """
+    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and residual_TD.is_contiguous():
+        return NATIVE.rms_norm(x_TD, weight_D, eps, residual_TD), x_TD
     residual_TD = x_TD.add_(residual_TD)
     return rms_norm(residual_TD, weight_D, eps), residual_TD
+
+
+def _native_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether rows, and heads within a row, lie one after the other, and the weight is one for all or one per head."""
+    if x.dim() == 2:
+        return x.stride(1) == 1 and weight.dim() == 1
+    return x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2] and weight.is_contiguous()

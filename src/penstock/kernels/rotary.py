@@ -10,16 +10,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.native import NATIVE
+
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
-    """What turns a step's heads; computed once per step, shared by all layers.
-
-    cos: [T, 1, 1, R / 2]. sin: [T, 1, 2, R / 2], negated for the first half, whose partner is subtracted.
-    """
+class GatheredRotation:
+    """cos: [T, 1, 1, R / 2]. sin: [T, 1, 2, R / 2], negated for the first half, whose partner is subtracted."""
 
     cos: Tensor
     sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TableRotation:
+    """The table, and the row of it that each token takes, for a kernel that looks them up itself."""
+
+    table_PR: Tensor
+    positions_T: Tensor
+
+
+# What turns a step's heads; made once per step, shared by all layers.
+Rotation = GatheredRotation | TableRotation
 
 
 def rotary_table(inv_freq: Tensor, num_positions: int, attention_scaling: float) -> Tensor:
@@ -34,9 +45,16 @@ def rotary_table(inv_freq: Tensor, num_positions: int, attention_scaling: float)
 
 def gather_rotation(table_PR: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
     """The rows of `rotary_table` for these positions (int64 or int32, each in [0, P)), in the heads' dtype."""
+    if NATIVE is not None and NATIVE.runs(table_PR) and dtype is torch.float32:
+        return TableRotation(table_PR, positions_T.to(torch.int64))
+    return gather_rotation_reference(table_PR, positions_T, dtype)
+
+
+def gather_rotation_reference(table_PR: Tensor, positions_T: Tensor, dtype: torch.dtype) -> GatheredRotation:
+    """`gather_rotation` for the rotation in plain torch."""
     rows_TR = table_PR.index_select(0, positions_T).to(dtype)
     cos, sin = rows_TR.chunk(2, -1)
-    return Rotation(cos=cos[:, None, None, :], sin=torch.stack((-sin, sin), dim=1)[:, None])
+    return GatheredRotation(cos=cos[:, None, None, :], sin=torch.stack((-sin, sin), dim=1)[:, None])
 
 
 def apply_rotary(heads_THD: Tensor, rotation: Rotation) -> None:
@@ -44,6 +62,10 @@ def apply_rotary(heads_THD: Tensor, rotation: Rotation) -> None:
 
     heads_THD: [T, H, D], any strides. Query and key heads that lie side by side are best passed together.
     """
+    if isinstance(rotation, TableRotation):
+        assert NATIVE is not None, "only the native kernels look the rotation up themselves"
+        NATIVE.apply_rotary(heads_THD, rotation.table_PR, rotation.positions_T)
+        return
     half = rotation.cos.shape[-1]
     pairs = heads_THD[..., : 2 * half].unflatten(-1, (2, half))
     partners = pairs.flip(2)

@@ -18,6 +18,7 @@ from penstock.config.model import AUTO_LENGTH
 from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import LifecycleError
+from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
 from penstock.loader.loader import load_model
 from penstock.models.attention_layers import attention_layers, kv_cache_specs
@@ -58,7 +59,8 @@ class Worker(WorkerBase):
         _seed_everything(self.config.model.seed)
         self._device.empty_cache()
         self._start = self._device.memory_snapshot()
-        logger.info("Device: %s", self._device.describe())
+        kernels = f", {describe_kernels()}" if self._device.kind == "cpu" else ""
+        logger.info("Device: %s%s", self._device.describe(), kernels)
 
     def load_model(self) -> None:
         device, dtype = self.device, self.dtype

@@ -1,0 +1,246 @@
+"""The kernels written in C++: what was built, what this processor can run, and how to call it with tensors.
+
+They work on float32 tensors in the CPU's memory. The build is optional: where no compiler was there, `NATIVE` is None
+and the plain torch kernels run instead. Suffixes are those of the modules that call these functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch  # before the kernels: they run on the threads of the OpenMP runtime that it loads
+from torch import Tensor
+
+from penstock.config.env import cpu_kernels
+from penstock.errors import ConfigError
+
+try:
+    _module: Any = import_module("penstock.kernels.native._kernels")
+    _why_not = ""
+except ImportError as error:
+    _module = None
+    _why_not = f"the C++ kernels were not built with this installation: {error}"
+
+_WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """index: how the library knows it. panel_width: output features that it packs and computes together."""
+
+    index: int
+    name: str
+    panel_width: int
+
+
+class NativeKernels:
+    """The library's functions for one instruction set. Every result has the same bits for any number of threads."""
+
+    def __init__(self, module: Any, instruction_set: InstructionSet) -> None:
+        self.instruction_set = instruction_set
+        self._index = instruction_set.index
+        self._module = module
+
+    def runs(self, tensor: Tensor) -> bool:
+        """Whether the kernels take this tensor, as far as its place and dtype go."""
+        return tensor.is_cpu and tensor.dtype is torch.float32
+
+    def pack_weight(self, weight_OI: Tensor) -> Tensor:
+        """The weight in panels: [O rounded up to whole panels, I], an opaque layout. float32 or bfloat16."""
+        weight_OI = weight_OI.contiguous()
+        num_outputs, num_inputs = weight_OI.shape
+        width = self.instruction_set.panel_width
+        packed = torch.empty(-(-num_outputs // width) * width, num_inputs, dtype=weight_OI.dtype)
+        self._module.pack_weight(
+            self._index,
+            weight_OI.data_ptr(),
+            num_outputs,
+            num_inputs,
+            _WEIGHT_TYPES[weight_OI.dtype],
+            packed.data_ptr(),
+        )
+        return packed
+
+    def unpack_weight(self, packed: Tensor, num_outputs: int) -> Tensor:
+        """The weight that was packed, bit for bit: [O, I]."""
+        weight_OI = packed.new_empty(num_outputs, packed.shape[1])
+        self._module.unpack_weight(
+            self._index,
+            packed.data_ptr(),
+            num_outputs,
+            packed.shape[1],
+            _WEIGHT_TYPES[packed.dtype],
+            weight_OI.data_ptr(),
+        )
+        return weight_OI
+
+    def linear(self, x_TI: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
+        """x @ weight^T + bias with a weight of `pack_weight`: float32 [T, O]. The rows of x are contiguous."""
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        num_rows, num_inputs = x_TI.shape
+        out_TO = torch.empty(num_rows, num_outputs)
+        self._module.linear(
+            self._index,
+            x_TI.data_ptr(),
+            x_TI.stride(0),
+            packed.data_ptr(),
+            0 if bias_O is None else bias_O.data_ptr(),
+            out_TO.data_ptr(),
+            num_outputs,
+            num_rows,
+            num_inputs,
+            num_outputs,
+            _WEIGHT_TYPES[packed.dtype],
+            torch.get_num_threads(),
+        )
+        return out_TO
+
+    def rows(self, ids_T: Tensor, packed: Tensor) -> Tensor:
+        """Rows of the weight that was packed, such as tokens' embeddings: float32 [T, I]. Ids are within the weight."""
+        ids_T = ids_T.to(torch.int32)
+        out_TI = torch.empty(ids_T.shape[0], packed.shape[1])
+        self._module.rows(
+            self._index,
+            packed.data_ptr(),
+            ids_T.data_ptr(),
+            out_TI.data_ptr(),
+            out_TI.shape[0],
+            out_TI.shape[1],
+            _WEIGHT_TYPES[packed.dtype],
+            torch.get_num_threads(),
+        )
+        return out_TI
+
+    def attention(
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        num_requests: int,
+        *,
+        block_size: int,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
+        """Write the step's keys and values, then attend causally: [T, H, D], rows of padding are zero.
+
+        key_cache: [blocks, K, D, block_size]. value_cache: [blocks, K, block_size, D]. query_start_loc, seq_lens and
+        block_table are int32 and contiguous but for the table's rows; heads of the step's tensors lie side by side.
+        """
+        num_tokens, num_heads, head_size = query_THD.shape
+        out_THD = torch.empty(num_tokens, num_heads, head_size)
+        self._module.attention(
+            self._index,
+            query_THD.data_ptr(),
+            query_THD.stride(0),
+            key_TKD.data_ptr(),
+            key_TKD.stride(0),
+            value_TKD.data_ptr(),
+            value_TKD.stride(0),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            query_start_loc.data_ptr(),
+            seq_lens.data_ptr(),
+            block_table.data_ptr(),
+            block_table.stride(0),
+            out_THD.data_ptr(),
+            num_heads * head_size,
+            num_requests,
+            num_heads,
+            key_TKD.shape[1],
+            head_size,
+            block_size,
+            sliding_window or 0,
+            scale,
+            soft_cap or 0.0,
+            torch.get_num_threads(),
+        )
+        return out_THD
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """`kernels.norm.rms_norm` for x [T, D] with weight [D], or x [T, H, D] with weight [D] or [H, D].
+
+        With a residual, x becomes x + residual first, in place.
+        """
+        num_heads = x.shape[1] if x.dim() == 3 else 1
+        size = x.shape[-1]
+        out = torch.empty(x.shape)
+        self._module.rms_norm(
+            self._index,
+            x.data_ptr(),
+            x.stride(0),
+            0 if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            size if weight.dim() == 2 else 0,
+            out.data_ptr(),
+            x.shape[0],
+            num_heads,
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_and_mul(self, gate_up_TI: Tensor) -> Tensor:
+        """`kernels.activation.silu_and_mul` for a contiguous [T, 2 * I]."""
+        num_rows, width = gate_up_TI.shape
+        out_TI = torch.empty(num_rows, width // 2)
+        self._module.silu_and_mul(
+            self._index, gate_up_TI.data_ptr(), out_TI.data_ptr(), num_rows, width // 2, torch.get_num_threads()
+        )
+        return out_TI
+
+    def apply_rotary(self, heads_THD: Tensor, table_PR: Tensor, positions_T: Tensor) -> None:
+        """`kernels.rotary.apply_rotary` with the rows of the table at these positions (int64, contiguous)."""
+        num_tokens, num_heads, _ = heads_THD.shape
+        self._module.rotary(
+            self._index,
+            heads_THD.data_ptr(),
+            heads_THD.stride(0),
+            heads_THD.stride(1),
+            positions_T.data_ptr(),
+            table_PR.data_ptr(),
+            num_tokens,
+            num_heads,
+            table_PR.shape[1] // 2,
+            torch.get_num_threads(),
+        )
+
+
+def available_instruction_sets() -> list[InstructionSet]:
+    """What was built and this processor can run, best first; empty when nothing was built."""
+    return [] if _module is None else [InstructionSet(*entry) for entry in _module.instruction_sets()]
+
+
+def load_native_kernels(requested: str) -> NativeKernels | None:
+    """The kernels for an instruction set by name; "auto" takes the best, "torch" none.
+
+    Raises ConfigError for one that is unknown, was not built, or cannot run here.
+    """
+    available = available_instruction_sets()
+    if requested == "torch" or (requested == "auto" and not available):
+        return None
+    for instruction_set in available:
+        if requested in ("auto", instruction_set.name):
+            return NativeKernels(_module, instruction_set)
+    allowed = ", ".join(["auto", "torch", *(found.name for found in available)])
+    raise ConfigError(f"PENSTOCK_CPU_KERNELS={requested!r} is not valid here. Allowed: {allowed}. {_why_not}".strip())
+
+
+def describe_kernels() -> str:
+    """One phrase for the log: which kernels run on the CPU, and why none of ours if so."""
+    if NATIVE is not None:
+        return f"{NATIVE.instruction_set.name} kernels"
+    return f"torch's kernels only ({_why_not or 'as asked for'})"
+
+
+NATIVE = load_native_kernels(cpu_kernels())

@@ -1,0 +1,105 @@
+// Normalisation, activation and rotary embedding: one pass over the data each, rows shared among the threads.
+
+namespace PENSTOCK_NAMESPACE {
+
+// Elements below which waking other threads costs more than it saves.
+constexpr int64_t kAlone = 16 * 1024;
+
+PENSTOCK_INLINE int threads_for(int64_t elements, int64_t rows, int num_threads) {
+  if (elements < kAlone || rows < 2) return 1;
+  return num_threads;
+}
+
+PENSTOCK_INLINE void add(float* x, const float* y, int64_t size) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(x + i, load(x + i) + load(y + i));
+  for (; i < size; ++i) x[i] += y[i];
+}
+
+PENSTOCK_INLINE void normalise(const float* x, const float* weight, float* out, int64_t size, float eps) {
+  const int64_t whole = size / kLanes * kLanes;
+  Vec squares = {};
+  int64_t i = 0;
+  for (; i < whole; i += kLanes) squares += load(x + i) * load(x + i);
+  float sum = sum_lanes(squares);
+  for (; i < size; ++i) sum += x[i] * x[i];
+  const float scale = 1.0f / __builtin_sqrtf(sum / static_cast<float>(size) + eps);
+  for (i = 0; i < whole; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  for (; i < size; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+static void rms_norm_thread(void* data, int thread, const Team& team) {
+  const auto& a = *static_cast<const NormArgs*>(data);
+  const int64_t begin = a.rows * thread / team.num_threads, end = a.rows * (thread + 1) / team.num_threads;
+  for (int64_t row = begin; row < end; ++row) {
+    float* x = a.x + row * a.x_stride;
+    if (a.residual != nullptr) add(x, a.residual + row * a.x_stride, a.heads * a.size);
+    for (int64_t head = 0; head < a.heads; ++head)
+      normalise(x + head * a.size, a.weight + head * a.weight_stride, a.out + (row * a.heads + head) * a.size, a.size,
+                a.eps);
+  }
+}
+
+static void rms_norm(const NormArgs& a) {
+  NormArgs args = a;
+  run_parallel(threads_for(a.rows * a.heads * a.size, a.rows, a.num_threads), rms_norm_thread, &args);
+}
+
+PENSTOCK_INLINE Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
+
+static void silu_and_mul_thread(void* data, int thread, const Team& team) {
+  const auto& a = *static_cast<const GateArgs*>(data);
+  const int64_t begin = a.rows * thread / team.num_threads, end = a.rows * (thread + 1) / team.num_threads;
+  const int64_t whole = a.size / kLanes * kLanes, rest = a.size - whole;
+  for (int64_t row = begin; row < end; ++row) {
+    const float* gate = a.x + row * 2 * a.size;
+    const float* up = gate + a.size;
+    float* out = a.out + row * a.size;
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, silu(load(gate + i)) * load(up + i));
+    if (rest > 0) {
+      float lanes[2][kLanes] = {};
+      std::memcpy(lanes[0], gate + whole, rest * sizeof(float));
+      std::memcpy(lanes[1], up + whole, rest * sizeof(float));
+      store(lanes[0], silu(load(lanes[0])) * load(lanes[1]));
+      std::memcpy(out + whole, lanes[0], rest * sizeof(float));
+    }
+  }
+}
+
+static void silu_and_mul(const GateArgs& a) {
+  GateArgs args = a;
+  run_parallel(threads_for(a.rows * a.size * 4, a.rows, a.num_threads), silu_and_mul_thread, &args);
+}
+
+static void rotary_thread(void* data, int thread, const Team& team) {
+  const auto& a = *static_cast<const RotaryArgs*>(data);
+  const int64_t begin = a.num_tokens * thread / team.num_threads;
+  const int64_t end = a.num_tokens * (thread + 1) / team.num_threads;
+  const int64_t whole = a.half / kLanes * kLanes;
+  for (int64_t token = begin; token < end; ++token) {
+    const float* cosines = a.table + a.positions[token] * 2 * a.half;
+    const float* sines = cosines + a.half;
+    for (int64_t head = 0; head < a.num_heads; ++head) {
+      float* first = a.heads + token * a.token_stride + head * a.head_stride;
+      float* second = first + a.half;
+      int64_t i = 0;
+      for (; i < whole; i += kLanes) {
+        const Vec x = load(first + i), y = load(second + i), c = load(cosines + i), s = load(sines + i);
+        store(first + i, x * c - y * s);
+        store(second + i, y * c + x * s);
+      }
+      for (; i < a.half; ++i) {
+        const float x = first[i], y = second[i];
+        first[i] = x * cosines[i] - y * sines[i];
+        second[i] = y * cosines[i] + x * sines[i];
+      }
+    }
+  }
+}
+
+static void rotary(const RotaryArgs& a) {
+  RotaryArgs args = a;
+  run_parallel(threads_for(a.num_tokens * a.num_heads * a.half * 2, a.num_tokens, a.num_threads), rotary_thread, &args);
+}
+
+}  // namespace PENSTOCK_NAMESPACE

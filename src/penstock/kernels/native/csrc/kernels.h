@@ -1,0 +1,118 @@
+// The kernels that exist once per instruction set, as plain functions on pointers.
+//
+// Sizes count elements, strides too. float everywhere unless a parameter says otherwise.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1 };
+
+// out[m][n] = sum over k of x[m][k] * weight[n][k], plus bias[n] if there is one.
+//
+// weight: from pack_weight. x and out have contiguous rows, x_stride and out_stride apart.
+struct LinearArgs {
+  const float* x;
+  int64_t x_stride;
+  const void* weight;
+  const float* bias;
+  float* out;
+  int64_t out_stride;
+  int64_t rows, in_features, out_features;
+  WeightType weight_type;
+  int num_threads;
+};
+
+// Writes the step's keys and values into the cache, then attends causally.
+//
+// Keys lie as [block][kv head][dimension][position in block], values as [block][kv head][position in block][dimension].
+// Requests are those of a step: request r has tokens query_start[r] .. query_start[r + 1], which are the last ones of
+// its seq_lens[r] positions. window: positions seen, the current one included; 0 for all. soft_cap: 0 for none.
+struct AttentionArgs {
+  const float* query;  // [tokens][heads][head_size]
+  int64_t query_stride;
+  const float* key;  // [tokens][kv heads][head_size]
+  int64_t key_stride;
+  const float* value;
+  int64_t value_stride;
+  float* key_cache;
+  float* value_cache;
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  float* out;  // [tokens][heads][head_size]
+  int64_t out_stride;
+  int64_t num_requests;
+  int64_t num_heads, num_kv_heads, head_size, block_size, window;
+  float scale, soft_cap;
+  int num_threads;
+};
+
+// x / sqrt(mean(x^2) + eps) * weight for the heads of every row; with a residual, x becomes x + residual first, in place.
+//
+// x and residual: [rows][heads][size], rows x_stride apart. out: the same, contiguous. weight: [size], weight_stride 0,
+// or [heads][size]. Plain hidden states are one head.
+struct NormArgs {
+  float* x;
+  int64_t x_stride;
+  const float* residual;
+  const float* weight;
+  int64_t weight_stride;
+  float* out;
+  int64_t rows, heads, size;
+  float eps;
+  int num_threads;
+};
+
+// silu(gate) * up, for rows that hold gate, then up: [rows][2 * size] to [rows][size].
+struct GateArgs {
+  const float* x;
+  float* out;
+  int64_t rows, size;
+  int num_threads;
+};
+
+// Turns the first 2 * half dimensions of every head in place: (a, b) becomes (a cos - b sin, b cos + a sin).
+//
+// table: [positions][cosines, then sines; half of each].
+struct RotaryArgs {
+  float* heads;
+  int64_t token_stride, head_stride;
+  const int64_t* positions;
+  const float* table;
+  int64_t num_tokens, num_heads, half;
+  int num_threads;
+};
+
+// Rows of the packed weight, such as a token's embedding: out[i] = weight[ids[i]].
+struct RowsArgs {
+  const void* weight;
+  const int32_t* ids;
+  float* out;
+  int64_t num_ids, in_features;
+  WeightType weight_type;
+  int num_threads;
+};
+
+struct Kernels {
+  const char* name;
+  // Weights are packed in panels of so many output features: [panel][in_features][panel width].
+  int panel_width;
+  void (*pack_weight)(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed);
+  void (*unpack_weight)(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight);
+  void (*linear)(const LinearArgs&);
+  void (*rows)(const RowsArgs&);
+  void (*attention)(const AttentionArgs&);
+  void (*rms_norm)(const NormArgs&);
+  void (*silu_and_mul)(const GateArgs&);
+  void (*rotary)(const RotaryArgs&);
+};
+
+// nullptr where the library was built for another architecture.
+const Kernels* generic_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+}  // namespace penstock

@@ -1,0 +1,14 @@
+// All kernels of one instruction set, and their table.
+
+#include "simd.h"
+#include "linear.inl"
+#include "attention.inl"
+#include "elementwise.inl"
+
+namespace PENSTOCK_NAMESPACE {
+
+static const Kernels kTable = {
+    PENSTOCK_NAME, kPanel, pack_weight, unpack_weight, linear, rows, attention, rms_norm, silu_and_mul, rotary,
+};
+
+}  // namespace PENSTOCK_NAMESPACE

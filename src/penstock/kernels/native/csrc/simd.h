@@ -1,0 +1,90 @@
+// Vectors of floats as the compiler's own vector types: one source for every instruction set.
+//
+// The file that includes this defines PENSTOCK_LANES (floats per vector) and PENSTOCK_NAMESPACE first, after it has
+// switched the compiler to its instruction set. Nothing in here, or in the kernels, uses a library template: such code
+// could be merged with that of another instruction set by the linker.
+
+#include <cstdint>
+#include <cstring>
+
+namespace PENSTOCK_NAMESPACE {
+
+constexpr int kLanes = PENSTOCK_LANES;
+
+typedef float Vec __attribute__((vector_size(PENSTOCK_LANES * 4)));
+typedef int32_t IntVec __attribute__((vector_size(PENSTOCK_LANES * 4)));
+typedef uint32_t UintVec __attribute__((vector_size(PENSTOCK_LANES * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(PENSTOCK_LANES * 2)));
+
+#define PENSTOCK_INLINE static inline __attribute__((always_inline))
+
+PENSTOCK_INLINE Vec load(const float* from) {
+  Vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// bfloat16 is the upper half of a float.
+PENSTOCK_INLINE Vec load(const uint16_t* from) {
+  HalfVec h;
+  std::memcpy(&h, from, sizeof h);
+  return (Vec)(__builtin_convertvector(h, UintVec) << 16);
+}
+
+PENSTOCK_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+
+PENSTOCK_INLINE Vec splat(float x) {
+  Vec v = {};
+  return v + x;
+}
+
+// Where one of the two is not a number, the result is the second.
+PENSTOCK_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+PENSTOCK_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+// In a fixed order, so that a sum is the same wherever it is taken.
+PENSTOCK_INLINE float sum_lanes(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+PENSTOCK_INLINE float max_lanes(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  float most = lanes[0];
+  for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+}
+
+// e^x by the polynomial of Cephes' expf, about one unit in the last place. 0 from -87.3 down, also for -infinity;
+// what is not a number stays so.
+PENSTOCK_INLINE Vec exp(Vec x) {
+  const Vec lowest = splat(-87.33654f);
+  const IntVec is_zero = x < lowest;
+  Vec clamped = min(splat(88.37626f), max(lowest, x));
+  // 1.5 * 2^23: adding it rounds to the nearest integer, which is then in the low bits.
+  const float magic = 12582912.0f;
+  Vec shifted = clamped * 1.44269504f + magic;
+  IntVec n = (IntVec)shifted - (IntVec)splat(magic);
+  Vec whole = shifted - magic;
+  Vec r = clamped - whole * 0.693359375f;
+  r = r - whole * -2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  Vec e = p * (r * r) + r + 1.0f;
+  Vec scale = (Vec)((n + 127) << 23);
+  IntVec result = (IntVec)(e * scale) & ~is_zero;
+  return (Vec)result;
+}
+
+// 1 - 2 / (e^2x + 1).
+PENSTOCK_INLINE Vec tanh(Vec x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
+
+}  // namespace PENSTOCK_NAMESPACE

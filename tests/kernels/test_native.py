@@ -1,0 +1,146 @@
+"""The C++ kernels of every instruction set that runs here, against float64, the torch kernels, and themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.kernels.activation import silu_and_mul_reference
+from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
+from penstock.kernels.norm import rms_norm_reference
+from penstock.kernels.rotary import apply_rotary, gather_rotation_reference, rotary_table
+
+AVAILABLE = [found.name for found in available_instruction_sets()]
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
+
+
+@pytest.fixture(params=AVAILABLE, scope="module")
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
+    loaded = load_native_kernels(request.param)
+    assert loaded is not None
+    return loaded
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def exact(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return F.linear(x_TI.double(), weight_OI.double(), None if bias_O is None else bias_O.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_products_equal_float64(kernels: NativeKernels, dtype: torch.dtype, data: st.DataObject) -> None:
+    rows = data.draw(st.integers(0, 40) | st.sampled_from([97, 400]), label="rows")
+    inputs = data.draw(st.integers(1, 70) | st.sampled_from([256, 257, 600]), label="inputs")
+    outputs = data.draw(st.integers(1, 140), label="outputs")
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    x_TI = torch.randn(rows, 2 * inputs)[:, :inputs] if data.draw(st.booleans()) else torch.randn(rows, inputs)
+    weight_OI = torch.randn(outputs, inputs).to(dtype)
+    bias_O = torch.randn(outputs) if data.draw(st.booleans()) else None
+    with threads(data.draw(st.sampled_from([1, 2, 3]))):
+        actual = kernels.linear(x_TI, kernels.pack_weight(weight_OI), outputs, bias_O)
+    torch.testing.assert_close(actual.double(), exact(x_TI, weight_OI, bias_O), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 8), (50, 33), (96, 512), (33, 700), (250, 1100)])
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    kernels: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    packed, bias_O = kernels.pack_weight(torch.randn(outputs, inputs).to(dtype)), torch.randn(outputs)
+    x_TI = torch.randn(150, inputs)
+    with threads(1):
+        together = kernels.linear(x_TI, packed, outputs, bias_O)
+    for num_threads in (1, 2, 3):
+        with threads(num_threads):
+            for first, rows in [
+                (0, 150),
+                (7, 1),
+                (9, 2),
+                (20, 3),
+                (31, 4),
+                (40, 5),
+                (60, 6),
+                (70, 7),
+                (80, 13),
+                (3, 64),
+            ]:
+                alone = kernels.linear(x_TI[first : first + rows], packed, outputs, bias_O)
+                assert torch.equal(alone, together[first : first + rows]), (num_threads, first, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 5), (17, 40), (100, 64)])
+def test_unpacking_gives_every_bit_back(kernels: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight_OI = torch.randn(outputs, inputs).to(dtype)
+    assert torch.equal(kernels.unpack_weight(kernels.pack_weight(weight_OI), outputs), weight_OI)
+
+
+def test_what_is_not_a_number_stays_in_its_row(kernels: NativeKernels) -> None:
+    weight_OI, x_TI = torch.randn(40, 30), torch.randn(9, 30)
+    x_TI[4, 7] = float("nan")
+    product = kernels.linear(x_TI, kernels.pack_weight(weight_OI), 40, None)
+    assert product[4].isnan().all()
+    assert product[[row for row in range(9) if row != 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 700])
+@pytest.mark.parametrize("size", [1, 6, 48, 512])
+def test_rms_norm(kernels: NativeKernels, num_tokens: int, size: int) -> None:
+    x_TD, residual_TD, weight_D = torch.randn(num_tokens, size), torch.randn(num_tokens, size), torch.randn(size)
+    torch.testing.assert_close(kernels.rms_norm(x_TD, weight_D, 1e-3), rms_norm_reference(x_TD, weight_D, 1e-3))
+    expected = rms_norm_reference(x_TD + residual_TD, weight_D, 1e-3)
+    total_TD = x_TD + residual_TD
+    torch.testing.assert_close(kernels.rms_norm(x_TD, weight_D, 1e-3, residual_TD), expected)
+    assert torch.equal(x_TD, total_TD)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_rms_norm_of_heads_that_lie_in_wider_rows(kernels: NativeKernels, shared: bool) -> None:
+    heads_THD = torch.randn(5, 9, 24)[:, 2:6]
+    weight = torch.randn(24) if shared else torch.randn(4, 24)
+    torch.testing.assert_close(kernels.rms_norm(heads_THD, weight, 1e-5), rms_norm_reference(heads_THD, weight, 1e-5))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
+@pytest.mark.parametrize("size", [1, 7, 8, 24, 129])
+def test_silu_and_mul(kernels: NativeKernels, num_tokens: int, size: int) -> None:
+    gate_up_TI = torch.randn(num_tokens, 2 * size) * 20
+    torch.testing.assert_close(
+        kernels.silu_and_mul(gate_up_TI), silu_and_mul_reference(gate_up_TI), rtol=2e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize(("head_size", "rotated"), [(8, 8), (16, 6), (20, 20), (64, 64), (128, 32)])
+@pytest.mark.parametrize("num_tokens", [1, 6, 400])
+def test_rotary(kernels: NativeKernels, head_size: int, rotated: int, num_tokens: int) -> None:
+    table_PR = rotary_table(torch.rand(rotated // 2), 50, 1.25)
+    positions_T = torch.randint(0, 50, (num_tokens,))
+    heads_THD = torch.randn(num_tokens, 7, head_size)
+    expected = heads_THD.clone()
+    apply_rotary(expected[:, 1:5], gather_rotation_reference(table_PR, positions_T, torch.float32))
+    kernels.apply_rotary(heads_THD[:, 1:5], table_PR, positions_T)
+    torch.testing.assert_close(heads_THD, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"PENSTOCK_CPU_KERNELS='mmx'.*auto, torch.*generic"):
+        load_native_kernels("mmx")
+    assert load_native_kernels("torch") is None
