@@ -11,10 +11,13 @@ from torch import nn
 
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import pack_weight, packed_linear, packing_pays, unpack_weight
+from penstock.kernels.native import NATIVE
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    NativeMethod,
+    OneDnnMethod,
     PackedMethod,
     PlainMethod,
     QKVParallelLinear,
@@ -58,20 +61,32 @@ def test_unpacking_gives_every_bit_back(outputs: int, inputs: int) -> None:
     assert torch.equal(unpack_weight(pack_weight(weight_OI)), weight_OI)
 
 
-@needs_packing
-def test_a_large_layer_is_packed_and_holds_its_weight_once() -> None:
+@pytest.fixture(
+    params=[
+        pytest.param("native", marks=pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")),
+        pytest.param("onednn", marks=needs_packing),
+    ]
+)
+def packed_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[PackedMethod]:
+    """The method that large layers get, with our kernels and without them."""
+    if request.param == "native":
+        return NativeMethod
+    monkeypatch.setattr("penstock.layers.linear.NATIVE", None)
+    return OneDnnMethod
+
+
+def test_a_large_layer_is_packed_and_holds_its_weight_once(packed_method: type[PackedMethod]) -> None:
     layer = random_layer(1024, 768)
     x_TI = torch.randn(3, 1024)
     size, before = weights_size_bytes(layer), layer(x_TI)
     process_weights_after_loading(layer)
-    assert isinstance(layer.method, PackedMethod)
+    assert isinstance(layer.method, packed_method)
     assert layer.weight.numel() == 0
     assert weights_size_bytes(layer) == size == (1024 + 1) * 768 * 4
     torch.testing.assert_close(layer(x_TI), before, rtol=1e-4, atol=1e-4)
 
 
-@needs_packing
-def test_restoring_gives_the_weight_back() -> None:
+def test_restoring_gives_the_weight_back(packed_method: type[PackedMethod]) -> None:
     layer = random_layer(1024, 768)
     weight = layer.weight.detach().clone()
     process_weights_after_loading(layer)
@@ -80,19 +95,30 @@ def test_restoring_gives_the_weight_back() -> None:
     assert isinstance(layer.method, PlainMethod)
 
 
-@needs_packing
-def test_a_tied_head_is_packed_without_touching_the_embedding() -> None:
+def test_a_tied_head_is_packed_and_the_embedding_stays_what_it_was(packed_method: type[PackedMethod]) -> None:
     embedding = VocabEmbedding(1100, 512, parallel=ONE_RANK)
     embedding.weight.data.normal_()
     weight = embedding.weight.detach().clone()
     head = LMHead(1100, 512, parallel=ONE_RANK, tied_to=embedding)
     process_weights_after_loading(head)
-    assert isinstance(head.method, PackedMethod)
-    assert torch.equal(embedding(torch.arange(1100)), weight)
+    assert isinstance(head.method, packed_method)
+    ids = torch.tensor([0, 5, 1099, 1096, 17, 5])
+    assert torch.equal(embedding(ids), weight[ids])
     hidden = torch.randn(2, 512)
     torch.testing.assert_close(head(hidden), hidden @ weight.T, rtol=1e-4, atol=1e-3)
     restore_weights(head)
     assert head.weight is embedding.weight
+    assert torch.equal(embedding(ids), weight[ids])
+    assert torch.equal(embedding.weight, weight)
+
+
+@pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+def test_a_tied_weight_is_held_once() -> None:
+    embedding = VocabEmbedding(96, 8, parallel=ONE_RANK)
+    model = nn.ModuleList([embedding, LMHead(96, 8, parallel=ONE_RANK, tied_to=embedding)])
+    assert weights_size_bytes(model) == 96 * 8 * 4
+    process_weights_after_loading(model)
+    assert weights_size_bytes(model) == 96 * 8 * 4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.config import LoadConfig, ModelConfig
+from penstock.layers.linear import PackedMethod
 from penstock.loader.loader import load_model
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelContext
@@ -95,9 +96,7 @@ def test_a_wide_model_with_packed_weights_equals_transformers(tmp_path: Path) ->
     oracle = tiny_model("llama", hidden_size=512, intermediate_size=1100, tie_word_embeddings=True, vocab_size=1200)
     model = load(save_checkpoint(oracle, tmp_path))
     packed = [
-        name
-        for name, module in model.named_modules()
-        if type(getattr(module, "method", None)).__name__ == "PackedMethod"
+        name for name, module in model.named_modules() if isinstance(getattr(module, "method", None), PackedMethod)
     ]
     assert "lm_head" in packed
     assert any("gate_up_proj" in name for name in packed)

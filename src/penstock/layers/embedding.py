@@ -10,19 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.layers.linear import ColumnParallelLinear, refuse_tensor_parallelism
-from penstock.layers.weights import new_parameter
+from penstock.layers.weights import RowLookup, new_parameter
 from penstock.parallel import ParallelContext
 
 
 class VocabEmbedding(nn.Module):
-    """weight: [V, D], a row per token."""
+    """weight: [V, D], a row per token; empty while an output projection that is tied to it keeps it in another form."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext) -> None:
         super().__init__()
         refuse_tensor_parallelism(parallel, type(self).__name__)
         self.weight = new_parameter(vocab_size, hidden_size)
+        self.lookup: RowLookup | None = None
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
+        if self.lookup is not None:
+            return self.lookup(input_ids_T)
         return F.embedding(input_ids_T, self.weight)
 
 
@@ -33,9 +36,22 @@ class LMHead(ColumnParallelLinear):
         self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext, tied_to: VocabEmbedding | None = None
     ) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, parallel=parallel)
+        # In a tuple, since a module's attributes become its children.
+        self._tied_to = () if tied_to is None else (tied_to,)
         if tied_to is not None:
             self.weight = tied_to.weight
-            self.shares_weight = True
+
+    def drop_weight(self, lookup: RowLookup | None) -> None:
+        if self._tied_to and lookup is None:
+            return  # the embedding needs the weight as it is
+        super().drop_weight(lookup)
+        for embedding in self._tied_to:
+            embedding.weight, embedding.lookup = self.weight, lookup
+
+    def take_weight(self, weight_OI: Tensor) -> None:
+        super().take_weight(weight_OI)
+        for embedding in self._tied_to:
+            embedding.weight, embedding.lookup = self.weight, None
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits: [L, V]."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
-from penstock.layers.weights import Shard, WeightSlot, new_parameter
+from penstock.kernels.native import NATIVE, NativeKernels
+from penstock.layers.weights import RowLookup, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelContext
 
 
@@ -45,29 +46,79 @@ class PlainMethod(LinearMethod):
 
 
 class PackedMethod(LinearMethod):
-    """Keeps the weight in oneDNN's packed layout instead, and frees the loaded one unless another layer shares it."""
+    """Keeps the weight in a layout of its kernels instead of the loaded one."""
 
     def __init__(self) -> None:
         self.packed_OI: Tensor | None = None
 
+    @abstractmethod
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        """The weight in the layout that `multiply` takes."""
+
+    @abstractmethod
+    def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
+        """The weight that was packed, bit for bit: [O, I]."""
+
+    def row_lookup(self, packed_OI: Tensor) -> RowLookup | None:
+        """How to read rows of the weight from its packed form, if that is possible."""
+        return None
+
+    @abstractmethod
+    def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
+        """x @ weight^T + bias: [T, O]."""
+
     def process_weights_after_loading(self, layer: LinearLayer) -> None:
-        self.packed_OI = pack_weight(layer.weight.detach())
-        if not layer.shares_weight:
-            layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+        self.packed_OI = self.pack(layer.weight.detach())
+        layer.drop_weight(self.row_lookup(self.packed_OI))
 
     def restore_weights(self, layer: LinearLayer) -> None:
-        if self.packed_OI is not None and not layer.shares_weight:
-            layer.weight = nn.Parameter(unpack_weight(self.packed_OI), requires_grad=False)
+        if self.packed_OI is not None and layer.weight.numel() == 0:
+            layer.take_weight(self.unpack(self.packed_OI, layer.output_size))
         self.packed_OI = None
 
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
         assert self.packed_OI is not None, "apply before process_weights_after_loading"
-        return packed_linear(x_TI, self.packed_OI, layer.bias)
+        return self.multiply(x_TI, self.packed_OI, layer.output_size, layer.bias)
+
+
+class OneDnnMethod(PackedMethod):
+    """oneDNN's packed products, through torch."""
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        return pack_weight(weight_OI)
+
+    def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
+        return unpack_weight(packed_OI)
+
+    def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
+        return packed_linear(x_TI, packed_OI, bias_O)
+
+
+class NativeMethod(PackedMethod):
+    """Our own C++ kernels."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        return self._kernels.pack_weight(weight_OI)
+
+    def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
+        return self._kernels.unpack_weight(packed_OI, output_size)
+
+    def row_lookup(self, packed_OI: Tensor) -> RowLookup:
+        return lambda ids_T: self._kernels.rows(ids_T, packed_OI)
+
+    def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
+        return self._kernels.linear(x_TI, packed_OI, output_size, bias_O)
 
 
 def choose_linear_method(weight_OI: Tensor) -> LinearMethod:
     """The fastest method for this weight where it lies."""
-    return PackedMethod() if packing_pays(weight_OI) else PlainMethod()
+    if NATIVE is not None and NATIVE.runs(weight_OI):
+        return NativeMethod(NATIVE)
+    return OneDnnMethod() if packing_pays(weight_OI) else PlainMethod()
 
 
 def process_weights_after_loading(model: nn.Module) -> None:
@@ -102,12 +153,11 @@ def weights_size_bytes(model: nn.Module) -> int:
 class LinearLayer(nn.Module):
     """x @ weight^T + bias.
 
-    weight: [O, I]. bias: [O] or None. shares_weight: the weight is another layer's too.
+    weight: [O, I]; empty while the method keeps it in another form. bias: [O] or None.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    shares_weight = False
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
         super().__init__()
@@ -120,6 +170,14 @@ class LinearLayer(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.method.apply(self, x_TI)
+
+    def drop_weight(self, lookup: RowLookup | None) -> None:
+        """Free the weight, of which the method has a form of its own; `lookup` reads rows of that form."""
+        self.weight = empty_like_weight(self.weight)
+
+    def take_weight(self, weight_OI: Tensor) -> None:
+        """Hold the weight again."""
+        self.weight = nn.Parameter(weight_OI, requires_grad=False)
 
 
 class ColumnParallelLinear(LinearLayer):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+# Rows of a weight by their numbers: from [T] to [T, I].
+RowLookup = Callable[[Tensor], Tensor]
 
 # Names a part of a fused parameter, such as "q" of a fused query, key and value projection.
 Shard = str
@@ -51,3 +55,8 @@ def weight_slots(layer: nn.Module, shard: Shard | None) -> dict[str, WeightSlot]
 def new_parameter(*shape: int) -> nn.Parameter:
     """An uninitialised parameter that needs no gradient."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+def empty_like_weight(weight: Tensor) -> nn.Parameter:
+    """What stands in for a weight that is kept in another form: a parameter of no elements."""
+    return nn.Parameter(weight.new_empty(0), requires_grad=False)
