@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.attention import LayerAttention, StepGeometry
+from penstock.attention import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.select import select_backend
 from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.kernels.native import NATIVE
 from penstock.kernels.step_state import REFERENCE
 
 
@@ -43,7 +45,7 @@ def _attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, window: i
 
 
 def _check(
-    backend_class: type[CpuPagedBackend] | type[ReferenceBackend],
+    backend_class: type[AttentionBackend],
     requests: list[Request],
     *,
     block_size: int = 4,
@@ -77,8 +79,9 @@ def _check(
 
     backend = backend_class(layer)
     shape = backend.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
-    # Whatever was in memory before must not matter, as long as it is finite.
-    kv_cache = torch.full(shape, 7.0, dtype=dtype)
+    # Whatever was in memory before must not matter; the torch backends need it to be finite.
+    stale = float("nan") if backend_class is CpuNativeBackend else 7.0
+    kv_cache = torch.full(shape, stale, dtype=dtype)
 
     def run(parts: list[tuple[int, int, int]], with_padding: int = 0) -> torch.Tensor:
         """A step that runs positions start..stop of each (request, start, stop)."""
@@ -127,33 +130,44 @@ def _check(
         np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
         row += request.num_new
     unused = [0, *order[taken:].tolist()]
-    assert torch.equal(kv_cache[:, unused], before[:, unused]), "a step wrote to a block that no request owns"
+    torch.testing.assert_close(
+        kv_cache[:, unused],
+        before[:, unused],
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+        msg="a step wrote to a block that no request owns",
+    )
 
 
-BACKENDS = [CpuPagedBackend, ReferenceBackend]
+TORCH_BACKENDS = [CpuPagedBackend, ReferenceBackend]
+native = pytest.param(
+    CpuNativeBackend, marks=pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+)
+BACKENDS = [native, *TORCH_BACKENDS]
 MIXED = [Request(0, 1), Request(9, 1), Request(4, 1), Request(0, 6), Request(7, 5), Request(31, 13)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
-def test_a_mixed_step_equals_the_definition(backend: type[CpuPagedBackend], window: int | None) -> None:
+def test_a_mixed_step_equals_the_definition(backend: type[AttentionBackend], window: int | None) -> None:
     _check(backend, list(MIXED), window=window)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size"), [(1, 1, 8), (4, 1, 32), (1, 7, 80), (3, 2, 128)])
-def test_head_layouts(backend: type[CpuPagedBackend], num_kv_heads: int, group_size: int, head_size: int) -> None:
+def test_head_layouts(backend: type[AttentionBackend], num_kv_heads: int, group_size: int, head_size: int) -> None:
     _check(backend, list(MIXED), num_kv_heads=num_kv_heads, group_size=group_size, head_size=head_size)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TORCH_BACKENDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
-def test_half_precision(backend: type[CpuPagedBackend], dtype: torch.dtype, tolerance: float) -> None:
+def test_half_precision(backend: type[AttentionBackend], dtype: torch.dtype, tolerance: float) -> None:
     _check(backend, list(MIXED), dtype=dtype, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_is_inert(backend: type[CpuPagedBackend]) -> None:
+def test_padding_is_inert(backend: type[AttentionBackend]) -> None:
     _check(backend, list(MIXED), num_padding=5)
 
 
@@ -166,14 +180,18 @@ def test_padding_is_inert(backend: type[CpuPagedBackend]) -> None:
     num_padding=st.integers(0, 3),
 )
 def test_any_step_equals_the_definition(
-    backend: type[CpuPagedBackend], requests: list[Request], block_size: int, window: int | None, num_padding: int
+    backend: type[AttentionBackend], requests: list[Request], block_size: int, window: int | None, num_padding: int
 ) -> None:
     _check(backend, requests, block_size=block_size, window=window, num_padding=num_padding)
 
 
-def test_long_prefill_is_tiled() -> None:
-    _check(CpuPagedBackend, [Request(40, 1100)], block_size=16, num_kv_heads=1, group_size=1, head_size=8)
-    _check(CpuPagedBackend, [Request(40, 1100)], block_size=16, num_kv_heads=1, group_size=1, head_size=8, window=70)
+@pytest.mark.parametrize("backend", [native, CpuPagedBackend])
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_long_prefill_is_tiled(backend: type[AttentionBackend], window: int | None, block_size: int) -> None:
+    _check(
+        backend, [Request(40, 1100)], block_size=block_size, num_kv_heads=1, group_size=1, head_size=8, window=window
+    )
 
 
 def test_many_decodes_are_read_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:

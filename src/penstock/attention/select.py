@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from penstock.attention.base import AttentionBackend, LayerAttention
+from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.torch_varlen import TorchVarlenBackend
 from penstock.errors import ConfigError, UnsupportedFeature
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend for backend in (CpuPagedBackend, TorchVarlenBackend, ReferenceBackend)
+    backend.name: backend for backend in (CpuNativeBackend, CpuPagedBackend, TorchVarlenBackend, ReferenceBackend)
 }
 
 

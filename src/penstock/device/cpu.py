@@ -41,7 +41,7 @@ class CpuDevice(Device):
     overlaps_with_host = False
     # Half of what is there: the rest of the machine stays usable, and so do other engines.
     default_memory_fraction = 0.5
-    attention_backends = ("cpu_paged", "reference")
+    attention_backends = ("cpu_native", "cpu_paged", "reference")
     max_profile_tokens = 128
     max_profile_rows = 8
 
