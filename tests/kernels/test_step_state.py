@@ -8,9 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.step_state import CPU, REFERENCE, StepStateKernels
+from penstock.kernels.native import NATIVE
+from penstock.kernels.step_state import CPU, REFERENCE, StepStateKernels, step_state_kernels
 
-IMPLEMENTATIONS = pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(REFERENCE, id="reference"),
+        pytest.param(CPU, id="numpy"),
+        pytest.param(
+            step_state_kernels(torch.device("cpu")),
+            id="native",
+            marks=pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built"),
+        ),
+    ],
+)
 
 
 def _long(values: list[int]) -> torch.Tensor:

@@ -20,8 +20,10 @@ class _ReportingHandle:
         self._handle = handle
 
     def get_output(self, timeout_s: float = STEP_TIMEOUT_S) -> ModelRunnerOutput:
-        with self._wrapper.reporting("get_output"):
+        try:
             return self._handle.get_output(timeout_s)
+        except Exception as error:
+            self._wrapper.report("get_output", error)
 
 
 class UniProcExecutor(Executor):

@@ -1,7 +1,7 @@
 """How a step reads and advances the runner's per-slot state.
 
 The `…_reference` functions are the specification, in plain torch, and what a GPU runs. On the CPU the same is done
-through numpy views of the same memory: its operators cost a third of torch's to call, and the tensors are tiny.
+in C++, or through numpy views of the same memory: the tensors are tiny, and calling torch's operators is what costs.
 
 Suffixes: S slots (one more than max_num_reqs: the last is the padding slot), T tokens of the step, R requests of the
 step, L positions, B blocks.
@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from penstock.kernels.native import NATIVE, load_native_step_state
 
 PAD_SLOT_ID = -1
 
@@ -176,6 +178,19 @@ REFERENCE = StepStateKernels(
 CPU = StepStateKernels(_gather_step_inputs_cpu, _compute_slot_mapping_cpu, _count_sampled_cpu, _advance_state_cpu)
 
 
+def _native_kernels() -> StepStateKernels | None:
+    native = load_native_step_state()
+    if native is None or NATIVE is None:
+        return None
+
+    def gather_step_inputs(*arguments: Tensor) -> StepInputs:
+        return StepInputs(*native.gather_step_inputs(*arguments))
+
+    return StepStateKernels(gather_step_inputs, native.compute_slot_mapping, native.count_sampled, native.advance_state)
+
+
 def step_state_kernels(device: torch.device) -> StepStateKernels:
     """What to run on this device; same meaning everywhere."""
-    return CPU if device.type == "cpu" else REFERENCE
+    if device.type != "cpu":
+        return REFERENCE
+    return _native_kernels() or CPU

@@ -6,10 +6,9 @@ import importlib
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, LifecycleError, PenstockError, WorkerError
@@ -77,25 +76,23 @@ class WorkerWrapperBase:
         Raises UnsupportedFeature for a method that is not built yet. Any other failure is logged with the method's
         name and raised: Penstock's own errors as they are, others as WorkerError with rank, method and cause.
         """
-        with self.reporting(_name_of(method)):
-            return self._bind(method)(*args, **kwargs)
-
-    @contextmanager
-    def reporting(self, name: str) -> Iterator[None]:
-        """Turn what a call raises into an error that names the rank, the call and the cause."""
         try:
-            yield
-        except PenstockError as error:
-            logger.debug("Rank %d: %s raised %s", self.rpc_rank, name, type(error).__name__)
-            raise
+            return self._bind(method)(*args, **kwargs)
         except Exception as error:
-            logger.exception("Rank %d: %s failed", self.rpc_rank, name)
-            raise WorkerError(
-                f"Rank {self.rpc_rank} failed in {name}: {type(error).__name__}: {error}",
-                method=name,
-                rank=self.rpc_rank,
-                cause_type=type(error).__name__,
-            ) from error
+            self.report(_name_of(method), error)
+
+    def report(self, name: str, error: Exception) -> NoReturn:
+        """Raise what a call raised as an error that names the rank, the call and the cause."""
+        if isinstance(error, PenstockError):
+            logger.debug("Rank %d: %s raised %s", self.rpc_rank, name, type(error).__name__)
+            raise error
+        logger.error("Rank %d: %s failed", self.rpc_rank, name, exc_info=error)
+        raise WorkerError(
+            f"Rank {self.rpc_rank} failed in {name}: {type(error).__name__}: {error}",
+            method=name,
+            rank=self.rpc_rank,
+            cause_type=type(error).__name__,
+        ) from error
 
     def shutdown(self) -> None:
         """Shut the worker down, if there is one; harmless when called twice."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.config.env import cpu_kernels
 from penstock.errors import ConfigError
+from penstock.kernels.native.step_state import NativeStepState
 
 try:
     _module: Any = import_module("penstock.kernels.native._kernels")
@@ -241,6 +242,11 @@ def describe_kernels() -> str:
     if NATIVE is not None:
         return f"{NATIVE.instruction_set.name} kernels"
     return f"torch's kernels only ({_why_not or 'as asked for'})"
+
+
+def load_native_step_state() -> NativeStepState | None:
+    """The step's bookkeeping in C++; None where it was not built."""
+    return None if _module is None else NativeStepState(_module)
 
 
 NATIVE = load_native_kernels(cpu_kernels())

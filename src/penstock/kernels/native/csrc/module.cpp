@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "step.h"
 
 namespace {
 
@@ -219,6 +220,74 @@ PyObject* rotary(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->rotary, a) : nullptr;
 }
 
+PyObject* gather_step_inputs(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  GatherArgs a;
+  a.all_token_ids = in.pointer<const int32_t>();
+  a.width = in.size();
+  a.num_computed = in.pointer<const int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_scheduled = in.pointer<const int64_t>();
+  a.token_rows = in.pointer<const int64_t>();
+  a.token_offsets = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.num_tokens = in.size();
+  a.input_ids = in.pointer<int32_t>();
+  a.positions = in.pointer<int64_t>();
+  a.seq_lens = in.pointer<int32_t>();
+  if (!in.are_good()) return nullptr;
+  gather_step_inputs(a);
+  Py_RETURN_NONE;
+}
+
+PyObject* compute_slot_mapping(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  SlotMappingArgs a;
+  a.block_tables = in.pointer<const int32_t>();
+  a.width = in.size();
+  a.slots = in.pointer<const int64_t>();
+  a.token_rows = in.pointer<const int64_t>();
+  a.positions = in.pointer<const int64_t>();
+  a.num_tokens = in.size();
+  a.num_actual_tokens = in.size();
+  a.block_size = in.size();
+  a.slot_mapping = in.pointer<int64_t>();
+  if (!in.are_good()) return nullptr;
+  compute_slot_mapping(a);
+  Py_RETURN_NONE;
+}
+
+PyObject* count_sampled(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  CountSampledArgs a;
+  a.seq_lens = in.pointer<const int32_t>();
+  a.prefill_lens = in.pointer<const int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.num_sampled = in.pointer<int64_t>();
+  if (!in.are_good()) return nullptr;
+  count_sampled(a);
+  Py_RETURN_NONE;
+}
+
+PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  AdvanceArgs a;
+  a.all_token_ids = in.pointer<int32_t>();
+  a.width = in.size();
+  a.total_len = in.pointer<int64_t>();
+  a.num_computed = in.pointer<int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.sampled = in.pointer<const int64_t>();
+  a.num_sampled = in.pointer<const int64_t>();
+  a.num_scheduled = in.pointer<const int64_t>();
+  a.num_rejected = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  if (!in.are_good()) return nullptr;
+  advance_state(a);
+  Py_RETURN_NONE;
+}
+
 #define PENSTOCK_FUNCTION(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(name)), METH_FASTCALL, nullptr}
 
 PyMethodDef kMethods[] = {
@@ -232,6 +301,10 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(rms_norm),
     PENSTOCK_FUNCTION(silu_and_mul),
     PENSTOCK_FUNCTION(rotary),
+    PENSTOCK_FUNCTION(gather_step_inputs),
+    PENSTOCK_FUNCTION(compute_slot_mapping),
+    PENSTOCK_FUNCTION(count_sampled),
+    PENSTOCK_FUNCTION(advance_state),
     {nullptr, nullptr, 0, nullptr},
 };
 
