@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from penstock.attention import AttentionBackend, LayerAttention, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
+from penstock.attention.select import BACKENDS as BACKENDS_BY_NAME
 from penstock.attention.select import select_backend
 from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.kernels.native import NATIVE
@@ -28,7 +29,9 @@ class Request:
     num_new: int
 
 
-def _attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, window: int | None) -> np.ndarray:
+def _attend(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, window: int | None, soft_cap: float | None
+) -> np.ndarray:
     """[Q, H, D] over [L, K, D], by definition."""
     num_queries, num_heads, head_size = queries.shape
     length, num_kv_heads, _ = keys.shape
@@ -39,6 +42,8 @@ def _attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, window: i
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             scores = keys[first : position + 1, kv_head] @ queries[row, head] * head_size**-0.5
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
             weights = np.exp(scores - scores.max())
             output[row, head] = weights @ values[first : position + 1, kv_head] / weights.sum()
     return output
@@ -53,12 +58,14 @@ def _check(
     group_size: int = 2,
     head_size: int = 16,
     window: int | None = None,
+    soft_cap: float | None = None,
     num_padding: int = 0,
     dtype: torch.dtype = torch.float32,
     tolerance: float = 1e-5,
 ) -> None:
     rng = np.random.default_rng(0)
-    layer = LayerAttention("layer", num_kv_heads * group_size, num_kv_heads, head_size, head_size**-0.5, window)
+    num_heads = num_kv_heads * group_size
+    layer = LayerAttention("layer", num_heads, num_kv_heads, head_size, head_size**-0.5, window, soft_cap)
     requests = sorted(requests, key=lambda request: request.num_new)
     lengths = [request.num_computed + request.num_new for request in requests]
     blocks_needed = [-(-length // block_size) for length in lengths]
@@ -125,7 +132,7 @@ def _check(
     assert torch.isfinite(output).all()
     row = 0
     for i, request in enumerate(requests):
-        expected = _attend(queries[i][request.num_computed :], keys[i], values[i], window)
+        expected = _attend(queries[i][request.num_computed :], keys[i], values[i], window, soft_cap)
         actual = output[row : row + request.num_new].double().numpy()
         np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
         row += request.num_new
@@ -192,6 +199,46 @@ def test_long_prefill_is_tiled(backend: type[AttentionBackend], window: int | No
     _check(
         backend, [Request(40, 1100)], block_size=block_size, num_kv_heads=1, group_size=1, head_size=8, window=window
     )
+
+
+# Scores of these layers lie within about five, so the larger cap bends some and the smaller bends most.
+@pytest.mark.parametrize("soft_cap", [0.5, 3.0])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("backend", [native, ReferenceBackend])
+def test_soft_caps(backend: type[AttentionBackend], soft_cap: float, window: int | None) -> None:
+    _check(backend, list(MIXED), soft_cap=soft_cap, window=window, num_padding=2)
+
+
+def test_a_layer_with_a_soft_cap_goes_to_a_backend_that_has_them() -> None:
+    plain, capped = (LayerAttention("layer", 2, 2, 16, 0.25, soft_cap=soft_cap) for soft_cap in (None, 50.0))
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "block_size": 16}
+    options["candidates"] = ("cpu_paged", "reference")
+    for layer in (plain, capped):
+        backend, refusals = select_backend(layer, **options)  # type: ignore[arg-type]
+        assert backend.why_not(layer, torch.float32, torch.device("cpu"), 16) is None
+        assert all(BACKENDS_BY_NAME[name].why_not(layer, torch.float32, torch.device("cpu"), 16) for name in refusals)
+
+
+def test_the_backend_of_a_group_can_run_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [LayerAttention(f"layer.{index}", 2, 2, 16, 0.25) for index in range(3)]
+    layers[1] = replace(layers[1], soft_cap=50.0)
+    asked: list[str] = []
+
+    def no_soft_caps(layer: LayerAttention, *where: object) -> str | None:
+        asked.append(layer.name)
+        return None if layer.soft_cap is None else "no soft caps"
+
+    monkeypatch.setattr(CpuPagedBackend, "why_not", no_soft_caps)
+    backend, refusals = select_backend(
+        *layers,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        block_size=16,
+        candidates=("cpu_paged", "reference"),
+    )
+    assert backend is ReferenceBackend
+    assert refusals == {"cpu_paged": "no soft caps"}
+    assert len(asked) == 2, "layers that are alike are asked about once"
 
 
 def test_many_decodes_are_read_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:

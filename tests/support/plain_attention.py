@@ -69,6 +69,8 @@ def _attend(layer: LayerAttention, query_SHD: Tensor, key_SKD: Tensor, value_SKD
     group = layer.num_heads // layer.num_kv_heads
     key_SHD, value_SHD = key_SKD.repeat_interleave(group, 1), value_SKD.repeat_interleave(group, 1)
     scores_HSS = torch.einsum("qhd,khd->hqk", query_SHD.float(), key_SHD.float()) * layer.scale
+    if layer.soft_cap is not None:
+        scores_HSS = layer.soft_cap * torch.tanh(scores_HSS / layer.soft_cap)
     distance_SS = torch.arange(len(query_SHD))[:, None] - torch.arange(len(query_SHD))
     hidden_SS = distance_SS < 0
     if layer.sliding_window is not None:

@@ -23,6 +23,7 @@ class LayerAttention:
 
     scale: factor on the scores, usually head_size ** -0.5.
     sliding_window: number of last positions seen, the current one included; None sees all.
+    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap) before they are masked; None leaves them.
     """
 
     name: str
@@ -31,6 +32,7 @@ class LayerAttention:
     head_size: int
     scale: float
     sliding_window: int | None = None
+    soft_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class AttentionBackend(ABC):
     """One way to compute attention over a paged KV cache.
 
     An instance belongs to one KV-cache group of one runner and may keep buffers of its own. It is made with one of
-    the group's layers, which are alike in everything but the name.
+    the group's layers, which are alike in what they store and in how far they see; the rest of what a layer computes
+    (`scale`, `soft_cap`, query heads) is read from the layer that `forward` is given.
     """
 
     name: str

@@ -57,7 +57,7 @@ class CpuNativeBackend(AttentionBackend):
             block_size=metadata.block_size,
             scale=layer.scale,
             sliding_window=layer.sliding_window,
-            soft_cap=None,
+            soft_cap=layer.soft_cap,
         )
         if metadata.num_actual_tokens < output_THD.shape[0]:
             output_THD[metadata.num_actual_tokens :] = 0

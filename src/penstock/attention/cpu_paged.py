@@ -66,6 +66,8 @@ class CpuPagedBackend(AttentionBackend):
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        if layer.soft_cap is not None:
+            return "soft caps"
         return None if device.type == "cpu" else "it runs on the CPU only"
 
     @staticmethod

@@ -31,4 +31,5 @@ class ReferenceBackend(TokenMajorBackend):
             geometry.max_query_len,
             layer.scale,
             layer.sliding_window,
+            layer.soft_cap,
         )

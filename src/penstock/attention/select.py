@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from penstock.attention.base import AttentionBackend, LayerAttention
@@ -17,25 +19,30 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def select_backend(
-    layer: LayerAttention,
-    *,
+    *layers: LayerAttention,
     dtype: torch.dtype,
     device: torch.device,
     block_size: int,
     candidates: tuple[str, ...],
     requested: str | None = None,
 ) -> tuple[type[AttentionBackend], dict[str, str]]:
-    """The first of the device's candidates (best first) that can run the layer, and why the better ones cannot.
+    """The first of the device's candidates (best first) that can run all the layers, and why the better ones cannot.
 
     Raises ConfigError for an unknown name, UnsupportedFeature when the requested one cannot run here.
     """
     if requested is not None and requested not in BACKENDS:
         raise ConfigError(f"attention_backend={requested!r} is not valid. Allowed: {', '.join(BACKENDS)}.")
+    # Asked once for layers that differ in nothing but their names.
+    distinct = {replace(layer, name=""): layer for layer in reversed(layers)}.values()
     refusals: dict[str, str] = {}
     for name in candidates if requested is None else (requested,):
-        why_not = BACKENDS[name].why_not(layer, dtype, device, block_size)
+        backend = BACKENDS[name]
+        reasons = (backend.why_not(layer, dtype, device, block_size) for layer in distinct)
+        why_not = next((reason for reason in reasons if reason is not None), None)
         if why_not is None:
-            return BACKENDS[name], refusals
+            return backend, refusals
         refusals[name] = why_not
-    reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
-    raise UnsupportedFeature(f"No attention backend can run layer {layer.name} on {device}. {reasons}.")
+    raise UnsupportedFeature(
+        f"No attention backend can run layer {layers[0].name} on {device}. "
+        f"{'; '.join(f'{name}: {why}' for name, why in refusals.items())}."
+    )

@@ -23,6 +23,8 @@ class TorchVarlenBackend(TokenMajorBackend):
             return "it runs on CUDA only"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"it computes in bfloat16 or float16, not {dtype}"
+        if layer.soft_cap is not None:
+            return "it knows no soft caps"
         return _try(layer, dtype, device, block_size)
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:

@@ -26,6 +26,7 @@ def paged_attention_reference(
     max_query_len: int,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention of every request's queries over its own positions. Pads all requests to the longest.
 
@@ -52,6 +53,8 @@ def paged_attention_reference(
     if sliding_window is not None:
         visible_RQL &= position_L > position_RQ[..., None] - sliding_window
     scores = torch.einsum("rqkgd,rlkd->rkgql", query_RQKGD, key_RLKD) * scale
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
     weights = scores.masked_fill(~visible_RQL[:, None, None], _NEG_INF).softmax(dim=-1)
     output_RQHD = torch.einsum("rkgql,rlkd->rqkgd", weights, value_RLKD).flatten(2, 3)
 

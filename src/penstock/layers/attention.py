@@ -12,7 +12,10 @@ from penstock.contract import FullAttentionSpec, SlidingWindowSpec
 
 
 class Attention(nn.Module):
-    """Causal attention over a request's positions, of the last `sliding_window` ones if that is given."""
+    """Causal attention over a request's positions, of the last `sliding_window` ones if that is given.
+
+    The arguments mean what they mean in `LayerAttention`.
+    """
 
     def __init__(
         self,
@@ -23,6 +26,7 @@ class Attention(nn.Module):
         head_size: int,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.layer = LayerAttention(
@@ -32,6 +36,7 @@ class Attention(nn.Module):
             head_size=head_size,
             scale=scale,
             sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, context: ForwardContext) -> Tensor:

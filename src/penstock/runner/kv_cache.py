@@ -48,7 +48,7 @@ class PagedKVCache:
                 raise UnsupportedFeature(f"KV caches of kind {type(spec).__name__} are not supported yet.")
             dtype = TORCH_DTYPES[spec.dtype]
             backend_class, refusals = select_backend(
-                layers[group.layer_names[0]],
+                *(layers[name] for name in group.layer_names),
                 dtype=dtype,
                 device=device.torch_device,
                 block_size=spec.block_size,
