@@ -7,11 +7,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from penstock.kernels.activation import silu_and_mul
-from penstock.kernels.norm import add_rms_norm, rms_norm
+from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS
+from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
 from penstock.kernels.rotary import apply_rotary, gather_rotation, rotary_table
+from penstock.layers.embedding import ScaledVocabEmbedding
+from penstock.layers.norm import LayerNorm, RMSNormRoundedLast, WholeQueryKeyNorm
+from penstock.parallel import ParallelContext
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -49,10 +56,81 @@ def test_add_rms_norm_adds_first_and_leaves_the_residual_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_silu_and_mul(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", GATED_ACTIVATIONS)
+def test_gated_activations_equal_transformers(name: str, dtype: torch.dtype) -> None:
     gate_TI, up_TI = torch.randn(7, 24, dtype=dtype), torch.randn(7, 24, dtype=dtype)
     before = torch.cat((gate_TI, up_TI), -1)
-    torch.testing.assert_close(silu_and_mul(before), F.silu(gate_TI) * up_TI)
+    tolerance = 1e-6 if dtype == torch.float32 else 0.02
+    expected = ACT2FN[name](gate_TI) * up_TI
+    torch.testing.assert_close(GATED_ACTIVATIONS[name](before), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_equal_transformers(name: str) -> None:
+    x_TI = 3 * torch.randn(7, 24)
+    torch.testing.assert_close(ACTIVATIONS[name](x_TI), ACT2FN[name](x_TI), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("norm_class", "weight_offset"), [(Gemma2RMSNorm, 1.0), (Olmo2RMSNorm, 0.0)])
+def test_rms_norm_rounded_last_equals_transformers(
+    norm_class: type[nn.Module], weight_offset: float, dtype: torch.dtype
+) -> None:
+    norm = norm_class(48, eps=1e-2)
+    norm.weight.data.normal_()
+    norm = norm.to(dtype)
+    x_TD = 5 * torch.randn(33, 48, dtype=dtype)
+    actual = rms_norm_rounded_last(x_TD, norm.weight.detach(), 1e-2, weight_offset)
+    torch.testing.assert_close(actual, norm(x_TD).detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [RMSNormRoundedLast(16, 1e-5, weight_offset=1.0), LayerNorm(16, 1e-5)], ids=type)
+def test_norms_add_first_and_leave_the_residual_alone(norm: RMSNormRoundedLast | LayerNorm) -> None:
+    for parameter in norm.parameters():
+        parameter.data.normal_()
+    x_TD, residual_TD = torch.randn(4, 16), torch.randn(4, 16)
+    total_TD, before = x_TD + residual_TD, residual_TD.clone()
+    normed_TD, new_residual_TD = norm.add_and_norm(x_TD, residual_TD)
+    assert torch.equal(new_residual_TD, total_TD)
+    assert torch.equal(residual_TD, before)
+    assert torch.equal(normed_TD, norm(total_TD))
+
+
+def test_layer_norm_is_torch_s() -> None:
+    ours, theirs = LayerNorm(24, 1e-3), nn.LayerNorm(24, eps=1e-3)
+    for parameter in theirs.parameters():
+        parameter.data.normal_()
+    ours.load_state_dict(theirs.state_dict())
+    x_TD = 1 + 2 * torch.randn(5, 24)
+    torch.testing.assert_close(ours(x_TD), theirs(x_TD).detach())
+
+
+def test_queries_and_keys_are_normed_over_all_their_heads_together() -> None:
+    norm = WholeQueryKeyNorm(num_heads=3, num_kv_heads=2, head_size=8, eps=1e-5)
+    for parameter in norm.parameters():
+        parameter.data.normal_()
+    # A view of a wider tensor, as heads beside their values are.
+    heads_THD = torch.randn(5, 7, 8)[:, :5]
+    normed_THD = norm(heads_THD)
+    query_TX, key_TX = heads_THD[:, :3].flatten(1), heads_THD[:, 3:].flatten(1)
+    expected = [
+        F.rms_norm(query_TX, (24,), norm.q_norm.weight, 1e-5),
+        F.rms_norm(key_TX, (16,), norm.k_norm.weight, 1e-5),
+    ]
+    torch.testing.assert_close(normed_THD.flatten(1), torch.cat(expected, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_scaled_embedding_rounds_its_scale_as_transformers_does(dtype: torch.dtype) -> None:
+    theirs = Gemma2TextScaledWordEmbedding(11, 48, 0, embed_scale=48**0.5)
+    theirs.weight.data.normal_()
+    theirs = theirs.to(dtype)
+    ours = ScaledVocabEmbedding(11, 48, scale=48**0.5, parallel=ParallelContext())
+    ours.weight = nn.Parameter(theirs.weight.detach(), requires_grad=False)
+    before = ours.weight.clone()
+    tokens = torch.tensor([3, 0, 10, 3])
+    assert torch.equal(ours(tokens), theirs(tokens).detach())
+    assert torch.equal(ours.weight, before)
 
 
 @given(

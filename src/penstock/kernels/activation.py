@@ -1,6 +1,12 @@
-"""Activation functions of gated feed-forward networks (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+"""Activation functions of feed-forward networks, plain and gated (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+A gated one takes gate and up projections side by side, [T, 2 * I] with the gate first, and returns
+activation(gate) * up: [T, I].
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,7 +15,7 @@ from penstock.kernels.native import NATIVE
 
 
 def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
-    """silu(gate) * up, where the last dimension holds gate, then up: [T, 2 * I] to [T, I]."""
+    """silu(gate) * up."""
     if NATIVE is not None and NATIVE.runs(gate_up_TI) and gate_up_TI.is_contiguous():
         return NATIVE.silu_and_mul(gate_up_TI)
     return silu_and_mul_reference(gate_up_TI)
@@ -19,3 +25,39 @@ def silu_and_mul_reference(gate_up_TI: Tensor) -> Tensor:
     """The specification of `silu_and_mul`."""
     gate_TI, up_TI = gate_up_TI.chunk(2, -1)
     return F.silu(gate_TI).mul_(up_TI)
+
+
+def gelu_and_mul(gate_up_TI: Tensor) -> Tensor:
+    """gelu(gate) * up, with the exact gelu."""
+    gate_TI, up_TI = gate_up_TI.chunk(2, -1)
+    return F.gelu(gate_TI).mul_(up_TI)
+
+
+def gelu_tanh_and_mul(gate_up_TI: Tensor) -> Tensor:
+    """gelu(gate) * up, with gelu's approximation by tanh."""
+    gate_TI, up_TI = gate_up_TI.chunk(2, -1)
+    return gelu_tanh(gate_TI).mul_(up_TI)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """gelu's approximation by tanh (Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+# By the names that `config.json` has for them.
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "swish": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_new": gelu_tanh_and_mul,
+    "gelu_pytorch_tanh": gelu_tanh_and_mul,
+}

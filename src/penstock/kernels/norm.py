@@ -1,7 +1,7 @@
 """Root mean square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
 
-Statistics are computed in float32; the normalised values are rounded to the input's dtype before they meet the
-weight, as the models were trained. Suffixes: T tokens, D the normalised dimension.
+Statistics are computed in float32. Whether the normalised values are rounded to the input's dtype before they meet the
+weight or after is a matter of how a model was trained. Suffixes: T tokens, D the normalised dimension.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.kernels.native import NATIVE
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype; rounds before it meets the weight.
 
     x_TD:     [..., D], any strides.
     weight_D: [D], or anything that broadcasts against x, such as [H, D] for heads with weights of their own.
@@ -39,6 +39,16 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
         return NATIVE.rms_norm(x_TD, weight_D, eps, residual_TD), x_TD
     residual_TD = x_TD.add_(residual_TD)
     return rms_norm(residual_TD, weight_D, eps), residual_TD
+
+
+def rms_norm_rounded_last(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (weight_offset + weight), all in float32 and only then rounded to x's dtype.
+
+    The arguments are those of `rms_norm`.
+    """
+    wide_TD = x_TD.to(torch.float32)
+    scale_T1 = (wide_TD * wide_TD).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide_TD * scale_T1).mul_(weight_D.to(torch.float32) + weight_offset).to(x_TD.dtype)
 
 
 def _native_takes(x: Tensor, weight: Tensor) -> bool:

@@ -5,6 +5,8 @@ Suffixes: T tokens, L logits rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +29,17 @@ class VocabEmbedding(nn.Module):
         if self.lookup is not None:
             return self.lookup(input_ids_T)
         return F.embedding(input_ids_T, self.weight)
+
+
+class ScaledVocabEmbedding(VocabEmbedding):
+    """An embedding whose rows are multiplied by `scale`, which is first rounded to the weight's dtype."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float, parallel: ParallelContext) -> None:
+        super().__init__(vocab_size, hidden_size, parallel=parallel)
+        self.scale = scale
+
+    def forward(self, input_ids_T: Tensor) -> Tensor:
+        return super().forward(input_ids_T).mul_(_rounded(self.scale, self.weight.dtype))
 
 
 class LMHead(ColumnParallelLinear):
@@ -56,3 +69,8 @@ class LMHead(ColumnParallelLinear):
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits: [L, V]."""
         return super().forward(hidden_LD).to(torch.float32)
+
+
+@functools.cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype, device="cpu"))

@@ -4,19 +4,43 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from penstock.kernels.activation import silu_and_mul
-from penstock.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS
+from penstock.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.parallel import ParallelContext
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)). activation: a name in `GATED_ACTIVATIONS`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, parallel: ParallelContext) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        bias: bool,
+        parallel: ParallelContext,
+    ) -> None:
         super().__init__()
         sizes = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, bias=bias, parallel=parallel)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
+        self._activate_and_mul = GATED_ACTIVATIONS[activation]
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden_TD)))  # type: ignore[no-any-return]
+        return self.down_proj(self._activate_and_mul(self.gate_up_proj(hidden_TD)))  # type: ignore[no-any-return]
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x))). activation: a name in `ACTIVATIONS`."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, activation: str, bias: bool, parallel: ParallelContext
+    ) -> None:
+        super().__init__()
+        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias=bias, parallel=parallel)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
+        self._activate = ACTIVATIONS[activation]
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        return self.down_proj(self._activate(self.up_proj(hidden_TD)))  # type: ignore[no-any-return]

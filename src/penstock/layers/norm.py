@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.norm import add_rms_norm, rms_norm
+from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
 from penstock.layers.weights import Shard, WeightSlot, new_parameter
 
 
@@ -22,6 +24,42 @@ class RMSNorm(nn.Module):
     def add_and_norm(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual); overwrites x."""
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+
+
+class RMSNormRoundedLast(RMSNorm):
+    """An RMSNorm that rounds to the input's dtype only after the weight, and whose weight may be stored less an offset.
+
+    weight_offset: what is added to the stored weight; 1 for weights that are trained around 0.
+    """
+
+    def __init__(self, size: int, eps: float, *, weight_offset: float = 0.0) -> None:
+        super().__init__(size, eps)
+        self.weight_offset = weight_offset
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return rms_norm_rounded_last(x_TD, self.weight, self.eps, self.weight_offset)
+
+    def add_and_norm(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        residual_TD = x_TD.add_(residual_TD)
+        return self(residual_TD), residual_TD
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = new_parameter(size)
+        self.bias = new_parameter(size)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def add_and_norm(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual); overwrites x."""
+        residual_TD = x_TD.add_(residual_TD)
+        return self(residual_TD), residual_TD
 
 
 class QueryKeyNorm(nn.Module):
@@ -42,3 +80,31 @@ class QueryKeyNorm(nn.Module):
     def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
         rows = {"q": self.weight[: self.num_heads], "k": self.weight[self.num_heads :]}[shard]
         return {"weight": WeightSlot((rows.shape[-1],), rows)}
+
+
+class RoundedLastQueryKeyNorm(QueryKeyNorm):
+    """A QueryKeyNorm of `RMSNormRoundedLast`'s kind."""
+
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float, weight_offset: float = 0.0
+    ) -> None:
+        super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, eps=eps)
+        self.weight_offset = weight_offset
+
+    def forward(self, query_key_THD: Tensor) -> Tensor:
+        return rms_norm_rounded_last(query_key_THD, self.weight, self.eps, self.weight_offset)
+
+
+class WholeQueryKeyNorm(nn.Module):
+    """One RMSNorm over all query heads of a token together, another over all its key heads."""
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
+        super().__init__()
+        self.head_counts = [num_heads, num_kv_heads]
+        self.q_norm = RMSNormRoundedLast(num_heads * head_size, eps)
+        self.k_norm = RMSNormRoundedLast(num_kv_heads * head_size, eps)
+
+    def forward(self, query_key_THD: Tensor) -> Tensor:
+        query_THD, key_TKD = query_key_THD.split_with_sizes(self.head_counts, 1)
+        normed_TX = torch.cat((self.q_norm(query_THD.flatten(1)), self.k_norm(key_TKD.flatten(1))), dim=-1)
+        return normed_TX.view(query_key_THD.shape)
