@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters, rope_frequencies
-from penstock.layers.rotary import RotaryEmbedding
+from penstock.layers.rotary import LayerRotations, RotaryEmbedding
 
 HEAD_SIZES = st.sampled_from([16, 32, 64, 80, 128])
 THETAS = st.sampled_from([10000.0, 500000.0, 1000000.0])
@@ -24,7 +24,7 @@ MAX_POSITIONS = 16384
 
 def ours(head_size: int, rope: dict[str, Any], num_positions: int = MAX_POSITIONS) -> RopeParameters:
     config = {"max_position_embeddings": MAX_POSITIONS, "rope_parameters": rope}
-    return read_rope_parameters(config, rotary_dim=head_size, num_positions=num_positions)
+    return read_rope_parameters(config, head_size=head_size, num_positions=num_positions, may_be_partial=True)
 
 
 def theirs(head_size: int, rope: dict[str, Any]) -> LlamaConfig:
@@ -92,6 +92,68 @@ def test_yarn(head_size: int, theta: float, factor: float, options: dict[str, An
     assert_equal_to_transformers(head_size, {"rope_type": "yarn", "rope_theta": theta, "factor": factor, **options})
 
 
+@st.composite
+def longropes(draw: st.DrawFn, head_size: int, partial: float) -> dict[str, Any]:
+    length = int(head_size * partial) // 2
+    factors = st.lists(st.floats(1.0, 60.0, width=32), min_size=length, max_size=length)
+    options: dict[str, Any] = draw(
+        st.fixed_dictionaries({}, optional={"factor": st.floats(0.5, 40.0), "attention_factor": st.floats(0.5, 2.0)})
+    )
+    return {
+        "rope_type": "longrope",
+        "rope_theta": draw(THETAS),
+        "partial_rotary_factor": partial,
+        "original_max_position_embeddings": draw(ORIGINAL_LENGTHS),
+        "short_factor": draw(factors),
+        "long_factor": draw(factors),
+        **options,
+    }
+
+
+@given(st.data(), st.sampled_from([16, 64, 96, 128]), st.sampled_from([0.25, 0.75, 1.0]), st.integers(1, 3000))
+@settings(deadline=None)
+def test_longrope_is_transformers_at_the_engine_s_longest_sequence(
+    data: st.DataObject, head_size: int, partial: float, num_positions: int
+) -> None:
+    rope = data.draw(longropes(head_size, partial))
+    inv_freq, scaling = rope_frequencies(ours(head_size, rope, num_positions))
+    expected, expected_scaling = ROPE_INIT_FUNCTIONS["longrope"](theirs(head_size, rope), "cpu", seq_len=num_positions)
+    torch.testing.assert_close(inv_freq, expected, rtol=2e-6, atol=0)
+    assert scaling == pytest.approx(expected_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn", "dynamic"])
+def test_a_part_of_a_head_turns_as_a_head_of_that_size(rope_type: str) -> None:
+    settings = {"rope_type": rope_type, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    partial = {**settings, "rope_theta": 10000.0, "partial_rotary_factor": 0.4, "original_max_position_embeddings": 512}
+    inv_freq, scaling = rope_frequencies(ours(80, partial))
+    whole, whole_scaling = rope_frequencies(ours(32, {**partial, "partial_rotary_factor": 1.0}))
+    assert torch.equal(inv_freq, whole)
+    assert scaling == whole_scaling
+    if rope_type != "dynamic":
+        expected, _ = ROPE_INIT_FUNCTIONS[rope_type](theirs(80, partial), "cpu")
+        torch.testing.assert_close(inv_freq, expected, rtol=2e-6, atol=0)
+
+
+def test_longrope_says_which_factors_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope_frequencies(ours(16, rope, num_positions=512))
+    assert not caplog.records
+    rope_frequencies(ours(16, rope, num_positions=513))
+    assert "--max-model-len 512" in caplog.text
+
+
+def test_layers_with_equal_rotary_parameters_share_a_table() -> None:
+    near, far = (ours(16, {"rope_type": "default", "rope_theta": theta}, 50) for theta in (1e4, 1e6))
+    layers = LayerRotations([near, near, far, ours(16, {"rope_type": "default", "rope_theta": 1e4}, 50)])
+    assert len(layers.embeddings) == 2
+    positions = torch.tensor([3, 49])
+    rotations = layers(positions, torch.float32)
+    for rotation, rope in zip(rotations, (near, near, far, near), strict=True):
+        assert torch.equal(rotation.cos, RotaryEmbedding(rope)(positions, torch.float32).cos)
+
+
 @given(HEAD_SIZES, THETAS, FACTORS, st.integers(1, 4 * MAX_POSITIONS))
 @settings(deadline=None)
 def test_dynamic_is_transformers_at_the_engine_s_longest_sequence(
@@ -121,7 +183,7 @@ def test_dynamic_is_the_default_up_to_the_model_s_own_length() -> None:
     ],
 )
 def test_both_spellings_of_the_configuration_mean_the_same(config: dict[str, Any]) -> None:
-    rope = read_rope_parameters({"max_position_embeddings": 64, **config}, rotary_dim=8, num_positions=64)
+    rope = read_rope_parameters({"max_position_embeddings": 64, **config}, head_size=8, num_positions=64)
     assert (rope.rope_type, rope.theta, rope.number("factor")) == ("linear", 7.0, 2.0)
 
 
@@ -131,7 +193,7 @@ def test_a_length_beside_the_rotary_settings_wins_over_the_one_among_them() -> N
         "original_max_position_embeddings": 1024,
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
     }
-    rope = read_rope_parameters(config, rotary_dim=8, num_positions=64)
+    rope = read_rope_parameters(config, head_size=8, num_positions=64)
     assert rope.original_max_position_embeddings == 1024
 
 

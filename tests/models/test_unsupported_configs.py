@@ -37,9 +37,9 @@ def test_the_unchanged_configuration_is_accepted(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "error", "words"),
     [
-        ("llama", {"hidden_act": "gelu"}, UnsupportedFeature, ["hidden_act", "gelu", "silu"]),
+        ("llama", {"hidden_act": "mish"}, UnsupportedFeature, ["hidden_act", "mish", "silu"]),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, UnsupportedFeature, ["gptq", "some/model"]),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, UnsupportedFeature, ["longrope", "yarn"]),
+        ("llama", {"rope_parameters": {"rope_type": "axial"}}, UnsupportedFeature, ["axial", "longrope"]),
         ("llama", {"rope_scaling": {"type": "su"}}, UnsupportedFeature, ["su", "llama3"]),
         ("llama", {"partial_rotary_factor": 0.5}, UnsupportedFeature, ["partial_rotary_factor", "0.5"]),
         ("llama", {"rope_parameters": {"full_attention": {}}}, UnsupportedFeature, ["full_attention"]),

@@ -6,6 +6,7 @@ equals its namesake in Transformers' `modeling_rope_utils`.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from penstock.errors import ModelError, UnsupportedFeature
 
+logger = logging.getLogger(__name__)
 _DEFAULT_THETA = 10000.0
-_KEEP_PRETRAINED_LENGTH = ("llama3", "yarn")
+_KEEP_PRETRAINED_LENGTH = ("llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,27 @@ class RopeParameters:
             )
         return value
 
+    def numbers(self, name: str) -> Tensor:
+        """float32 [R / 2]: a setting that is a list with a positive number for each pair of dimensions."""
+        values, length = self.settings.get(name), self.rotary_dim // 2
+        if (
+            not isinstance(values, list)
+            or len(values) != length
+            or not all(type(value) in (int, float) and value > 0 for value in values)
+        ):
+            raise ModelError(
+                f"The rotary embedding of config.json (rope_type={self.rope_type!r}) has {name}={values!r}. "
+                f"It must be a list of {length} positive numbers, one for each pair of rotated dimensions."
+            )
+        return torch.tensor(values, dtype=torch.float32, device="cpu")
 
-def read_rope_parameters(hf_config: Mapping[str, Any], *, rotary_dim: int, num_positions: int) -> RopeParameters:
+
+def read_rope_parameters(
+    hf_config: Mapping[str, Any], *, head_size: int, num_positions: int, may_be_partial: bool = False
+) -> RopeParameters:
     """Understands Transformers 4 (`rope_theta`, `rope_scaling`) and Transformers 5 (`rope_parameters`).
 
+    may_be_partial: whether the model can turn a part of each head only, which `partial_rotary_factor` gives.
     Raises ModelError when the fields are damaged, UnsupportedFeature for a kind of embedding that is not known here.
     """
     settings = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
@@ -67,8 +86,7 @@ def read_rope_parameters(hf_config: Mapping[str, Any], *, rotary_dim: int, num_p
             "Only one rotary embedding for all layers is supported."
         )
     partial = settings.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise UnsupportedFeature(f"config.json has partial_rotary_factor={partial!r}. Only 1.0 is supported here.")
+    rotary_dim = _rotary_dim(head_size, partial, may_be_partial)
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
     if rope_type not in ROPE_FUNCTIONS:
         raise UnsupportedFeature(
@@ -85,6 +103,23 @@ def read_rope_parameters(hf_config: Mapping[str, Any], *, rotary_dim: int, num_p
     rope = RopeParameters(rope_type, theta, rotary_dim, positions, num_positions, {**own, "rope_theta": theta})
     rope.number("rope_theta")
     return rope
+
+
+def _rotary_dim(head_size: int, partial: Any, may_be_partial: bool) -> int:
+    """The leading dimensions of a head that turn; `partial` is their share, None for all."""
+    if partial in (None, 1):
+        return head_size
+    if not may_be_partial:
+        raise UnsupportedFeature(f"config.json has partial_rotary_factor={partial!r}. Only 1.0 is supported here.")
+    if not isinstance(partial, (int, float)) or isinstance(partial, bool) or not 0 < partial <= 1:
+        raise ModelError(f"config.json has partial_rotary_factor={partial!r}. It must be in (0, 1].")
+    rotary_dim = int(head_size * partial)
+    if rotary_dim == 0 or rotary_dim % 2 != 0:
+        raise UnsupportedFeature(
+            f"config.json has partial_rotary_factor={partial!r}, which turns {rotary_dim} of a head's {head_size} "
+            "dimensions. Only a positive even number of them is supported, since rotary embedding turns pairs."
+        )
+    return rotary_dim
 
 
 def rope_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
@@ -149,6 +184,30 @@ def yarn_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
     return inv_freq, _yarn_attention_scaling(rope, factor)
 
 
+def longrope_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
+    """Every pair's period stretched by a factor of its own, and attention sharpened.
+
+    Ding et al. 2024, https://arxiv.org/abs/2402.13753. There are two lists of factors: `short_factor` for sequences up
+    to the pretrained length and `long_factor` beyond. Transformers changes from one to the other as a sequence grows.
+    Keys in a paged cache must not change after they are written, so here the longest sequence that the engine serves
+    decides for all.
+    """
+    original = rope.original_max_position_embeddings
+    is_long = rope.num_positions > original
+    stretch = {name: rope.numbers(name) for name in ("short_factor", "long_factor")}
+    if is_long:
+        logger.warning(
+            "The model stretches its rotary embedding (longrope). Since up to %s tokens are served, all sequences use "
+            "its factors for long ones. For best quality on shorter ones, start with --max-model-len %s or less.",
+            f"{rope.num_positions:,}",
+            original,
+        )
+    periods = stretch["long_factor" if is_long else "short_factor"] * _periods(rope.theta, rope.rotary_dim)
+    factor = rope.number("factor", rope.max_position_embeddings / original)
+    sharpening = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0 / periods, rope.number("attention_factor", sharpening)
+
+
 def _yarn_attention_scaling(rope: RopeParameters, factor: float) -> float:
     if rope.settings.get("attention_factor") is not None:
         return rope.number("attention_factor")
@@ -172,4 +231,5 @@ ROPE_FUNCTIONS: Mapping[str, Callable[[RopeParameters], tuple[Tensor, float]]] =
     "dynamic": dynamic_ntk_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
+    "longrope": longrope_frequencies,
 }

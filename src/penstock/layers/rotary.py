@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -25,3 +27,21 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
         """What turns the heads of tokens at these positions; once per step, for all layers."""
         return gather_rotation(self.table, positions_T, dtype)
+
+
+class LayerRotations(nn.Module):
+    """The rotary embedding of every layer, in order; layers with equal parameters share one."""
+
+    def __init__(self, ropes: Sequence[RopeParameters]) -> None:
+        super().__init__()
+        distinct: list[RopeParameters] = []
+        for rope in ropes:
+            if rope not in distinct:
+                distinct.append(rope)
+        self.embeddings = nn.ModuleList(RotaryEmbedding(rope) for rope in distinct)
+        self._embedding_of_layer = [distinct.index(rope) for rope in ropes]
+
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> list[Rotation]:
+        """By layer, what turns the heads of tokens at these positions."""
+        rotations = [embedding(positions_T, dtype) for embedding in self.embeddings]
+        return [rotations[index] for index in self._embedding_of_layer]

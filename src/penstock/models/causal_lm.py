@@ -12,9 +12,20 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
+from penstock.errors import UnsupportedFeature
 from penstock.layers.linear import restore_weights
 from penstock.layers.weights import WeightSlot
 from penstock.models.weights import load_into_slots
+from penstock.parallel import ParallelContext
+
+
+def refuse_pipeline_parallelism(parallel: ParallelContext, model: str) -> None:
+    """Raises UnsupportedFeature: no model here is split over pipeline ranks yet."""
+    if parallel.pipeline_parallel_size != 1:
+        raise UnsupportedFeature(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: "
+            f"{model} cannot be split over pipeline ranks yet. Supported: 1."
+        )
 
 
 class CausalLM(nn.Module, ABC):

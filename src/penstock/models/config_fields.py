@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.errors import ModelError, UnsupportedFeature
-
-_SILU_NAMES = ("silu", "swish")
 
 
 class ConfigFields:
@@ -37,12 +36,19 @@ class ConfigFields:
             raise self._wrong(name, value, "an integer of 0 or more")
         return value
 
-    def number(self, name: str) -> float:
-        """A positive number. Raises ModelError when it is absent or anything else."""
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number. Raises ModelError when it is anything else, or absent and there is no default."""
         value = self.hf_config.get(name)
+        value = default if value is None else value
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise self._wrong(name, value, "a positive number")
         return value
+
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """A positive number, or None where the file says null; `default` where it says nothing."""
+        if name not in self.hf_config:
+            return default
+        return None if self.hf_config[name] is None else self.number(name)
 
     def flag(self, name: str, *, default: bool) -> bool:
         """true or false. Raises ModelError when it is anything else."""
@@ -51,6 +57,26 @@ class ConfigFields:
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
         return value
+
+    def choice(self, name: str, allowed: Collection[str], default: str) -> str:
+        """One of several names. Raises UnsupportedFeature when it is another."""
+        value = self.hf_config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in allowed:
+            raise self.unsupported(name, value, ", ".join(allowed))
+        return value
+
+    def refuse_flags(self, *names: str) -> None:
+        """Raises UnsupportedFeature when one of these is true."""
+        for name in names:
+            if self.flag(name, default=False):
+                raise self.unsupported(name, True, "false")
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the engine may serve, from 0 on."""
+        wanted = self.model_config.max_model_len
+        return wanted if isinstance(wanted, int) else self.model_config.longest_context
 
     def layer_types(self, num_layers: int) -> list[str] | None:
         """The kind of each layer's attention, or None where the file names none."""
@@ -70,9 +96,6 @@ class ConfigFields:
                 f"{self.model_config.model} is quantized (quantization_config: quant_method={method!r}), which is not "
                 "supported yet. Take a checkpoint in float32, bfloat16 or float16."
             )
-        activation = self.hf_config.get("hidden_act", "silu")
-        if activation not in _SILU_NAMES:
-            raise self.unsupported("hidden_act", activation, " or ".join(_SILU_NAMES))
 
     def unsupported(self, name: str, value: Any, allowed: str) -> UnsupportedFeature:
         """An error to raise for a field whose value this model cannot honour."""

@@ -1,19 +1,19 @@
-"""The dense decoder that Llama, Mistral and Qwen share: pre-norm layers of self-attention and a gated MLP.
+"""The dense decoder that most families share: layers of self-attention with rotary positions and a gated MLP.
 
-A family's own file says how its configuration is read, and what its attention has of its own.
+A family's own file says how its configuration is read, and what its attention and its layers have of their own.
 Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H query heads, K KV heads, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.errors import UnsupportedFeature
+from penstock.kernels.activation import GATED_ACTIVATIONS
 from penstock.kernels.rotary import Rotation, apply_rotary
 from penstock.layers.attention import Attention
 from penstock.layers.embedding import LMHead, VocabEmbedding
@@ -21,9 +21,9 @@ from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
-from penstock.layers.rotary import RotaryEmbedding
+from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
-from penstock.models.causal_lm import CausalLM
+from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism
 from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelContext
@@ -61,15 +61,26 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    activation: str
     norm_eps: float
     tie_word_embeddings: bool
     rope: RopeParameters
 
     @classmethod
-    def read(cls, fields: ConfigFields, *, default_head_size: int | None = None) -> DecoderConfig:
+    def read(
+        cls,
+        fields: ConfigFields,
+        *,
+        default_head_size: int | None = None,
+        tied_by_default: bool = False,
+        activation_field: str = "hidden_act",
+        default_activation: str = "silu",
+        rope: Callable[[int], RopeParameters] | None = None,
+    ) -> DecoderConfig:
         """Raises ModelError for a field that is missing or damaged, UnsupportedFeature for one that asks too much.
 
         default_head_size: where `head_dim` is absent; None divides the hidden size among the heads.
+        rope: reads the rotary embedding for heads of a given size; None takes one that turns whole heads.
         """
         fields.refuse_unsupported()
         hidden_size = fields.integer("hidden_size")
@@ -90,16 +101,22 @@ class DecoderConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
+            activation=fields.choice(activation_field, GATED_ACTIVATIONS, default_activation),
             norm_eps=fields.number("rms_norm_eps"),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-            rope=read_rope_parameters(
-                fields.hf_config, rotary_dim=head_size, num_positions=fields.model_config.longest_context
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=tied_by_default),
+            rope=(
+                rope(head_size)
+                if rope is not None
+                else read_rope_parameters(fields.hf_config, head_size=head_size, num_positions=fields.num_positions)
             ),
         )
 
 
 class SelfAttention(nn.Module):
-    """Attention with rotary positions. `query_key_norm` may normalise the heads before they are turned."""
+    """Attention with rotary positions.
+
+    scale: on the scores; None takes head_size ** -0.5. query_key_norm: normalises the heads before they are turned.
+    """
 
     def __init__(
         self,
@@ -109,7 +126,9 @@ class SelfAttention(nn.Module):
         *,
         qkv_bias: bool,
         output_bias: bool,
+        scale: float | None = None,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
         query_key_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -130,8 +149,9 @@ class SelfAttention(nn.Module):
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
-            scale=config.head_size**-0.5,
+            scale=config.head_size**-0.5 if scale is None else scale,
             sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_size, config.hidden_size, bias=output_bias, parallel=parallel
@@ -148,16 +168,25 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them.
+
+    A layer takes and returns its input as two tensors, x = hidden + residual, so that the next norm can add them.
+    """
 
     def __init__(
-        self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelContext, *, mlp_bias: bool
+        self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelContext, *, mlp_bias: bool = False
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=mlp_bias, parallel=parallel)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            bias=mlp_bias,
+            parallel=parallel,
+        )
 
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
@@ -173,29 +202,33 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, final norm.
+
+    layer: makes a layer, such as `DecoderLayer`, given its number. ropes: the rotary embedding of each layer; None
+    takes the configuration's for all. embed_tokens, norm: where they are not the usual ones.
+    """
 
     def __init__(
         self,
         config: DecoderConfig,
         parallel: ParallelContext,
-        attention: Callable[[int], SelfAttention],
+        layer: Callable[[int], nn.Module],
         *,
-        mlp_bias: bool,
+        ropes: Sequence[RopeParameters] | None = None,
+        embed_tokens: VocabEmbedding | None = None,
+        norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        self.rotary_emb = RotaryEmbedding(config.rope)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, attention(layer), parallel, mlp_bias=mlp_bias) for layer in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.embed_tokens = embed_tokens or VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.rotations = LayerRotations(ropes or [config.rope] * config.num_layers)
+        self.layers = nn.ModuleList(layer(index) for index in range(config.num_layers))
+        self.norm = norm or RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         hidden_TD = self.embed_tokens(input_ids_T)
         residual_TD: Tensor | None = None
-        rotation = self.rotary_emb(positions_T, hidden_TD.dtype)
-        for layer in self.layers:
+        rotations = self.rotations(positions_T, hidden_TD.dtype)
+        for layer, rotation in zip(self.layers, rotations, strict=True):
             hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, context)
         assert residual_TD is not None, "a decoder has at least one layer"
         hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
@@ -203,35 +236,21 @@ class DecoderModel(nn.Module):
 
 
 class DecoderForCausalLM(CausalLM):
-    """A decoder with its output projection.
-
-    attention: makes the self-attention of a layer, given its number.
-    """
+    """A decoder with its output projection."""
 
     weight_table: ClassVar[WeightTable] = DECODER_WEIGHTS
     ignorable: ClassVar[tuple[str, ...]] = _IGNORABLE
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        parallel: ParallelContext,
-        attention: Callable[[int], SelfAttention],
-        *,
-        mlp_bias: bool = False,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, parallel: ParallelContext, model: DecoderModel) -> None:
         super().__init__()
-        if parallel.pipeline_parallel_size != 1:
-            raise UnsupportedFeature(
-                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: "
-                f"{type(self).__name__} cannot be split over pipeline ranks yet. Supported: 1."
-            )
+        refuse_pipeline_parallelism(parallel, type(self).__name__)
         self.config = config
-        self.model = DecoderModel(config, parallel, attention, mlp_bias=mlp_bias)
+        self.model = model
         self.lm_head = LMHead(
             config.vocab_size,
             config.hidden_size,
             parallel=parallel,
-            tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
+            tied_to=model.embed_tokens if config.tie_word_embeddings else None,
         )
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, SelfAttention
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.parallel import ParallelContext
 
 
@@ -15,8 +15,10 @@ class LlamaForCausalLM(DecoderForCausalLM):
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         attention_bias = fields.flag("attention_bias", default=False)
+        mlp_bias = fields.flag("mlp_bias", default=False)
 
-        def attention(layer: int) -> SelfAttention:
-            return SelfAttention(config, layer, parallel, qkv_bias=attention_bias, output_bias=attention_bias)
+        def layer(index: int) -> DecoderLayer:
+            attention = SelfAttention(config, index, parallel, qkv_bias=attention_bias, output_bias=attention_bias)
+            return DecoderLayer(config, attention, parallel, mlp_bias=mlp_bias)
 
-        super().__init__(config, parallel, attention, mlp_bias=fields.flag("mlp_bias", default=False))
+        super().__init__(config, parallel, DecoderModel(config, parallel, layer))

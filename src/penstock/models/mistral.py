@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, SelfAttention
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.parallel import ParallelContext
 
 # What a configuration without `sliding_window` means; null means none.
@@ -21,7 +21,8 @@ class MistralForCausalLM(DecoderForCausalLM):
         if fields.layer_types(config.num_layers) is not None:
             raise fields.unsupported("layer_types", fields.hf_config["layer_types"], "null: all layers are alike")
 
-        def attention(layer: int) -> SelfAttention:
-            return SelfAttention(config, layer, parallel, qkv_bias=False, output_bias=False, sliding_window=window)
+        def layer(index: int) -> DecoderLayer:
+            attention = SelfAttention(config, index, parallel, qkv_bias=False, output_bias=False, sliding_window=window)
+            return DecoderLayer(config, attention, parallel)
 
-        super().__init__(config, parallel, attention)
+        super().__init__(config, parallel, DecoderModel(config, parallel, layer))

@@ -7,7 +7,14 @@ from typing import ClassVar
 from penstock.config import ModelConfig
 from penstock.layers.norm import QueryKeyNorm
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, SelfAttention
+from penstock.models.decoder import (
+    DECODER_WEIGHTS,
+    DecoderConfig,
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderModel,
+    SelfAttention,
+)
 from penstock.models.qwen_windows import read_qwen_windows
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelContext
@@ -31,14 +38,14 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
         bias = fields.flag("attention_bias", default=False)
         windows = read_qwen_windows(fields, config.num_layers)
 
-        def attention(layer: int) -> SelfAttention:
-            return SelfAttention(
+        def layer(index: int) -> DecoderLayer:
+            attention = SelfAttention(
                 config,
-                layer,
+                index,
                 parallel,
                 qkv_bias=bias,
                 output_bias=bias,
-                sliding_window=windows[layer],
+                sliding_window=windows[index],
                 query_key_norm=QueryKeyNorm(
                     num_heads=config.num_heads,
                     num_kv_heads=config.num_kv_heads,
@@ -46,5 +53,6 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
                     eps=config.norm_eps,
                 ),
             )
+            return DecoderLayer(config, attention, parallel)
 
-        super().__init__(config, parallel, attention)
+        super().__init__(config, parallel, DecoderModel(config, parallel, layer))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.models.config_fields import ConfigFields
+from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 # What a configuration without these fields means.
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -19,12 +19,9 @@ def read_qwen_windows(fields: ConfigFields, num_layers: int) -> list[int | None]
     window = None
     if fields.flag("use_sliding_window", default=False):
         window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW)
-    kinds = fields.layer_types(num_layers)
-    if kinds is None:
-        first = fields.count("max_window_layers", default=_DEFAULT_MAX_WINDOW_LAYERS)
-        return [window if layer >= first else None for layer in range(num_layers)]
-    if not set(kinds) <= {_FULL, _SLIDING}:
-        raise fields.unsupported("layer_types", kinds, f"{_FULL}, {_SLIDING}")
-    if _SLIDING in kinds and window is None:
-        raise fields.unsupported("layer_types", kinds, f"{_FULL} alone, unless use_sliding_window gives a window")
-    return [window if kind == _SLIDING else None for kind in kinds]
+    first = fields.count("max_window_layers", default=_DEFAULT_MAX_WINDOW_LAYERS)
+    from_first_on = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers)]
+    kinds = read_layer_kinds(fields, default=from_first_on)
+    if SLIDING in kinds and window is None:
+        raise fields.unsupported("layer_types", kinds, f"{FULL} alone, unless use_sliding_window gives a window")
+    return [window if kind == SLIDING else None for kind in kinds]
