@@ -54,6 +54,70 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-mqa": ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "phi3": (
+        "phi3",
+        {
+            "sliding_window": 9,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+            },
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "olmo2": ("olmo2", {}),
+}
+# The same families with other layouts of heads and layers.
+MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3-mha-tied": ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "gemma2-without-caps": (
+        "gemma2",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "gemma3-7-layers": ("gemma3", {"num_hidden_layers": 7, "sliding_window": 8}),
+    "gemma3-mqa-other-pattern": (
+        "gemma3",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False}),
+    "olmo2-mha-bias": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
 }
 LENGTHS = (1, 3, 40, 17, 16, 33, 8, 55)
 NUM_TOKENS = 20
@@ -72,9 +136,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MODELS)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    family, overrides = MODELS[request.param]
+    family, overrides = (MODELS | MORE_MODELS)[request.param]
     folder = tmp_path_factory.mktemp("model")
     oracle = tiny_model(family, **overrides)
     save_checkpoint(oracle, folder)

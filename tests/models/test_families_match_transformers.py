@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0],
+}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
+NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
 def load(model_config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -83,6 +93,44 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"head_dim": 80, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     ("qwen3", {"head_dim": 16, "attention_bias": True}),
     ("qwen3", {"head_dim": 32, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
+    ("llama", {"hidden_act": "gelu"}),
+    ("phi3", {}),
+    ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ("phi3", {"sliding_window": 9}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128}),
+    ("phi3", {"rope_parameters": {**LONG_ROPE, "factor": 4.0}, "original_max_position_embeddings": 128}),
+    ("phi3", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.3}, "original_max_position_embeddings": 128}),
+    ("gemma2", {}),
+    ("gemma2", {"sliding_window": 9, **CAPS}),
+    ("gemma2", {"sliding_window": 9, **NO_CAPS, "num_hidden_layers": 3}),
+    ("gemma2", {"sliding_window": 1, **CAPS, "head_dim": 32, "num_key_value_heads": 4, "attention_bias": True}),
+    ("gemma2", {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}),
+    ("gemma2", {"sliding_window": 9, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": False}),
+    ("gemma2", {"hidden_activation": "gelu", "query_pre_attn_scalar": 144}),
+    ("gemma3", {"num_hidden_layers": 6, "sliding_window": 9}),
+    ("gemma3", {"num_hidden_layers": 7, "sliding_window": 9, "sliding_window_pattern": 3, "head_dim": 32}),
+    ("gemma3", {"sliding_window": 9, "layer_types": ["full_attention"] * 2, "final_logit_softcapping": 4.0}),
+    ("gemma3", {"sliding_window": 9, "layer_types": ["sliding_attention"] * 2, "attention_bias": True}),
+    (
+        "gemma3",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
+    ("gpt2", {}),
+    ("gpt2", {"tie_word_embeddings": False, "n_inner": None, "n_head": 2}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "layer_norm_epsilon": 1e-2}),
+    ("gpt2", {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "activation_function": "relu"}),
+    ("olmo2", {}),
+    ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    ("olmo2", {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
 ]
 
 
@@ -90,6 +138,101 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
     oracle = tiny_model(family, **overrides)
     assert_matches(load(save_checkpoint(oracle, tmp_path)), oracle)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "remove", "old_fields"),
+    [
+        ("phi3", {"sliding_window": None}, ("rope_parameters", "original_max_position_embeddings"), {}),
+        (
+            "phi3",
+            {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128, "max_position_embeddings": 512},
+            ("rope_parameters",),
+            {
+                "max_position_embeddings": 512,
+                "rope_scaling": {**{k: v for k, v in LONG_ROPE.items() if k.endswith("factor")}, "type": "su"},
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
+            ("rope_parameters",),
+            {"rope_theta": 500.0, "rope_scaling": None, "partial_rotary_factor": 0.75},
+        ),
+        (
+            "gemma2",
+            {"sliding_window": 9, "num_hidden_layers": 3},
+            ("layer_types", "rope_parameters", "tie_word_embeddings", "attention_bias", "hidden_activation"),
+            {"rope_theta": 10000.0, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+        ),
+        (
+            "gemma2",
+            {"head_dim": 256, "query_pre_attn_scalar": 256, "num_attention_heads": 2},
+            ("head_dim", "query_pre_attn_scalar", "sliding_window", "attn_logit_softcapping"),
+            {},
+        ),
+        (
+            "gemma3",
+            {"sliding_window": 9, "num_hidden_layers": 7},
+            ("layer_types", "rope_parameters", "final_logit_softcapping", "attn_logit_softcapping"),
+            {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None},
+        ),
+        (
+            "gemma3",
+            {
+                "sliding_window": 9,
+                "num_hidden_layers": 4,
+                "sliding_window_pattern": 2,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+                },
+            },
+            ("layer_types", "rope_parameters"),
+            {
+                "rope_theta": 50000.0,
+                "rope_local_base_freq": 3000.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "sliding_window_pattern": 2,
+            },
+        ),
+        (
+            "gpt2",
+            {"n_inner": None},
+            ("n_inner", "tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+            {"n_ctx": 128, "reorder_and_upcast_attn": False},
+        ),
+        ("olmo2", {"num_key_value_heads": 4}, ("num_key_value_heads", "attention_bias", "rope_parameters"), {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_configuration_as_found_beside_old_checkpoints_means_the_same(
+    tmp_path: Path, family: str, overrides: dict[str, Any], remove: tuple[str, ...], old_fields: dict[str, Any]
+) -> None:
+    oracle = tiny_model(family, **overrides)
+    save_checkpoint(oracle, tmp_path)
+    old = edit_config(tmp_path, remove=remove, **old_fields)
+    assert not set(remove) & set(old.hf_config)
+    with_limit = replace(old, max_model_len=128)
+    assert_matches(load(with_limit), oracle)
+
+
+@pytest.mark.parametrize("max_model_len", [None, "auto", 64, 32])
+def test_longrope_takes_the_long_factors_when_longer_sequences_are_served(
+    tmp_path: Path, max_model_len: int | str | None
+) -> None:
+    fields = {"original_max_position_embeddings": 32, "factor": 4.0}
+    own = {**LONG_ROPE, **fields}
+    save_checkpoint(tiny_model("phi3", rope_parameters=own, original_max_position_embeddings=32), tmp_path)
+    model = load(replace(load_config(tmp_path), max_model_len=max_model_len))
+    factors = own["short_factor" if max_model_len == 32 else "long_factor"]
+    always = {**own, "short_factor": factors, "long_factor": factors}
+    oracle = tiny_model("phi3", rope_parameters=always, original_max_position_embeddings=32)
+    sequences = [sequence for sequence in SEQUENCES if len(sequence) <= 32 or max_model_len != 32]
+    for tokens, logits in zip(sequences, sequence_logits(model, sequences), strict=True):
+        torch.testing.assert_close(logits, oracle_logits(oracle, tokens), rtol=0, atol=1e-4)
 
 
 def test_a_wide_model_with_packed_weights_equals_transformers(tmp_path: Path) -> None:
@@ -154,8 +297,22 @@ def test_mistral_without_the_field_has_a_window_of_4096(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_gives_float32_logits_close_to_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
-    oracle = tiny_model("qwen3", head_dim=32)
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen3", {"head_dim": 32}),
+        ("phi3", {}),
+        ("gemma2", {"sliding_window": 9, **CAPS}),
+        ("gemma3", {"sliding_window": 9, "hidden_size": 48}),
+        ("gpt2", {}),
+        ("olmo2", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_low_precision_gives_float32_logits_close_to_transformers(
+    tmp_path: Path, family: str, overrides: dict[str, Any], dtype: torch.dtype
+) -> None:
+    oracle = tiny_model(family, **overrides)
     model = load(save_checkpoint(oracle, tmp_path), dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     low_precision = oracle.to(dtype)
@@ -173,7 +330,8 @@ def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path) -> None:
         torch.testing.assert_close(joint, single, rtol=0, atol=1e-5)
 
 
-def test_the_model_runs_without_tokens_or_logits_rows(tmp_path: Path) -> None:
-    save_checkpoint(tiny_model("llama"), tmp_path)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "olmo2"])
+def test_the_model_runs_without_tokens_or_logits_rows(tmp_path: Path, family: str) -> None:
+    save_checkpoint(tiny_model(family), tmp_path)
     model = load(load_config(tmp_path))
     assert model.compute_logits(torch.empty(0, 64)).shape == (0, VOCAB_SIZE)

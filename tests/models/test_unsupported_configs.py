@@ -11,11 +11,11 @@ from penstock.config import ModelConfig
 from penstock.errors import ModelError, PenstockError, UnsupportedFeature, UnsupportedModel
 from penstock.models.registry import find_model_class, supported_architectures
 from penstock.parallel import ParallelContext
-from support.checkpoints import tiny_config
+from support.checkpoints import FAMILIES, tiny_config
 
 
 def config_of(family: str, **changes: Any) -> ModelConfig:
-    content = tiny_config(family).to_dict() | {"architectures": [f"{family.capitalize()}ForCausalLM"]} | changes
+    content = tiny_config(family).to_dict() | {"architectures": [FAMILIES[family].architecture]} | changes
     return ModelConfig(
         model="some/model",
         folder=Path("nowhere"),
@@ -29,7 +29,7 @@ def build(model_config: ModelConfig, parallel: ParallelContext | None = None) ->
     find_model_class(model_config)(model_config, parallel or ParallelContext())
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_unchanged_configuration_is_accepted(family: str) -> None:
     build(config_of(family))
 
@@ -69,6 +69,36 @@ def test_the_unchanged_configuration_is_accepted(family: str) -> None:
         ("qwen2", {"layer_types": ["full_attention"]}, ModelError, ["layer_types", "2"]),
         ("qwen2", {"layer_types": ["linear_attention"] * 2}, UnsupportedFeature, ["linear_attention"]),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, UnsupportedFeature, ["use_sliding_window"]),
+        ("phi3", {"attention_bias": True}, UnsupportedFeature, ["attention_bias", "Phi3ForCausalLM"]),
+        ("phi3", {"lm_head_bias": True}, UnsupportedFeature, ["lm_head_bias"]),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 2}}, ModelError, ["partial_rotary_factor=2", "1]"]),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, UnsupportedFeature, ["0.2", "3", "16"]),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, ModelError, ["short_factor=None", "8"]),
+        (
+            "phi3",
+            {"rope_parameters": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+            ModelError,
+            ["long_factor=[1.0, ", "8 positive numbers"],
+        ),
+        ("gemma2", {"use_bidirectional_attention": True}, UnsupportedFeature, ["use_bidirectional_attention"]),
+        ("gemma2", {"num_key_value_heads": None}, ModelError, ["num_key_value_heads"]),
+        ("gemma2", {"query_pre_attn_scalar": 0}, ModelError, ["query_pre_attn_scalar=0"]),
+        ("gemma2", {"attn_logit_softcapping": -50.0}, ModelError, ["attn_logit_softcapping=-50.0"]),
+        ("gemma2", {"final_logit_softcapping": True}, ModelError, ["final_logit_softcapping=True"]),
+        ("gemma2", {"hidden_activation": "relu2"}, UnsupportedFeature, ["hidden_activation", "relu2", "tanh"]),
+        ("gemma2", {"sliding_window": None}, UnsupportedFeature, ["sliding_window", "sliding_attention"]),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 2}, UnsupportedFeature, ["chunked_attention"]),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, UnsupportedFeature, ["attn_logit_softcapping=50.0"]),
+        ("gemma3", {"rope_parameters": {"rope_type": "default"}}, ModelError, ["rope_type", "full_attention"]),
+        ("gemma3", {"rope_parameters": {"full_attention": [1]}}, ModelError, ["full_attention", "[1]"]),
+        ("gemma3", {"rope_scaling": [1]}, ModelError, ["rope_scaling", "[1]"]),
+        ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 0}, ModelError, ["rope_local_base_freq=0"]),
+        ("gpt2", {"add_cross_attention": True}, UnsupportedFeature, ["add_cross_attention"]),
+        ("gpt2", {"activation_function": "mish"}, UnsupportedFeature, ["activation_function", "gelu_new"]),
+        ("gpt2", {"n_head": 5}, UnsupportedFeature, ["n_head=5", "64"]),
+        ("gpt2", {"n_positions": "absent", "max_position_embeddings": "absent"}, ModelError, ["n_positions"]),
+        ("gpt2", {"quantization_config": {"quant_method": "awq"}}, UnsupportedFeature, ["awq"]),
+        ("olmo2", {"hidden_act": "mish"}, UnsupportedFeature, ["hidden_act", "mish"]),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": -1, "layer_types": None}, ModelError, ["-1"]),
     ],
     ids=str,
@@ -113,6 +143,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         (ParallelContext(world_size=2, pipeline_parallel_size=2), "pipeline_parallel_size=2"),
     ],
 )
-def test_parallelism_that_is_not_built_is_refused(parallel: ParallelContext, option: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_parallelism_that_is_not_built_is_refused(family: str, parallel: ParallelContext, option: str) -> None:
     with pytest.raises(UnsupportedFeature, match=option):
-        build(config_of("llama"), parallel)
+        build(config_of(family), parallel)

@@ -18,7 +18,7 @@ from penstock.loader.loader import load_model
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import find_model_class
 from penstock.parallel import ParallelContext
-from support.checkpoints import oracle_logits, save_checkpoint, tiny_checkpoint, tiny_model
+from support.checkpoints import FAMILIES, oracle_logits, save_checkpoint, tiny_checkpoint, tiny_model
 from support.plain_attention import sequence_logits
 
 TOKENS = [3, 1, 4, 1, 5, 9]
@@ -43,6 +43,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 def test_the_slots_are_the_names_and_shapes_of_the_checkpoint(model: CausalLM, weights: dict[str, Tensor]) -> None:
     slots = {name: slot.shape for name, slot in model.checkpoint_slots().items()}
     assert slots == {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_slots_of_every_family_are_those_of_its_checkpoint(tmp_path: Path, family: str, tied: bool) -> None:
+    oracle = tiny_model(family, tie_word_embeddings=tied)
+    config = save_checkpoint(oracle, tmp_path)
+    slots = find_model_class(config)(config, ParallelContext()).checkpoint_slots()
+    expected = {name: tuple(tensor.shape) for name, tensor in oracle.state_dict().items()}
+    if tied:
+        del expected["lm_head.weight"]
+    assert {name: slot.shape for name, slot in slots.items()} == expected
 
 
 @given(st.randoms(use_true_random=False))
@@ -132,6 +144,28 @@ def test_an_lm_head_is_ignored_when_tied_and_needed_otherwise(tmp_path: Path, ti
     else:
         with pytest.raises(CheckpointError, match=r"1 missing: lm_head\.weight"):
             model.load_weights(others.items())
+
+
+def test_gpt2_is_loaded_from_openai_s_names_and_beside_old_masks(tmp_path: Path) -> None:
+    oracle = tiny_model("gpt2")
+    config = save_checkpoint(oracle, tmp_path)
+    model = find_model_class(config)(config, ParallelContext())
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in oracle.state_dict().items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128) for layer in (0, 1)}
+    masks |= {f"h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in (0, 1)}
+    model.load_weights((weights | masks).items())
+    torch.testing.assert_close(sequence_logits(model, [TOKENS])[0], oracle_logits(oracle, TOKENS), rtol=0, atol=1e-4)
+
+
+def test_a_transposed_weight_is_checked_as_the_checkpoint_has_it(tmp_path: Path) -> None:
+    oracle = tiny_model("gpt2")
+    config = save_checkpoint(oracle, tmp_path)
+    model = find_model_class(config)(config, ParallelContext())
+    name = "transformer.h.0.mlp.c_fc.weight"
+    weights = dict(oracle.state_dict())
+    weights[name] = weights[name].t()
+    with pytest.raises(CheckpointError, match=r"1 misshapen: .*c_fc\.weight \(has \[112, 64\], needs \[64, 112\]\)"):
+        model.load_weights(weights.items())
 
 
 @pytest.mark.parametrize("tied", [True, False])

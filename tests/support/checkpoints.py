@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,60 @@ _TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_TINY_GEMMA = {**_TINY, "head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": 0}
+_TINY_GPT2 = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 64,
+    "n_inner": 112,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Transformers' names of a family's classes, and what its tiny configuration says.
+
+    norm_weight: what norm weights are drawn around.
+    """
+
+    config_class: str
+    architecture: str
+    tiny: dict[str, Any] = field(default_factory=lambda: _TINY)
+    norm_weight: float = 1.0
+
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": Family("MistralConfig", "MistralForCausalLM"),
+    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM"),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM", {**_TINY, "pad_token_id": 0}),
+    "gemma2": Family("Gemma2Config", "Gemma2ForCausalLM", _TINY_GEMMA, norm_weight=0.0),
+    "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", _TINY_GEMMA, norm_weight=0.0),
+    "gpt2": Family("GPT2Config", "GPT2LMHeadModel", _TINY_GPT2),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", {**_TINY, "pad_token_id": 0}),
+}
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """A configuration of "llama", "mistral", "qwen2" or "qwen3" that runs in milliseconds."""
-    config_class = getattr(transformers, f"{_FAMILIES[family]}Config")
-    return config_class(**{**_TINY, **overrides})
+    """A configuration of one of `FAMILIES` that runs in milliseconds."""
+    config_class = getattr(transformers, FAMILIES[family].config_class)
+    return config_class(**{**FAMILIES[family].tiny, **overrides})
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Transformers' model in float32 with eager attention; all weights random, so that each of them matters."""
     config = tiny_config(family, **overrides)
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{_FAMILIES[family]}ForCausalLM")(config)
+    model = getattr(transformers, FAMILIES[family].architecture)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random_values(name, parameter, generator))
+            parameter.copy_(_random_values(name, parameter, generator, FAMILIES[family].norm_weight))
     return model.eval()
 
 
@@ -81,8 +118,8 @@ def oracle_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
         return model(torch.tensor([token_ids])).logits[0].float()
 
 
-def _random_values(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+def _random_values(name: str, parameter: Tensor, generator: torch.Generator, norm_weight: float) -> Tensor:
     values = torch.randn(parameter.shape, generator=generator)
     if parameter.ndim > 1:
         return values * 1.5 / parameter.shape[-1] ** 0.5
-    return values * 0.3 if name.endswith("bias") else 1 + 0.3 * values
+    return values * 0.3 if name.endswith("bias") else norm_weight + 0.3 * values

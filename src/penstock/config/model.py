@@ -14,6 +14,8 @@ from penstock.errors import ConfigError, ModelError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO_LENGTH = "auto"
+# What models call the number of positions that they were made for.
+_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ class ModelConfig:
     @property
     def longest_context(self) -> int:
         """Positions that the model was made for."""
-        return self.require_int("max_position_embeddings")
+        present = [name for name in _CONTEXT_FIELDS if name in self.hf_config]
+        return self.require_int(present[0] if present else _CONTEXT_FIELDS[0])
 
     @property
     def checkpoint_dtype(self) -> str:

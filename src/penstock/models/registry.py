@@ -11,8 +11,13 @@ from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelContext
 
 _MODELS = {
+    "GPT2LMHeadModel": "penstock.models.gpt2",
+    "Gemma2ForCausalLM": "penstock.models.gemma2",
+    "Gemma3ForCausalLM": "penstock.models.gemma3",
     "LlamaForCausalLM": "penstock.models.llama",
     "MistralForCausalLM": "penstock.models.mistral",
+    "Olmo2ForCausalLM": "penstock.models.olmo2",
+    "Phi3ForCausalLM": "penstock.models.phi3",
     "Qwen2ForCausalLM": "penstock.models.qwen2",
     "Qwen3ForCausalLM": "penstock.models.qwen3",
 }

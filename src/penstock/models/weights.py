@@ -18,10 +18,14 @@ _NAMES_PER_COMPLAINT = 8
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """The module here that takes a checkpoint module's tensors, and which shard of it they are."""
+    """The module here that takes a checkpoint module's tensors, and which shard of it they are.
+
+    transposed: whether the checkpoint holds matrices as [inputs, outputs] rather than [outputs, inputs].
+    """
 
     module: str
     shard: Shard | None = None
+    transposed: bool = False
 
 
 # From a module's name in the checkpoint to the module here. `*` stands for a layer's number.
@@ -36,11 +40,15 @@ def expand_table(model: nn.Module, table: WeightTable, num_layers: int) -> dict[
             module = model.get_submodule(into.module.replace("*", str(layer)))
             prefix = pattern.replace("*", str(layer))
             for parameter, slot in weight_slots(module, into.shard).items():
-                slots[f"{prefix}.{parameter}"] = slot
+                slots[f"{prefix}.{parameter}"] = _transposed(slot) if into.transposed else slot
     filled = sum(slot.target.numel() for slot in slots.values())
     owned = sum(parameter.numel() for parameter in model.parameters())
     assert filled == owned, f"the weight table of {type(model).__name__} fills {filled} of {owned} values"
     return slots
+
+
+def _transposed(slot: WeightSlot) -> WeightSlot:
+    return WeightSlot(slot.shape[::-1], slot.target.t())
 
 
 def load_into_slots(

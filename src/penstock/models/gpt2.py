@@ -1,0 +1,184 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+
+Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from penstock.attention import ForwardContext
+from penstock.config import ModelConfig
+from penstock.kernels.activation import ACTIVATIONS
+from penstock.layers.attention import Attention
+from penstock.layers.embedding import LMHead, VocabEmbedding
+from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
+from penstock.layers.mlp import PlainMLP
+from penstock.layers.norm import LayerNorm
+from penstock.layers.weights import WeightSlot
+from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism
+from penstock.models.config_fields import ConfigFields
+from penstock.models.weights import Into, WeightTable, expand_table
+from penstock.parallel import ParallelContext
+
+# Checkpoints hold the layers' matrices as [inputs, outputs].
+_WEIGHTS: WeightTable = {
+    "transformer.wte": Into("wte"),
+    "transformer.wpe": Into("wpe"),
+    "transformer.h.*.ln_1": Into("layers.*.ln_1"),
+    "transformer.h.*.attn.c_attn": Into("layers.*.attn.c_attn", transposed=True),
+    "transformer.h.*.attn.c_proj": Into("layers.*.attn.c_proj", transposed=True),
+    "transformer.h.*.ln_2": Into("layers.*.ln_2"),
+    "transformer.h.*.mlp.c_fc": Into("layers.*.mlp.up_proj", transposed=True),
+    "transformer.h.*.mlp.c_proj": Into("layers.*.mlp.down_proj", transposed=True),
+    "transformer.ln_f": Into("ln_f"),
+    "lm_head": Into("lm_head"),
+}
+_PREFIX = "transformer."
+
+
+@dataclass(frozen=True, slots=True)
+class GPT2Config:
+    """What the layers need to know of `config.json`."""
+
+    vocab_size: int
+    num_positions: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str
+    norm_eps: float
+    scale_by_head_size: bool
+    scale_by_layer: bool
+    tie_word_embeddings: bool
+
+    @classmethod
+    def read(cls, fields: ConfigFields) -> GPT2Config:
+        """Raises ModelError for a field that is missing or damaged, UnsupportedFeature for one that asks too much."""
+        fields.refuse_unsupported()
+        fields.refuse_flags("add_cross_attention")
+        hidden_size, num_heads = fields.integer("n_embd"), fields.integer("n_head")
+        if hidden_size % num_heads != 0:
+            raise fields.unsupported("n_head", num_heads, f"divisors of n_embd={hidden_size}")
+        return cls(
+            vocab_size=fields.integer("vocab_size"),
+            num_positions=fields.integer("n_positions"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("n_inner", default=4 * hidden_size),
+            num_layers=fields.integer("n_layer"),
+            num_heads=num_heads,
+            activation=fields.choice("activation_function", ACTIVATIONS, default="gelu_new"),
+            norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
+            scale_by_head_size=fields.flag("scale_attn_weights", default=True),
+            scale_by_layer=fields.flag("scale_attn_by_inverse_layer_idx", default=False),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
+        )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def attention_scale(self, layer: int) -> float:
+        """The factor on the scores of a layer."""
+        scale = self.head_size**-0.5 if self.scale_by_head_size else 1.0
+        return scale / (layer + 1) if self.scale_by_layer else scale
+
+
+class GPT2Attention(nn.Module):
+    """Attention without positions of its own: they were added to the embeddings."""
+
+    def __init__(self, config: GPT2Config, layer: int, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.c_attn = QKVParallelLinear(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_size=config.head_size,
+            bias=True,
+            parallel=parallel,
+        )
+        self.attn = Attention(
+            f"transformer.h.{layer}.attn",
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_size=config.head_size,
+            scale=config.attention_scale(layer),
+        )
+        self.c_proj = RowParallelLinear(config.hidden_size, config.hidden_size, bias=True, parallel=parallel)
+
+    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        heads_THD = self.c_attn(hidden_TD).view(hidden_TD.shape[0], -1, self.head_size)
+        query_THD, key_THD, value_THD = heads_THD.chunk(3, 1)
+        return self.c_proj(self.attn(query_THD, key_THD, value_THD, context).flatten(1))  # type: ignore[no-any-return]
+
+
+class GPT2Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); overwrites x."""
+
+    def __init__(self, config: GPT2Config, layer: int, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.ln_1 = LayerNorm(config.hidden_size, config.norm_eps)
+        self.attn = GPT2Attention(config, layer, parallel)
+        self.ln_2 = LayerNorm(config.hidden_size, config.norm_eps)
+        self.mlp = PlainMLP(
+            config.hidden_size, config.intermediate_size, activation=config.activation, bias=True, parallel=parallel
+        )
+
+    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        hidden_TD = hidden_TD.add_(self.attn(self.ln_1(hidden_TD), context))
+        return hidden_TD.add_(self.mlp(self.ln_2(hidden_TD)))
+
+
+class GPT2LMHeadModel(CausalLM):
+    """Token and position embeddings, layers, final norm, and an output projection that is usually the embedding."""
+
+    ignorable: ClassVar[tuple[str, ...]] = (
+        # Causal masks of old checkpoints.
+        r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
+        # Where the head is tied to the embedding; a head of its own has a slot.
+        r"lm_head\.weight",
+    )
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        super().__init__()
+        refuse_pipeline_parallelism(parallel, type(self).__name__)
+        self.config = config = GPT2Config.read(ConfigFields(model_config))
+        self.wte = VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.wpe = VocabEmbedding(config.num_positions, config.hidden_size, parallel=parallel)
+        self.layers = nn.ModuleList(GPT2Layer(config, layer, parallel) for layer in range(config.num_layers))
+        self.ln_f = LayerNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = LMHead(
+            config.vocab_size,
+            config.hidden_size,
+            parallel=parallel,
+            tied_to=self.wte if config.tie_word_embeddings else None,
+        )
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
+        hidden_TD = self.wte(input_ids_T).add_(self.wpe(positions_T))
+        for layer in self.layers:
+            hidden_TD = layer(hidden_TD, context)
+        return self.ln_f(hidden_TD)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
+
+    def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        table = dict(_WEIGHTS)
+        if self.config.tie_word_embeddings:
+            del table["lm_head"]
+        return expand_table(self, table, self.config.num_layers)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As in `CausalLM`. The names of OpenAI's own checkpoints lack the prefix, and are known with and without."""
+        super().load_weights((_with_prefix(name), tensor) for name, tensor in weights)
+
+
+def _with_prefix(name: str) -> str:
+    return name if name.startswith((_PREFIX, "lm_head.")) else _PREFIX + name

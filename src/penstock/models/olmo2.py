@@ -1,0 +1,74 @@
+"""OLMo 2 (OLMo team 2025, https://arxiv.org/abs/2501.00656)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from penstock.attention import ForwardContext
+from penstock.config import ModelConfig
+from penstock.kernels.rotary import Rotation
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.norm import RMSNormRoundedLast, WholeQueryKeyNorm
+from penstock.models.config_fields import ConfigFields
+from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, DecoderModel, SelfAttention
+from penstock.models.weights import Into, WeightTable
+from penstock.parallel import ParallelContext
+
+
+class Olmo2Layer(nn.Module):
+    """x + norm(attention(x)), then x + norm(mlp(x)). Suffixes: T tokens, D hidden size."""
+
+    def __init__(self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNormRoundedLast(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, activation=config.activation, bias=False, parallel=parallel
+        )
+        self.post_feedforward_layernorm = RMSNormRoundedLast(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        if residual_TD is not None:
+            hidden_TD = hidden_TD.add_(residual_TD)
+        mixed_TD = self.post_attention_layernorm(self.self_attn(hidden_TD, rotation, context))
+        hidden_TD = mixed_TD.add_(hidden_TD)
+        return self.post_feedforward_layernorm(self.mlp(hidden_TD)), hidden_TD
+
+
+class Olmo2ForCausalLM(DecoderForCausalLM):
+    """The plain decoder with norms after attention and MLP instead of before, and norms on all queries and all keys."""
+
+    weight_table: ClassVar[WeightTable] = {
+        **{name: into for name, into in DECODER_WEIGHTS.items() if not name.endswith("input_layernorm")},
+        "model.layers.*.self_attn.q_norm": Into("model.layers.*.self_attn.query_key_norm.q_norm"),
+        "model.layers.*.self_attn.k_norm": Into("model.layers.*.self_attn.query_key_norm.k_norm"),
+        "model.layers.*.post_feedforward_layernorm": Into("model.layers.*.post_feedforward_layernorm"),
+    }
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        fields = ConfigFields(model_config)
+        config = DecoderConfig.read(fields)
+        bias = fields.flag("attention_bias", default=False)
+
+        def layer(index: int) -> Olmo2Layer:
+            attention = SelfAttention(
+                config,
+                index,
+                parallel,
+                qkv_bias=bias,
+                output_bias=bias,
+                query_key_norm=WholeQueryKeyNorm(
+                    num_heads=config.num_heads,
+                    num_kv_heads=config.num_kv_heads,
+                    head_size=config.head_size,
+                    eps=config.norm_eps,
+                ),
+            )
+            return Olmo2Layer(config, attention, parallel)
+
+        norm = RMSNormRoundedLast(config.hidden_size, config.norm_eps)
+        super().__init__(config, parallel, DecoderModel(config, parallel, layer, norm=norm))
