@@ -99,7 +99,7 @@ class ModelConfig:
     @property
     def longest_context(self) -> int:
         """Positions that the model was made for."""
-        present = [name for name in _CONTEXT_FIELDS if name in self.hf_config]
+        present = [name for name in _CONTEXT_FIELDS if self.hf_config.get(name) is not None]
         return self.require_int(present[0] if present else _CONTEXT_FIELDS[0])
 
     @property

@@ -1,0 +1,77 @@
+"""No field of a configuration is overlooked: what can change a result is read, and the rest is known not to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PretrainedConfig
+
+from penstock.config import ModelConfig
+from penstock.models.registry import find_model_class
+from penstock.parallel import ParallelContext
+from support.checkpoints import FAMILIES, tiny_config
+
+# Training, tokens, Transformers' own cache, and heads for other tasks.
+WITHOUT_EFFECT = {
+    "attention_dropout",
+    "attn_pdrop",
+    "bos_token_id",
+    "embd_pdrop",
+    "eos_token_id",
+    "initializer_range",
+    "pad_token_id",
+    "pretraining_tp",
+    "resid_pdrop",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "use_cache",
+}
+# Transformers upcasts GPT-2's scores only if asked, here they always are; it writes Gemma 3's pattern beside the
+# `layer_types` that follow from it; and Qwen has windows only where `use_sliding_window` says so.
+WITHOUT_EFFECT_IN = {
+    "gpt2": {"reorder_and_upcast_attn"},
+    "gemma3": {"_sliding_window_pattern"},
+    "qwen2": {"sliding_window"},
+    "qwen3": {"sliding_window"},
+}
+# Read together, from a copy: `layers/rope_scaling.py` has tests of its own.
+ROTARY = {
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+}
+
+
+class Recording(dict[str, Any]):
+    """Remembers which fields were asked for."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_the_family_is_read_or_known_to_have_no_effect(family: str) -> None:
+    fields = tiny_config(family).to_dict() | {"architectures": [FAMILIES[family].architecture]}
+    recording = Recording(fields)
+    config = ModelConfig("some/model", Path("nowhere"), Path("nowhere"), recording, {})
+    find_model_class(config)(config, ParallelContext())
+    common = set(PretrainedConfig().to_dict()) - {"tie_word_embeddings"}
+    overlooked = set(fields) - common - recording.asked - ROTARY - WITHOUT_EFFECT - WITHOUT_EFFECT_IN.get(family, set())
+    assert not overlooked
