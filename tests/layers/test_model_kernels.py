@@ -84,16 +84,20 @@ def test_rms_norm_rounded_last_equals_transformers(
     torch.testing.assert_close(actual, norm(x_TD).detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", [RMSNormRoundedLast(16, 1e-5, weight_offset=1.0), LayerNorm(16, 1e-5)], ids=type)
-def test_norms_add_first_and_leave_the_residual_alone(norm: RMSNormRoundedLast | LayerNorm) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_class", [RMSNormRoundedLast, LayerNorm])
+def test_norms_add_first_and_leave_the_residual_alone(
+    norm_class: type[RMSNormRoundedLast] | type[LayerNorm], dtype: torch.dtype
+) -> None:
+    norm = norm_class(16, 1e-5).to(dtype)
     for parameter in norm.parameters():
         parameter.data.normal_()
-    x_TD, residual_TD = torch.randn(4, 16), torch.randn(4, 16)
+    x_TD, residual_TD = torch.randn(4, 16, dtype=dtype), torch.randn(4, 16, dtype=dtype)
     total_TD, before = x_TD + residual_TD, residual_TD.clone()
     normed_TD, new_residual_TD = norm.add_and_norm(x_TD, residual_TD)
     assert torch.equal(new_residual_TD, total_TD)
     assert torch.equal(residual_TD, before)
-    assert torch.equal(normed_TD, norm(total_TD))
+    torch.testing.assert_close(normed_TD, norm(total_TD), rtol=1e-6, atol=1e-6)
 
 
 def test_layer_norm_is_torch_s() -> None:

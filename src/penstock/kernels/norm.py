@@ -44,11 +44,27 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 def rms_norm_rounded_last(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight_offset + weight), all in float32 and only then rounded to x's dtype.
 
-    The arguments are those of `rms_norm`.
+    The arguments are those of `rms_norm`, which this is in float32, where nothing is rounded.
     """
+    if x_TD.dtype is torch.float32:
+        return rms_norm(x_TD, _shifted(weight_D, weight_offset), eps)
     wide_TD = x_TD.to(torch.float32)
     scale_T1 = (wide_TD * wide_TD).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide_TD * scale_T1).mul_(weight_D.to(torch.float32) + weight_offset).to(x_TD.dtype)
+    return (wide_TD * scale_T1).mul_(_shifted(weight_D.to(torch.float32), weight_offset)).to(x_TD.dtype)
+
+
+def add_rms_norm_rounded_last(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` with the norm of `rms_norm_rounded_last`."""
+    if x_TD.dtype is torch.float32:
+        return add_rms_norm(x_TD, residual_TD, _shifted(weight_D, weight_offset), eps)
+    residual_TD = x_TD.add_(residual_TD)
+    return rms_norm_rounded_last(residual_TD, weight_D, eps, weight_offset), residual_TD
+
+
+def _shifted(weight_D: Tensor, offset: float) -> Tensor:
+    return weight_D if offset == 0 else weight_D + offset
 
 
 def _native_takes(x: Tensor, weight: Tensor) -> bool:

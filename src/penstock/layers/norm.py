@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
+from penstock.kernels.norm import add_rms_norm, add_rms_norm_rounded_last, rms_norm, rms_norm_rounded_last
 from penstock.layers.weights import Shard, WeightSlot, new_parameter
 
 
@@ -40,8 +40,7 @@ class RMSNormRoundedLast(RMSNorm):
         return rms_norm_rounded_last(x_TD, self.weight, self.eps, self.weight_offset)
 
     def add_and_norm(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        residual_TD = x_TD.add_(residual_TD)
-        return self(residual_TD), residual_TD
+        return add_rms_norm_rounded_last(x_TD, residual_TD, self.weight, self.eps, self.weight_offset)
 
 
 class LayerNorm(nn.Module):
