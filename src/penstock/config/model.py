@@ -13,6 +13,7 @@ from penstock.config.resolve import resolve_model_folder
 from penstock.errors import ConfigError, ModelError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MODEL_IMPLS = ("auto", "penstock", "transformers")
 AUTO_LENGTH = "auto"
 # What models call the number of positions that they were made for.
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
@@ -24,6 +25,7 @@ class ModelConfig:
     hf_config: `config.json` as it is. generation_config: `generation_config.json`, or empty.
     dtype: as asked for; "auto" is resolved by the device.
     max_model_len: longest context in tokens; None takes the model's own, "auto" what fits into memory.
+    model_impl: whose implementation runs; "auto" takes this project's own where there is one, else Transformers'.
     """
 
     model: str
@@ -34,9 +36,11 @@ class ModelConfig:
     dtype: str = "auto"
     max_model_len: int | str | None = None
     seed: int = 0
+    model_impl: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         check_integer("seed", self.seed, 0)
         if self.max_model_len is None or self.max_model_len == AUTO_LENGTH:
             return
@@ -61,6 +65,7 @@ class ModelConfig:
         dtype: str = "auto",
         max_model_len: int | str | None = None,
         seed: int = 0,
+        model_impl: str = "auto",
     ) -> ModelConfig:
         """Find the model's folder and read its configuration.
 
@@ -76,6 +81,7 @@ class ModelConfig:
             dtype=dtype,
             max_model_len=max_model_len,
             seed=seed,
+            model_impl=model_impl,
         )
 
     @property

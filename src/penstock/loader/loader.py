@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from penstock.loader.pytorch_bin import iterate_pytorch_bins
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
 from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files
 from penstock.models.causal_lm import CausalLM
-from penstock.models.registry import find_model_class
+from penstock.models.registry import describe_implementation, find_model_class
 from penstock.parallel import ParallelContext
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -35,6 +38,7 @@ def load_model(
     weights that are damaged or do not fit.
     """
     model_class = find_model_class(model_config)
+    logger.info("Implementation: %s", describe_implementation(model_config))
     with torch.device("meta"):
         model = model_class(model_config, parallel_context)
     materialise(model, device, dtype)

@@ -21,6 +21,7 @@ _MODELS = {
     "Qwen2ForCausalLM": "penstock.models.qwen2",
     "Qwen3ForCausalLM": "penstock.models.qwen3",
 }
+_TRANSFORMERS = ("penstock.models.transformers_fallback", "TransformersForCausalLM")
 
 
 def supported_architectures() -> list[str]:
@@ -29,18 +30,37 @@ def supported_architectures() -> list[str]:
 
 
 def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, ParallelContext], CausalLM]:
-    """The class for the model's architecture.
+    """The class for the model's architecture, or the one that runs it through Transformers.
 
-    Raises UnsupportedModel when there is none, ModelError when `config.json` names no architecture.
+    Raises UnsupportedModel when `model_impl` forbids all there is, ModelError when `config.json` names no architecture.
     """
     architecture = model_config.architecture
-    if architecture not in _MODELS:
+    if runs_through_transformers(model_config):
+        module, name = _TRANSFORMERS
+    elif architecture in _MODELS:
+        module, name = _MODELS[architecture], architecture
+    else:
         raise UnsupportedModel(
             f"{model_config.model} has the architecture {architecture!r} "
-            f"(model_type={model_config.hf_config.get('model_type')!r}), which is not implemented. "
-            f"Supported: {', '.join(supported_architectures())}."
+            f"(model_type={model_config.hf_config.get('model_type')!r}), which is not implemented here "
+            f"(model_impl={model_config.model_impl!r}). Supported: {', '.join(supported_architectures())}. "
+            "With model_impl='auto' it may run through Transformers."
         )
-    model_class: Callable[[ModelConfig, ParallelContext], CausalLM] = getattr(
-        import_module(_MODELS[architecture]), architecture
-    )
+    model_class: Callable[[ModelConfig, ParallelContext], CausalLM] = getattr(import_module(module), name)
     return model_class
+
+
+def runs_through_transformers(model_config: ModelConfig) -> bool:
+    """Whether the implementation is that of Transformers: by option, or because there is no other."""
+    if model_config.model_impl == "auto":
+        return model_config.architecture not in _MODELS
+    return model_config.model_impl == "transformers"
+
+
+def describe_implementation(model_config: ModelConfig) -> str:
+    """Which implementation runs, and why."""
+    architecture = model_config.architecture
+    if not runs_through_transformers(model_config):
+        return f"{architecture} of Penstock"
+    why = "as model_impl asks" if model_config.model_impl == "transformers" else "since there is none here"
+    return f"{architecture} of Transformers on paged attention, {why}"

@@ -1,0 +1,129 @@
+"""Which tensors a checkpoint of a Transformers model holds, and where each of them goes.
+
+Checkpoints keep the names that a family had when it was published. Transformers has tables that say how those become
+its own parameters' names, and these are read here; their weights take the one way that all weights take.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+
+from penstock.layers.weights import WeightSlot
+from penstock.models.transformers_fallback.refusal import CannotRun
+
+# Buffers of old checkpoints, which follow from the configuration.
+_OLD_BUFFERS = (
+    r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",
+    r".*\.(attention|attn|self_attn)\.(bias|masked_bias)",
+    r".*\.position_ids",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """A parameter that checkpoints hold in pieces, one of each source per expert.
+
+    sources: names of the pieces, with `*` for the expert. The experts are stacked along the parameter's first
+    dimension; an expert's sources lie one after the other along its first.
+    """
+
+    sources: tuple[str, ...]
+
+    def slots(self, parameter: Tensor) -> dict[str, WeightSlot]:
+        slots = {}
+        for expert, stacked in enumerate(parameter):
+            for source, part in zip(self.sources, stacked.chunk(len(self.sources)), strict=True):
+                slots[source.replace("*", str(expert))] = WeightSlot(tuple(part.shape), part)
+        return slots
+
+
+class CheckpointNames:
+    """Made while the model of Transformers is whole; knows its names after it was taken apart, too."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        conversions = get_model_conversion_mapping(model)
+        names = [name for name, _ in checkpoint_tensors(model)]
+        self._renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        self._prefix = f"{model.base_model_prefix}."
+        self._stacked = _find_stacked(names, [one for one in conversions if isinstance(one, WeightConverter)])
+        self._ignorable = (*_OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()), *_derived(model))
+
+    @property
+    def ignorable(self) -> tuple[str, ...]:
+        """Regular expressions for names that checkpoints may hold although there is no slot for them."""
+        return tuple(f".*(?:{pattern}).*" for pattern in self._ignorable)
+
+    def slots(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightSlot]:
+        """The slots of the model's parameters and persistent buffers, given by their names in Transformers."""
+        slots: dict[str, WeightSlot] = {}
+        for name, tensor in tensors:
+            if name in self._stacked:
+                slots.update(self._stacked[name].slots(tensor))
+            else:
+                slots[name] = WeightSlot(tuple(tensor.shape), tensor)
+        return slots
+
+    def renamed(
+        self, weights: Iterable[tuple[str, Tensor]], is_slot: Callable[[str], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors under the names of their slots, where they have one."""
+        for name, tensor in weights:
+            yield self._slot_name(name, is_slot), tensor
+
+    def _slot_name(self, name: str, is_slot: Callable[[str], bool]) -> str:
+        if is_slot(name):
+            return name
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        for candidate in (name, self._prefix + name, name.removeprefix(self._prefix)):
+            if is_slot(candidate):
+                return candidate
+        return name
+
+
+def checkpoint_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers by name; of those that are shared, the first name only."""
+    yield from module.named_parameters()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _derived(model: nn.Module) -> list[str]:
+    """Names of what checkpoints need not hold: buffers that are computed, and further names of shared parameters."""
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    all_names |= {name for name, _ in model.named_buffers()}
+    return [f"^{re.escape(name)}$" for name in sorted(all_names - {name for name, _ in checkpoint_tensors(model)})]
+
+
+def _find_stacked(names: Iterable[str], converters: Iterable[Any]) -> dict[str, StackedExperts]:
+    """By parameter name, those that a converter makes of several tensors.
+
+    Raises CannotRun where one makes a parameter in a way that is not known here.
+    """
+    stacked = {}
+    for name in names:
+        for converter in converters:
+            target = _plain(converter.target_patterns[0])
+            if not name.endswith(target):
+                continue
+            kinds = [type(operation) for operation in converter.operations]
+            if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or len(converter.target_patterns) > 1:
+                how = ", ".join(kind.__name__ for kind in kinds)
+                raise CannotRun(f"its checkpoints hold {name} in a form that is not known here ({how})")
+            prefix = name.removesuffix(target)
+            stacked[name] = StackedExperts(tuple(prefix + _plain(one) for one in converter.source_patterns))
+    return stacked
+
+
+def _plain(pattern: str) -> str:
+    return pattern.replace("\\", "").removeprefix("^").removesuffix("$")

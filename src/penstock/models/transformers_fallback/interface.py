@@ -1,0 +1,147 @@
+"""Where the attention modules of Transformers meet the paged attention here.
+
+Transformers looks attention functions up by name in a registry of the process. The two registered here have no state:
+what they need hangs on the module that calls them. Keyword arguments would be lost on the way in some families, which
+do not hand them down to their attention modules.
+
+Suffixes: T tokens of the step, H query heads, K KV heads, D head size, _1… a batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from penstock.attention import LayerAttention
+from penstock.layers.attention import Attention
+
+# Names in the registry of Transformers. The paged one has no mask function, so that no mask is made.
+PAGED = "penstock_paged"
+TRIAL = "penstock_trial"
+_ATTENTION = "penstock_attention"
+_RECORDER = "penstock_recorder"
+_MASK_FUNCTION = "penstock_mask_function"
+
+
+class Attends(Protocol):
+    """A `ForwardContext`, or what stands for one in a check."""
+
+    def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
+        """[T, H, D] from queries, keys [T, K, D] and values [T, K, D]."""
+
+
+class Recorder(Protocol):
+    """Sees every call of the attention interface during a trial run."""
+
+    def record(
+        self, module: nn.Module, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, arguments: dict[str, Any]
+    ) -> Tensor:
+        """What the attention module is given back: [1, T, H, D]."""
+
+
+class ContextSlot:
+    """Holds what one model's attention modules attend over while that model runs."""
+
+    def __init__(self) -> None:
+        self._context: Attends | None = None
+
+    @contextmanager
+    def holding(self, context: Attends) -> Iterator[None]:
+        self._context = context
+        try:
+            yield
+        finally:
+            self._context = None
+
+    @property
+    def context(self) -> Attends:
+        assert self._context is not None, "an attention module ran outside of its model's forward pass"
+        return self._context
+
+
+class SlotAttention(Attention):
+    """The attention of a module that does not hand down a context, and so finds it in its model's slot."""
+
+    def __init__(self, layer: LayerAttention, slot: ContextSlot) -> None:
+        super().__init__(
+            layer.name,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            scale=layer.scale,
+            sliding_window=layer.sliding_window,
+            soft_cap=layer.soft_cap,
+        )
+        self._slot = slot
+
+    def attend_heads(self, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor) -> Tensor:
+        """[1, T, H, D] from heads as Transformers lays them out."""
+        output_THD = self._slot.context.attend(
+            self.layer, _token_major(query_1HTD), _token_major(key_1KTD), _token_major(value_1KTD)
+        )
+        return output_THD.unsqueeze(0)
+
+
+def install_attention(module: nn.Module, layer: LayerAttention, slot: ContextSlot) -> None:
+    """Make an attention module of Transformers run `layer`."""
+    setattr(module, _ATTENTION, SlotAttention(layer, slot))
+
+
+@contextmanager
+def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """While this lasts, attention named TRIAL goes to the recorder, from whatever module of the model calls it."""
+    modules = list(model.modules())
+    for module in modules:
+        setattr(module, _RECORDER, recorder)
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, _RECORDER)
+
+
+def mask_function_of(mask: Tensor) -> Any | None:
+    """What decides about each pair of positions in a mask made during a trial; None for any other tensor."""
+    return getattr(mask, _MASK_FUNCTION, None)
+
+
+def _token_major(heads_1HTD: Tensor) -> Tensor:
+    heads_THD = heads_1HTD[0].transpose(0, 1)
+    return heads_THD if heads_THD.stride(-1) == 1 else heads_THD.contiguous()
+
+
+def _paged_attention(
+    module: nn.Module, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, *_mask: Any, **_arguments: Any
+) -> tuple[Tensor, None]:
+    """What else is given was seen in a trial and is part of the layer that was made of it."""
+    return getattr(module, _ATTENTION).attend_heads(query_1HTD, key_1KTD, value_1KTD), None
+
+
+def _trial_attention(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    attention_mask: Tensor | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    recorder: Recorder = getattr(module, _RECORDER)
+    arguments["attention_mask"] = attention_mask
+    return recorder.record(module, query_1HTD, key_1KTD, value_1KTD, arguments), None
+
+
+def _trial_mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_arguments: Any) -> Tensor:
+    """A mask without values, which says what made it and so can be recognised where it arrives."""
+    mask = torch.empty(batch_size, 1, q_length, kv_length, device="meta")
+    setattr(mask, _MASK_FUNCTION, mask_function)
+    return mask
+
+
+AttentionInterface.register(PAGED, _paged_attention)
+AttentionInterface.register(TRIAL, _trial_attention)
+AttentionMaskInterface.register(TRIAL, _trial_mask)

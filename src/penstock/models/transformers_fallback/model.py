@@ -1,0 +1,131 @@
+"""A causal language model of Transformers as one of ours.
+
+Its own code runs, token by token of a step, with three things exchanged: attention goes to the paged KV cache, linear
+layers to the products here, and weights come in as all weights here do. Nothing is kept between steps.
+
+Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.attention import ForwardContext
+from penstock.config import ModelConfig
+from penstock.errors import UnsupportedFeature, UnsupportedModel
+from penstock.layers.linear import refuse_tensor_parallelism, restore_weights
+from penstock.layers.weights import WeightSlot
+from penstock.models.attention_layers import attention_layers
+from penstock.models.causal_lm import CausalLM
+from penstock.models.transformers_fallback.buffers import (
+    buffers_on_meta,
+    create_buffers,
+    fix_rotary_frequencies,
+)
+from penstock.models.transformers_fallback.checkpoint_names import CheckpointNames, checkpoint_tensors
+from penstock.models.transformers_fallback.head import take_backbone
+from penstock.models.transformers_fallback.hf_class import find_hf_class, read_hf_config, refuse_unsuitable
+from penstock.models.transformers_fallback.interface import PAGED, TRIAL, Attends, ContextSlot, install_attention
+from penstock.models.transformers_fallback.linears import replace_linears
+from penstock.models.transformers_fallback.locality import check_locality
+from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.models.transformers_fallback.trial import run_trial
+from penstock.models.weights import load_into_slots
+from penstock.parallel import ParallelContext
+
+
+class TransformersForCausalLM(CausalLM):
+    """Whatever class of Transformers `architectures` names. Its parameters are on the meta device at first.
+
+    Raises UnsupportedModel with the reason for a model that paged attention cannot run: at construction for what the
+    configuration and a trial run show, at loading for what only a run with weights shows.
+    """
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        super().__init__()
+        refuse_tensor_parallelism(parallel, type(self).__name__)
+        if parallel.pipeline_parallel_size != 1:
+            raise UnsupportedFeature(
+                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a model that runs through Transformers "
+                "cannot be split over pipeline ranks. Supported: 1."
+            )
+        self._model_config = model_config
+        self._slot = ContextSlot()
+        try:
+            model = _build(model_config)
+            self._names = CheckpointNames(model)
+            with buffers_on_meta(model):
+                trial = run_trial(model, model_config.longest_context)
+                model.set_attn_implementation(PAGED)
+                self._backbone_name = trial.backbone
+                self.backbone, self.head = take_backbone(
+                    model, trial.backbone, trial.output_type, trial.hidden_size, trial.vocab_size
+                )
+        except CannotRun as reason:
+            raise self._refusal(reason) from reason
+        for module, layer in trial.layers:
+            install_attention(module, layer, self._slot)
+        replace_linears(self, parallel)
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
+        return self._run(input_ids_T, positions_T, context)
+
+    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        return self.head(hidden_LD)  # type: ignore[no-any-return]
+
+    def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        return self._names.slots(self._tensors())
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As any model's; then check on the loaded model that it can run this way.
+
+        Raises CheckpointError for weights that do not fit, UnsupportedModel for a model that cannot.
+        """
+        restore_weights(self)
+        slots = self.checkpoint_slots()
+        load_into_slots(slots, self._names.ignorable, self._names.renamed(weights, slots.__contains__))
+        device = next(self.parameters()).device
+        try:
+            check_locality(self._run, attention_layers(self), self._model_config.vocab_size, device)
+        except CannotRun as reason:
+            raise self._refusal(reason) from reason
+
+    def _run(self, input_ids_T: Tensor, positions_T: Tensor, context: Attends) -> Tensor:
+        with self._slot.holding(context):
+            output = self.backbone(
+                input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
+            )
+        return output[0][0]  # type: ignore[no-any-return]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What checkpoints hold, by the names that it has in the whole model of Transformers."""
+        seen: set[int] = set()
+        for prefix, part in ((f"{self._backbone_name}.", self.backbone), ("", self.head.model)):
+            for name, tensor in checkpoint_tensors(part):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield prefix + name, tensor
+
+    def _refusal(self, reason: CannotRun) -> UnsupportedModel:
+        config = self._model_config
+        return UnsupportedModel(
+            f"{config.model} ({config.architecture}) cannot run through Transformers on paged attention: {reason}."
+        )
+
+
+def _build(model_config: ModelConfig) -> PreTrainedModel:
+    """The model of Transformers: parameters on the meta device, buffers on the CPU with their values."""
+    model_class = find_hf_class(model_config)
+    config = read_hf_config(model_config, model_class)
+    refuse_unsuitable(model_class, config)
+    with torch.device("meta"):
+        model = model_class._from_config(config, attn_implementation=TRIAL, dtype=torch.float32)
+    model.eval().requires_grad_(False)
+    create_buffers(model)
+    asked = model_config.max_model_len
+    fix_rotary_frequencies(model, asked if isinstance(asked, int) else model_config.longest_context)
+    return model

@@ -1,0 +1,111 @@
+"""Small random models of any class of Transformers, and the families that must run through the fallback."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+from penstock.config import LoadConfig, ModelConfig
+from penstock.loader.loader import load_model
+from penstock.models.causal_lm import CausalLM
+from penstock.parallel import ParallelContext
+from support.checkpoints import VOCAB_SIZE, save_checkpoint
+
+_TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_PARTIAL_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+_MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+
+# By name of a variant: the class, and what makes it show what is particular to its family.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-neox": ("GPTNeoXForCausalLM", _PARTIAL_ROPE),
+    "gpt-neox-sequential": ("GPTNeoXForCausalLM", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "stablelm": ("StableLmForCausalLM", _PARTIAL_ROPE),
+    "stablelm-norms": (
+        "StableLmForCausalLM",
+        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", {}),
+    "starcoder2-window": ("Starcoder2ForCausalLM", {"sliding_window": 9}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 8, "layer_types": _MIXED_LAYERS, "logit_scale": 0.3},
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
+    "smollm3-window": (
+        "SmolLM3ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 1],
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "layer_types": _MIXED_LAYERS,
+        },
+    ),
+    "glm4": ("Glm4ForCausalLM", {"head_dim": 32, **_PARTIAL_ROPE}),
+    "phi": ("PhiForCausalLM", _PARTIAL_ROPE),
+    "phi-norms": ("PhiForCausalLM", {"qk_layernorm": True, "num_key_value_heads": 4}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 112}),
+    "opt-post-norm": (
+        "OPTForCausalLM",
+        {"ffn_dim": 112, "do_layer_norm_before": False, "word_embed_proj_dim": 48, "enable_bias": False},
+    ),
+}
+
+
+def tiny_config_of(class_name: str, **overrides: Any) -> PretrainedConfig:
+    """A configuration of the class that runs in milliseconds."""
+    return getattr(transformers, class_name).config_class(**{**_TINY, **overrides})
+
+
+def tiny_transformers_model(class_name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """In float32 with eager attention; all weights random, so that each of them matters."""
+    config = tiny_config_of(class_name, **overrides)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, class_name)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                values *= 1.5 / parameter.shape[-1] ** 0.5
+            else:
+                values = values * 0.3 if name.endswith("bias") else 1 + 0.3 * values
+            parameter.copy_(values)
+    return model.eval()
+
+
+def save_for_fallback(model: PreTrainedModel, folder: Path) -> ModelConfig:
+    """Save a model; the configuration asks for Transformers' implementation even where there is one here."""
+    return dataclasses.replace(save_checkpoint(model, folder), model_impl="transformers")
+
+
+def load(model_config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """The model on the CPU, ready to run."""
+    quiet = LoadConfig(use_tqdm_on_load=False)
+    return load_model(model_config, quiet, ParallelContext(), torch.device("cpu"), dtype)
