@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from penstock.kernels.rotary import apply_rotary
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters, rope_frequencies
 from penstock.layers.rotary import LayerRotations, RotaryEmbedding
 
@@ -150,8 +151,12 @@ def test_layers_with_equal_rotary_parameters_share_a_table() -> None:
     assert len(layers.embeddings) == 2
     positions = torch.tensor([3, 49])
     rotations = layers(positions, torch.float32)
+    heads = torch.randn(2, 3, 16)
     for rotation, rope in zip(rotations, (near, near, far, near), strict=True):
-        assert torch.equal(rotation.cos, RotaryEmbedding(rope)(positions, torch.float32).cos)
+        actual, expected = heads.clone(), heads.clone()
+        apply_rotary(actual, rotation)
+        apply_rotary(expected, RotaryEmbedding(rope)(positions, torch.float32))
+        assert torch.equal(actual, expected)
 
 
 @given(HEAD_SIZES, THETAS, FACTORS, st.integers(1, 4 * MAX_POSITIONS))
