@@ -154,10 +154,12 @@ class LinearLayer(nn.Module):
     """x @ weight^T + bias.
 
     weight: [O, I]; empty while the method keeps it in another form. bias: [O] or None.
+    shares_weight: another module needs the weight too, as it is.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    shares_weight = False
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
         super().__init__()
@@ -173,7 +175,8 @@ class LinearLayer(nn.Module):
 
     def drop_weight(self, lookup: RowLookup | None) -> None:
         """Free the weight, of which the method has a form of its own; `lookup` reads rows of that form."""
-        self.weight = empty_like_weight(self.weight)
+        if not self.shares_weight:
+            self.weight = empty_like_weight(self.weight)
 
     def take_weight(self, weight_OI: Tensor) -> None:
         """Hold the weight again."""

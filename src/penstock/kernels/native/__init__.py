@@ -78,7 +78,10 @@ class NativeKernels:
         return weight_OI
 
     def linear(self, x_TI: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
-        """x @ weight^T + bias with a weight of `pack_weight`: float32 [T, O]. The rows of x are contiguous."""
+        """x @ weight^T + bias with a weight of `pack_weight`: float32 [T, O], or as many dimensions as x has."""
+        if x_TI.dim() != 2:
+            flat_TI = x_TI.reshape(-1, x_TI.shape[-1])
+            return self.linear(flat_TI, packed, num_outputs, bias_O).view(*x_TI.shape[:-1], num_outputs)
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         num_rows, num_inputs = x_TI.shape
