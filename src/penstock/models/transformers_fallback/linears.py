@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 import torch
 from torch import nn
 
+from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer
 from penstock.parallel import ParallelContext
 
 
 def replace_linears(model: nn.Module, parallel: ParallelContext) -> None:
-    """Put a `LinearLayer` with the same parameters in place of every `nn.Linear`; subclasses stay as they are."""
-    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    """Put a `LinearLayer` with the same parameters in place of every `nn.Linear`; subclasses stay as they are.
+
+    An embedding that shares its weight with one of them is replaced too, so that the weight is held once.
+    """
+    owners: defaultdict[int, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(module)
+    replacements: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            replacements[module] = layer = _linear_layer(module, parallel)
+            others = [owner for owner in owners[id(module.weight)] if owner is not module]
+            if len(others) == 1 and _only_looks_up(others[0]):
+                replacements[others[0]] = embedding = _embedding(others[0], parallel)
+                layer.tied_to = (embedding,)
+            else:
+                layer.shares_weight = bool(others)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, _linear_layer(child, parallel, shares_weight=owners[id(child.weight)] > 1))
+            if child in replacements:
+                setattr(module, name, replacements[child])
 
 
-def _linear_layer(linear: nn.Linear, parallel: ParallelContext, *, shares_weight: bool) -> LinearLayer:
+def _only_looks_up(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
+def _linear_layer(linear: nn.Linear, parallel: ParallelContext) -> LinearLayer:
     with torch.device("meta"):
         layer = LinearLayer(linear.in_features, linear.out_features, bias=linear.bias is not None, parallel=parallel)
     parameters = dict(linear.named_parameters())
     layer.weight, layer.bias = parameters["weight"], parameters.get("bias")
-    layer.shares_weight = shares_weight
+    return layer
+
+
+def _embedding(embedding: nn.Module, parallel: ParallelContext) -> VocabEmbedding:
+    weight = embedding.get_parameter("weight")
+    with torch.device("meta"):
+        layer = VocabEmbedding(*weight.shape, parallel=parallel)
+    layer.weight = weight
     return layer
