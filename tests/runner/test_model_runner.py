@@ -144,10 +144,10 @@ def test_a_request_that_cannot_be_added_fails_alone_and_leaves_nothing_behind(mo
     sampler = driver.runner.sampler
     add_request = sampler.add_request
 
-    def add_or_fail(slot: int, params: SamplingParams) -> None:
+    def add_or_fail(slot: int, params: SamplingParams, *token_ids: list[int]) -> None:
         if params.seed == 666:
             raise ValueError("this seed is cursed")
-        add_request(slot, params)
+        add_request(slot, params, *token_ids)
 
     monkeypatch.setattr(sampler, "add_request", add_or_fail)
     bad = new_request("bad", [5, 6], first_block=20, params=SamplingParams(temperature=0, seed=666))
@@ -208,6 +208,7 @@ def test_waiting_for_tokens_has_a_limit_and_says_who_waits_for_what() -> None:
         req_ids=["a", "b"],
         sampled_token_ids=torch.zeros(2),
         num_sampled=torch.zeros(2),
+        failures=torch.zeros(2),
         logprobs=None,
         errors={},
         rank=3,

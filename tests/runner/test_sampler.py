@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import DeviceConfig
 from penstock.contract import SamplingParams
-from penstock.device import create_device
-from penstock.kernels.random import counter_uniform
-from penstock.runner.sampling import Sampler, SamplerOutput
-from penstock.runner.sampling.stage import LogitsRows
+from penstock.errors import InvalidParameter
+from penstock.runner.sampling.failures import Failure
+from support import plain_sampling
+from support.plain_sampling import NUM_SLOTS, VOCAB_SIZE, HandDriven, random_logits
 
-DEVICE = create_device(DeviceConfig(device="cpu"))
-VOCAB_SIZE = 60
+_tokens = st.integers(0, VOCAB_SIZE - 1)
+_few_tokens = st.lists(_tokens, max_size=4)
+_biases = st.sampled_from([-100.0, -3.0, 0.5, 4.0])
 
 _params = st.builds(
     SamplingParams,
@@ -24,75 +29,239 @@ _params = st.builds(
     top_p=st.sampled_from([1.0, 0.9, 0.3]),
     min_p=st.sampled_from([0.0, 0.05, 0.5]),
     seed=st.integers(-(2**63), 2**63 - 1),
-    logprobs=st.sampled_from([None, 0, 3]),
+    logprobs=st.sampled_from([None, 0, 3, -1]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 2.0, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 1.5, -0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+    logit_bias=st.none() | st.dictionaries(_tokens, _biases, max_size=4),
+    allowed_token_ids=st.none() | st.lists(_tokens, min_size=1, max_size=20),
+    bad_words_token_ids=st.just([]) | st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=8),
+    min_tokens=st.sampled_from([0, 0, 3, 16]),
+    stop_token_ids=_few_tokens,
+    all_stop_token_ids=_few_tokens,
 )
 
 
-def _sample(
-    params: list[SamplingParams], slots: list[int], logits: torch.Tensor, positions: list[int]
-) -> SamplerOutput:
-    sampler = Sampler(DEVICE, 20, VOCAB_SIZE)
-    for slot, each in zip(slots, params, strict=True):
-        sampler.add_request(slot, each)
-    return sampler.sample(logits, LogitsRows(torch.tensor(slots), np.array(slots), torch.tensor(positions)))
+@dataclass
+class _Request:
+    params: SamplingParams
+    prompt: list[int]
+    slot: int
+    logits_seed: int
+    output: list[int] = field(default_factory=list)
+    has_failed: bool = False
+
+    def logits(self) -> torch.Tensor:
+        """What the model says next: it depends on the request and its length alone."""
+        return random_logits(1, self.logits_seed * 100 + len(self.output))
+
+    def expected(self) -> int | None:
+        return plain_sampling.next_token(self.params, self.logits()[0].numpy(), self.prompt, self.output)
 
 
-def _restated(params: SamplingParams, logits: np.ndarray, position: int) -> int:
-    """The token by plain numpy in float64."""
-    if params.temperature == 0:
-        return int(logits.argmax())
-    scaled = (logits / np.float32(params.temperature)).astype(np.float64)
-    scaled[scaled < scaled.max() + (np.log(params.min_p) if params.min_p else -np.inf)] = -np.inf
-    if 0 < params.top_k < len(scaled):
-        scaled[scaled < np.sort(scaled)[::-1][params.top_k - 1]] = -np.inf
-    probs = np.exp(scaled - scaled.max())
-    probs /= probs.sum()
-    if params.top_p < 1:
-        order = np.argsort(-probs, kind="stable")
-        mass_before = np.cumsum(probs[order]) - probs[order]
-        weakest = probs[order][mass_before < params.top_p].min()
-        probs[probs < weakest] = 0
-    cumulative = np.cumsum(probs)
-    assert params.seed is not None
-    uniform = counter_uniform(torch.tensor([params.seed]), torch.tensor([position])).item()
-    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-
-
-@settings(max_examples=150, deadline=None)
-@given(params=st.lists(_params, min_size=1, max_size=12), seed=st.integers(0, 1000), data=st.data())
-def test_each_row_equals_a_restatement_whatever_shares_the_batch(
-    params: list[SamplingParams], seed: int, data: st.DataObject
+@settings(max_examples=60, deadline=None)
+@given(params=st.lists(_params, min_size=1, max_size=10), seed=st.integers(0, 10_000))
+def test_each_request_equals_a_restatement_whatever_shares_the_batch_and_after_preemptions(
+    params: list[SamplingParams], seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(params), VOCAB_SIZE, generator=generator) * 2
-    before = logits.clone()
-    slots = data.draw(st.permutations(range(20)))[: len(params)]
-    positions = [3 * row for row in range(len(params))]
-    together = _sample(params, slots, logits, positions)
-    assert torch.equal(logits, before), "the raw logits must survive for the log-probabilities"
-    for row, each in enumerate(params):
-        alone = _sample([each], [slots[row]], logits[row : row + 1], [positions[row]])
-        token = int(together.sampled_token_ids[row])
-        assert token == int(alone.sampled_token_ids[0])
-        assert token == _restated(each, logits[row].numpy(), positions[row])
+    rng = random.Random(seed)
+    driver = HandDriven()
+    slots = rng.sample(range(NUM_SLOTS), len(params))
+    # Few different tokens, so that words and penalties meet what they are about.
+    requests = [
+        _Request(each, rng.choices(range(10), k=rng.randint(1, 8)), slot, rng.randrange(10_000))
+        for each, slot in zip(params, slots, strict=True)
+    ]
+    for request in requests:
+        driver.add(request.slot, request.params, request.prompt)
+    for _ in range(7):
+        step = [request for request in requests if rng.random() < 0.8 and not request.has_failed]
+        if not step:
+            continue
+        rng.shuffle(step)
+        logits = torch.cat([request.logits() for request in step])
+        before = logits.clone()
+        result = driver.step([request.slot for request in step], logits)
+        assert torch.equal(logits, before), "the raw logits must survive for the log-probabilities"
+        for row, request in enumerate(step):
+            expected = request.expected()
+            request.has_failed = expected is None
+            assert int(result.failures[row]) == (Failure.NOTHING_LEFT if request.has_failed else Failure.NONE)
+            if expected is not None:
+                assert int(result.sampled_token_ids[row]) == expected
+                request.output.append(expected)
+        for request in requests:
+            if rng.random() < 0.15:
+                driver.remove(request.slot)
+                request.slot = rng.choice(sorted(set(range(NUM_SLOTS)) - driver.lengths.keys()))
+                driver.add(request.slot, request.params, request.prompt, request.output)
+
+
+def _alone(params: SamplingParams, logits: torch.Tensor, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """The logits that the stages leave, by what they say as log-probabilities."""
+    driver = HandDriven(logprobs_mode="processed_logits", max_logprobs=-1)
+    driver.add(3, params, prompt, output)
+    result = driver.step([3], logits).logprobs
+    assert result is not None
+    left = torch.full((VOCAB_SIZE,), torch.nan)
+    return left.scatter(0, result.token_ids_RN[0], result.logprobs_RN[0])
+
+
+PROMPT, OUTPUT = [1, 2, 3, 3, 30], [3, 4, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [7, 3, 59, 0]},
+        {"bad_words_token_ids": [[5, 6, 7], [6, 8], [9], [4, 6, 10], [30, 3, 4, 4, 5, 6, 11], [3, 4, 4, 5, 6, 12]]},
+        {"min_tokens": 6, "stop_token_ids": [8], "all_stop_token_ids": [9]},
+        {"min_tokens": 5, "stop_token_ids": [8], "all_stop_token_ids": [9]},
+        {"logit_bias": {0: -100.0, 5: 1.25, 59: 100.0}},
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6},
+        {"frequency_penalty": 1.1},
+        {"presence_penalty": -0.9},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4, "logit_bias": {4: 2.0}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_each_stage_alone_leaves_the_logits_of_a_restatement(fields: dict[str, Any], seed: int) -> None:
+    params = SamplingParams(temperature=0, seed=0, logprobs=-1, **fields)
+    logits = random_logits(1, seed)
+    expected = plain_sampling.shaped(params, logits[0].numpy(), PROMPT, OUTPUT)
+    assert torch.equal(_alone(params, logits, PROMPT, OUTPUT), torch.from_numpy(expected))
+
+
+def test_tokens_of_unfinished_prefills_are_not_counted() -> None:
+    params = SamplingParams(temperature=0, seed=0, presence_penalty=2.0, logprobs=-1)
+    driver = HandDriven(logprobs_mode="processed_logits", max_logprobs=-1)
+    driver.add(3, params, PROMPT)
+    logits = random_logits(1, 0)
+    driver.step([3], logits, num_sampled=[0])
+    result = driver.step([3], logits).logprobs
+    assert result is not None
+    assert torch.equal(result.logprobs_RN[0, 1:], logits[0].sort(descending=True).values)
 
 
 def test_a_slot_forgets_its_last_owner() -> None:
-    sampler = Sampler(DEVICE, 4, VOCAB_SIZE)
-    logits = torch.randn(1, VOCAB_SIZE)
-    rows = LogitsRows(torch.tensor([2]), np.array([2]), torch.tensor([5]))
-    sampler.add_request(2, SamplingParams(temperature=1.5, top_k=3, top_p=0.5, min_p=0.2, seed=4, logprobs=7))
-    assert sampler.sample(logits, rows).logprobs is not None
-    sampler.add_request(2, SamplingParams(temperature=0.0, seed=0))
-    result = sampler.sample(logits, rows)
+    driver = HandDriven()
+    logits = random_logits(1, 0)
+    demanding = SamplingParams(
+        temperature=1.5,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.2,
+        seed=4,
+        logprobs=7,
+        presence_penalty=2.0,
+        allowed_token_ids=[5],
+        logit_bias={5: 1.0},
+        bad_words_token_ids=[[1, 2]],
+        min_tokens=9,
+        stop_token_ids=[4],
+    )
+    driver.add(2, demanding, [5])
+    assert driver.step([2], logits).logprobs is not None
+    driver.remove(2)
+    driver.add(2, SamplingParams(temperature=0.0, seed=0), [5])
+    result = driver.step([2], logits)
     assert result.logprobs is None
     assert int(result.sampled_token_ids[0]) == int(logits.argmax())
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
-    logits = torch.randn(2, VOCAB_SIZE)
-    params = SamplingParams(temperature=0.5, top_k=2, seed=1, logprobs=4)
-    result = _sample([params, params], [0, 1], logits, [0, 0]).logprobs
+def test_penalties_take_no_memory_before_one_is_asked_for() -> None:
+    driver = HandDriven()
+    penalties = driver.sampler.shaping[-1]
+    driver.add(0, SamplingParams(temperature=0, seed=0, logit_bias={1: 1.0}), [5])
+    driver.step([0], random_logits(1, 0))
+    assert penalties._table_SV is None  # type: ignore[attr-defined]
+    driver.add(1, SamplingParams(temperature=0, seed=0, presence_penalty=1.0), [5])
+    driver.step([0, 1], random_logits(2, 0))
+    assert penalties._table_SV.shape == (NUM_SLOTS, VOCAB_SIZE)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [1, VOCAB_SIZE]},
+        {"bad_words_token_ids": [[1, VOCAB_SIZE]]},
+        {"logit_bias": {VOCAB_SIZE: 1.0}},
+        {"min_tokens": 1, "stop_token_ids": [VOCAB_SIZE]},
+    ],
+    ids=str,
+)
+def test_a_token_outside_the_vocabulary_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter, match=f"has {VOCAB_SIZE}, but .*Allowed: 0 to {VOCAB_SIZE - 1}"):
+        HandDriven().add(0, SamplingParams(seed=0, **fields), [5])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_fails_alone(temperature: float, bad: float) -> None:
+    params = [
+        SamplingParams(temperature=temperature, seed=1),
+        SamplingParams(temperature=temperature, seed=1),
+        SamplingParams(temperature=temperature, seed=1, logit_bias={3: 1.0}),
+        SamplingParams(temperature=0.8 - temperature, seed=1),
+        SamplingParams(temperature=temperature, seed=1, allowed_token_ids=[1], logit_bias={1: -100.0}),
+        SamplingParams(temperature=temperature, seed=1, allowed_token_ids=[1], bad_words_token_ids=[[1]]),
+    ]
+    driver = HandDriven()
+    for slot, each in enumerate(params):
+        driver.add(slot, each, [5])
+    logits = random_logits(len(params), 0)
+    undisturbed = driver.step(range(4), logits[:4]).sampled_token_ids.tolist()
+    for slot, each in enumerate(params):
+        driver.add(slot, each, [5])
+    logits[1, 17] = bad
+    logits[3, 17] = bad
+    result = driver.step(range(6), logits)
+    assert result.failures.tolist() == [
+        Failure.NONE,
+        Failure.NOT_FINITE,
+        Failure.NONE,
+        Failure.NOT_FINITE,
+        Failure.NONE,
+        Failure.NOTHING_LEFT,
+    ]
+    tokens = result.sampled_token_ids.tolist()
+    assert [tokens[0], tokens[2], tokens[4]] == [undisturbed[0], undisturbed[2], 1]
+    assert all(0 <= token < VOCAB_SIZE for token in tokens)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
+def test_logprobs_are_of_the_mode_asked_for(mode: str) -> None:
+    params = SamplingParams(temperature=0.5, top_k=9, seed=1, logprobs=4, logit_bias={3: 2.0}, repetition_penalty=1.5)
+    driver = HandDriven(logprobs_mode=mode)
+    driver.add(0, params, PROMPT, OUTPUT)
+    raw = random_logits(1, 0)
+    outcome = driver.step([0], raw)
+    result = outcome.logprobs
     assert result is not None
-    expected = torch.log_softmax(logits, dim=-1)
+    expected = raw[0].double().numpy()
+    if mode.startswith("processed"):
+        values = plain_sampling.shaped(params, raw[0].numpy(), PROMPT, OUTPUT)
+        is_kept = plain_sampling.truncated(params, values) > 0
+        expected = np.where(is_kept, values / np.float32(0.5), -np.inf).astype(np.float64)
+    order = (-expected).argsort(kind="stable")
+    if mode.endswith("logprobs"):
+        expected = torch.log_softmax(torch.from_numpy(expected), dim=-1).numpy()
+    ids = result.token_ids_RN[0].numpy()
+    assert ids[0] == int(outcome.sampled_token_ids[0])
+    assert ids[1:].tolist() == order[:4].tolist()
+    np.testing.assert_allclose(result.logprobs_RN[0].numpy(), expected[ids], atol=1e-5)
+    assert int(result.ranks_R[0]) == order.tolist().index(ids[0]) + 1
+
+
+def test_all_logprobs_are_a_whole_vocabulary() -> None:
+    driver = HandDriven()
+    driver.add(0, SamplingParams(temperature=0, seed=0, logprobs=-1), [5])
+    driver.add(1, SamplingParams(temperature=0, seed=0, logprobs=2), [5])
+    raw = random_logits(2, 0)
+    result = driver.step([0, 1], raw).logprobs
+    assert result is not None
+    assert result.token_ids_RN.shape == (2, VOCAB_SIZE + 1)
+    expected = torch.log_softmax(raw, dim=-1)
     assert torch.allclose(result.logprobs_RN, expected.gather(-1, result.token_ids_RN), atol=1e-5)

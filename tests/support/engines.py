@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import LogprobsLists, SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
@@ -36,6 +36,7 @@ class Result:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    prompt_logprobs: list[dict[int, float]] | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
 
@@ -46,8 +47,14 @@ class Result:
         self.num_cached_tokens = output.num_cached_tokens
         self.num_preemptions = output.num_preemptions
         if output.new_logprobs is not None:
-            for ids, values in zip(output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs, strict=True):
-                self.logprobs.append(dict(zip(ids, values, strict=True)))
+            self.logprobs += _by_token(output.new_logprobs)
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "the prompt's log-probabilities came twice"
+            self.prompt_logprobs = _by_token(output.prompt_logprobs)
+
+
+def _by_token(rows: LogprobsLists) -> list[dict[int, float]]:
+    return [dict(zip(*row, strict=True)) for row in zip(rows.logprob_token_ids, rows.logprobs, strict=True)]
 
 
 def make_core(folder: Path | str, **options: Any) -> EngineCore:

@@ -21,7 +21,7 @@ class ResultLine(msgspec.Struct, kw_only=True):
 
     index: number of the request, from 0. id: the one that its input line gave, if any.
     prompt: its text, or its token ids if it was given as such.
-    logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.
+    logprobs, prompt_logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.
     error: why it failed, when finish_reason is "error".
     """
 
@@ -36,6 +36,7 @@ class ResultLine(msgspec.Struct, kw_only=True):
     num_cached_tokens: int
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
 
 
@@ -119,5 +120,6 @@ def _result_line(index: int, id: Any, output: RequestOutput) -> ResultLine:
         num_cached_tokens=output.num_cached_tokens,
         cumulative_logprob=completion.cumulative_logprob,
         logprobs=completion.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
         error=output.error,
     )

@@ -39,6 +39,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     req_ids: the step's requests in batch order, as they were when the step was launched.
     sampled_token_ids: per request; empty for a prefill that is not finished.
     logprobs: rows in batch order; None when no request asked.
+    prompt_logprobs: for requests that asked, those of the prompt's tokens that follow the ones of this step; a prompt
+        that takes several steps has its rows in all of them. Rows may be wider than the request asked for.
     errors: requests that this step could not serve, with the reason; the others are unaffected.
     """
 
@@ -46,5 +48,6 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     req_ids: list[str] = []
     sampled_token_ids: list[list[int]] = []
     logprobs: LogprobsLists | None = None
+    prompt_logprobs: dict[str, LogprobsLists] = {}
     errors: dict[str, str] = {}
     kv_connector_output: KVConnectorOutput | None = None

@@ -31,7 +31,10 @@ class CudaCopy(PendingCopy):
             self._event.record(stream)
 
     def is_done(self) -> bool:
-        return bool(self._event.query())
+        is_done = bool(self._event.query())
+        if is_done:
+            self._sources.clear()
+        return is_done
 
     @property
     def tensors(self) -> Sequence[Tensor]:

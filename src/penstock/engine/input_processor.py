@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import msgspec
 
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, SamplingConfig
 from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
+from penstock.engine.params_processor import ParamsProcessor
 from penstock.engine.tokenizer import Tokenizer
-from penstock.engine.unsupported_params import refuse_unsupported
-from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+from penstock.errors import ContextTooLong, InvalidRequest
 
-MAX_LOGPROBS = 20
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -55,7 +54,7 @@ class AcceptedRequest(NamedTuple):
 class InputProcessor:
     """Makes requests for one engine.
 
-    max_model_len, vocab_size: of the core. max_logprobs: most `logprobs` that a request may ask for.
+    max_model_len, vocab_size: of the core. sampling: what requests may ask for; None takes the defaults.
 
     A request without a seed gets one made of the engine's seed and the number of requests accepted before it. So the
     same calls to an engine of the same seed give the same tokens, and equal prompts in one run differ.
@@ -68,16 +67,18 @@ class InputProcessor:
         *,
         max_model_len: int,
         vocab_size: int,
-        max_logprobs: int = MAX_LOGPROBS,
+        sampling: SamplingConfig | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._max_logprobs = max_logprobs
         self._eos_token_ids = model.eos_token_ids
         if tokenizer.eos_token_id is not None:
             self._eos_token_ids |= {tokenizer.eos_token_id}
+        self._params_processor = ParamsProcessor(
+            sampling or SamplingConfig(), tokenizer, vocab_size=vocab_size, eos_token_ids=self._eos_token_ids
+        )
         self._num_accepted = 0
 
     def process(self, prompt: Prompt, sampling_params: SamplingParams, where: str = "") -> AcceptedRequest:
@@ -93,7 +94,7 @@ class InputProcessor:
         arrival_time = time.monotonic()
         text, prompt_token_ids, cache_salt = self._take_apart(prompt)
         self._check_prompt(prompt_token_ids)
-        self._check_params(sampling_params)
+        sampling_params = self._params_processor.process(sampling_params)
         self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
         if sampling_params.seed is None:
             seed = _drawn_seed(self._model.seed, self._num_accepted)
@@ -140,21 +141,6 @@ class InputProcessor:
                 f"The prompt has token id {wrong}, but the model's vocabulary has {self._vocab_size} tokens. "
                 f"Allowed: 0 to {self._vocab_size - 1}."
             )
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameter(
-                f"sampling_params is a {type(params).__name__}: {params!r}. Allowed: SamplingParams, or None."
-            )
-        refuse_unsupported(params)
-        if params.logprobs is not None and not 0 <= params.logprobs <= self._max_logprobs:
-            raise InvalidParameter(f"logprobs={params.logprobs} is not valid. Allowed: at most {self._max_logprobs}.")
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise InvalidParameter(
-                    f"stop_token_ids has {token_id}, but the model's vocabulary has {self._vocab_size} tokens. "
-                    f"Allowed: 0 to {self._vocab_size - 1}."
-                )
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """There must be room for one token; `max_tokens` is only what the request may reach where there is more."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from penstock.contract import LogprobsLists
+from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.messages import EngineRequest
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ class RequestProgress:
         "num_cached_tokens",
         "num_logprobs",
         "prompt",
+        "prompt_logprobs",
         "request",
         "stop_reason",
         "token_ids",
@@ -56,6 +58,7 @@ class RequestProgress:
         self.num_logprobs = request.sampling_params.logprobs
         self.logprobs: list[dict[int, Logprob]] = []
         self.cumulative_logprob = 0.0
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -103,6 +106,7 @@ class RequestProgress:
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=copy.copy(self.metrics),
+            prompt_logprobs=self.prompt_logprobs,
             error=self.error,
         )
 
@@ -119,6 +123,8 @@ class RequestProgress:
             metrics.num_generated_tokens = len(self.token_ids)
         if self.num_logprobs is not None and output.new_logprobs is not None:
             self._add_logprobs(output.new_logprobs, self.num_logprobs)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = [None, *self._readable(output.prompt_logprobs, ALL_LOGPROBS)]
         metrics.num_preemptions = output.num_preemptions
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = output.first_scheduled_time
@@ -134,16 +140,18 @@ class RequestProgress:
                 self._pieces.append(piece)
 
     def _add_logprobs(self, rows: LogprobsLists, num_logprobs: int) -> None:
-        """Keep of each row the sampled token and as many of the likeliest as this request asked for."""
+        self.logprobs += self._readable(rows, num_logprobs)
+        self.cumulative_logprob += sum(values[0] for values in rows.logprobs)
+
+    def _readable(self, rows: LogprobsLists, num_logprobs: int) -> Iterator[dict[int, Logprob]]:
+        """Per row: the token that is there, and as many of the likeliest as were asked for."""
         text = self.tokenizer.token_text
-        width = num_logprobs + 1
+        width = None if num_logprobs == ALL_LOGPROBS else num_logprobs + 1
         for ids, values, rank in zip(rows.logprob_token_ids, rows.logprobs, rows.sampled_token_ranks, strict=True):
             row = {ids[0]: Logprob(values[0], rank, text(ids[0]))}
-            for column in range(1, min(width, len(ids))):
-                token_id = ids[column]
+            for column, token_id in enumerate(ids[1:width], start=1):
                 row[token_id] = Logprob(values[column], column, text(token_id))
-            self.logprobs.append(row)
-            self.cumulative_logprob += values[0]
+            yield row
 
     def _finish(self, output: EngineCoreOutput, now: float) -> None:
         piece = self._detokenizer.flush()

@@ -61,7 +61,11 @@ class Session:
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self._core = load_core(config)
         self._input_processor = InputProcessor(
-            config.model, self.tokenizer, max_model_len=self._core.max_model_len, vocab_size=self._core.vocab_size
+            config.model,
+            self.tokenizer,
+            max_model_len=self._core.max_model_len,
+            vocab_size=self._core.vocab_size,
+            sampling=config.sampling,
         )
         self._output_processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()

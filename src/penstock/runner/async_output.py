@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from penstock.contract import LogprobsLists, ModelRunnerOutput
 from penstock.device import Device
 from penstock.errors import WaitTimeout
 from penstock.kernels.sampling import LogprobsTensors
+from penstock.runner.sampling.failures import Failure, describe_failure
+from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
 
 _POLL_INTERVAL_S = 50e-6
+
+
+def _ignore() -> None: ...
 
 
 class AsyncOutput:
@@ -29,8 +36,11 @@ class AsyncOutput:
         req_ids: list[str],
         sampled_token_ids: Tensor,
         num_sampled: Tensor,
+        failures: Tensor,
         logprobs: LogprobsTensors | None,
+        prompt_logprobs: PendingPromptLogprobs | None = None,
         errors: dict[str, str],
+        on_not_finite: Callable[[], None] = _ignore,
         rank: int,
     ) -> None:
         self.step_id = step_id
@@ -38,7 +48,9 @@ class AsyncOutput:
         self._errors = errors
         self._rank = rank
         self._has_logprobs = logprobs is not None
-        self._copy = device.download([sampled_token_ids, num_sampled, *(logprobs or ())])
+        self._prompt_logprobs = prompt_logprobs
+        self._on_not_finite = on_not_finite
+        self._copy = device.download([sampled_token_ids, num_sampled, failures, *(logprobs or ())])
 
     def get_output(self, timeout_s: float) -> ModelRunnerOutput:
         """The step's result.
@@ -46,14 +58,14 @@ class AsyncOutput:
         Raises WaitTimeout when the device has not delivered it within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._copy.is_done():
+        while not self._is_done():
             if time.monotonic() > deadline:
                 raise WaitTimeout(
                     f"Rank {self._rank} waited {timeout_s:g} s in get_output for the device to deliver the tokens of "
                     f"step {self.step_id} ({len(self._req_ids)} requests). The device hangs or is overloaded."
                 )
             time.sleep(_POLL_INTERVAL_S)
-        sampled, num_sampled, *logprobs = self._copy.tensors
+        sampled, num_sampled, failures, *logprobs = self._copy.tensors
         return ModelRunnerOutput(
             step_id=self.step_id,
             req_ids=self._req_ids,
@@ -61,8 +73,22 @@ class AsyncOutput:
                 [token] if count else [] for token, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)
             ],
             logprobs=_to_lists(LogprobsTensors(*logprobs)) if self._has_logprobs else None,
-            errors=self._errors,
+            prompt_logprobs={} if self._prompt_logprobs is None else self._prompt_logprobs.by_request(),
+            errors=self._errors | self._failed(num_sampled, failures),
         )
+
+    def _is_done(self) -> bool:
+        return self._copy.is_done() and (self._prompt_logprobs is None or self._prompt_logprobs.is_done())
+
+    def _failed(self, num_sampled: Tensor, failures: Tensor) -> dict[str, str]:
+        if not failures.any():
+            return {}
+        # An unfinished prefill's token is void, but with NaN in its logits there is NaN in its KV, and it is lost.
+        is_not_finite = failures == Failure.NOT_FINITE
+        if is_not_finite.any():
+            self._on_not_finite()
+        reasons = torch.where(is_not_finite, failures, failures * num_sampled).tolist()
+        return {req_id: describe_failure(why) for req_id, why in zip(self._req_ids, reasons, strict=True) if why}
 
 
 class EmptyOutput:

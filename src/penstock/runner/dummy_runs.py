@@ -72,4 +72,15 @@ def _invented_prompt(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
 
 def _heaviest_params(runner: ModelRunner) -> SamplingParams:
     num_logprobs = min(20, runner.limits.vocab_size)
-    return SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01, seed=0, logprobs=num_logprobs)
+    return SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=50,
+        min_p=0.01,
+        seed=0,
+        logprobs=num_logprobs,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={0: 1.0},
+    )

@@ -72,6 +72,12 @@ class PagedKVCache:
         """One layer's cache, in its backend's layout."""
         return self._layers[name].kv_cache
 
+    def clear_blocks(self, group: int, block_ids: Tensor) -> None:
+        """Fill these blocks (int64) of all of a group's layers with zeros."""
+        for bound in self._layers.values():
+            if bound.group == group:
+                bound.kv_cache.index_fill_(1, block_ids, 0)
+
     def touch(self) -> None:
         """Write to all of it, so that a system that hands out pages on first use counts it as taken."""
         for bound in self._layers.values():

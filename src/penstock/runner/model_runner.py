@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.attention import LayerAttention
+from penstock.config import SamplingConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
 from penstock.errors import LifecycleError
@@ -22,9 +23,11 @@ from penstock.runner.batch_plan import Planner
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling import Sampler
+from penstock.runner.sampling import PromptLogprobs, Sampler
+from penstock.runner.sampling.prompt_logprobs import PromptRows
 from penstock.runner.sampling.stage import LogitsRows
 
 
@@ -45,6 +48,7 @@ class PendingStep:
     batch: InputBatch | None
     hidden: Tensor | None
     errors: dict[str, str]
+    prompt_rows: PromptRows | None = None
 
 
 class ModelRunner:
@@ -59,6 +63,7 @@ class ModelRunner:
         limits: RunnerLimits,
         *,
         attention_backend: str | None = None,
+        sampling: SamplingConfig | None = None,
         rank: int = 0,
     ) -> None:
         self.device = device
@@ -68,11 +73,14 @@ class ModelRunner:
         num_slots = limits.max_num_reqs + 1
         self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len)
         self.block_tables = BlockTables(device, num_slots, limits.max_model_len, kv_cache_config)
-        self.sampler = Sampler(device, num_slots, limits.vocab_size)
-        self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler)
+        token_ids = self.requests.all_token_ids.tensor
+        self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, sampling or SamplingConfig())
+        self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
+        self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler, self.prompt_logprobs)
         self.planner = Planner()
         self.batcher = BatchBuilder(device, self.requests, self.block_tables)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
+        self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         self._kernels = step_state_kernels(device.torch_device)
         self._pending: dict[int, PendingStep] = {}
 
@@ -84,6 +92,7 @@ class ModelRunner:
         if output.step_id in self._pending:
             raise LifecycleError(f"Step {output.step_id} was executed before and is still waiting for sample_tokens.")
         errors = self.lifecycle.apply(output)
+        self.poisoned_blocks.clear(output)
         scheduled = _without(output.num_scheduled_tokens, errors)
         plan = self.planner.plan(scheduled)
         if plan.is_empty:
@@ -93,7 +102,8 @@ class ModelRunner:
         batch = self.batcher.build(scheduled, plan)
         context = self.kv_cache.prepare(batch)
         hidden = self.model(batch.input_ids, batch.positions, context)
-        self._pending[output.step_id] = PendingStep(batch, hidden, errors)
+        prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests.num_computed_tokens_upper_bound)
+        self._pending[output.step_id] = PendingStep(batch, hidden, errors, prompt_rows)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
         """Choose the tokens of an executed step and advance the state on the device.
@@ -109,6 +119,7 @@ class ModelRunner:
         if step.batch is None or step.hidden is None:
             return EmptyOutput(grammar.step_id, step.errors)
         batch = step.batch
+        prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
         logits = self.model.compute_logits(step.hidden.index_select(0, batch.layout.logits_indices))
         rows = self._logits_rows(batch)
         sampled = self.sampler.sample(logits, rows)
@@ -121,8 +132,11 @@ class ModelRunner:
             req_ids=batch.layout.req_ids,
             sampled_token_ids=sampled.sampled_token_ids,
             num_sampled=num_sampled,
+            failures=sampled.failures,
             logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
             errors=step.errors,
+            on_not_finite=self.poisoned_blocks.note_failure,
             rank=self._rank,
         )
         self._advance(batch, rows, sampled.sampled_token_ids, num_sampled)
@@ -147,6 +161,7 @@ class ModelRunner:
             num_sampled,
             num_scheduled,
         )
+        self.sampler.advance(rows, sampled, num_sampled)
         self.requests.num_computed_tokens_upper_bound[rows.slots_np] += batch.layout.counts_np
 
 

@@ -7,7 +7,7 @@ import logging
 from penstock.contract import NewRequestData, SchedulerOutput
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling import Sampler
+from penstock.runner.sampling import PromptLogprobs, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -15,21 +15,24 @@ logger = logging.getLogger(__name__)
 class RequestLifecycle:
     """Applies the state changes of a step: free slots first, then add, then extend, then one flush."""
 
-    def __init__(self, requests: RequestStates, block_tables: BlockTables, sampler: Sampler) -> None:
+    def __init__(
+        self, requests: RequestStates, block_tables: BlockTables, sampler: Sampler, prompt_logprobs: PromptLogprobs
+    ) -> None:
         self._requests = requests
         self._block_tables = block_tables
         self._sampler = sampler
+        self._prompt_logprobs = prompt_logprobs
 
     def apply(self, output: SchedulerOutput) -> dict[str, str]:
         """Bring the state up to this step. Returns the requests that cannot run, with the reason."""
         for req_id in output.finished_req_ids:
-            self._requests.remove(req_id)
+            self._remove(req_id)
         for req_id in output.preempted_req_ids:
-            self._requests.remove(req_id)
+            self._remove(req_id)
         errors: dict[str, str] = {}
         for request in output.scheduled_new_reqs:
             # An id that is still held is an update of that request: the old state goes, the new one comes.
-            self._requests.remove(request.req_id)
+            self._remove(request.req_id)
             error = self._add(request)
             if error is not None:
                 errors[request.req_id] = error
@@ -38,15 +41,24 @@ class RequestLifecycle:
         self._block_tables.flush()
         return errors
 
+    def _remove(self, req_id: str) -> None:
+        slot = self._requests.slot_of.get(req_id)
+        if slot is not None:
+            self._requests.remove(req_id)
+            self._sampler.remove_request(slot)
+
     def _add(self, request: NewRequestData) -> str | None:
         slot = self._requests.add(request)
         try:
             self._block_tables.set_blocks(slot, request.block_ids)
-            self._sampler.add_request(slot, request.sampling_params)
+            params, prompt = request.sampling_params, request.prompt_token_ids
+            output = request.prefill_token_ids[len(prompt) :]
+            self._sampler.add_request(slot, params, prompt, output)
+            self._prompt_logprobs.add_request(slot, params, len(prompt), len(output))
         except Exception as error:  # whatever one request brings, the others go on
             self._block_tables.discard_staged(slot)
             self._requests.discard_staged(slot)
-            self._requests.remove(request.req_id)
+            self._remove(request.req_id)
             logger.exception("Request %s could not be added", request.req_id)
             return f"{type(error).__name__}: {error}"
         return None

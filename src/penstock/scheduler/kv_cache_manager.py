@@ -75,8 +75,11 @@ class KVCacheManager:
         return tuple([block.block_id for block in blocks] for blocks in self._held[req_id].groups)
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
-        """The longest cached prefix of the request's known tokens, short of the last: one token at least must run."""
-        if not self._caches_prefixes:
+        """The longest cached prefix of the request's known tokens, short of the last: one token at least must run.
+
+        None for a request whose prompt's log-probabilities are due, since those take the logits of all of it.
+        """
+        if not self._caches_prefixes or request.needs_prompt_logits:
             return self._no_hit
         self._hasher.extend(request)
         length = request.num_tokens - 1

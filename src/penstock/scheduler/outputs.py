@@ -23,6 +23,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     new_token_ids: usually one; empty when a request ends without a token (aborted, failed).
     new_logprobs: one row per new token, when the request asked for them.
+    prompt_logprobs: with the first token, one row per token of the prompt but the first, when the request asked.
     stop_reason: the stop token that ended the request, when it is one of `stop_token_ids`; else None.
     error: what went wrong, when finish_reason is ERROR.
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the request first ran.
@@ -32,6 +33,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     req_id: str
     new_token_ids: list[int] = []
     new_logprobs: LogprobsLists | None = None
+    prompt_logprobs: LogprobsLists | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

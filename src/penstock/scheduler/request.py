@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from penstock.contract import SamplingParams
+from penstock.contract import LogprobsLists, SamplingParams
 
 
 class RequestStatus(Enum):
@@ -15,6 +15,11 @@ class RequestStatus(Enum):
     RUNNING = auto()
     PREEMPTED = auto()
     FINISHED = auto()
+
+
+def no_logprobs() -> LogprobsLists:
+    """No rows, to be added to."""
+    return LogprobsLists(logprob_token_ids=[], logprobs=[], sampled_token_ranks=[])
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,7 @@ class Request:
     num_in_flight_steps: steps launched with this request whose results have not arrived.
     length_limit: tokens, prompt included, at which the request ends.
     num_cached_tokens: prompt tokens found in the prefix cache when the request first ran; -1 before.
+    prompt_logprobs: those of the prompt that are known so far; handed out with the first token.
     first_scheduled_time: monotonic seconds.
     order: counts requests as they were added; decides between equal arrival times.
     """
@@ -55,6 +61,7 @@ class Request:
     num_preemptions: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=-1, init=False)
     length_limit: int = field(default=0, init=False)
+    prompt_logprobs: LogprobsLists = field(default_factory=no_logprobs, init=False)
     first_scheduled_time: float | None = field(default=None, init=False)
     order: int = field(default=0, init=False)
 
@@ -77,6 +84,11 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """A copy of the generated tokens."""
         return self.all_token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether the prompt must be computed even where its keys and values are cached."""
+        return self.sampling_params.prompt_logprobs is not None and self.num_tokens == self.num_prompt_tokens
 
     @property
     def service_order(self) -> tuple[int, float, int]:

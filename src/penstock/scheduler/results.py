@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.contract import LogprobsLists
+from penstock.contract import LogprobsLists, ModelRunnerOutput
+from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
-from penstock.scheduler.request import Request
+from penstock.scheduler.request import Request, no_logprobs
 
 
 def check_stop(request: Request) -> tuple[FinishReason | None, int | None]:
@@ -27,7 +28,7 @@ def logprobs_of_row(request: Request, logprobs: LogprobsLists | None, row: int) 
     num_logprobs = request.sampling_params.logprobs
     if logprobs is None or num_logprobs is None:
         return None
-    num_columns = 1 + num_logprobs
+    num_columns = _num_columns(num_logprobs)
     return LogprobsLists(
         logprob_token_ids=[logprobs.logprob_token_ids[row][:num_columns]],
         logprobs=[logprobs.logprobs[row][:num_columns]],
@@ -35,11 +36,38 @@ def logprobs_of_row(request: Request, logprobs: LogprobsLists | None, row: int) 
     )
 
 
+def take_prompt_logprobs(request: Request, results: ModelRunnerOutput) -> None:
+    """Keep what a step says about the request's prompt, as wide as the request asked for."""
+    rows = results.prompt_logprobs.get(request.req_id)
+    num_logprobs = request.sampling_params.prompt_logprobs
+    if rows is None or num_logprobs is None:
+        return
+    num_columns = _num_columns(num_logprobs)
+    kept = request.prompt_logprobs
+    kept.logprob_token_ids.extend(row[:num_columns] for row in rows.logprob_token_ids)
+    kept.logprobs.extend(row[:num_columns] for row in rows.logprobs)
+    kept.sampled_token_ranks.extend(rows.sampled_token_ranks)
+
+
+def finished_prompt_logprobs(request: Request) -> LogprobsLists | None:
+    """The log-probabilities of the request's prompt, once: with its first token; else None."""
+    if request.sampling_params.prompt_logprobs is None or request.num_tokens != request.num_prompt_tokens + 1:
+        return None
+    finished, request.prompt_logprobs = request.prompt_logprobs, no_logprobs()
+    return finished
+
+
+def _num_columns(num_logprobs: int) -> int | None:
+    """The sampled token's and those of the likeliest; None for all."""
+    return None if num_logprobs == ALL_LOGPROBS else 1 + num_logprobs
+
+
 def make_output(
     request: Request,
     *,
     new_token_ids: list[int],
     new_logprobs: LogprobsLists | None = None,
+    prompt_logprobs: LogprobsLists | None = None,
     finish_reason: FinishReason | None = None,
     stop_reason: int | None = None,
     error: str | None = None,
@@ -49,6 +77,7 @@ def make_output(
         req_id=request.req_id,
         new_token_ids=new_token_ids,
         new_logprobs=new_logprobs,
+        prompt_logprobs=prompt_logprobs,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         error=error,

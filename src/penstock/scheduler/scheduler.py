@@ -12,8 +12,14 @@ from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.kv_cache_plan import longest_request
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.queues import make_waiting_queue
-from penstock.scheduler.request import Request, RequestStatus
-from penstock.scheduler.results import check_stop, logprobs_of_row, make_output
+from penstock.scheduler.request import Request, RequestStatus, no_logprobs
+from penstock.scheduler.results import (
+    check_stop,
+    finished_prompt_logprobs,
+    logprobs_of_row,
+    make_output,
+    take_prompt_logprobs,
+)
 from penstock.scheduler.step import ScheduledRequest, StepBuilder
 
 
@@ -270,6 +276,8 @@ class Scheduler:
         self._waiting.admit(self._running)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
+        # Of a prompt that was cut short by a preemption: it begins anew.
+        request.prompt_logprobs = no_logprobs()
         self._note_first_run(request, hit.num_tokens)
         step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id))
         return True
@@ -324,6 +332,7 @@ class Scheduler:
                 request,
                 f"The worker sampled {len(new_token_ids)} tokens in step {results.step_id} instead of {num_due}.",
             )
+        take_prompt_logprobs(request, results)
         if entry.samples:
             request.num_output_placeholders -= 1
             request.all_token_ids += new_token_ids
@@ -340,6 +349,7 @@ class Scheduler:
             request,
             new_token_ids=results.sampled_token_ids[row],
             new_logprobs=logprobs_of_row(request, results.logprobs, row),
+            prompt_logprobs=finished_prompt_logprobs(request),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.attention import LayerAttention
+from penstock.config import SamplingConfig
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
@@ -28,6 +29,7 @@ def measure_step_memory(
     specs: Mapping[str, KVCacheSpec],
     limits: RunnerLimits,
     attention_backend: str | None,
+    sampling: SamplingConfig,
 ) -> StepMemory:
     """Run the heaviest steps and watch the memory.
 
@@ -38,13 +40,13 @@ def measure_step_memory(
     run_tokens = min(num_tokens, device.max_profile_tokens, limits.max_model_len - 1) or 1
     run_rows = min(num_rows, device.max_profile_rows)
     config = _throwaway_kv_cache(specs, run_tokens)
-    runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend)
+    runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend, sampling=sampling)
     runner.kv_cache.touch()
 
     fixed = _peak(device, lambda: profile_forward(runner, 1))
     activations = _peak(device, lambda: profile_forward(runner, run_tokens)) * -(-num_tokens // run_tokens)
-    sampling = _peak(device, lambda: profile_sampling(runner, run_rows)) * -(-num_rows // run_rows)
-    return StepMemory(activations=fixed + activations, sampling=sampling)
+    sampled = _peak(device, lambda: profile_sampling(runner, run_rows)) * -(-num_rows // run_rows)
+    return StepMemory(activations=fixed + activations, sampling=sampled)
 
 
 def _peak(device: Device, run: Callable[[], None]) -> int:

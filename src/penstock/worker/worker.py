@@ -110,6 +110,7 @@ class Worker(WorkerBase):
             kv_cache_config,
             self._limits(max_model_len),
             attention_backend=self.config.device.attention_backend,
+            sampling=self.config.sampling,
             rank=self.rank,
         )
         for group in self._runner.kv_cache.groups:
@@ -205,6 +206,7 @@ class Worker(WorkerBase):
                 self.get_kv_cache_spec(),
                 profiled,
                 self.config.device.attention_backend,
+                self.config.sampling,
             )
 
 

@@ -29,11 +29,13 @@ class Draw:
     def is_all_greedy(self, rows: LogitsRows) -> bool:
         return not self._is_greedy.any_set(rows.slots_np)
 
-    def sample(self, raw_logits: Tensor, processed_logits: Tensor, rows: LogitsRows) -> Tensor:
-        """int64 [rows]: greedy rows by the raw logits, the others drawn from the processed ones."""
+    def sample(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        """int64 [rows]: the token of each row; NO_TOKEN for a row that has no distribution."""
+        if self.is_all_greedy(rows):
+            return greedy_tokens(logits)
         uniform = counter_uniform(self._seed.tensor.index_select(0, rows.slots), rows.positions)
-        drawn = draw_tokens(processed_logits, uniform)
+        drawn = draw_tokens(logits, uniform)
         if not self._is_greedy.host[rows.slots_np].any():
             return drawn
         is_greedy = self._is_greedy.tensor.index_select(0, rows.slots)
-        return torch.where(is_greedy, greedy_tokens(raw_logits), drawn)
+        return torch.where(is_greedy, greedy_tokens(logits), drawn)

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled and most likely tokens, from the logits as the model gave them."""
+"""Log-probabilities of sampled and most likely tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.contract import SamplingParams
+from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.kernels.sampling import LogprobsTensors, top_logprobs
 from penstock.runner.sampling.stage import LogitsRows
 
@@ -13,15 +14,28 @@ _NONE = -1
 
 
 class Logprobs:
-    """Computed for the whole step when one request asks; each request's share is cut out later."""
+    """Computed for the whole step when one request asks; each request's share is cut out later.
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    mode: of `SamplingConfig.logprobs_mode`.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, mode: str) -> None:
         self._vocab_size = vocab_size
+        self._is_raw = mode.startswith("raw")
+        self._normalizes = mode.endswith("logprobs")
         self._num_logprobs = np.full(num_slots, _NONE, dtype=np.int64)
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        self._num_logprobs[slot] = _NONE if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        self._num_logprobs[slot] = _NONE if params.logprobs is None else count(params.logprobs, self._vocab_size)
 
-    def compute(self, raw_logits: Tensor, sampled: Tensor, rows: LogitsRows) -> LogprobsTensors | None:
+    def compute(self, raw: Tensor, processed: Tensor, sampled: Tensor, rows: LogitsRows) -> LogprobsTensors | None:
+        """raw, processed: float32 [rows, vocabulary], before and after all stages. sampled: int64 [rows]."""
         most = int(self._num_logprobs[rows.slots_np].max(initial=_NONE))
-        return None if most == _NONE else top_logprobs(raw_logits, sampled, most)
+        if most == _NONE:
+            return None
+        return top_logprobs(raw if self._is_raw else processed, sampled, most, normalize=self._normalizes)
+
+
+def count(asked: int, vocab_size: int) -> int:
+    """Number of most likely tokens that a request asks for."""
+    return vocab_size if asked == ALL_LOGPROBS else min(asked, vocab_size)

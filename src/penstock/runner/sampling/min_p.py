@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -16,11 +18,13 @@ class MinP(SamplingStage):
     def __init__(self, device: Device, num_slots: int) -> None:
         self._min_p = SlotParameter(device, num_slots, np.float32, 0.0)
 
-    def add_request(self, slot: int, params: SamplingParams) -> None:
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
         self._min_p.set(slot, 0.0 if params.is_greedy else params.min_p)
 
-    def is_needed(self, rows: LogitsRows) -> bool:
-        return self._min_p.any_set(rows.slots_np)
+    def is_needed(self, slots_np: np.ndarray) -> bool:
+        return self._min_p.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         return mask_min_p(logits, self._min_p.tensor.index_select(0, rows.slots))

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from penstock.config import SamplingConfig
 from penstock.contract import SamplingParams
 from penstock.device import Device
-from penstock.kernels.sampling import LogprobsTensors, greedy_tokens
+from penstock.kernels.sampling import NO_TOKEN, LogprobsTensors
+from penstock.runner.sampling.allowed_tokens import AllowedTokens
+from penstock.runner.sampling.bad_words import BadWords
 from penstock.runner.sampling.draw import Draw
+from penstock.runner.sampling.failures import find_failures
+from penstock.runner.sampling.logit_bias import LogitBias
 from penstock.runner.sampling.logprobs import Logprobs
 from penstock.runner.sampling.min_p import MinP
+from penstock.runner.sampling.min_tokens import MinTokens
+from penstock.runner.sampling.penalties import Penalties
 from penstock.runner.sampling.stage import LogitsRows, SamplingStage
 from penstock.runner.sampling.temperature import Temperature
 from penstock.runner.sampling.top_k_top_p import TopKTopP
@@ -19,41 +28,87 @@ from penstock.runner.sampling.top_k_top_p import TopKTopP
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """sampled_token_ids: int64 [rows], on the device."""
+    """sampled_token_ids: int64 [rows], on the device; any token where the row failed.
+
+    failures: int64 [rows], on the device: a `Failure` per row, 0 for none.
+    """
 
     sampled_token_ids: Tensor
+    failures: Tensor
     logprobs: LogprobsTensors | None
 
 
 class Sampler:
-    """Stages in the field's order: temperature, min-p, top-k and top-p, the draw; log-probabilities of raw logits."""
+    """Stages in the field's order: masks and bias, penalties, then temperature, min-p, top-k and top-p, the draw.
 
-    def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
-        self.stages: list[SamplingStage] = [
+    The first group, `shaping`, decides greedy requests too; the second leaves their rows as they are.
+    token_ids_SL: the runner's table of tokens, int32 [slots, positions].
+    """
+
+    def __init__(
+        self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor, config: SamplingConfig
+    ) -> None:
+        self.shaping: list[SamplingStage] = [
+            AllowedTokens(device, num_slots, vocab_size),
+            BadWords(device, num_slots, vocab_size, token_ids_SL),
+            MinTokens(device, num_slots, vocab_size),
+            LogitBias(device, num_slots, vocab_size),
+            Penalties(device, num_slots, vocab_size),
+        ]
+        self.truncating: list[SamplingStage] = [
             Temperature(device, num_slots),
             MinP(device, num_slots),
             TopKTopP(device, num_slots, vocab_size),
         ]
+        # Most steps need no shaping: one look at this tells.
+        self._is_shaped = np.zeros(num_slots, dtype=np.bool_)
         self._draw = Draw(device, num_slots)
-        self._logprobs = Logprobs(num_slots, vocab_size)
+        self._logprobs = Logprobs(num_slots, vocab_size, config.logprobs_mode)
 
-    def add_request(self, slot: int, params: SamplingParams) -> None:
-        for stage in self.stages:
-            stage.add_request(slot, params)
+    def add_request(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Take over a new request, or one that comes back with what it has generated.
+
+        Raises InvalidParameter, or whatever a custom logits processor raises; the slot must then be given up.
+        """
+        for stage in (*self.shaping, *self.truncating):
+            stage.add_request(slot, params, prompt_token_ids, output_token_ids)
         self._draw.add_request(slot, params)
         self._logprobs.add_request(slot, params)
+        slots_np = np.array([slot])
+        self._is_shaped[slot] = any(stage.is_needed(slots_np) for stage in self.shaping)
+
+    def remove_request(self, slot: int) -> None:
+        """Forget the slot's request."""
+        for stage in (*self.shaping, *self.truncating):
+            stage.remove_request(slot)
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
         """Choose one token per row from float32 logits [rows, vocabulary], which stay as they are."""
-        if self._draw.is_all_greedy(rows):
-            sampled = greedy_tokens(logits)
-        else:
-            sampled = self._draw.sample(logits, self._process(logits, rows), rows)
-        return SamplerOutput(sampled, self._logprobs.compute(logits, sampled, rows))
-
-    def _process(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        needed = [stage for stage in self.stages if stage.is_needed(rows)]
-        processed = logits.clone() if needed else logits
-        for stage in needed:
+        shaping = self._needed(self.shaping, rows) if self._is_shaped[rows.slots_np].any() else []
+        stages = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
+        processed = logits.clone() if stages else logits
+        for stage in stages:
             processed = stage.apply(processed, rows)
-        return processed
+        chosen = self._draw.sample(processed, rows)
+        sampled = chosen.clamp(min=0)
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            failures=find_failures(chosen == NO_TOKEN, logits if shaping else None),
+            logprobs=self._logprobs.compute(logits, processed, sampled, rows),
+        )
+
+    def advance(self, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
+        """Let the stages take note of a step's tokens; nothing is waited for."""
+        if self._is_shaped[rows.slots_np].any():
+            for stage in self.shaping:
+                stage.advance(rows, sampled, num_sampled)
+
+    @staticmethod
+    def _needed(stages: list[SamplingStage], rows: LogitsRows) -> list[SamplingStage]:
+        return [stage for stage in stages if stage.is_needed(rows.slots_np)]

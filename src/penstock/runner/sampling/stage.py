@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +28,30 @@ class SamplingStage(ABC):
     """A stage holds its own parameters by slot and is skipped when no request of the step needs it."""
 
     @abstractmethod
-    def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Take over a new request's parameters; whatever the slot held before is overwritten."""
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        """Take over a new request; whatever the slot held before is overwritten.
+
+        output_token_ids: what it generated before it was preempted; else empty.
+        Raises InvalidParameter when the request asks for what cannot be done; it ends with that error then.
+        """
+
+    def remove_request(self, slot: int) -> None:
+        """The slot's request is gone; the next one may come at once."""
+        return
 
     @abstractmethod
-    def is_needed(self, rows: LogitsRows) -> bool:
-        """Whether `apply` would change any of these rows; known to the host, so nothing is waited for."""
+    def is_needed(self, slots_np: np.ndarray) -> bool:
+        """Whether `apply` could change rows of these slots; known to the host, so nothing is waited for."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         """float32 [rows, vocabulary] in and out; may work in place. Rows that do not use the stage stay as they are."""
+
+    def advance(self, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
+        """Take note, on the device, of the tokens of the step.
+
+        sampled: int64 [rows]. num_sampled: int64 [rows], 0 where an unfinished prefill makes the token void.
+        """
+        return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -17,11 +19,13 @@ class Temperature(SamplingStage):
     def __init__(self, device: Device, num_slots: int) -> None:
         self._divisor = SlotParameter(device, num_slots, np.float32, 1.0)
 
-    def add_request(self, slot: int, params: SamplingParams) -> None:
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
         self._divisor.set(slot, 1.0 if params.is_greedy else params.temperature)
 
-    def is_needed(self, rows: LogitsRows) -> bool:
-        return self._divisor.any_set(rows.slots_np)
+    def is_needed(self, slots_np: np.ndarray) -> bool:
+        return self._divisor.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         return logits.div_(self._divisor.tensor.index_select(0, rows.slots).unsqueeze(-1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -20,13 +22,15 @@ class TopKTopP(SamplingStage):
         self._top_k = SlotParameter(device, num_slots, np.int64, vocab_size)
         self._top_p = SlotParameter(device, num_slots, np.float32, 1.0)
 
-    def add_request(self, slot: int, params: SamplingParams) -> None:
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
         keeps_all = params.is_greedy or not 0 < params.top_k < self._vocab_size
         self._top_k.set(slot, self._vocab_size if keeps_all else params.top_k)
         self._top_p.set(slot, 1.0 if params.is_greedy else params.top_p)
 
-    def is_needed(self, rows: LogitsRows) -> bool:
-        return self._top_k.any_set(rows.slots_np) or self._top_p.any_set(rows.slots_np)
+    def is_needed(self, slots_np: np.ndarray) -> bool:
+        return self._top_k.any_set(slots_np) or self._top_p.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         top_k = self._top_k.tensor.index_select(0, rows.slots)

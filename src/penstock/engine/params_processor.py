@@ -1,0 +1,90 @@
+"""Checks a request's sampling parameters against this engine, and fills in what only the front end knows.
+
+A worker knows token ids and no text, so words become sequences of tokens here, before the request is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from penstock.config import SamplingConfig
+from penstock.contract import SamplingParams
+from penstock.contract.sampling_params import ALL_LOGPROBS
+from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.unsupported_params import refuse_unsupported
+from penstock.errors import InvalidParameter
+
+
+class ParamsProcessor:
+    """vocab_size: of the model; all token ids of a request must be below it."""
+
+    def __init__(
+        self, config: SamplingConfig, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+
+    def process(self, params: SamplingParams) -> SamplingParams:
+        """The parameters as the worker needs them; the seed is not set here.
+
+        Raises InvalidParameter.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter(
+                f"sampling_params is a {type(params).__name__}: {params!r}. Allowed: SamplingParams, or None."
+            )
+        refuse_unsupported(params)
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_num_logprobs(name, getattr(params, name))
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "all_stop_token_ids"):
+            self._check_ids(name, getattr(params, name) or ())
+        for sequence in params.bad_words_token_ids:
+            self._check_ids("bad_words_token_ids", sequence)
+        changes: dict[str, Any] = {}
+        if params.bad_words:
+            changes["bad_words_token_ids"] = self._spell(params)
+        if params.min_tokens:
+            stops = {*params.all_stop_token_ids, *params.stop_token_ids, *self._eos_token_ids}
+            changes["all_stop_token_ids"] = tuple(sorted(stops))
+        return msgspec.structs.replace(params, **changes) if changes else params
+
+    def _check_num_logprobs(self, name: str, asked: int | None) -> None:
+        most = self._config.max_logprobs
+        if asked is None or most == ALL_LOGPROBS:
+            return
+        if asked == ALL_LOGPROBS and most < self._vocab_size:
+            raise InvalidParameter(
+                f"{name}=-1 asks for all {self._vocab_size:,} tokens of the vocabulary. Allowed: at most {most}, as "
+                "this engine was started. Start it with --option max_logprobs=-1 for as many as you like."
+            )
+        if asked > most:
+            raise InvalidParameter(
+                f"{name}={asked} is not valid. Allowed: at most {most}, as this engine was started. Start it with "
+                f"--option max_logprobs={asked}."
+            )
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidParameter(
+                    f"{name} has {token_id}, but the model's vocabulary has {self._vocab_size} tokens. "
+                    f"Allowed: 0 to {self._vocab_size - 1}."
+                )
+
+    def _spell(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The bad words as tokens: as a word that begins a text, and as one after a space."""
+        sequences = dict.fromkeys(tuple(sequence) for sequence in params.bad_words_token_ids)
+        for word in params.bad_words:
+            bare = word.lstrip()
+            for text in (bare, f" {bare}"):
+                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False)) if bare else ()
+                if not token_ids:
+                    raise InvalidParameter(f"bad_words has {word!r}, which has no tokens. Leave it out.")
+                self._check_ids("bad_words", token_ids)
+                sequences[token_ids] = None
+        return tuple(sequences)

@@ -1,0 +1,32 @@
+"""Allowed token ids: all other tokens are impossible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from penstock.contract import SamplingParams
+from penstock.device import Device
+from penstock.kernels.logits_shaping import keep_tokens
+from penstock.runner.sampling.slot_lists import SlotLists, token_id_array
+from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+
+
+class AllowedTokens(SamplingStage):
+    def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._lists = SlotLists(device, num_slots)
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        self._lists.set(slot, token_id_array("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size))
+
+    def is_needed(self, slots_np: np.ndarray) -> bool:
+        return self._lists.any_set(slots_np)
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        lists = self._lists.pack(rows)
+        return keep_tokens(logits, lists.rows, lists.row_of, lists.columns[0])

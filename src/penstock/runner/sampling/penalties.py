@@ -1,0 +1,103 @@
+"""Repetition, frequency and presence penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.contract import SamplingParams
+from penstock.device import Device
+from penstock.kernels.logits_shaping import IN_PROMPT, penalise
+from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.staging import SlotParameter
+
+
+class Penalties(SamplingStage):
+    """Keeps what has occurred in a table on the device, int32 [slots, vocabulary], made when it is first needed.
+
+    A row is written anew for each request with a penalty and advanced after each step, so it never waits for the host.
+    """
+
+    def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
+        self._device = device
+        self._shape = (num_slots, vocab_size)
+        self._table_SV: Tensor | None = None
+        self._has_penalty = np.zeros(num_slots, dtype=np.bool_)
+        self._repetition = SlotParameter(device, num_slots, np.float32, 1.0)
+        self._frequency = SlotParameter(device, num_slots, np.float32, 0.0)
+        self._presence = SlotParameter(device, num_slots, np.float32, 0.0)
+        # Token ids and occurrences of requests whose row is not written yet.
+        self._unwritten: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._rows_for: np.ndarray | None = None
+        self._rows: Tensor | None = None
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        self._repetition.set(slot, params.repetition_penalty)
+        self._frequency.set(slot, params.frequency_penalty)
+        self._presence.set(slot, params.presence_penalty)
+        has_penalty = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        self._has_penalty[slot] = has_penalty
+        self._rows_for = None
+        self._unwritten.pop(slot, None)
+        if has_penalty:
+            self._unwritten[slot] = _occurrences(prompt_token_ids, output_token_ids, self._shape[1])
+
+    def remove_request(self, slot: int) -> None:
+        self._unwritten.pop(slot, None)
+
+    def is_needed(self, slots_np: np.ndarray) -> bool:
+        return bool(self._has_penalty[slots_np].any())
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        table = self._written_table()
+        which = self._penalised_rows(rows.slots_np)
+        slots = rows.slots if which is None else rows.slots.index_select(0, which)
+        part = logits if which is None else logits.index_select(0, which)
+        penalise(
+            part,
+            table.index_select(0, slots),
+            self._repetition.tensor.index_select(0, slots),
+            self._frequency.tensor.index_select(0, slots),
+            self._presence.tensor.index_select(0, slots),
+        )
+        return logits if which is None else logits.index_copy_(0, which, part)
+
+    def advance(self, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
+        if self._table_SV is None or not self.is_needed(rows.slots_np):
+            return
+        # Rows without a penalty are counted too: theirs is written anew before it is read.
+        flat = rows.slots * self._shape[1] + sampled
+        self._table_SV.view(-1).index_add_(0, flat, num_sampled.to(torch.int32))
+
+    def _written_table(self) -> Tensor:
+        if self._table_SV is None:
+            num_bytes = self._shape[0] * self._shape[1] * torch.int32.itemsize
+            self._table_SV = self._device.allocate(num_bytes).view(torch.int32).view(self._shape)
+        for slot, (token_ids, occurrences) in self._unwritten.items():
+            row = self._table_SV[slot].zero_()
+            row.index_copy_(0, self._device.upload(token_ids), self._device.upload(occurrences))
+        self._unwritten.clear()
+        return self._table_SV
+
+    def _penalised_rows(self, slots_np: np.ndarray) -> Tensor | None:
+        """The rows with a penalty; None when all have one."""
+        if self._rows_for is not slots_np:
+            has_penalty = self._has_penalty[slots_np]
+            self._rows = None if has_penalty.all() else self._device.upload(np.flatnonzero(has_penalty))
+            self._rows_for = slots_np
+        return self._rows
+
+
+def _occurrences(
+    prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that have occurred, int64, and how, int32: IN_PROMPT plus their count in the output."""
+    counts = np.bincount(np.asarray(output_token_ids, dtype=np.int64), minlength=vocab_size).astype(np.int32)
+    counts[np.asarray(prompt_token_ids, dtype=np.int64)] |= IN_PROMPT
+    token_ids = np.flatnonzero(counts)
+    return token_ids, counts[token_ids]

@@ -1,0 +1,139 @@
+"""Log-probabilities of prompts: of each token after the first, given those before it.
+
+They come step by step, as the prompt is computed: nothing is kept from one step to the next. Within a step the logits
+are made and reduced a few rows at a time, so memory is bounded whatever the prompt's length and the vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from penstock.contract import LogprobsLists, SamplingParams
+from penstock.device import Device
+from penstock.device.base import PendingCopy
+from penstock.kernels.sampling import top_logprobs
+from penstock.models.interface import LanguageModel
+from penstock.runner.batch_layout import BatchLayout
+from penstock.runner.sampling.logprobs import count
+
+_NONE = -1
+# Logits that are held at once: 32 MiB of them.
+_MAX_LOGITS = 1 << 23
+_MAX_ROWS = 1024
+# Results beyond this leave the device before more are computed.
+_MAX_RESULTS = 1 << 23
+_POLL_INTERVAL_S = 50e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The tokens of a step whose logits say something about the next token of a prompt.
+
+    req_ids, counts: whose they are, and how many each. hidden_indices: their places in the step, int64.
+    target_indices: the cells of the table of tokens that hold the tokens after them, int64.
+    num_logprobs: the most that one of the requests asks for.
+    """
+
+    req_ids: list[str]
+    counts: list[int]
+    hidden_indices: np.ndarray
+    target_indices: np.ndarray
+    num_logprobs: int
+
+
+class PendingPromptLogprobs:
+    """A step's log-probabilities of prompts, on their way to the host. `copies` are consecutive rows."""
+
+    def __init__(self, rows: PromptRows, copies: Sequence[PendingCopy]) -> None:
+        self._rows = rows
+        self._copies = copies
+
+    def is_done(self) -> bool:
+        return all(copy.is_done() for copy in self._copies)
+
+    def by_request(self) -> dict[str, LogprobsLists]:
+        """Each request's rows, as wide as the most demanding request of the step wants; once `is_done`."""
+        columns: list[list[list[object]]] = [[], [], []]
+        for copy in self._copies:
+            for column, tensor in zip(columns, copy.tensors, strict=True):
+                column += tensor.tolist()
+        result, start = {}, 0
+        for req_id, num_rows in zip(self._rows.req_ids, self._rows.counts, strict=True):
+            ids, logprobs, ranks = (column[start : start + num_rows] for column in columns)
+            result[req_id] = LogprobsLists(
+                logprob_token_ids=ids,  # type: ignore[arg-type]
+                logprobs=logprobs,  # type: ignore[arg-type]
+                sampled_token_ranks=ranks,  # type: ignore[arg-type]
+            )
+            start += num_rows
+        return result
+
+
+class PromptLogprobs:
+    """token_ids_SL: the runner's table of tokens, int32 [slots, positions]."""
+
+    def __init__(self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self._token_ids_SL = token_ids_SL
+        self._num_logprobs = np.full(num_slots, _NONE, dtype=np.int64)
+        self._prompt_len = np.zeros(num_slots, dtype=np.int64)
+        self.max_rows = max(1, min(_MAX_ROWS, _MAX_LOGITS // vocab_size))
+
+    def add_request(self, slot: int, params: SamplingParams, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Take over a new request. One that comes back with output has had its prompt's log-probabilities."""
+        asked = params.prompt_logprobs
+        is_wanted = asked is not None and num_output_tokens == 0
+        self._num_logprobs[slot] = count(asked, self._vocab_size) if asked is not None and is_wanted else _NONE
+        self._prompt_len[slot] = num_prompt_tokens
+
+    def rows(self, layout: BatchLayout, num_computed_tokens: np.ndarray) -> PromptRows | None:
+        """Which tokens of the step are asked about; None for none.
+
+        num_computed_tokens: int64 [slots], before the step. The host knows them exactly while a prompt is computed:
+        nothing that was sampled, and so could be rejected, is among them.
+        """
+        slots = layout.slots_np
+        asked = self._num_logprobs[slots]
+        if not (asked != _NONE).any():
+            return None
+        computed = num_computed_tokens[slots]
+        # The last token of the prompt says something about the output only.
+        counts = np.minimum(layout.counts_np, self._prompt_len[slots] - 1 - computed)
+        counts = np.where(asked == _NONE, 0, counts.clip(min=0))
+        which = np.flatnonzero(counts)
+        if not len(which):
+            return None
+        starts, firsts = layout.query_start_loc_np[:-1], slots * self._token_ids_SL.shape[1] + computed + 1
+        return PromptRows(
+            req_ids=[layout.req_ids[index] for index in which.tolist()],
+            counts=counts[which].tolist(),
+            hidden_indices=np.concatenate([starts[index] + np.arange(counts[index]) for index in which]),
+            target_indices=np.concatenate([firsts[index] + np.arange(counts[index]) for index in which]),
+            num_logprobs=int(asked[which].max()),
+        )
+
+    def compute(self, rows: PromptRows | None, model: LanguageModel, hidden: Tensor) -> PendingPromptLogprobs | None:
+        """Begin to compute and copy a step's log-probabilities. hidden: [tokens of the step, hidden size]."""
+        if rows is None:
+            return None
+        hidden_indices = self._device.upload(rows.hidden_indices)
+        targets = self._token_ids_SL.view(-1).index_select(0, self._device.upload(rows.target_indices)).long()
+        copies: list[PendingCopy] = []
+        for start in range(0, len(rows.hidden_indices), self.max_rows):
+            part = slice(start, start + self.max_rows)
+            logits = model.compute_logits(hidden.index_select(0, hidden_indices[part]))
+            copies.append(self._device.download(top_logprobs(logits, targets[part], rows.num_logprobs)))
+            if (start + self.max_rows) * rows.num_logprobs > _MAX_RESULTS:
+                _wait(copies[-1])
+        return PendingPromptLogprobs(rows, copies)
+
+
+def _wait(copy: PendingCopy) -> None:
+    while not copy.is_done():
+        time.sleep(_POLL_INTERVAL_S)
