@@ -75,6 +75,10 @@ class WorkerError(PenstockError, RuntimeError):
         self.cause_type = cause_type
 
 
+class LogitsProcessorError(PenstockError, RuntimeError):
+    """A custom logits processor failed for one request; the message names it."""
+
+
 class WaitTimeout(PenstockError, TimeoutError):
     """A wait reached its limit. Says who waited for whom, in which call, for how long."""
 

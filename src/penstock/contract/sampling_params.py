@@ -17,6 +17,8 @@ MAX_N = 16_384
 SMALLEST_TEMPERATURE = 0.01
 LARGEST_BIAS = 100.0
 ALL_LOGPROBS = -1
+# The name, among `extra_args`, of what the front end makes of thinking_token_budget.
+THINKING_BUDGET = "thinking_budget"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

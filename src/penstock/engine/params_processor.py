@@ -12,7 +12,8 @@ import msgspec
 
 from penstock.config import SamplingConfig
 from penstock.contract import SamplingParams
-from penstock.contract.sampling_params import ALL_LOGPROBS
+from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
+from penstock.engine.logits_processor_checks import LogitsProcessorChecks
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.unsupported_params import refuse_unsupported
 from penstock.errors import InvalidParameter
@@ -28,6 +29,7 @@ class ParamsProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._logits_processors = LogitsProcessorChecks(config.logits_processors)
 
     def process(self, params: SamplingParams) -> SamplingParams:
         """The parameters as the worker needs them; the seed is not set here.
@@ -51,7 +53,11 @@ class ParamsProcessor:
         if params.min_tokens:
             stops = {*params.all_stop_token_ids, *params.stop_token_ids, *self._eos_token_ids}
             changes["all_stop_token_ids"] = tuple(sorted(stops))
-        return msgspec.structs.replace(params, **changes) if changes else params
+        if params.thinking_token_budget is not None:
+            changes["extra_args"] = {**(params.extra_args or {}), THINKING_BUDGET: self._thinking_budget(params)}
+        params = msgspec.structs.replace(params, **changes) if changes else params
+        self._logits_processors.check(params)
+        return params
 
     def _check_num_logprobs(self, name: str, asked: int | None) -> None:
         most = self._config.max_logprobs
@@ -75,6 +81,19 @@ class ParamsProcessor:
                     f"{name} has {token_id}, but the model's vocabulary has {self._vocab_size} tokens. "
                     f"Allowed: 0 to {self._vocab_size - 1}."
                 )
+
+    def _thinking_budget(self, params: SamplingParams) -> dict[str, Any]:
+        """What the logits processor of that name is given."""
+        markers = {}
+        for name, key in (("reasoning_start_str", "start_token_ids"), ("reasoning_end_str", "end_token_ids")):
+            text = getattr(self._config, name)
+            markers[key] = self._tokenizer.encode(text, add_special_tokens=False)
+            if not markers[key]:
+                raise InvalidParameter(
+                    f"thinking_token_budget={params.thinking_token_budget} cannot be kept: {name}={text!r} has no "
+                    f"tokens. Start the engine with another {name}."
+                )
+        return {"budget": params.thinking_token_budget, **markers}
 
     def _spell(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The bad words as tokens: as a word that begins a text, and as one after a space."""

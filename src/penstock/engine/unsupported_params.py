@@ -9,8 +9,6 @@ from penstock.errors import InvalidParameter
 
 NOT_SUPPORTED_YET = (
     "n",
-    "thinking_token_budget",
-    "extra_args",
     "stop",
     "include_stop_str_in_output",
     "detokenize",

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract.sampling_params import ALL_LOGPROBS
+from penstock.kernels.sampling import top_logprobs
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.stage import LogitsRows
@@ -45,6 +47,14 @@ def profile_sampling(runner: ModelRunner, num_rows: int) -> None:
     runner.sampler.sample(logits, LogitsRows(slots, slots_np, positions=slots))
 
 
+def profile_prompt_logprobs(runner: ModelRunner, num_rows: int) -> None:
+    """The reduction of as many rows of logits to the log-probabilities of a prompt's tokens."""
+    device, vocab_size = runner.device, runner.limits.vocab_size
+    logits = torch.zeros(num_rows, vocab_size, device=device.torch_device)
+    targets = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
+    top_logprobs(logits, targets, _num_profile_logprobs(runner))
+
+
 def num_profile_blocks(num_tokens: int, block_size: int) -> int:
     """Blocks, the null block included, that `profile_forward` needs."""
     return 1 + -(-num_tokens // block_size)
@@ -71,16 +81,21 @@ def _invented_prompt(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
 
 
 def _heaviest_params(runner: ModelRunner) -> SamplingParams:
-    num_logprobs = min(20, runner.limits.vocab_size)
     return SamplingParams(
         temperature=0.7,
         top_p=0.9,
         top_k=50,
         min_p=0.01,
         seed=0,
-        logprobs=num_logprobs,
+        logprobs=_num_profile_logprobs(runner),
         repetition_penalty=1.1,
         presence_penalty=0.1,
         frequency_penalty=0.1,
         logit_bias={0: 1.0},
     )
+
+
+def _num_profile_logprobs(runner: ModelRunner) -> int:
+    """As many as requests may ask for."""
+    vocab_size, most = runner.limits.vocab_size, runner.sampling.max_logprobs
+    return vocab_size if most == ALL_LOGPROBS else min(most, vocab_size)

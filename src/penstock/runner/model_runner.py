@@ -69,12 +69,13 @@ class ModelRunner:
         self.device = device
         self.model = model
         self.limits = limits
+        self.sampling = sampling or SamplingConfig()
         self._rank = rank
         num_slots = limits.max_num_reqs + 1
         self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len)
         self.block_tables = BlockTables(device, num_slots, limits.max_model_len, kv_cache_config)
         token_ids = self.requests.all_token_ids.tensor
-        self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, sampling or SamplingConfig())
+        self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, self.sampling)
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler, self.prompt_logprobs)
         self.planner = Planner()
@@ -135,7 +136,7 @@ class ModelRunner:
             failures=sampled.failures,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
-            errors=step.errors,
+            errors=step.errors | {batch.layout.req_ids[row]: error for row, error in sampled.errors.items()},
             on_not_finite=self.poisoned_blocks.note_failure,
             rank=self._rank,
         )

@@ -10,6 +10,8 @@ from penstock.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 GROUP = "penstock.general_plugins"
+# Loaded by the sampler; PENSTOCK_PLUGINS chooses among both kinds.
+LOGITS_PROCESSORS = "penstock.logits_processors"
 
 
 def load_plugins(group: str = GROUP) -> list[str]:
@@ -21,7 +23,10 @@ def load_plugins(group: str = GROUP) -> list[str]:
     found = {entry_point.name: entry_point for entry_point in entry_points(group=group)}
     allowed = env.allowed_plugins()
     names = sorted(found) if allowed is None else allowed
+    others = {entry_point.name for entry_point in entry_points(group=LOGITS_PROCESSORS)}
     for name in names:
+        if name not in found and name in others:
+            continue
         if name not in found:
             installed = ", ".join(sorted(found)) or "none"
             raise ConfigError(f"PENSTOCK_PLUGINS names {name!r}, which is not installed. Installed: {installed}.")

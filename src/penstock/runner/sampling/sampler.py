@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -14,9 +14,12 @@ from penstock.device import Device
 from penstock.kernels.sampling import NO_TOKEN, LogprobsTensors
 from penstock.runner.sampling.allowed_tokens import AllowedTokens
 from penstock.runner.sampling.bad_words import BadWords
+from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.draw import Draw
 from penstock.runner.sampling.failures import find_failures
+from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.logit_bias import LogitBias
+from penstock.runner.sampling.logits_processor import ProcessorContext
 from penstock.runner.sampling.logprobs import Logprobs
 from penstock.runner.sampling.min_p import MinP
 from penstock.runner.sampling.min_tokens import MinTokens
@@ -31,29 +34,36 @@ class SamplerOutput:
     """sampled_token_ids: int64 [rows], on the device; any token where the row failed.
 
     failures: int64 [rows], on the device: a `Failure` per row, 0 for none.
+    errors: by row, what went wrong in a custom logits processor.
     """
 
     sampled_token_ids: Tensor
     failures: Tensor
     logprobs: LogprobsTensors | None
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class Sampler:
-    """Stages in the field's order: masks and bias, penalties, then temperature, min-p, top-k and top-p, the draw.
+    """Stages in the field's order: masks and bias, penalties, custom logits processors, then temperature, min-p,
+    top-k and top-p, the draw.
 
     The first group, `shaping`, decides greedy requests too; the second leaves their rows as they are.
     token_ids_SL: the runner's table of tokens, int32 [slots, positions].
+    Raises ConfigError when a custom logits processor cannot be loaded or made.
     """
 
     def __init__(
         self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor, config: SamplingConfig
     ) -> None:
+        context = ProcessorContext(device, num_slots, vocab_size, token_ids_SL)
+        self._custom = CustomProcessors(context, load_logits_processors(config.logits_processors))
         self.shaping: list[SamplingStage] = [
             AllowedTokens(device, num_slots, vocab_size),
             BadWords(device, num_slots, vocab_size, token_ids_SL),
             MinTokens(device, num_slots, vocab_size),
             LogitBias(device, num_slots, vocab_size),
             Penalties(device, num_slots, vocab_size),
+            self._custom,
         ]
         self.truncating: list[SamplingStage] = [
             Temperature(device, num_slots),
@@ -101,6 +111,7 @@ class Sampler:
             sampled_token_ids=sampled,
             failures=find_failures(chosen == NO_TOKEN, logits if shaping else None),
             logprobs=self._logprobs.compute(logits, processed, sampled, rows),
+            errors=self._custom.take_errors(),
         )
 
     def advance(self, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:

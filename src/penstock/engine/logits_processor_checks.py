@@ -1,0 +1,49 @@
+"""What custom logits processors say to a request before it is accepted."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from penstock.contract import SamplingParams
+from penstock.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from penstock.runner.sampling import LogitsProcessor
+
+# That of penstock.runner.sampling.load_processors, which is not imported unless there are processors: it needs torch.
+_ENTRY_POINTS = "penstock.logits_processors"
+
+
+class LogitsProcessorChecks:
+    """configured: the engine's option. Classes are loaded when a request can first concern them."""
+
+    def __init__(self, configured: tuple[str | type, ...]) -> None:
+        self._configured = configured
+        self._are_any = bool(configured) or bool(entry_points(group=_ENTRY_POINTS))
+        self._classes: list[type[LogitsProcessor]] | None = None
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidParameter for `extra_args` of a processor that is not there, or that refuses the request."""
+        if not self._are_any and params.extra_args is None:
+            return
+        classes = self._load()
+        names = [processor.name for processor in classes]
+        for name, value in (params.extra_args or {}).items():
+            if name not in names:
+                raise InvalidParameter(
+                    f"extra_args has {name!r} (given: {value!r}), but there is no logits processor of that name. "
+                    f"Allowed: {', '.join(names)}. Others are loaded with the option logits_processors."
+                )
+        for processor in classes:
+            try:
+                processor.validate(params)
+            except ValueError as error:
+                raise InvalidParameter(f"Logits processor {processor.name!r} refuses the request: {error}") from error
+
+    def _load(self) -> list[type[LogitsProcessor]]:
+        if self._classes is None:
+            from penstock.runner.sampling.load_processors import load_logits_processors
+
+            self._classes = load_logits_processors(self._configured)
+        return self._classes

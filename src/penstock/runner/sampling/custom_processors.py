@@ -1,0 +1,105 @@
+"""Runs custom logits processors, and keeps what goes wrong in one from all requests but its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.contract import SamplingParams
+from penstock.errors import ConfigError, LogitsProcessorError
+from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
+from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+
+logger = logging.getLogger(__name__)
+
+
+class CustomProcessors(SamplingStage):
+    """The processors in their order; each sees the rows of the requests that want it.
+
+    Raises ConfigError when one cannot be made.
+    """
+
+    def __init__(self, context: ProcessorContext, classes: Iterable[type[LogitsProcessor]]) -> None:
+        self._context = context
+        self._processors = [_make(processor_class, context) for processor_class in classes]
+        self._wants = np.zeros((len(self._processors), context.num_slots), dtype=np.bool_)
+        self._errors: dict[int, str] = {}
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        self._wants[:, slot] = False
+        for index, processor in enumerate(self._processors):
+            try:
+                wants = processor.add_request(slot, params, prompt_token_ids, output_token_ids)
+            except Exception as error:
+                raise LogitsProcessorError(_describe(processor, "add_request", error)) from error
+            self._wants[index, slot] = bool(wants)
+
+    def remove_request(self, slot: int) -> None:
+        for index in np.flatnonzero(self._wants[:, slot]).tolist():
+            processor = self._processors[index]
+            try:
+                processor.remove_request(slot)
+            except Exception:  # the request is gone: there is nobody to tell but the log
+                logger.exception("Logits processor %r failed in remove_request", processor.name)
+        self._wants[:, slot] = False
+
+    def is_needed(self, slots_np: np.ndarray) -> bool:
+        return bool(self._wants[:, slots_np].any())
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        for processor, wants in zip(self._processors, self._wants, strict=True):
+            which = np.flatnonzero(wants[rows.slots_np])
+            if len(which):
+                self._apply_one(processor, logits, rows, which)
+        return logits
+
+    def take_errors(self) -> dict[int, str]:
+        """What went wrong since the last call, by row of the step."""
+        errors, self._errors = self._errors, {}
+        return errors
+
+    def _apply_one(self, processor: LogitsProcessor, logits: Tensor, rows: LogitsRows, which: np.ndarray) -> None:
+        """Let a processor change rows of the logits, in place; those for which it raises stay as they are."""
+        try:
+            if not processor.is_needed(rows.slots_np[which]):
+                return
+            self._change(processor, logits, rows, which)
+        except Exception as error:
+            if len(which) == 1:
+                logger.warning("Logits processor %r ends a request", processor.name, exc_info=error)
+                self._errors[int(which[0])] = _describe(processor, "apply", error)
+                return
+            for row in which:
+                self._apply_one(processor, logits, rows, np.array([row]))
+
+    def _change(self, processor: LogitsProcessor, logits: Tensor, rows: LogitsRows, which: np.ndarray) -> None:
+        index = self._context.device.upload(which)
+        before = logits.index_select(0, index)
+        part = LogitsRows(
+            rows.slots.index_select(0, index), rows.slots_np[which], rows.positions.index_select(0, index)
+        )
+        after = processor.apply(before, part)
+        if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != torch.float32:
+            found = f"{after.dtype} {list(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
+            raise TypeError(f"it returned {found} instead of float32 logits {list(before.shape)}")
+        logits.index_copy_(0, index, after)
+
+
+def _make(processor_class: type[LogitsProcessor], context: ProcessorContext) -> LogitsProcessor:
+    try:
+        return processor_class(context)
+    except Exception as error:
+        raise ConfigError(
+            f"Logits processor {processor_class.name!r} cannot be made: {type(error).__name__}: {error}. Repair it, or "
+            "leave it out of logits_processors."
+        ) from error
+
+
+def _describe(processor: LogitsProcessor, method: str, error: Exception) -> str:
+    return f"Logits processor {processor.name!r} failed in {method}: {type(error).__name__}: {error}"

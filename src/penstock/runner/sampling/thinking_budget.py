@@ -1,0 +1,139 @@
+"""Thinking budget: a model that has thought for so many tokens is made to say that it has done so.
+
+Requests bring it as `thinking_token_budget`; the front end knows the texts that begin and end thinking, and sends their
+tokens along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.contract import SamplingParams
+from penstock.contract.sampling_params import THINKING_BUDGET
+from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
+from penstock.runner.sampling.stage import LogitsRows
+from penstock.runner.staging import SlotParameter, StagedTensor
+
+_NOT_THINKING = -1
+_NO_TOKEN = -1
+_Markers = tuple[tuple[int, ...], tuple[int, ...]]
+_FIELDS = {"budget", "start_token_ids", "end_token_ids"}
+
+
+class ThinkingBudget(LogitsProcessor):
+    """Its argument: {"budget": tokens, "start_token_ids": [...], "end_token_ids": [...]}.
+
+    For each slot the device keeps the position at which thinking began. The prompt is searched for it on the host;
+    from then on every step looks at the last tokens only, so whether the host knows them does not matter.
+    """
+
+    name: ClassVar[str] = THINKING_BUDGET
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        device, num_slots = context.device, context.num_slots
+        self._began_at = StagedTensor(device, num_slots, 1, torch.int64)
+        self._budget = SlotParameter(device, num_slots, np.int64, 0)
+        self._num_known = SlotParameter(device, num_slots, np.int64, 0)
+        self._markers: dict[int, _Markers] = {}
+
+    @classmethod
+    def validate(cls, params: SamplingParams) -> None:
+        argument = (params.extra_args or {}).get(cls.name)
+        if argument is None:
+            return
+        if not isinstance(argument, dict) or set(argument) != _FIELDS:
+            raise ValueError(f"extra_args[{cls.name!r}]={argument!r} is not valid. Allowed: a dictionary of {_FIELDS}")
+        budget, *markers = argument["budget"], argument["start_token_ids"], argument["end_token_ids"]
+        if type(budget) is not int or budget < 0:
+            raise ValueError(f"budget={budget!r} is not valid. Allowed: an integer of at least 0")
+        for marker in markers:
+            if not marker or not isinstance(marker, (list, tuple)) or any(type(token) is not int for token in marker):
+                raise ValueError(f"{marker!r} is not valid. Allowed: a list of token ids that is not empty")
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> bool:
+        argument: dict[str, Any] | None = (params.extra_args or {}).get(self.name)
+        if argument is None:
+            return False
+        start, end = tuple(argument["start_token_ids"]), tuple(argument["end_token_ids"])
+        if max(*start, *end) >= self.context.vocab_size:
+            raise ValueError(f"The tokens {start} and {end} are not all in the vocabulary of {self.context.vocab_size}")
+        known = [*prompt_token_ids, *output_token_ids]
+        self._markers[slot] = (start, end)
+        self._began_at.discard(slot)
+        self._began_at.stage(slot, 0, [_thinking_since(known, start, end)])
+        self._budget.set(slot, argument["budget"])
+        self._num_known.set(slot, len(known))
+        return True
+
+    def remove_request(self, slot: int) -> None:
+        self._markers.pop(slot, None)
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        self._began_at.flush()
+        by_markers: dict[_Markers, list[int]] = {}
+        for row, slot in enumerate(rows.slots_np.tolist()):
+            by_markers.setdefault(self._markers[slot], []).append(row)
+        for (start, end), which in by_markers.items():
+            index = self.context.device.upload(np.array(which))
+            self._force(
+                logits, index, rows.slots.index_select(0, index), rows.positions.index_select(0, index), start, end
+            )
+        return logits
+
+    def _force(
+        self, logits: Tensor, index: Tensor, slots: Tensor, positions: Tensor, start: Sequence[int], end: Sequence[int]
+    ) -> None:
+        tail = self._last_tokens(slots, positions, max(len(start), len(end)))
+        is_new = positions >= self._num_known.tensor.index_select(0, slots)
+        state = self._began_at.tensor.view(-1)
+        began_at = state.index_select(0, slots)
+        began_at = torch.where(is_new & _ends_with(tail, start), positions + 1, began_at)
+        began_at = torch.where(is_new & _ends_with(tail, end), _NOT_THINKING, began_at)
+        state.index_copy_(0, slots, began_at)
+
+        num_thought = positions + 1 - began_at
+        is_over = (began_at != _NOT_THINKING) & (num_thought >= self._budget.tensor.index_select(0, slots))
+        next_token = torch.full_like(positions, end[0])
+        for num_said in range(1, len(end)):
+            has_said = _ends_with(tail, end[:num_said]) & (num_thought >= num_said)
+            next_token = torch.where(has_said, end[num_said], next_token)
+        part = logits.index_select(0, index)
+        forced = torch.full_like(part, float("-inf")).scatter_(1, next_token.unsqueeze(-1), 0.0)
+        logits.index_copy_(0, index, torch.where(is_over.unsqueeze(-1), forced, part))
+
+    def _last_tokens(self, slots: Tensor, positions: Tensor, count: int) -> Tensor:
+        """int64 [rows, count]: the tokens up to each row's position; _NO_TOKEN before the first."""
+        at = positions.unsqueeze(-1) + torch.arange(1 - count, 1, device=positions.device)
+        tokens = self.context.token_ids[slots.unsqueeze(-1), at.clamp(min=0)].to(torch.int64)
+        return tokens.masked_fill_(at < 0, _NO_TOKEN)
+
+
+def _ends_with(tail: Tensor, marker: Sequence[int]) -> Tensor:
+    """bool [rows]."""
+    result = tail[:, -len(marker)] == marker[0]
+    for offset in range(1, len(marker)):
+        result = result & (tail[:, offset - len(marker)] == marker[offset])
+    return result
+
+
+def _thinking_since(token_ids: Sequence[int], start: Sequence[int], end: Sequence[int]) -> int:
+    """The position after the last start marker, _NOT_THINKING if there is none or an end comes after it."""
+    last_start, last_end = _after_last(token_ids, start), _after_last(token_ids, end)
+    return last_start if last_start > last_end else _NOT_THINKING
+
+
+def _after_last(token_ids: Sequence[int], marker: Sequence[int]) -> int:
+    """The position after the marker's last occurrence; -1 if there is none."""
+    wanted = list(marker)
+    for position in range(len(token_ids), len(wanted) - 1, -1):
+        if token_ids[position - 1] == wanted[-1] and list(token_ids[position - len(wanted) : position]) == wanted:
+            return position
+    return -1
