@@ -10,7 +10,12 @@ from penstock.config import SamplingConfig
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
-from penstock.runner.dummy_runs import num_profile_blocks, profile_forward, profile_sampling
+from penstock.runner.dummy_runs import (
+    num_profile_blocks,
+    profile_forward,
+    profile_prompt_logprobs,
+    profile_sampling,
+)
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 
 
@@ -46,7 +51,11 @@ def measure_step_memory(
     fixed = _peak(device, lambda: profile_forward(runner, 1))
     activations = _peak(device, lambda: profile_forward(runner, run_tokens)) * -(-num_tokens // run_tokens)
     sampled = _peak(device, lambda: profile_sampling(runner, run_rows)) * -(-num_rows // run_rows)
-    return StepMemory(activations=fixed + activations, sampling=sampled)
+    # A step computes its prompts' log-probabilities first, and gives that memory back before it samples.
+    num_prompt_rows = min(runner.prompt_logprobs.max_rows, num_tokens)
+    run_rows = min(num_prompt_rows, device.max_profile_rows)
+    prompts = _peak(device, lambda: profile_prompt_logprobs(runner, run_rows)) * -(-num_prompt_rows // run_rows)
+    return StepMemory(activations=fixed + activations, sampling=max(sampled, prompts))
 
 
 def _peak(device: Device, run: Callable[[], None]) -> int:
