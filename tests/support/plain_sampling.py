@@ -14,7 +14,7 @@ from penstock.kernels.random import counter_uniform
 from penstock.runner.sampling import Sampler, SamplerOutput
 from penstock.runner.sampling.stage import LogitsRows
 
-DEVICE = create_device(DeviceConfig(device="cpu"))
+DEVICE = create_device(DeviceConfig(device="cpu", num_threads=1))
 VOCAB_SIZE = 60
 NUM_SLOTS = 20
 MAX_LEN = 64

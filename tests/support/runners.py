@@ -65,7 +65,7 @@ def kv_cache_config(num_blocks: int = 64) -> KVCacheConfig:
 
 def make_runner(max_num_reqs: int = 8, max_model_len: int = 64, num_blocks: int = 64) -> ModelRunner:
     return ModelRunner(
-        create_device(DeviceConfig(device="cpu")),
+        create_device(DeviceConfig(device="cpu", num_threads=1)),
         ArithmeticModel(),
         {LAYER.name: LAYER},
         kv_cache_config(num_blocks),
