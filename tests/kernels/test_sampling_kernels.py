@@ -74,7 +74,7 @@ def test_drawn_tokens_follow_the_exact_distribution(top_k: int, top_p: float) ->
     logits = torch.randn(1, vocab_size, generator=generator) * 1.5
     masked = mask_top_k_top_p(logits.clone(), torch.tensor([top_k]), torch.tensor([top_p]))
     uniform = counter_uniform(torch.full((num_draws,), 17), torch.arange(num_draws))
-    drawn = draw_tokens(masked.expand(num_draws, -1), uniform)
+    drawn = draw_tokens(masked.expand(num_draws, -1), uniform).token_ids_R
     expected = _softmax(masked[0].numpy()) * num_draws
     counts = np.bincount(drawn.numpy(), minlength=vocab_size)
     possible = expected > 0
@@ -87,7 +87,8 @@ def test_drawn_tokens_follow_the_exact_distribution(top_k: int, top_p: float) ->
 def test_a_token_without_probability_is_never_drawn_even_at_the_ends() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 1.0, float("-inf")]]).expand(3, -1)
     drawn = draw_tokens(logits, torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64))
-    assert drawn.tolist() == [1, 3, 3]
+    assert drawn.token_ids_R.tolist() == [1, 3, 3]
+    assert not drawn.has_failed_R.any()
 
 
 def test_logprobs_equal_log_softmax_and_ranks_count_from_one() -> None:
@@ -109,6 +110,16 @@ def test_no_top_logprobs_still_gives_the_sampled_ones() -> None:
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [-1.0, float("-inf"), -2.0], [5.0, 5.0, 5.0]])
-    assert greedy_tokens(logits).tolist() == [1, 0, 0]
+    assert greedy_tokens(logits).token_ids_R.tolist() == [1, 0, 0]
     wide = torch.randn(7, 5000)
-    assert torch.equal(greedy_tokens(wide), wide.argmax(dim=-1))
+    assert torch.equal(greedy_tokens(wide).token_ids_R, wide.argmax(dim=-1))
+
+
+def test_rows_without_a_token_that_could_be_chosen_say_so() -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = [[1.0, nan, 2.0], [1.0, inf, 2.0], [-inf, -inf, -inf], [-inf, -3.0, -inf], [nan, nan, nan], [1.0, 2.0, -inf]]
+    logits = torch.tensor(rows)
+    for chosen in (greedy_tokens(logits), draw_tokens(logits, torch.full((6,), 0.99, dtype=torch.float64))):
+        assert chosen.has_failed_R.tolist() == [True, True, True, False, True, False]
+        assert chosen.token_ids_R.tolist()[3::2] == [1, 1]
+        assert all(0 <= token < 3 for token in chosen.token_ids_R.tolist())

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 _NEG_INF = float("-inf")
-NO_TOKEN = -1
+
+
+class ChosenTokens(NamedTuple):
+    """token_ids_R int64, always within the vocabulary; has_failed_R bool: the row has no token that could be chosen."""
+
+    token_ids_R: Tensor
+    has_failed_R: Tensor
 
 
 def mask_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
@@ -39,33 +45,33 @@ def mask_top_k_top_p(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Ten
     return logits_RV.masked_fill_(logits_RV < threshold_R1, _NEG_INF)
 
 
-def greedy_tokens(logits_RV: Tensor) -> Tensor:
-    """int64 [R]: the first of each row's largest logits; NO_TOKEN where that is not finite, as NaN counts as largest.
+def greedy_tokens(logits_RV: Tensor) -> ChosenTokens:
+    """The first of each row's largest logits; it fails where that is not finite, as NaN counts as largest.
 
     On the CPU by numpy, whose argmax is vectorised: a tenth of torch's time at 32 rows of 32,000.
     """
     if logits_RV.device.type == "cpu":
         logits = logits_RV.numpy()
         best = logits.argmax(axis=-1)
-        is_finite = np.isfinite(logits[np.arange(len(best)), best])
-        return torch.from_numpy(best if is_finite.all() else np.where(is_finite, best, NO_TOKEN))
+        has_failed = ~np.isfinite(logits[np.arange(len(best)), best])
+        return ChosenTokens(torch.from_numpy(best), torch.from_numpy(has_failed))
     largest = logits_RV.max(dim=-1)
-    return torch.where(largest.values.isfinite(), largest.indices, NO_TOKEN)
+    return ChosenTokens(largest.indices, ~largest.values.isfinite())
 
 
-def draw_tokens(logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
+def draw_tokens(logits_RV: Tensor, uniform_R: Tensor) -> ChosenTokens:
     """Sample each row by inversion: the first token at which the cumulative probability exceeds the uniform number.
 
-    uniform_R: float64 in [0, 1). Returns int64 [R], NO_TOKEN for a row that has no distribution: with NaN or plus
-    infinity, or nothing but minus infinity. One number per row suffices, where the Gumbel trick needs one per token,
-    and a token of probability 0 is never drawn.
+    uniform_R: float64 in [0, 1). A row that has no distribution fails: one with NaN or plus infinity, or with nothing
+    but minus infinity. One number per row suffices, where the Gumbel trick needs one per token, and a token of
+    probability 0 is never drawn.
     """
     cumulative_RV = logits_RV.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RV[:, -1:].contiguous()
     below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
     target_R1 = torch.minimum(uniform_R.unsqueeze(-1) * total_R1, below_total_R1)
     drawn_R = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(-1)
-    return drawn_R.masked_fill_(total_R1.squeeze(-1).isnan(), NO_TOKEN)
+    return ChosenTokens(drawn_R.clamp_(max=logits_RV.shape[1] - 1), total_R1.squeeze(-1).isnan())
 
 
 class LogprobsTensors(NamedTuple):

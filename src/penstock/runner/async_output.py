@@ -81,9 +81,10 @@ class AsyncOutput:
         return self._copy.is_done() and (self._prompt_logprobs is None or self._prompt_logprobs.is_done())
 
     def _failed(self, num_sampled: Tensor, failures: Tensor) -> dict[str, str]:
-        if not failures.any():
+        if not failures.numpy().any():
             return {}
         # An unfinished prefill's token is void, but with NaN in its logits there is NaN in its KV, and it is lost.
+        failures = failures.to(torch.int64)
         is_not_finite = failures == Failure.NOT_FINITE
         if is_not_finite.any():
             self._on_not_finite()

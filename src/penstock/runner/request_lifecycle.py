@@ -46,6 +46,7 @@ class RequestLifecycle:
         if slot is not None:
             self._requests.remove(req_id)
             self._sampler.remove_request(slot)
+            self._prompt_logprobs.remove_request(slot)
 
     def _add(self, request: NewRequestData) -> str | None:
         slot = self._requests.add(request)

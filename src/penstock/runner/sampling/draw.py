@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.random import counter_uniform
-from penstock.kernels.sampling import draw_tokens, greedy_tokens
+from penstock.kernels.sampling import ChosenTokens, draw_tokens, greedy_tokens
 from penstock.runner.sampling.stage import LogitsRows
 from penstock.runner.staging import SlotParameter
 
@@ -29,13 +29,14 @@ class Draw:
     def is_all_greedy(self, rows: LogitsRows) -> bool:
         return not self._is_greedy.any_set(rows.slots_np)
 
-    def sample(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """int64 [rows]: the token of each row; NO_TOKEN for a row that has no distribution."""
+    def sample(self, logits: Tensor, rows: LogitsRows) -> ChosenTokens:
+        """The token of each row, by the logits that all stages left."""
         if self.is_all_greedy(rows):
             return greedy_tokens(logits)
         uniform = counter_uniform(self._seed.tensor.index_select(0, rows.slots), rows.positions)
         drawn = draw_tokens(logits, uniform)
         if not self._is_greedy.host[rows.slots_np].any():
             return drawn
+        best = greedy_tokens(logits)
         is_greedy = self._is_greedy.tensor.index_select(0, rows.slots)
-        return torch.where(is_greedy, greedy_tokens(logits), drawn)
+        return ChosenTokens(*(torch.where(is_greedy, *pair) for pair in zip(best, drawn, strict=True)))

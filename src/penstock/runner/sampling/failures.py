@@ -28,18 +28,17 @@ _MESSAGES = {
 }
 
 
-def find_failures(has_no_token: Tensor, raw_logits: Tensor | None) -> Tensor:
-    """int64 [rows], a `Failure` each.
+def find_failures(has_failed: Tensor, raw_logits: Tensor | None) -> Tensor:
+    """[rows], a `Failure` each, as an integer or a bool.
 
-    has_no_token: bool [rows]. raw_logits: float32 [rows, vocabulary] as the model gave them, if stages changed them
-    and may be to blame; else None.
+    has_failed: bool [rows]. raw_logits: float32 [rows, vocabulary] as the model gave them, if stages changed them and
+    may be to blame; else None.
     """
-    failures = has_no_token.to(torch.int64)
     if raw_logits is None:
-        return failures
+        return has_failed
     # The largest logit is NaN where any is.
     is_stages_fault = raw_logits.amax(dim=-1).isfinite()
-    return failures * (1 + is_stages_fault.to(torch.int64))
+    return has_failed * (1 + is_stages_fault.to(torch.int64))
 
 
 def describe_failure(failure: int) -> str:

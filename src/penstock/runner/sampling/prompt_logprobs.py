@@ -82,6 +82,8 @@ class PromptLogprobs:
         self._vocab_size = vocab_size
         self._token_ids_SL = token_ids_SL
         self._num_logprobs = np.full(num_slots, _NONE, dtype=np.int64)
+        # Slots whose requests ask; most steps have none.
+        self._asking: set[int] = set()
         self._prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.max_rows = max(1, min(_MAX_ROWS, _MAX_LOGITS // vocab_size))
 
@@ -91,6 +93,13 @@ class PromptLogprobs:
         is_wanted = asked is not None and num_output_tokens == 0
         self._num_logprobs[slot] = count(asked, self._vocab_size) if asked is not None and is_wanted else _NONE
         self._prompt_len[slot] = num_prompt_tokens
+        self._asking.discard(slot)
+        if is_wanted:
+            self._asking.add(slot)
+
+    def remove_request(self, slot: int) -> None:
+        """Forget the slot's request."""
+        self._asking.discard(slot)
 
     def rows(self, layout: BatchLayout, num_computed_tokens: np.ndarray) -> PromptRows | None:
         """Which tokens of the step are asked about; None for none.
@@ -98,10 +107,10 @@ class PromptLogprobs:
         num_computed_tokens: int64 [slots], before the step. The host knows them exactly while a prompt is computed:
         nothing that was sampled, and so could be rejected, is among them.
         """
+        if not self._asking:
+            return None
         slots = layout.slots_np
         asked = self._num_logprobs[slots]
-        if not (asked != _NONE).any():
-            return None
         computed = num_computed_tokens[slots]
         # The last token of the prompt says something about the output only.
         counts = np.minimum(layout.counts_np, self._prompt_len[slots] - 1 - computed)

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.config import SamplingConfig
 from penstock.contract import SamplingParams
 from penstock.device import Device
-from penstock.kernels.sampling import NO_TOKEN, LogprobsTensors
+from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.allowed_tokens import AllowedTokens
 from penstock.runner.sampling.bad_words import BadWords
 from penstock.runner.sampling.custom_processors import CustomProcessors
@@ -33,7 +33,7 @@ from penstock.runner.sampling.top_k_top_p import TopKTopP
 class SamplerOutput:
     """sampled_token_ids: int64 [rows], on the device; any token where the row failed.
 
-    failures: int64 [rows], on the device: a `Failure` per row, 0 for none.
+    failures: [rows], on the device: a `Failure` per row, as an integer or a bool.
     errors: by row, what went wrong in a custom logits processor.
     """
 
@@ -70,8 +70,8 @@ class Sampler:
             MinP(device, num_slots),
             TopKTopP(device, num_slots, vocab_size),
         ]
-        # Most steps need no shaping: one look at this tells.
-        self._is_shaped = np.zeros(num_slots, dtype=np.bool_)
+        # Slots whose requests need shaping; most steps have none.
+        self._shaped_slots: set[int] = set()
         self._draw = Draw(device, num_slots)
         self._logprobs = Logprobs(num_slots, vocab_size, config.logprobs_mode)
 
@@ -91,32 +91,34 @@ class Sampler:
         self._draw.add_request(slot, params)
         self._logprobs.add_request(slot, params)
         slots_np = np.array([slot])
-        self._is_shaped[slot] = any(stage.is_needed(slots_np) for stage in self.shaping)
+        self._shaped_slots.discard(slot)
+        if any(stage.is_needed(slots_np) for stage in self.shaping):
+            self._shaped_slots.add(slot)
 
     def remove_request(self, slot: int) -> None:
         """Forget the slot's request."""
+        self._shaped_slots.discard(slot)
         for stage in (*self.shaping, *self.truncating):
             stage.remove_request(slot)
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
         """Choose one token per row from float32 logits [rows, vocabulary], which stay as they are."""
-        shaping = self._needed(self.shaping, rows) if self._is_shaped[rows.slots_np].any() else []
+        shaping = self._needed(self.shaping, rows) if self._shaped_slots else []
         stages = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
         processed = logits.clone() if stages else logits
         for stage in stages:
             processed = stage.apply(processed, rows)
-        chosen = self._draw.sample(processed, rows)
-        sampled = chosen.clamp(min=0)
+        sampled, has_failed = self._draw.sample(processed, rows)
         return SamplerOutput(
             sampled_token_ids=sampled,
-            failures=find_failures(chosen == NO_TOKEN, logits if shaping else None),
+            failures=find_failures(has_failed, logits if shaping else None),
             logprobs=self._logprobs.compute(logits, processed, sampled, rows),
             errors=self._custom.take_errors(),
         )
 
     def advance(self, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
         """Let the stages take note of a step's tokens; nothing is waited for."""
-        if self._is_shaped[rows.slots_np].any():
+        if self._shaped_slots:
             for stage in self.shaping:
                 stage.advance(rows, sampled, num_sampled)
 
