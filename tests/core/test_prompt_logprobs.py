@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
+from penstock.contract import SchedulerOutput
 from penstock.runner.sampling import prompt_logprobs
+from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model
 from support.engines import TOLERANCE, Result, assert_greedy_continuation, greedy, make_core, random_prompts, run
 
@@ -99,6 +101,35 @@ def test_preempted_requests_are_told_once_and_all(model: tuple[Any, Path], async
     assert sum(result.num_preemptions for result in results) > 0
     for prompt, result in zip(prompts, results, strict=True):
         assert_equals_oracle(oracle, prompt, params[0], result)
+    core.close()
+
+
+class FragileWorker(Worker):
+    """Dies at chosen steps."""
+
+    deaths: tuple[int, ...] = ()
+    executed = 0
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        cls = type(self)
+        cls.executed += 1
+        super().execute_model(output)
+        if cls.executed in cls.deaths:
+            raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_worker_that_dies_amid_prompts_loses_and_repeats_nothing(
+    model: tuple[Any, Path], async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle, folder = model
+    monkeypatch.setattr(FragileWorker, "deaths", (2, 6, 15))
+    monkeypatch.setattr(FragileWorker, "executed", 0)
+    name = f"{__name__}.FragileWorker"
+    core = make_core(folder, worker_cls=name, async_scheduling=async_scheduling, max_num_batched_tokens=13)
+    for prompt, params, result in zip(PROMPTS, PARAMS, run(core, PROMPTS, PARAMS), strict=True):
+        assert_equals_oracle(oracle, prompt, params, result)
+    assert FragileWorker.executed > 15
     core.close()
 
 

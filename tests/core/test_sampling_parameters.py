@@ -128,18 +128,19 @@ def test_min_tokens_holds_the_end_back_and_no_longer(model: tuple[Any, Path]) ->
     core.close()
 
 
-def _poisoned(folder: Path, token: int) -> EngineCore:
+def _poisoned(folder: Path, token: int, **options: Any) -> EngineCore:
     """An engine whose model has NaN in one token's embedding."""
     model = tiny_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = torch.nan
     save_checkpoint(model, folder)
-    return make_core(folder, async_scheduling=True)
+    return make_core(folder, async_scheduling=True, **options)
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 5])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_nan_in_the_logits_ends_that_request_and_names_it(
-    model: tuple[Any, Path], tmp_path: Path, temperature: float
+    model: tuple[Any, Path], tmp_path: Path, temperature: float, max_num_batched_tokens: int
 ) -> None:
     bad = 77
     healthy = make_core(model[1])
@@ -150,9 +151,10 @@ def test_nan_in_the_logits_ends_that_request_and_names_it(
     prompts = [prompt for prompt in PROMPTS if bad not in prompt][:4]
     expected = [result.tokens for result in run(healthy, prompts, params)]
     healthy.close()
-    core = _poisoned(tmp_path / "poisoned", bad)
+    core = _poisoned(tmp_path / "poisoned", bad, max_num_batched_tokens=max_num_batched_tokens, block_size=4)
     for _ in range(2):
-        results = run(core, [*prompts, [5, bad, 6]], [*params, params[0]])
+        results = run(core, [*prompts, [5, bad, *range(6, 20)]], [*params, params[0]])
+        assert results[4].num_cached_tokens == 0
         assert [result.tokens for result in results[:4]] == expected
         assert (results[4].finish_reason, results[4].tokens) == (FinishReason.ERROR, [])
         assert results[4].error is not None

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidParameter
 from penstock.runner.sampling.failures import Failure
+from penstock.runner.sampling.penalties import Penalties
 from support import plain_sampling
 from support.plain_sampling import NUM_SLOTS, VOCAB_SIZE, HandDriven, random_logits
 
@@ -173,13 +174,14 @@ def test_a_slot_forgets_its_last_owner() -> None:
 
 def test_penalties_take_no_memory_before_one_is_asked_for() -> None:
     driver = HandDriven()
-    penalties = driver.sampler.shaping[-1]
+    penalties = next(stage for stage in driver.sampler.shaping if isinstance(stage, Penalties))
     driver.add(0, SamplingParams(temperature=0, seed=0, logit_bias={1: 1.0}), [5])
     driver.step([0], random_logits(1, 0))
-    assert penalties._table_SV is None  # type: ignore[attr-defined]
+    assert penalties._table_SV is None
     driver.add(1, SamplingParams(temperature=0, seed=0, presence_penalty=1.0), [5])
     driver.step([0, 1], random_logits(2, 0))
-    assert penalties._table_SV.shape == (NUM_SLOTS, VOCAB_SIZE)  # type: ignore[attr-defined]
+    assert penalties._table_SV is not None
+    assert penalties._table_SV.shape == (NUM_SLOTS, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,13 @@ class ParamsProcessor:
             return
         if asked == ALL_LOGPROBS and most < self._vocab_size:
             raise InvalidParameter(
-                f"{name}=-1 asks for all {self._vocab_size:,} tokens of the vocabulary. Allowed: at most {most}, as "
-                "this engine was started. Start it with --option max_logprobs=-1 for as many as you like."
+                f"{name}=-1 asks for all {self._vocab_size:,} tokens of the vocabulary. Allowed: at most {most}. Start "
+                "the engine with --option max_logprobs=-1 for more."
             )
         if asked > most:
             raise InvalidParameter(
-                f"{name}={asked} is not valid. Allowed: at most {most}, as this engine was started. Start it with "
-                f"--option max_logprobs={asked}."
+                f"{name}={asked} is not valid. Allowed: at most {most}. Start the engine with --option "
+                f"max_logprobs={asked} for more."
             )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:

@@ -24,7 +24,7 @@ class ChosenTokens(NamedTuple):
 def mask_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
     """Drop tokens whose probability is below min_p times the most likely one's; 0 drops none. float32, in place."""
     threshold_R1 = logits_RV.amax(dim=-1, keepdim=True) + min_p_R.log().unsqueeze(-1)
-    return logits_RV.masked_fill_(logits_RV < threshold_R1, _NEG_INF)
+    return _drop_below(logits_RV, threshold_R1)
 
 
 def mask_top_k_top_p(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def mask_top_k_top_p(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Ten
     top_k_R: int64 in 1..V, V keeps all. top_p_R: float32 in (0, 1], 1 keeps all. float32 logits, in place.
     Tokens that tie with the last one kept are kept too, so the result does not depend on the sort's order.
     """
-    sorted_RV = logits_RV.sort(dim=-1, descending=True).values
+    sorted_RV = _sort_descending(logits_RV)
     kth_R1 = sorted_RV.gather(-1, (top_k_R - 1).unsqueeze(-1))
     sorted_RV.masked_fill_(sorted_RV < kth_R1, _NEG_INF)
     probs_RV = sorted_RV.softmax(dim=-1)
@@ -42,7 +42,19 @@ def mask_top_k_top_p(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Ten
     nucleus_R1 = sorted_RV.gather(-1, (num_kept_R - 1).unsqueeze(-1))
     # A cumulative sum can reach 1 before the end by rounding: top_p = 1 must keep what top_k kept all the same.
     threshold_R1 = torch.where(top_p_R.unsqueeze(-1) < 1.0, torch.maximum(kth_R1, nucleus_R1), kth_R1)
-    return logits_RV.masked_fill_(logits_RV < threshold_R1, _NEG_INF)
+    return _drop_below(logits_RV, threshold_R1)
+
+
+def _sort_descending(logits_RV: Tensor) -> Tensor:
+    """Each row's logits, NaN first. On the CPU by numpy, whose sort is vectorised: a tenth of torch's time."""
+    if logits_RV.device.type == "cpu":
+        return torch.from_numpy(np.sort(logits_RV.numpy(), axis=-1)[:, ::-1].copy())
+    return logits_RV.sort(dim=-1, descending=True).values
+
+
+def _drop_below(logits_RV: Tensor, threshold_R1: Tensor) -> Tensor:
+    """In place; a selection, since filling by a mask takes several times as long on a CPU."""
+    return torch.where(logits_RV < threshold_R1, logits_RV.new_full((), _NEG_INF), logits_RV, out=logits_RV)
 
 
 def greedy_tokens(logits_RV: Tensor) -> ChosenTokens:

@@ -56,16 +56,16 @@ class Penalties(SamplingStage):
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         table = self._written_table()
         which = self._penalised_rows(rows.slots_np)
-        slots = rows.slots if which is None else rows.slots.index_select(0, which)
-        part = logits if which is None else logits.index_select(0, which)
-        penalise(
-            part,
-            table.index_select(0, slots),
+        slots = rows.slots.index_select(0, which)
+        return penalise(
+            logits,
+            which,
+            table,
+            slots,
             self._repetition.tensor.index_select(0, slots),
             self._frequency.tensor.index_select(0, slots),
             self._presence.tensor.index_select(0, slots),
         )
-        return logits if which is None else logits.index_copy_(0, which, part)
 
     def advance(self, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
         if self._table_SV is None or not self.is_needed(rows.slots_np):
@@ -84,11 +84,9 @@ class Penalties(SamplingStage):
         self._unwritten.clear()
         return self._table_SV
 
-    def _penalised_rows(self, slots_np: np.ndarray) -> Tensor | None:
-        """The rows with a penalty; None when all have one."""
-        if self._rows_for is not slots_np:
-            has_penalty = self._has_penalty[slots_np]
-            self._rows = None if has_penalty.all() else self._device.upload(np.flatnonzero(has_penalty))
+    def _penalised_rows(self, slots_np: np.ndarray) -> Tensor:
+        if self._rows is None or self._rows_for is not slots_np:
+            self._rows = self._device.upload(np.flatnonzero(self._has_penalty[slots_np]))
             self._rows_for = slots_np
         return self._rows
 
