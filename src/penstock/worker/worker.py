@@ -95,7 +95,8 @@ class Worker(WorkerBase):
             weights=weights_size_bytes(self.model),
             activations=step.activations,
             sampling=step.sampling,
-            runner_state=limits.max_num_reqs * limits.max_model_len * _TOKEN_ID_BYTES,
+            # Every slot's tokens, and how often it has said each token of the vocabulary, for penalties.
+            runner_state=limits.max_num_reqs * (limits.max_model_len + limits.vocab_size) * _TOKEN_ID_BYTES,
             requested_kv_cache=cache.kv_cache_memory_bytes,
         )
         logger.debug("Memory plan:\n%s", plan.table())

@@ -22,7 +22,8 @@ def load_logits_processors(configured: Iterable[str | type]) -> list[type[Logits
     """
     found = [_checked(_load_entry_point(entry_point), entry_point.value) for entry_point in installed()]
     found += [_checked(item if isinstance(item, type) else _import(item), item) for item in configured]
-    unique = list(dict.fromkeys([*found, ThinkingBudget]))
+    classes: list[type[LogitsProcessor]] = [*found, ThinkingBudget]
+    unique = list(dict.fromkeys(classes))
     by_name: dict[str, type[LogitsProcessor]] = {}
     for processor in unique:
         other = by_name.setdefault(processor.name, processor)
