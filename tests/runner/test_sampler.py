@@ -172,6 +172,25 @@ def test_a_slot_forgets_its_last_owner() -> None:
     assert int(result.sampled_token_ids[0]) == int(logits.argmax())
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"allowed_token_ids": [5, 6]}, {"allowed_token_ids": [7]}),
+        ({"logit_bias": {5: 100.0}}, {"logit_bias": {7: 100.0}}),
+        ({"presence_penalty": 2.0, "logit_bias": {5: 100.0}}, {"logit_bias": {7: 100.0}}),
+    ],
+    ids=str,
+)
+def test_rows_that_stay_the_same_show_the_slots_new_owner(before: dict[str, Any], after: dict[str, Any]) -> None:
+    driver = HandDriven()
+    driver.add(2, SamplingParams(temperature=0, seed=0, **before), [9])
+    rows, logits = driver.rows([2]), random_logits(1, 0)
+    assert int(driver.sampler.sample(logits, rows).sampled_token_ids[0]) in (5, 6)
+    driver.remove(2)
+    driver.add(2, SamplingParams(temperature=0, seed=0, **after), [9])
+    assert int(driver.sampler.sample(logits, rows).sampled_token_ids[0]) == 7
+
+
 def test_penalties_take_no_memory_before_one_is_asked_for() -> None:
     driver = HandDriven()
     penalties = next(stage for stage in driver.sampler.shaping if isinstance(stage, Penalties))
