@@ -38,7 +38,8 @@ class Request:
     num_in_flight_steps: steps launched with this request whose results have not arrived.
     length_limit: tokens, prompt included, at which the request ends.
     num_cached_tokens: prompt tokens found in the prefix cache when the request first ran; -1 before.
-    prompt_logprobs: those of the prompt that are known so far; handed out with the first token.
+    prompt_logprobs: those of the prompt that are known so far, until the first token takes them along; None if the
+        request did not ask.
     first_scheduled_time: monotonic seconds.
     order: counts requests as they were added; decides between equal arrival times.
     """
@@ -61,7 +62,7 @@ class Request:
     num_preemptions: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=-1, init=False)
     length_limit: int = field(default=0, init=False)
-    prompt_logprobs: LogprobsLists = field(default_factory=no_logprobs, init=False)
+    prompt_logprobs: LogprobsLists | None = field(default=None, init=False)
     first_scheduled_time: float | None = field(default=None, init=False)
     order: int = field(default=0, init=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.contract import LogprobsLists, ModelRunnerOutput
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
-from penstock.scheduler.request import Request, no_logprobs
+from penstock.scheduler.request import Request
 
 
 def check_stop(request: Request) -> tuple[FinishReason | None, int | None]:
@@ -39,22 +39,13 @@ def logprobs_of_row(request: Request, logprobs: LogprobsLists | None, row: int) 
 def take_prompt_logprobs(request: Request, results: ModelRunnerOutput) -> None:
     """Keep what a step says about the request's prompt, as wide as the request asked for."""
     rows = results.prompt_logprobs.get(request.req_id)
-    num_logprobs = request.sampling_params.prompt_logprobs
-    if rows is None or num_logprobs is None:
+    num_logprobs, kept = request.sampling_params.prompt_logprobs, request.prompt_logprobs
+    if rows is None or num_logprobs is None or kept is None:
         return
     num_columns = _num_columns(num_logprobs)
-    kept = request.prompt_logprobs
     kept.logprob_token_ids.extend(row[:num_columns] for row in rows.logprob_token_ids)
     kept.logprobs.extend(row[:num_columns] for row in rows.logprobs)
     kept.sampled_token_ranks.extend(rows.sampled_token_ranks)
-
-
-def finished_prompt_logprobs(request: Request) -> LogprobsLists | None:
-    """The log-probabilities of the request's prompt, once: with its first token; else None."""
-    if request.sampling_params.prompt_logprobs is None or request.num_tokens != request.num_prompt_tokens + 1:
-        return None
-    finished, request.prompt_logprobs = request.prompt_logprobs, no_logprobs()
-    return finished
 
 
 def _num_columns(num_logprobs: int) -> int | None:

@@ -15,7 +15,6 @@ from penstock.scheduler.queues import make_waiting_queue
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.results import (
     check_stop,
-    finished_prompt_logprobs,
     logprobs_of_row,
     make_output,
     take_prompt_logprobs,
@@ -276,8 +275,8 @@ class Scheduler:
         self._waiting.admit(self._running)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
-        # Of a prompt that was cut short by a preemption: it begins anew.
-        request.prompt_logprobs = no_logprobs()
+        # A prompt that a preemption cut short begins anew.
+        request.prompt_logprobs = no_logprobs() if request.needs_prompt_logits else None
         self._note_first_run(request, hit.num_tokens)
         step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id))
         return True
@@ -332,7 +331,8 @@ class Scheduler:
                 request,
                 f"The worker sampled {len(new_token_ids)} tokens in step {results.step_id} instead of {num_due}.",
             )
-        take_prompt_logprobs(request, results)
+        if results.prompt_logprobs:
+            take_prompt_logprobs(request, results)
         if entry.samples:
             request.num_output_placeholders -= 1
             request.all_token_ids += new_token_ids
@@ -342,6 +342,7 @@ class Scheduler:
         return self._take_token(request, results, row) if entry.samples else None
 
     def _take_token(self, request: Request, results: ModelRunnerOutput, row: int) -> EngineCoreOutput:
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         finish_reason, stop_reason = check_stop(request)
         if finish_reason is not None:
             self._finish(request)
@@ -349,7 +350,7 @@ class Scheduler:
             request,
             new_token_ids=results.sampled_token_ids[row],
             new_logprobs=logprobs_of_row(request, results.logprobs, row),
-            prompt_logprobs=finished_prompt_logprobs(request),
+            prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )

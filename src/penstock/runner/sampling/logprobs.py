@@ -24,12 +24,23 @@ class Logprobs:
         self._is_raw = mode.startswith("raw")
         self._normalizes = mode.endswith("logprobs")
         self._num_logprobs = np.full(num_slots, _NONE, dtype=np.int64)
+        # Slots whose requests ask; many steps have none.
+        self._asking_slots: set[int] = set()
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        self._num_logprobs[slot] = _NONE if params.logprobs is None else count(params.logprobs, self._vocab_size)
+        self.remove_request(slot)
+        if params.logprobs is not None:
+            self._num_logprobs[slot] = count(params.logprobs, self._vocab_size)
+            self._asking_slots.add(slot)
+
+    def remove_request(self, slot: int) -> None:
+        self._num_logprobs[slot] = _NONE
+        self._asking_slots.discard(slot)
 
     def compute(self, raw: Tensor, processed: Tensor, sampled: Tensor, rows: LogitsRows) -> LogprobsTensors | None:
         """raw, processed: float32 [rows, vocabulary], before and after all stages. sampled: int64 [rows]."""
+        if not self._asking_slots:
+            return None
         most = int(self._num_logprobs[rows.slots_np].max(initial=_NONE))
         if most == _NONE:
             return None

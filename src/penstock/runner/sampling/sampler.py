@@ -98,6 +98,8 @@ class Sampler:
     def remove_request(self, slot: int) -> None:
         """Forget the slot's request."""
         self._shaped_slots.discard(slot)
+        self._draw.remove_request(slot)
+        self._logprobs.remove_request(slot)
         for stage in (*self.shaping, *self.truncating):
             stage.remove_request(slot)
 
