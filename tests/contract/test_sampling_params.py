@@ -4,45 +4,146 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidParameter
 
+BAD_VALUES: list[tuple[str, Any]] = [
+    ("n", 0),
+    ("n", 16_385),
+    ("n", 1.0),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", float("nan")),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", "much"),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", -1.0),
+    ("repetition_penalty", float("inf")),
+    ("temperature", -0.1),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("min_p", -0.01),
+    ("min_p", 1.5),
+    ("seed", 2**63),
+    ("seed", "7"),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"x": 1.0}),
+    ("logit_bias", {"²": 1.0}),
+    ("logit_bias", {True: 1.0}),
+    ("logit_bias", [1, 2]),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [1, -1]),
+    ("allowed_token_ids", 5),
+    ("bad_words", [""]),
+    ("bad_words", [5]),
+    ("bad_words", {"word": 1}),
+    ("bad_words_token_ids", [[]]),
+    ("bad_words_token_ids", [5]),
+    ("thinking_token_budget", -2),
+    ("thinking_token_budget", 1.0),
+    ("extra_args", ["processor"]),
+    ("extra_args", {1: 2}),
+    ("extra_args", {"processor": object()}),
+    ("stop", ""),
+    ("stop", ["fine", ""]),
+    ("stop", 5),
+    ("include_stop_str_in_output", None),
+    ("stop_token_ids", "12"),
+    ("stop_token_ids", [1, -2]),
+    ("stop_token_ids", [1, "2"]),
+    ("all_stop_token_ids", [True]),
+    ("ignore_eos", 1),
+    ("max_tokens", 0),
+    ("max_tokens", 2.0),
+    ("min_tokens", -1),
+    ("min_tokens", 17),
+    ("logprobs", -2),
+    ("logprobs", 2.5),
+    ("prompt_logprobs", -2),
+    ("prompt_logprobs", "5"),
+    ("detokenize", 0),
+    ("skip_special_tokens", "yes"),
+    ("spaces_between_special_tokens", 1),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+]
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("min_p", -0.01),
-        ("min_p", 1.5),
-        ("seed", 2**63),
-        ("seed", "7"),
-        ("max_tokens", 0),
-        ("max_tokens", 2.0),
-        ("logprobs", -1),
-        ("ignore_eos", 1),
-        ("stop_token_ids", "12"),
-        ("stop_token_ids", [1, -2]),
-        ("stop_token_ids", [1, "2"]),
-    ],
-)
+
+@pytest.mark.parametrize(("name", "value"), BAD_VALUES, ids=str)
 def test_a_bad_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(InvalidParameter, match=f"{name}=.* is not valid. Allowed: "):
         SamplingParams(**{name: value})
 
 
+def test_every_parameter_has_a_bad_value_in_the_list() -> None:
+    assert {name for name, _ in BAD_VALUES} == set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize("bias", [100.5, float("nan"), "1"])
+def test_a_bad_bias_is_named_with_its_token(bias: Any) -> None:
+    with pytest.raises(InvalidParameter, match=r"logit_bias\[7\]=.* -100 to 100"):
+        SamplingParams(logit_bias={7: bias})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5.*at most max_tokens=4"),
+        ({"n": 2, "temperature": 0}, "n=2.*temperature=0"),
+        ({"stop": "x", "detokenize": False}, "stop=.*detokenize=False"),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        SamplingParams(**fields)
+
+
 def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("temprature", "'temprature' .given: 3.*Did you mean temperature"),
+        ("best_of", "'best_of' .given: 3.*Ask for n"),
+        ("guided_json", "'guided_json'.*Allowed: n, presence_penalty"),
+    ],
+)
+def test_an_unknown_field_of_a_dictionary_is_refused(name: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        SamplingParams.from_dict({"top_k": 1, name: 3})
+
+
+def test_a_dictionary_makes_the_same_parameters() -> None:
+    fields = {"top_k": 3, "stop": ["a"], "logit_bias": {"5": 1}}
+    assert SamplingParams.from_dict(fields) == SamplingParams(top_k=3, stop="a", logit_bias={5: 1.0})
+
+
+def test_parameters_survive_being_sent() -> None:
+    params = SamplingParams(
+        n=2,
+        presence_penalty=0.5,
+        logit_bias={5: -1.0},
+        allowed_token_ids=[5, 6],
+        bad_words=["word"],
+        bad_words_token_ids=[[5, 6], [7]],
+        stop=["a", "b"],
+        stop_token_ids=[1],
+        all_stop_token_ids={2},
+        extra_args={"processor": {"list": [1, 2.5, None], "text": "x"}},
+        prompt_logprobs=-1,
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
 def test_tiny_temperatures_are_raised_and_zero_is_greedy() -> None:

@@ -99,6 +99,8 @@ def test_the_highest_token_id_is_allowed(processor: InputProcessor) -> None:
     [
         (SamplingParams(logprobs=21), "logprobs=21.*at most 20"),
         (SamplingParams(stop_token_ids=(3, 400)), "stop_token_ids has 400.*0 to 399"),
+        (SamplingParams(n=2), "n=2 is not supported yet. Leave it at 1"),
+        (SamplingParams(stop="x"), r"stop=\('x',\) is not supported yet"),
         ({"temperature": 1}, "sampling_params is a dict"),
         (None, "sampling_params is a NoneType"),
     ],

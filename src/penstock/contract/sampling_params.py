@@ -1,83 +1,183 @@
-"""How one request wants its tokens chosen."""
+"""How one request wants its tokens chosen, and what it wants to be told about them."""
 
 from __future__ import annotations
 
+import difflib
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import msgspec
 
+from penstock.contract import param_checks as check
 from penstock.errors import InvalidParameter
 
 MAX_SEED = 2**63 - 1
+MAX_N = 16_384
 SMALLEST_TEMPERATURE = 0.01
+LARGEST_BIAS = 100.0
+ALL_LOGPROBS = -1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request, with the names and defaults that users of vLLM know.
 
+    Which tokens:
+    n: number of outputs for the prompt.
+    presence_penalty: subtracted from the logits of tokens that the output has, -2 to 2.
+    frequency_penalty: subtracted as often as the output has the token, -2 to 2.
+    repetition_penalty: divides positive logits (and multiplies negative ones) of tokens of the prompt or output;
+        1 changes nothing.
     temperature: 0 is greedy; values in (0, 0.01) are raised to 0.01, since dividing by less overflows.
-    top_k: number of most likely tokens kept; 0 or -1 keeps all.
     top_p: smallest set of most likely tokens whose probability reaches top_p, in (0, 1].
+    top_k: number of most likely tokens kept; 0 or -1 keeps all.
     min_p: tokens less likely than min_p times the most likely one are dropped, in [0, 1].
     seed: key of this request's random stream; None lets the engine draw one when it accepts the request.
-    max_tokens: number of tokens to generate at most; None means up to the context's end.
-    ignore_eos: go on after the end-of-sequence token.
+    logit_bias: added to the logits of these tokens, -100 to 100.
+    allowed_token_ids: only these tokens are generated; None allows all.
+    bad_words: texts that are not generated.
+    thinking_token_budget: tokens after the begin of thinking at which its end is forced; None or -1 for no limit.
+    extra_args: by the name of a custom logits processor, what this request gives it; plain data.
+
+    When it ends:
+    stop: texts that end generation. include_stop_str_in_output: whether the output keeps them.
     stop_token_ids: tokens that end generation, besides the model's own.
+    ignore_eos: go on after the end-of-sequence token.
+    max_tokens: number of tokens to generate at most; None means up to the context's end.
+    min_tokens: number of tokens before which no end token, nor one of stop_token_ids, is generated.
+
+    What is returned:
     logprobs: number of most likely tokens whose log-probabilities are returned, besides the sampled one's;
-        None returns none.
+        -1 returns those of all tokens, None none.
+    prompt_logprobs: the same for the tokens of the prompt.
+    detokenize: whether the output has text. skip_special_tokens: whether the text leaves out special tokens.
+    spaces_between_special_tokens: whether the text has spaces between special tokens.
+    truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1 keeps as many as fit.
+
+    What the engine fills in when it accepts the request, besides the seed (what is given is kept):
+    bad_words_token_ids: the sequences of tokens that write the bad words.
+    all_stop_token_ids: the tokens that min_tokens holds back: the model's end tokens and stop_token_ids.
 
     Raises InvalidParameter when a value is outside its range.
     """
 
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    thinking_token_budget: int | None = None
+    extra_args: dict[str, Any] | None = None
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    all_stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 1e4, "0 (greedy) to 10000")
-        _check_number("top_p", self.top_p, 0.0, 1.0, "more than 0, at most 1", above=True)
-        _check_integer("top_k", self.top_k, -1, None, "-1 or 0 (all tokens), or a positive integer")
-        _check_number("min_p", self.min_p, 0.0, 1.0, "0 to 1")
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer, or None")
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, None, "at least 1, or None")
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, None, "0 or more, or None")
-        if not isinstance(self.ignore_eos, bool):
-            raise _invalid("ignore_eos", self.ignore_eos, "True or False")
-        stop_token_ids: Any = self.stop_token_ids
-        if not isinstance(stop_token_ids, (tuple, list)):
-            raise _invalid("stop_token_ids", stop_token_ids, "a list of token ids")
-        for token_id in stop_token_ids:
-            _check_integer("stop_token_ids", token_id, 0, None, "token ids, each 0 or more")
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(stop_token_ids))
-        if 0.0 < self.temperature < SMALLEST_TEMPERATURE:
-            msgspec.structs.force_setattr(self, "temperature", SMALLEST_TEMPERATURE)
+        self._check_choice_of_tokens()
+        self._check_ending()
+        self._check_returned()
+        self._check_together()
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Parameters from a dictionary, such as a line of JSON.
+
+        Raises InvalidParameter for a name that does not exist as well as for a bad value.
+        """
+        for name, value in fields.items():
+            if name not in cls.__struct_fields__:
+                raise InvalidParameter(f"There is no parameter {name!r} (given: {value!r}). {_instead_of(name)}")
+        return cls(**fields)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def _check_choice_of_tokens(self) -> None:
+        check.check_integer("n", self.n, 1, MAX_N, f"1 to {MAX_N}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check.check_number(name, getattr(self, name), -2.0, 2.0, "-2 to 2 (0 changes nothing)")
+        penalty = "more than 0 (1 changes nothing)"
+        check.check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, penalty, above=True)
+        check.check_number("temperature", self.temperature, 0.0, 1e4, "0 (greedy) to 10000")
+        check.check_number("top_p", self.top_p, 0.0, 1.0, "more than 0, at most 1", above=True)
+        check.check_integer("top_k", self.top_k, -1, None, "-1 or 0 (all tokens), or a positive integer")
+        check.check_number("min_p", self.min_p, 0.0, 1.0, "0 to 1")
+        if self.seed is not None:
+            check.check_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED, "a 64-bit integer, or None")
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", check.token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise check.invalid("allowed_token_ids", self.allowed_token_ids, "at least one token id, or None")
+        if self.thinking_token_budget is not None:
+            check.check_integer("thinking_token_budget", self.thinking_token_budget, -1, None, "0 or more, or None")
+        self._set("logit_bias", check.biases("logit_bias", self.logit_bias, LARGEST_BIAS))
+        self._set("bad_words", check.texts("bad_words", self.bad_words))
+        self._set("bad_words_token_ids", check.token_sequences("bad_words_token_ids", self.bad_words_token_ids))
+        self._set("extra_args", check.plain_data("extra_args", self.extra_args))
+        if self.thinking_token_budget == -1:
+            self._set("thinking_token_budget", None)
+        if 0.0 < self.temperature < SMALLEST_TEMPERATURE:
+            self._set("temperature", SMALLEST_TEMPERATURE)
 
-def _check_number(name: str, value: Any, low: float, high: float, allowed: str, *, above: bool = False) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value > high or value < low or (above and value == low):
-        raise _invalid(name, value, allowed)
+    def _check_ending(self) -> None:
+        if self.max_tokens is not None:
+            check.check_integer("max_tokens", self.max_tokens, 1, None, "at least 1, or None")
+        check.check_integer("min_tokens", self.min_tokens, 0, None, "0 or more")
+        check.check_flag("ignore_eos", self.ignore_eos)
+        check.check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        self._set("stop", check.texts("stop", self.stop))
+        self._set("stop_token_ids", check.token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("all_stop_token_ids", check.token_ids("all_stop_token_ids", self.all_stop_token_ids))
+
+    def _check_returned(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                check.check_integer(name, value, ALL_LOGPROBS, None, "0 or more, -1 (all tokens), or None")
+        for name in ("detokenize", "skip_special_tokens", "spaces_between_special_tokens"):
+            check.check_flag(name, getattr(self, name))
+        kept = self.truncate_prompt_tokens
+        if kept is not None:
+            allowed = "at least 1, -1 (as many as fit), or None"
+            check.check_integer("truncate_prompt_tokens", kept, -1, None, allowed)
+            if kept == 0:
+                raise check.invalid("truncate_prompt_tokens", kept, allowed)
+
+    def _check_together(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise check.invalid("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        if self.n > 1 and self.is_greedy:
+            raise check.invalid("n", self.n, "1 with temperature=0, which would give the same output n times")
+        if self.stop and not self.detokenize:
+            raise check.invalid("stop", self.stop, "none with detokenize=False, since stop texts are found in the text")
+
+    def _set(self, name: str, value: Any) -> None:
+        msgspec.structs.force_setattr(self, name, value)
 
 
-def _check_integer(name: str, value: Any, low: int, high: int | None, allowed: str) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < low or (high is not None and value > high):
-        raise _invalid(name, value, allowed)
-
-
-def _invalid(name: str, value: Any, allowed: str) -> InvalidParameter:
-    return InvalidParameter(f"{name}={value!r} is not valid. Allowed: {allowed}.")
+def _instead_of(name: str) -> str:
+    if name == "best_of":
+        return "Ask for n outputs and choose among them; logprobs=0 returns the cumulative log-probability of each."
+    close = difflib.get_close_matches(name, SamplingParams.__struct_fields__, n=1)
+    if close:
+        return f"Did you mean {close[0]}?"
+    return f"Allowed: {', '.join(SamplingParams.__struct_fields__)}."

@@ -18,6 +18,7 @@ from penstock.config import ModelConfig
 from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.unsupported_params import refuse_unsupported
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 
 MAX_LOGPROBS = 20
@@ -145,7 +146,8 @@ class InputProcessor:
             raise InvalidParameter(
                 f"sampling_params is a {type(params).__name__}: {params!r}. Allowed: SamplingParams, or None."
             )
-        if params.logprobs is not None and params.logprobs > self._max_logprobs:
+        refuse_unsupported(params)
+        if params.logprobs is not None and not 0 <= params.logprobs <= self._max_logprobs:
             raise InvalidParameter(f"logprobs={params.logprobs} is not valid. Allowed: at most {self._max_logprobs}.")
         for token_id in params.stop_token_ids:
             if token_id >= self._vocab_size:
