@@ -56,6 +56,7 @@ class InputProcessor:
     """Makes requests for one engine.
 
     max_model_len, vocab_size: of the core. max_logprobs: most `logprobs` that a request may ask for.
+    policy: the scheduler's; only "priority" knows priorities.
 
     A request without a seed gets one made of the engine's seed and the number of requests accepted before it. So the
     same calls to an engine of the same seed give the same tokens, and equal prompts in one run differ.
@@ -69,45 +70,62 @@ class InputProcessor:
         max_model_len: int,
         vocab_size: int,
         max_logprobs: int = MAX_LOGPROBS,
+        policy: str = "fcfs",
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
+        self._policy = policy
         self._eos_token_ids = model.eos_token_ids
         if tokenizer.eos_token_id is not None:
             self._eos_token_ids |= {tokenizer.eos_token_id}
         self._num_accepted = 0
 
-    def process(self, prompt: Prompt, sampling_params: SamplingParams, where: str = "") -> AcceptedRequest:
+    def process(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        where: str = "",
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AcceptedRequest:
         """Check a prompt and its parameters, and make the request.
 
-        where: what errors call it, such as "prompts[3]".
+        where: what errors call it, such as "prompts[3]". request_id: None numbers the requests.
+        priority: lower runs first, under the "priority" policy.
         Raises InvalidRequest, InvalidParameter or ContextTooLong.
         """
         with located(where):
-            return self._process(prompt, sampling_params, where)
+            request, text = self._process(prompt, sampling_params, request_id, priority)
+        return AcceptedRequest(request, text, where)
 
-    def _process(self, prompt: Prompt, sampling_params: SamplingParams, where: str) -> AcceptedRequest:
+    def _process(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None, priority: int
+    ) -> tuple[EngineRequest, str | None]:
         arrival_time = time.monotonic()
         text, prompt_token_ids, cache_salt = self._take_apart(prompt)
         self._check_prompt(prompt_token_ids)
         self._check_params(sampling_params)
+        self._check_priority(priority)
+        prompt_token_ids = self._truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
         self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
         if sampling_params.seed is None:
             seed = _drawn_seed(self._model.seed, self._num_accepted)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
         request = EngineRequest(
-            req_id=str(self._num_accepted),
+            req_id=str(self._num_accepted) if request_id is None else request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=sampling_params,
             eos_token_ids=self._eos_token_ids,
             arrival_time=arrival_time,
+            priority=priority,
             cache_salt=cache_salt,
         )
         self._num_accepted += 1
-        return AcceptedRequest(request, text, where)
+        return request, text
 
     def _take_apart(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """The prompt's text, if it has one, its tokens, and its cache salt."""
@@ -155,6 +173,27 @@ class InputProcessor:
                     f"stop_token_ids has {token_id}, but the model's vocabulary has {self._vocab_size} tokens. "
                     f"Allowed: 0 to {self._vocab_size - 1}."
                 )
+
+    def _check_priority(self, priority: Any) -> None:
+        if type(priority) is not int:
+            raise InvalidParameter(f"priority={priority!r} is not valid. Allowed: integers; lower ones run first.")
+        if priority and self._policy != "priority":
+            raise InvalidParameter(
+                f"priority={priority} has no meaning under the policy {self._policy!r}. Start the engine with "
+                "policy='priority', or leave it at 0."
+            )
+
+    def _truncated(self, prompt_token_ids: list[int], num_kept: int | None) -> list[int]:
+        """The prompt's last tokens, as many as are wanted; -1 keeps what leaves room for one token."""
+        if num_kept is None:
+            return prompt_token_ids
+        longest = self._max_model_len - 1
+        if num_kept > longest:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens={num_kept} is not valid. Allowed: at most {longest}, which leaves room for "
+                "one token in this engine's context (max_model_len), or -1 for as many as that."
+            )
+        return prompt_token_ids[-(longest if num_kept == -1 else num_kept) :]
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """There must be room for one token; `max_tokens` is only what the request may reach where there is more."""

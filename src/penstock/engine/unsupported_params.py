@@ -8,7 +8,6 @@ from penstock.contract import SamplingParams
 from penstock.errors import InvalidParameter
 
 NOT_SUPPORTED_YET = (
-    "n",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -18,14 +17,8 @@ NOT_SUPPORTED_YET = (
     "bad_words_token_ids",
     "thinking_token_budget",
     "extra_args",
-    "stop",
-    "include_stop_str_in_output",
     "min_tokens",
     "prompt_logprobs",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
 )
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
