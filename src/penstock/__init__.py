@@ -11,25 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.contract import SamplingParams
-    from penstock.engine.outputs import CompletionOutput, RequestOutput
+    from penstock.engine.async_engine import AsyncEngine
+    from penstock.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
     from penstock.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "__version__",
 ]
 
 _HOMES = {
     "LLM": "penstock.llm",
+    "AsyncEngine": "penstock.engine.async_engine",
     "CompletionOutput": "penstock.engine.outputs",
     "EngineConfig": "penstock.config",
     "RequestOutput": "penstock.engine.outputs",
+    "RequestOutputKind": "penstock.engine.outputs",
     "SamplingParams": "penstock.contract",
 }
 
