@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.contract import SamplingParams
     from penstock.engine.async_engine import AsyncEngine
+    from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
     from penstock.llm import LLM
 
@@ -20,6 +21,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
@@ -31,6 +34,8 @@ __all__ = [
 _HOMES = {
     "LLM": "penstock.llm",
     "AsyncEngine": "penstock.engine.async_engine",
+    "BeamSearchOutput": "penstock.engine.beam_search",
+    "BeamSearchParams": "penstock.engine.beam_search",
     "CompletionOutput": "penstock.engine.outputs",
     "EngineConfig": "penstock.config",
     "RequestOutput": "penstock.engine.outputs",
