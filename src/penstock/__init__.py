@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+    from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StreamingInput",
     "__version__",
 ]
 
@@ -41,6 +43,7 @@ _HOMES = {
     "RequestOutput": "penstock.engine.outputs",
     "RequestOutputKind": "penstock.engine.outputs",
     "SamplingParams": "penstock.contract",
+    "StreamingInput": "penstock.engine.streaming_input",
 }
 
 

@@ -6,8 +6,8 @@ import asyncio
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from penstock.engine.input_processor import AcceptedRequest, InputProcessor, Pro
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput, RequestOutputKind
+from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError
 from penstock.observability.logging import configure_logging
@@ -70,7 +71,7 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | AsyncIterable[StreamingInput],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -79,6 +80,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream what is generated for a prompt; the last output is `finished`.
 
+        prompt: as for `LLM.generate`; or a stream of its parts, each of which is answered before the next is read.
         request_id: None makes one up; two requests that run at once cannot share one.
         priority: lower runs first, under the "priority" policy.
         output_kind: whether each output has everything so far or only what is new, or only the final one comes.
@@ -90,6 +92,12 @@ class AsyncEngine:
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter; EngineDead when the
         engine died, with the cause; LifecycleError after `shutdown`.
         """
+        if isinstance(prompt, AsyncIterable):
+            parts = self._generate_in_turns(prompt, sampling_params, request_id, priority, output_kind)
+            async with aclosing(parts):
+                async for output in parts:
+                    yield output
+            return
         stream = self._open(prompt, sampling_params, request_id, priority, output_kind)
         try:
             while not stream.is_over:
@@ -109,7 +117,8 @@ class AsyncEngine:
 
         reset_running_requests: take the blocks from running requests, which compute theirs again.
         """
-        return await self._call(lambda: self._dispatcher.core.reset_prefix_cache(reset_running_requests))
+        is_reset: bool = await self._call(lambda: self._dispatcher.core.reset_prefix_cache(reset_running_requests))
+        return is_reset
 
     async def check_health(self) -> None:
         """Return if the engine serves; raise EngineDead or LifecycleError if it does not."""
@@ -137,6 +146,24 @@ class AsyncEngine:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def _generate_in_turns(
+        self,
+        inputs: AsyncIterable[StreamingInput],
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        output_kind: RequestOutputKind,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        name = _checked_id(request_id)
+
+        def run_turn(prompt_token_ids: list[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+            prompt: Prompt = {"prompt_token_ids": prompt_token_ids}
+            return self.generate(prompt, params, name, priority=priority, output_kind=output_kind)
+
+        params = SamplingParams() if sampling_params is None else sampling_params
+        encode_part = self._input_processor.encode_part
+        return generate_in_turns(inputs, params, _checked_kind(output_kind), encode_part, run_turn)
 
     def _call(self, action: Callable[[], Any]) -> asyncio.Future[Any]:
         return asyncio.wrap_future(self._thread.submit(action))

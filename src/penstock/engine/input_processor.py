@@ -102,6 +102,16 @@ class InputProcessor:
             request, text = self._process(prompt, sampling_params, request_id, priority)
         return AcceptedRequest(request, text, where)
 
+    def encode_part(self, prompt: Prompt, is_first: bool) -> list[int]:
+        """Tokens of a part of a prompt; only the first part begins as the tokenizer begins a text.
+
+        Raises InvalidRequest.
+        """
+        _, token_ids, cache_salt = self._take_apart(prompt, add_special_tokens=is_first)
+        if cache_salt is not None:
+            raise InvalidRequest(f"cache_salt={cache_salt!r} is not allowed for a prompt that comes in parts.")
+        return token_ids
+
     def _process(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None, priority: int
     ) -> tuple[EngineRequest, str | None]:
@@ -127,18 +137,22 @@ class InputProcessor:
         self._num_accepted += 1
         return request, text
 
-    def _take_apart(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+    def _take_apart(
+        self, prompt: Prompt, *, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int], str | None]:
         """The prompt's text, if it has one, its tokens, and its cache salt."""
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt), None
+            return prompt, self._encode(prompt, add_special_tokens), None
         if not isinstance(prompt, Mapping):
             return None, _list_of_ids(prompt), None
         fields: Mapping[str, Any] = prompt
         _check_fields(fields)
         text, token_ids, cache_salt = (fields.get(key) for key in _PROMPT_KEYS)
-        return text, self._encode(text or "") if token_ids is None else _list_of_ids(token_ids), cache_salt
+        if token_ids is None:
+            return text, self._encode(text or "", add_special_tokens), cache_salt
+        return text, _list_of_ids(token_ids), cache_salt
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -146,7 +160,7 @@ class InputProcessor:
                 f"The prompt is not valid text: {text[error.start : error.end]!r} at position {error.start} "
                 "cannot be encoded. Give text without lone surrogates."
             ) from None
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, add_special_tokens)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
