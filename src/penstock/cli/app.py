@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.cli.chat import chat
 from penstock.cli.generate import generate
 from penstock.cli.options import OTHER_NAMES
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     },
 )
 app.command()(generate)
+app.command()(chat)
 
 
 def _show_version(is_wanted: bool) -> None:
