@@ -8,6 +8,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli.chat import chat
+from penstock.cli.env import env
 from penstock.cli.generate import generate
 from penstock.cli.options import OTHER_NAMES
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(env)
 
 
 def _show_version(is_wanted: bool) -> None:
