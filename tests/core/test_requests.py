@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import LLM, AsyncEngine, RequestOutput, RequestOutputKind, SamplingParams
+from penstock import LLM, AsyncEngine, RequestOutput, RequestOutputKind, SamplingParams, StreamingInput
 from penstock.contract import SchedulerOutput
 from penstock.engine.core import EngineCore
 from penstock.errors import EngineDead
@@ -187,6 +187,35 @@ def test_readers_that_leave_at_any_output_free_their_blocks(folder: Path) -> Non
                 assert_nothing_is_left(engine._dispatcher.core)
 
     asyncio.run(serve())
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_prompt_that_comes_in_parts_is_answered_as_the_whole_would_be(folder: Path, async_scheduling: bool) -> None:
+    parts = [prompt["prompt_token_ids"] for prompt in PROMPTS[:3]]
+    params = greedy(7)
+
+    async def stream() -> AsyncGenerator[StreamingInput, None]:
+        for part in parts:
+            yield StreamingInput(part)
+
+    async def serve() -> list[RequestOutput]:
+        async with AsyncEngine(str(folder), async_scheduling=async_scheduling, **SMALL) as engine:
+            outputs = [output async for output in engine.generate(stream(), params)]
+            await settled(engine)
+            assert_nothing_is_left(engine._dispatcher.core)
+            return outputs
+
+    outputs = asyncio.run(serve())
+    answers: list[list[int]] = []
+    context: list[int] = []
+    with LLM(str(folder), enable_prefix_caching=False, **SMALL) as llm:
+        for part in parts:
+            context = [*context, *(answers[-1][:-1] if answers else []), *part]
+            answers += tokens_of(llm.generate({"prompt_token_ids": context}, params))
+    assert outputs[-1].outputs[0].token_ids == [token_id for answer in answers for token_id in answer]
+    assert outputs[-1].prompt_token_ids == context
+    # All full blocks of what was said before come from the cache.
+    assert outputs[-1].num_cached_tokens == (len(context) - len(parts[-1])) // 16 * 16
 
 
 def test_two_async_engines_live_in_one_process(folder: Path) -> None:
