@@ -156,7 +156,7 @@ def test_bad_parameters_are_named(fields: dict[str, Any], message: str) -> None:
 
 
 def test_bad_requests_are_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidParameter, match="beam_width=11 is not valid.*1 to 10"):
+    with pytest.raises(InvalidParameter, match="beam_width=11 needs twice as many logprobs.*logprobs=22.* at most 20"):
         _search(llm, beam_width=11, max_tokens=2)
     with pytest.raises(InvalidRequest, match=r"^prompts\[1\]: The prompt is empty"):
         llm.beam_search([[5], []], BeamSearchParams(beam_width=2, max_tokens=2))

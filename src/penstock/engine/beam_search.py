@@ -14,12 +14,12 @@ import msgspec
 
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
-from penstock.engine.input_processor import MAX_LOGPROBS, Prompt
+from penstock.engine.input_processor import Prompt
 from penstock.engine.messages import EngineRequest
 from penstock.engine.outputs import Logprob
 from penstock.engine.session import Session
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import PenstockError
+from penstock.errors import InvalidParameter, PenstockError
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,8 +82,6 @@ def beam_search(session: Session, prompts: Sequence[Prompt], params: BeamSearchP
     """
     if not isinstance(params, BeamSearchParams):
         raise check.invalid("params", params, "BeamSearchParams")
-    if 2 * params.beam_width > MAX_LOGPROBS:
-        raise check.invalid("beam_width", params.beam_width, f"1 to {MAX_LOGPROBS // 2}")
     several = len(prompts) > 1
     names = [f"prompts[{index}]" if several else "" for index in range(len(prompts))]
     searches = [_start(session, prompt, params, name) for prompt, name in zip(prompts, names, strict=True)]
@@ -146,7 +144,12 @@ class _Search:
 
 
 def _start(session: Session, prompt: Prompt, params: BeamSearchParams, name: str) -> _Search:
-    start = session.accept(prompt, _step_params(params), name).request
+    step_params = _step_params(params)
+    try:
+        start = session.accept(prompt, step_params, name).request
+    except InvalidParameter as error:
+        # Of these parameters only this one is the caller's choice.
+        raise InvalidParameter(f"beam_width={params.beam_width} needs twice as many logprobs. {error}") from error
     room = session.max_model_len - len(start.prompt_token_ids)
     return _Search(start, params, min(params.max_tokens, room))
 
