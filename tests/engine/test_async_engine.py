@@ -192,7 +192,7 @@ def test_a_reader_that_never_reads_keeps_no_outputs(held: tuple[AsyncEngine, Hel
         await until(lambda: not core.running, "the request has ended")
         settle(engine)
         gc.collect()
-        num_outputs = sum(isinstance(thing, RequestOutput) for thing in gc.get_objects())
+        num_outputs = sum(type(thing) is RequestOutput for thing in gc.get_objects())
         last = await anext(stream)
         assert last.finished
         assert len(last.outputs[0].token_ids) == 30
