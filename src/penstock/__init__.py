@@ -11,26 +11,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.contract import SamplingParams
-    from penstock.engine.outputs import CompletionOutput, RequestOutput
+    from penstock.engine.async_engine import AsyncEngine
+    from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
+    from penstock.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+    from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StreamingInput",
     "__version__",
 ]
 
 _HOMES = {
     "LLM": "penstock.llm",
+    "AsyncEngine": "penstock.engine.async_engine",
+    "BeamSearchOutput": "penstock.engine.beam_search",
+    "BeamSearchParams": "penstock.engine.beam_search",
     "CompletionOutput": "penstock.engine.outputs",
     "EngineConfig": "penstock.config",
     "RequestOutput": "penstock.engine.outputs",
+    "RequestOutputKind": "penstock.engine.outputs",
     "SamplingParams": "penstock.contract",
+    "StreamingInput": "penstock.engine.streaming_input",
 }
 
 

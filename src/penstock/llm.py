@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine.input_processor import Prompt
+from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from penstock.engine.conversation import Message, list_of_conversations, render_prompt
+from penstock.engine.input_processor import Prompt, located
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.progress_bar import ProgressBar
 from penstock.engine.session import Session
@@ -84,6 +86,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate text for one prompt or many; the outputs are in the prompts' order.
 
@@ -91,6 +95,7 @@ class LLM:
             `cache_salt`; or a list of such.
         sampling_params: one for all prompts, or one per prompt; None takes the defaults.
         use_tqdm: show a progress bar, if standard error is a terminal.
+        priority: one per prompt; lower runs first. Needs an engine with policy="priority".
 
         All prompts are checked before the first one runs. A request that fails while it runs does not stop the
         others: its output has finish_reason "error", and its `RequestOutput.error` says why.
@@ -100,8 +105,12 @@ class LLM:
         """
         prompt_list = _list_of_prompts(prompts)
         params_list = _list_of_params(sampling_params, len(prompt_list))
+        priorities = _list_of_priorities(priority, len(prompt_list))
         names = [f"prompts[{index}]" if len(prompt_list) > 1 else "" for index in range(len(prompt_list))]
-        requests = list(map(self._session.accept, prompt_list, params_list, names))
+        requests = [
+            self._session.accept(prompt, params, name, priority=number)
+            for prompt, params, name, number in zip(prompt_list, params_list, names, priorities, strict=True)
+        ]
         outputs: dict[str, RequestOutput] = {}
         with ProgressBar(len(requests), is_wanted=use_tqdm) as bar, closing(self._session.run(requests)) as steps:
             for progress in steps:
@@ -109,6 +118,58 @@ class LLM:
                     outputs[progress.req_id] = progress.output()
                     bar.update()
         return [outputs[accepted.request.req_id] for accepted in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several; the outputs are in the conversations' order.
+
+        messages: dictionaries with `role` and `content`; or a list of such lists.
+        chat_template: a Jinja template, instead of the model's own.
+        add_generation_prompt: end the prompt with the beginning of an answer.
+        continue_final_message: let the model go on with the last message instead; needs add_generation_prompt=False.
+        tools: descriptions of functions for the template. chat_template_kwargs: its other variables.
+
+        Otherwise as `generate`; raises InvalidRequest also when there is no template or it refuses the messages.
+        """
+        conversations = list_of_conversations(messages)
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with located(f"conversations[{index}]" if len(conversations) > 1 else ""):
+                prompt = render_prompt(
+                    self._session.tokenizer,
+                    conversation,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            prompts.append(prompt)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt; the outputs are in the prompts' order.
+
+        Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter.
+        """
+        return beam_search(self._session, _list_of_prompts(prompts), params)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
+
+        reset_running_requests: take the blocks from running requests, which compute theirs again.
+        """
+        return self._session.reset_prefix_cache(reset_running_requests)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._session.tokenizer
@@ -148,3 +209,11 @@ def _list_of_params(params: Any, num_prompts: int) -> list[Any]:
             f"There are {num_prompts} prompts but {len(params)} sampling_params. Give one for all, or one per prompt."
         )
     return list(params)
+
+
+def _list_of_priorities(priority: Any, num_prompts: int) -> list[Any]:
+    if priority is None:
+        return [0] * num_prompts
+    if not isinstance(priority, (list, tuple)) or len(priority) != num_prompts:
+        raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: a list of {num_prompts}, one per prompt.")
+    return list(priority)

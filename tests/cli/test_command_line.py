@@ -23,7 +23,7 @@ def test_the_version_is_shown() -> None:
 
 def test_help_lists_the_commands() -> None:
     out = run("--help").stdout
-    assert "generate" in out
+    assert all(command in out for command in ("generate", "chat", "env"))
     assert "--version" in out
 
 
@@ -32,6 +32,13 @@ def test_help_of_generate_fits_a_screen(columns: int, num_lines: int) -> None:
     out = run("generate", "--help", columns=columns).stdout
     assert len(out.splitlines()) <= num_lines
     assert max(map(len, out.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("command", ["chat", "env"])
+def test_help_of_the_other_commands_fits_a_screen(command: str) -> None:
+    out = run(command, "--help").stdout
+    assert len(out.splitlines()) <= 42
+    assert max(map(len, out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,10 @@ def test_help_shows_defaults(option: str, default: str) -> None:
     assert f"[default: {default}]" in line
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"], ["generate", "--bad"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["generate", "--help"], ["--version"], ["generate", "--bad"], ["chat", "--help"], ["env", "--help"]],
+)
 def test_nothing_heavy_is_imported_before_there_is_work(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom penstock.cli.main import main\n"

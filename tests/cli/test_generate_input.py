@@ -175,3 +175,16 @@ def test_a_lines_parameters_go_before_the_commands(generate: Generate, cores: li
     assert (first.temperature, first.max_tokens, first.stop_token_ids, first.seed) == (0, None, (70, 71), 8)
     assert (second.temperature, second.max_tokens, second.stop_token_ids, second.seed) == (0.5, 128, (), 8)
     assert [request.cache_salt for request in cores[0].added] == ["s", None]
+
+
+def test_every_output_of_a_request_has_its_line(generate: Generate) -> None:
+    lines = [{"prompt": "a", "n": 3, "max_tokens": 2, "id": "x"}, {"prompt": "b", "stop": ["zebra"], "max_tokens": 1}]
+    result = generate("--input", "-", stdin="\n".join(map(json.dumps, lines)).encode())
+    written = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["index"], line["sample"], line["id"]) for line in written] == [
+        (0, 0, "x"),
+        (0, 1, "x"),
+        (0, 2, "x"),
+        (1, 0, None),
+    ]
+    assert [len(line["token_ids"]) for line in written] == [2, 2, 2, 1]

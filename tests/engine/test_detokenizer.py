@@ -9,6 +9,7 @@ from penstock.engine.detokenizer import (
     ByteFallbackFactory,
     ByteLevelFactory,
     DetokenizerFactory,
+    SpecialTokens,
     WindowFactory,
     detokenizer_factory,
 )
@@ -35,8 +36,13 @@ random_ids = st.lists(st.integers(0, MORE_IDS_THAN_TOKENS), max_size=60)
 byte_ids = st.lists(st.sampled_from([1, *range(3, 259)]), max_size=30)
 
 
-def pieces_of(factory: DetokenizerFactory, ids: list[int], prompt: list[int] | None = None) -> list[str]:
-    detokenizer = factory.start(prompt or [])
+HIDDEN = SpecialTokens(are_shown=False, are_spaced=True)
+
+
+def pieces_of(
+    factory: DetokenizerFactory, ids: list[int], prompt: list[int] | None = None, special: SpecialTokens = HIDDEN
+) -> list[str]:
+    detokenizer = factory.start(prompt or [], special)
     pieces = [detokenizer.push(token_id) for token_id in ids]
     return [*pieces, detokenizer.flush()]
 
@@ -54,6 +60,15 @@ def test_each_kind_of_decoder_gets_its_exact_way() -> None:
 @settings(deadline=None, max_examples=200)
 def test_pieces_add_up_to_what_decoding_all_ids_gives(name: str, ids: list[int]) -> None:
     assert "".join(pieces_of(FACTORIES[name], ids)) == TOKENIZERS[name].decode(ids)
+
+
+@every_tokenizer
+@given(ids=random_ids, spaced=st.booleans())
+@settings(deadline=None, max_examples=200)
+def test_special_tokens_are_shown_when_asked(name: str, ids: list[int], spaced: bool) -> None:
+    special = SpecialTokens(are_shown=True, are_spaced=spaced)
+    expected = TOKENIZERS[name].decode(ids, skip_special_tokens=False)
+    assert "".join(pieces_of(FACTORIES[name], ids, special=special)) == expected
 
 
 @every_tokenizer
@@ -144,6 +159,29 @@ def test_other_decoders_go_through_a_window(ids: list[int]) -> None:
     factory = detokenizer_factory(tokenizer)
     assert isinstance(factory, WindowFactory)
     assert "".join(pieces_of(factory, ids)) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 6), max_size=30), spaced=st.booleans())
+@settings(deadline=None)
+def test_a_window_shows_special_tokens_with_spaces_or_without(ids: list[int], spaced: bool) -> None:
+    tokenizer = word_piece_tokenizer()
+    tokenizer.add_special_tokens(["[SEP]"])
+    (separator,) = tokenizer.encode("[SEP]", add_special_tokens=False).ids
+    ids = [separator if token_id == 6 else token_id for token_id in ids]
+    special = SpecialTokens(are_shown=True, are_spaced=spaced)
+    text = "".join(pieces_of(detokenizer_factory(tokenizer), ids, special=special))
+    runs = [tokenizer.decode(list(run)) for run in _split(ids, separator)]
+    assert text == (tokenizer.decode(ids, skip_special_tokens=False) if spaced else "[SEP]".join(runs))
+
+
+def _split(ids: list[int], separator: int) -> list[list[int]]:
+    runs: list[list[int]] = [[]]
+    for token_id in ids:
+        if token_id == separator:
+            runs.append([])
+        else:
+            runs[-1].append(token_id)
+    return runs
 
 
 def test_the_window_gives_up_on_characters_that_never_complete() -> None:

@@ -99,8 +99,7 @@ def test_the_highest_token_id_is_allowed(processor: InputProcessor) -> None:
     [
         (SamplingParams(logprobs=21), "logprobs=21.*at most 20"),
         (SamplingParams(stop_token_ids=(3, 400)), "stop_token_ids has 400.*0 to 399"),
-        (SamplingParams(n=2), "n=2 is not supported yet. Leave it at 1"),
-        (SamplingParams(stop="x"), r"stop=\('x',\) is not supported yet"),
+        (SamplingParams(truncate_prompt_tokens=16), "truncate_prompt_tokens=16 is not valid. Allowed: at most 15"),
         ({"temperature": 1}, "sampling_params is a dict"),
         (None, "sampling_params is a NoneType"),
     ],
@@ -181,3 +180,41 @@ def test_the_text_ends_at_the_models_and_the_tokenizers_end_token(tmp_path: Path
 def test_errors_say_where_the_request_came_from(processor: InputProcessor) -> None:
     with pytest.raises(InvalidParameter, match=r"^prompts\[3\]: logprobs=21"):
         processor.process([5], SamplingParams(logprobs=21), where="prompts[3]")
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"), [(None, [5, 6, 7, 8]), (2, [7, 8]), (4, [5, 6, 7, 8]), (9, [5, 6, 7, 8]), (-1, [5, 6, 7, 8])]
+)
+def test_a_prompt_is_cut_to_its_last_tokens_when_asked(
+    processor: InputProcessor, kept: int | None, expected: list[int]
+) -> None:
+    accepted = processor.process([5, 6, 7, 8], SamplingParams(truncate_prompt_tokens=kept))
+    assert accepted.request.prompt_token_ids == expected
+
+
+def test_minus_one_keeps_what_leaves_room_for_a_token(processor: InputProcessor) -> None:
+    prompt = list(range(5, 105))
+    accepted = processor.process(prompt, SamplingParams(truncate_prompt_tokens=-1))
+    assert accepted.request.prompt_token_ids == prompt[-(MAX_MODEL_LEN - 1) :]
+
+
+def test_text_is_cut_too_and_shown_as_it_was(processor: InputProcessor, folder: Path) -> None:
+    accepted = processor.process("the lazy fox", SamplingParams(truncate_prompt_tokens=3))
+    assert accepted.request.prompt_token_ids == load_tokenizer(folder).encode("the lazy fox")[-3:]
+    assert accepted.prompt == "the lazy fox"
+
+
+def test_a_request_may_bring_its_id(processor: InputProcessor) -> None:
+    assert processor.process([5], DEFAULTS, request_id="mine").request.req_id == "mine"
+
+
+@pytest.mark.parametrize("priority", [1.5, "1", True, None])
+def test_a_priority_is_an_integer(processor: InputProcessor, priority: Any) -> None:
+    with pytest.raises(InvalidParameter, match="priority=.*integers"):
+        processor.process([5], DEFAULTS, priority=priority)
+
+
+def test_a_priority_is_refused_where_it_would_mean_nothing(processor: InputProcessor) -> None:
+    assert processor.process([5], DEFAULTS, priority=0).request.priority == 0
+    with pytest.raises(InvalidParameter, match="priority=-3 has no meaning under the policy 'fcfs'.*policy='priority'"):
+        processor.process([5], DEFAULTS, priority=-3)

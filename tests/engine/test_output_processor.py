@@ -7,7 +7,7 @@ import pytest
 
 from penstock.contract import LogprobsLists, SamplingParams
 from penstock.engine.messages import EngineRequest
-from penstock.engine.output_processor import OutputProcessor, RequestProgress
+from penstock.engine.output_processor import Inbox, OutputProcessor, Progress, RequestProgress
 from penstock.engine.outputs import RequestMetrics
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidRequest
@@ -31,7 +31,13 @@ def request(req_id: str = "r", **params: object) -> EngineRequest:
 
 
 def add(processor: OutputProcessor, **params: object) -> RequestProgress:
-    return processor.add(request(**params), "prompt", deque())
+    return follow(processor, request(**params), deque())
+
+
+def follow(processor: OutputProcessor, followed: EngineRequest, inbox: Inbox) -> RequestProgress:
+    progress, _ = processor.add(followed, "prompt", inbox)
+    assert isinstance(progress, RequestProgress)
+    return progress
 
 
 def token(token_id: int, req_id: str = "r", **fields: object) -> EngineCoreOutput:
@@ -124,8 +130,8 @@ def test_logprobs_are_cut_to_what_each_request_asked_for(processor: OutputProces
     rows = LogprobsLists(logprob_token_ids=[columns], logprobs=[[-5.0, -1.0, -2.0, -3.0]], sampled_token_ranks=[9])
     kept = {}
     for number in (0, 2, 3):
-        inbox: deque[RequestProgress] = deque()
-        progress = processor.add(request(str(number), logprobs=number), None, inbox)
+        inbox: deque[Progress] = deque()
+        progress = follow(processor, request(str(number), logprobs=number), inbox)
         processor.process([token(50, str(number), new_logprobs=rows)])
         logprobs = progress.output().outputs[0].logprobs
         assert logprobs is not None
@@ -144,7 +150,7 @@ def test_a_sampled_token_among_the_likeliest_is_listed_once(processor: OutputPro
 
 
 def test_logprobs_add_up_and_are_absent_unless_asked_for(processor: OutputProcessor) -> None:
-    asked, other = add(processor, logprobs=0), processor.add(request("other"), None, deque())
+    asked, other = add(processor, logprobs=0), follow(processor, request("other"), deque())
     row = LogprobsLists(logprob_token_ids=[[60, 61]], logprobs=[[-1.5, -1.0]], sampled_token_ranks=[2])
     for _ in range(2):
         processor.process([token(60, new_logprobs=row), token(60, "other", new_logprobs=row)])
@@ -173,7 +179,12 @@ def test_metrics_say_when_things_happened(processor: OutputProcessor) -> None:
 
 def test_spans_of_time_follow_from_the_metrics() -> None:
     metrics = RequestMetrics(
-        arrival_time=1.0, first_token_time=1.5, last_token_time=3.5, finished_time=4.0, num_generated_tokens=5
+        arrival_time=1.0,
+        first_token_time=1.5,
+        last_token_time=3.5,
+        finished_time=4.0,
+        num_generated_tokens=5,
+        decoding_s=2.0,
     )
     assert (metrics.time_to_first_token_s, metrics.time_per_output_token_s, metrics.latency_s) == (0.5, 0.5, 3.0)
     metrics.num_generated_tokens = 1
@@ -182,8 +193,8 @@ def test_spans_of_time_follow_from_the_metrics() -> None:
 
 
 def test_each_consumer_hears_of_its_own_requests(processor: OutputProcessor) -> None:
-    mine: deque[RequestProgress] = deque()
-    yours: deque[RequestProgress] = deque()
+    mine: deque[Progress] = deque()
+    yours: deque[Progress] = deque()
     processor.add(request("mine"), None, mine)
     processor.add(request("yours"), None, yours)
     processor.process([token(40, "mine"), token(40, "yours"), token(40, "unknown")])
@@ -191,7 +202,7 @@ def test_each_consumer_hears_of_its_own_requests(processor: OutputProcessor) -> 
 
 
 def test_finished_and_forgotten_requests_are_followed_no_longer(processor: OutputProcessor) -> None:
-    finished, forgotten = add(processor), processor.add(request("forgotten"), None, deque())
+    finished, forgotten = add(processor), follow(processor, request("forgotten"), deque())
     processor.process([end(FinishReason.ABORT)])
     processor.forget(["forgotten", "unknown"])
     processor.process([token(40), token(40, "forgotten")])

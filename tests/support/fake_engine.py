@@ -51,6 +51,7 @@ class FakeCore:
         self.aborted: list[str] = []
         self.num_steps = 0
         self.num_closes = 0
+        self.num_resets = 0
 
     def add_request(self, request: EngineRequest) -> None:
         if self.refuses(request):
@@ -76,6 +77,10 @@ class FakeCore:
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.num_resets += 1
+        return reset_running_requests or not self.running
 
     def close(self) -> None:
         self.num_closes += 1

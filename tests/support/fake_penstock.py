@@ -2,7 +2,7 @@
 
 Environment: FAKE_STEP_SECONDS and FAKE_CLOSE_SECONDS how long a step and closing take, FAKE_CLOSED a file that is
 written when the core is closed, FAKE_FAILING the first token of prompts that fail, FAKE_START what goes wrong while the
-core starts.
+core starts, FAKE_MAX_MODEL_LEN its longest context.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class ObservedCore(FakeCore):
     def __init__(self, config: EngineConfig | None = None) -> None:
         super().__init__(config)
         start(os.environ.get("FAKE_START"))
+        self.max_model_len = int(os.environ.get("FAKE_MAX_MODEL_LEN", self.max_model_len))
         self.failing = {int(os.environ.get("FAKE_FAILING", "-1"))}
         self.on_step = lambda step: time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0")))
 

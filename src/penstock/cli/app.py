@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.cli.chat import chat
+from penstock.cli.env import env
 from penstock.cli.generate import generate
 from penstock.cli.options import OTHER_NAMES
 
@@ -24,6 +26,8 @@ app = typer.Typer(
     },
 )
 app.command()(generate)
+app.command()(chat)
+app.command()(env)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -49,11 +49,12 @@ def parse_options(options: list[str] | None) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name == "model":
             raise ConfigError(f"--option {option!r} is not valid. The model has an option of its own: --model.")
-        parsed[name] = _parse_value(value.strip())
+        parsed[name] = parse_value(value.strip())
     return parsed
 
 
-def _parse_value(value: str) -> Any:
+def parse_value(value: str) -> Any:
+    """A value as people write it: JSON or a constant of Python where it can be, else text."""
     python_constants = {"True": True, "False": False, "None": None}
     if value in python_constants:
         return python_constants[value]

@@ -12,20 +12,22 @@ from typing import Any, TextIO
 import msgspec
 
 from penstock.cli.failures import OutputClosed, file_named
-from penstock.engine.output_processor import RequestProgress
-from penstock.engine.outputs import Logprob, RequestOutput
+from penstock.engine.output_processor import Progress
+from penstock.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 class ResultLine(msgspec.Struct, kw_only=True):
-    """A line of JSONL output, in the order of the requests.
+    """A line of JSONL output, in the order of the requests; one for each of a request's outputs.
 
-    index: number of the request, from 0. id: the one that its input line gave, if any.
+    index: number of the request, from 0. sample: number among its outputs, from 0.
+    id: the one that its input line gave, if any.
     prompt: its text, or its token ids if it was given as such.
     logprobs, prompt_logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.
     error: why it failed, when finish_reason is "error".
     """
 
     index: int
+    sample: int
     id: Any = None
     prompt: str | list[int]
     text: str
@@ -66,12 +68,12 @@ def write(out: TextIO, text: str) -> None:
         raise OutputClosed from error
 
 
-def stream_text(steps: Iterable[RequestProgress], out: TextIO) -> RequestOutput:
+def stream_text(steps: Iterable[Progress], out: TextIO) -> RequestOutput:
     """Write one request's text as it comes, and end its last line. Returns what it came to."""
     ends_line = False
     try:
         for progress in steps:
-            text = progress.take_text()
+            text = progress.take_output().outputs[0].text
             if text:
                 write(out, text)
                 ends_line = text.endswith("\n")
@@ -101,15 +103,17 @@ class ResultWriter:
         self._waiting[index] = output
         self.num_failed += output.error is not None
         while self._next in self._waiting:
-            line = _result_line(self._next, self._ids[self._next], self._waiting.pop(self._next))
-            write(self._out, msgspec.json.encode(line).decode() + "\n")
+            result = self._waiting.pop(self._next)
+            for completion in result.outputs:
+                line = _result_line(self._next, self._ids[self._next], result, completion)
+                write(self._out, msgspec.json.encode(line).decode() + "\n")
             self._next += 1
 
 
-def _result_line(index: int, id: Any, output: RequestOutput) -> ResultLine:
-    completion = output.outputs[0]
+def _result_line(index: int, id: Any, output: RequestOutput, completion: CompletionOutput) -> ResultLine:
     return ResultLine(
         index=index,
+        sample=completion.index,
         id=id,
         prompt=output.prompt_token_ids if output.prompt is None else output.prompt,
         text=completion.text,

@@ -12,6 +12,23 @@ from __future__ import annotations
 
 import os
 
+# What tells people how an engine was run, and cannot be a secret.
+_REPORTED = (
+    "PENSTOCK_LOG_LEVEL",
+    "PENSTOCK_PLUGINS",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "KMP_AFFINITY",
+    "KMP_BLOCKTIME",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TOKENIZERS_PARALLELISM",
+)
+
 
 def log_level() -> str:
     return os.environ.get("PENSTOCK_LOG_LEVEL", "info").upper()
@@ -32,3 +49,8 @@ def hub_is_offline() -> bool:
         os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"}
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
+
+
+def reported_variables() -> dict[str, str]:
+    """The variables that a report of a bug should show, as far as they are set."""
+    return {name: os.environ[name] for name in _REPORTED if name in os.environ}

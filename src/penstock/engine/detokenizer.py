@@ -1,8 +1,8 @@
 """From token ids to text, one token at a time.
 
 A piece, once given, is never taken back, and never holds half a character: what is not yet certain is held back.
-All pieces together are what decoding all ids at once gives, special tokens left out. Where the output continues a
-prompt, they are what decoding prompt and output together adds to the prompt.
+All pieces together are what decoding all ids at once gives, special tokens left out or not. Where the output continues
+a prompt, they are what decoding prompt and output together adds to the prompt.
 
 Three ways, by what the tokenizer's decoder does:
 
@@ -19,8 +19,9 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -29,6 +30,20 @@ _LONGEST_INCOMPLETE = 3  # bytes of a UTF-8 character that lacks its last one
 _LONGEST_HELD = 8  # tokens that the window holds back in the hope of a complete character
 _WINDOW = 5  # tokens before the new one that can change how it is written
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class SpecialTokens(NamedTuple):
+    """How special tokens are written.
+
+    are_shown: as their text, or not at all. are_spaced: with the spaces around them that the tokenizer's decoder puts
+    between any two tokens, or without; byte-level and byte-fallback decoders put none.
+    """
+
+    are_shown: bool
+    are_spaced: bool
+
+
+SKIPPED = SpecialTokens(are_shown=False, are_spaced=True)
 
 
 class Detokenizer(Protocol):
@@ -46,7 +61,7 @@ class Detokenizer(Protocol):
 class DetokenizerFactory(Protocol):
     """What all requests of one tokenizer share."""
 
-    def start(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def start(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> Detokenizer:
         """A detokenizer for output that continues the prompt."""
         ...
 
@@ -63,7 +78,9 @@ def detokenizer_factory(tokenizer: FastTokenizer) -> DetokenizerFactory:
     strip = _byte_fallback_strip(decoder)
     if strip is not None:
         return ByteFallbackFactory(tokenizer, num_stripped_spaces=strip)
-    return WindowFactory(lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip))
+    return WindowFactory(
+        window_decode(lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip), _special_ids(tokenizer))
+    )
 
 
 def _component(component: Any) -> dict[str, Any]:
@@ -87,16 +104,19 @@ def _byte_fallback_strip(decoder: dict[str, Any]) -> int | None:
 class _TokenTable(dict[int, tuple[str, bytes]]):
     """Each token's (text, bytes), worked out when it first occurs.
 
-    The bytes are empty where the text says it all; special and unknown tokens have neither.
+    The bytes are empty where the text says it all; unknown tokens have neither, nor have special ones that are hidden.
     """
 
-    def __init__(self, tokenizer: FastTokenizer, entry: Callable[[str], tuple[str, bytes]]) -> None:
+    def __init__(
+        self, tokenizer: FastTokenizer, entry: Callable[[str], tuple[str, bytes]], *, shows_special: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.entry = entry
-        self.special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special = _special_ids(tokenizer)
+        self.hidden = set() if shows_special else self.special
 
     def __missing__(self, token_id: int) -> tuple[str, bytes]:
-        token = None if token_id in self.special else self.tokenizer.id_to_token(token_id)
+        token = None if token_id in self.hidden else self.tokenizer.id_to_token(token_id)
         value = ("", b"") if token is None else self.entry(token)
         self[token_id] = value
         return value
@@ -107,6 +127,37 @@ class _TokenTable(dict[int, tuple[str, bytes]]):
             return self.tokenizer.id_to_token(token_id) or ""
         text, raw = self[token_id]
         return text or raw.decode("utf-8", "replace")
+
+
+class _Tables:
+    """The tables of one tokenizer: special tokens hidden, and, once somebody asks for it, shown."""
+
+    def __init__(self, tokenizer: FastTokenizer, entry: Callable[[str], tuple[str, bytes]]) -> None:
+        self._tokenizer = tokenizer
+        self._entry = entry
+        self.hiding = _TokenTable(tokenizer, entry)
+        self._showing: _TokenTable | None = None
+
+    def choose(self, special: SpecialTokens) -> _TokenTable:
+        if not special.are_shown:
+            return self.hiding
+        if self._showing is None:
+            self._showing = _TokenTable(self._tokenizer, self._entry, shows_special=True)
+        return self._showing
+
+
+class NoDetokenizer:
+    """For requests that want no text."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def _special_ids(tokenizer: FastTokenizer) -> set[int]:
+    return {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
 class _Continuation:
@@ -129,13 +180,13 @@ class ByteLevelFactory:
     """For decoders of the byte-level kind, where every character of a token stands for one byte."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
-        self.table = _TokenTable(tokenizer, _byte_level_entry)
+        self.tables = _Tables(tokenizer, _byte_level_entry)
 
-    def start(self, prompt_token_ids: Sequence[int] = ()) -> ByteLevelDetokenizer:
-        return ByteLevelDetokenizer(self.table, prompt_token_ids)
+    def start(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> ByteLevelDetokenizer:
+        return ByteLevelDetokenizer(self.tables.choose(special), prompt_token_ids)
 
     def token_text(self, token_id: int) -> str:
-        return self.table.own_text(token_id)
+        return self.tables.hiding.own_text(token_id)
 
 
 class ByteLevelDetokenizer:
@@ -204,14 +255,14 @@ class ByteFallbackFactory:
     """
 
     def __init__(self, tokenizer: FastTokenizer, num_stripped_spaces: int) -> None:
-        self.table = _TokenTable(tokenizer, _byte_fallback_entry)
+        self.tables = _Tables(tokenizer, _byte_fallback_entry)
         self.num_stripped_spaces = num_stripped_spaces
 
-    def start(self, prompt_token_ids: Sequence[int] = ()) -> ByteFallbackDetokenizer:
-        return ByteFallbackDetokenizer(self.table, prompt_token_ids, self.num_stripped_spaces)
+    def start(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> ByteFallbackDetokenizer:
+        return ByteFallbackDetokenizer(self.tables.choose(special), prompt_token_ids, self.num_stripped_spaces)
 
     def token_text(self, token_id: int) -> str:
-        return self.table.own_text(token_id)
+        return self.tables.hiding.own_text(token_id)
 
 
 class ByteFallbackDetokenizer:
@@ -278,38 +329,61 @@ def _decode_run(run: bytearray) -> str:
         return _REPLACEMENT * len(run)
 
 
-class WindowFactory:
-    """For any other decoder.
+WindowDecode: TypeAlias = Callable[[list[int], SpecialTokens], str]
+_SHOWN = SpecialTokens(are_shown=True, are_spaced=True)
+
+
+def window_decode(decode: Callable[[list[int], bool], str], special_ids: Collection[int]) -> WindowDecode:
+    """What a window decodes with.
 
     decode: text of token ids, given them and whether to leave out special tokens.
     """
 
-    def __init__(self, decode: Callable[[list[int], bool], str]) -> None:
+    def decode_window(ids: list[int], special: SpecialTokens) -> str:
+        if special.are_spaced or not special.are_shown:
+            return decode(ids, not special.are_shown)
+        text = ""
+        for is_special, run in groupby(ids, key=special_ids.__contains__):
+            token_ids = list(run)
+            parts = [[token_id] for token_id in token_ids] if is_special else [token_ids]
+            text += "".join(decode(part, False) for part in parts)
+        return text
+
+    return decode_window
+
+
+class WindowFactory:
+    """For any other decoder.
+
+    decode: text of token ids.
+    """
+
+    def __init__(self, decode: WindowDecode) -> None:
         self.decode = decode
         self.texts: dict[int, str] = {}
 
-    def start(self, prompt_token_ids: Sequence[int] = ()) -> WindowDetokenizer:
-        return WindowDetokenizer(self.decode, prompt_token_ids)
+    def start(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> WindowDetokenizer:
+        return WindowDetokenizer(lambda ids: self.decode(ids, special), prompt_token_ids)
 
     def token_text(self, token_id: int) -> str:
         text = self.texts.get(token_id)
         if text is None:
-            text = self.texts[token_id] = self.decode([token_id], False)
+            text = self.texts[token_id] = self.decode([token_id], _SHOWN)
         return text
 
 
 class WindowDetokenizer:
     """Decodes a few earlier tokens with and without the new ones; the difference is the new text."""
 
-    def __init__(self, decode: Callable[[list[int], bool], str], prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int]) -> None:
         self._decode = decode
         self._context = list(prompt_token_ids[-_WINDOW:])
-        self._context_text = decode(self._context, True) if self._context else ""
+        self._context_text = decode(self._context) if self._context else ""
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         self._held.append(token_id)
-        text = self._decode(self._context + self._held, True)
+        text = self._decode(self._context + self._held)
         grew = len(text) > len(self._context_text)
         is_certain = grew and not text.endswith(_REPLACEMENT)
         if not is_certain and len(self._held) < _LONGEST_HELD:
@@ -317,11 +391,11 @@ class WindowDetokenizer:
         return self._give(text)
 
     def flush(self) -> str:
-        return self._give(self._decode(self._context + self._held, True)) if self._held else ""
+        return self._give(self._decode(self._context + self._held)) if self._held else ""
 
     def _give(self, text: str) -> str:
         piece = text[len(self._context_text) :]
         self._context = (self._context + self._held)[-_WINDOW:]
-        self._context_text = self._decode(self._context, True)
+        self._context_text = self._decode(self._context)
         self._held = []
         return piece

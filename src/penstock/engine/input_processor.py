@@ -19,7 +19,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.params_processor import ParamsProcessor
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -55,6 +55,7 @@ class InputProcessor:
     """Makes requests for one engine.
 
     max_model_len, vocab_size: of the core. sampling: what requests may ask for; None takes the defaults.
+    policy: the scheduler's; only "priority" knows priorities.
 
     A request without a seed gets one made of the engine's seed and the number of requests accepted before it. So the
     same calls to an engine of the same seed give the same tokens, and equal prompts in one run differ.
@@ -68,11 +69,13 @@ class InputProcessor:
         max_model_len: int,
         vocab_size: int,
         sampling: SamplingConfig | None = None,
+        policy: str = "fcfs",
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._policy = policy
         self._eos_token_ids = model.eos_token_ids
         if tokenizer.eos_token_id is not None:
             self._eos_token_ids |= {tokenizer.eos_token_id}
@@ -81,47 +84,76 @@ class InputProcessor:
         )
         self._num_accepted = 0
 
-    def process(self, prompt: Prompt, sampling_params: SamplingParams, where: str = "") -> AcceptedRequest:
+    def process(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        where: str = "",
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AcceptedRequest:
         """Check a prompt and its parameters, and make the request.
 
-        where: what errors call it, such as "prompts[3]".
+        where: what errors call it, such as "prompts[3]". request_id: None numbers the requests.
+        priority: lower runs first, under the "priority" policy.
         Raises InvalidRequest, InvalidParameter or ContextTooLong.
         """
         with located(where):
-            return self._process(prompt, sampling_params, where)
+            request, text = self._process(prompt, sampling_params, request_id, priority)
+        return AcceptedRequest(request, text, where)
 
-    def _process(self, prompt: Prompt, sampling_params: SamplingParams, where: str) -> AcceptedRequest:
+    def encode_part(self, prompt: Prompt, is_first: bool) -> list[int]:
+        """Tokens of a part of a prompt; only the first part begins as the tokenizer begins a text.
+
+        Raises InvalidRequest.
+        """
+        _, token_ids, cache_salt = self._take_apart(prompt, add_special_tokens=is_first)
+        if cache_salt is not None:
+            raise InvalidRequest(f"cache_salt={cache_salt!r} is not allowed for a prompt that comes in parts.")
+        return token_ids
+
+    def _process(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None, priority: int
+    ) -> tuple[EngineRequest, str | None]:
         arrival_time = time.monotonic()
         text, prompt_token_ids, cache_salt = self._take_apart(prompt)
         self._check_prompt(prompt_token_ids)
         sampling_params = self._params_processor.process(sampling_params)
+        self._check_priority(priority)
+        prompt_token_ids = self._truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
         self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
         if sampling_params.seed is None:
             seed = _drawn_seed(self._model.seed, self._num_accepted)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
         request = EngineRequest(
-            req_id=str(self._num_accepted),
+            req_id=str(self._num_accepted) if request_id is None else request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=sampling_params,
             eos_token_ids=self._eos_token_ids,
             arrival_time=arrival_time,
+            priority=priority,
             cache_salt=cache_salt,
         )
         self._num_accepted += 1
-        return AcceptedRequest(request, text, where)
+        return request, text
 
-    def _take_apart(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+    def _take_apart(
+        self, prompt: Prompt, *, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int], str | None]:
         """The prompt's text, if it has one, its tokens, and its cache salt."""
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt), None
+            return prompt, self._encode(prompt, add_special_tokens), None
         if not isinstance(prompt, Mapping):
             return None, _list_of_ids(prompt), None
         fields: Mapping[str, Any] = prompt
         _check_fields(fields)
         text, token_ids, cache_salt = (fields.get(key) for key in _PROMPT_KEYS)
-        return text, self._encode(text or "") if token_ids is None else _list_of_ids(token_ids), cache_salt
+        if token_ids is None:
+            return text, self._encode(text or "", add_special_tokens), cache_salt
+        return text, _list_of_ids(token_ids), cache_salt
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -129,7 +161,7 @@ class InputProcessor:
                 f"The prompt is not valid text: {text[error.start : error.end]!r} at position {error.start} "
                 "cannot be encoded. Give text without lone surrogates."
             ) from None
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, add_special_tokens)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -141,6 +173,27 @@ class InputProcessor:
                 f"The prompt has token id {wrong}, but the model's vocabulary has {self._vocab_size} tokens. "
                 f"Allowed: 0 to {self._vocab_size - 1}."
             )
+
+    def _check_priority(self, priority: Any) -> None:
+        if type(priority) is not int:
+            raise InvalidParameter(f"priority={priority!r} is not valid. Allowed: integers; lower ones run first.")
+        if priority and self._policy != "priority":
+            raise InvalidParameter(
+                f"priority={priority} has no meaning under the policy {self._policy!r}. Start the engine with "
+                "policy='priority', or leave it at 0."
+            )
+
+    def _truncated(self, prompt_token_ids: list[int], num_kept: int | None) -> list[int]:
+        """The prompt's last tokens, as many as are wanted; -1 keeps what leaves room for one token."""
+        if num_kept is None:
+            return prompt_token_ids
+        longest = self._max_model_len - 1
+        if num_kept > longest:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens={num_kept} is not valid. Allowed: at most {longest}, which leaves room for "
+                "one token in this engine's context (max_model_len), or -1 for as many as that."
+            )
+        return prompt_token_ids[-(longest if num_kept == -1 else num_kept) :]
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """There must be room for one token; `max_tokens` is only what the request may reach where there is more."""

@@ -9,34 +9,67 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.contract import LogprobsLists
+from penstock.contract import LogprobsLists, SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
+from penstock.engine.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
+from penstock.engine.fan_out import FanOut, sample_requests
 from penstock.engine.messages import EngineRequest
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from penstock.engine.stop_strings import StopScanner
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 
+class Progress(Protocol):
+    """A request on its way, as its consumer sees it."""
+
+    @property
+    def req_id(self) -> str: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    def output(self) -> RequestOutput:
+        """Everything so far, as a copy that does not change while the request goes on."""
+        ...
+
+    def take_output(self) -> RequestOutput:
+        """The same, with only the texts, tokens and log-probabilities that are new since the last call."""
+        ...
+
+
 class Inbox(Protocol):
     """Where a consumer hears that a request got on; a deque, for example."""
 
-    def append(self, progress: RequestProgress, /) -> None: ...
+    def append(self, progress: Progress, /) -> None: ...
 
 
 class RequestProgress:
-    """One request on its way: what it has so far, and what its consumer has not seen yet."""
+    """One request on its way: what it has so far, and what its consumer has not seen yet.
+
+    index: its number among the outputs of its prompt.
+    """
 
     __slots__ = (
         "_detokenizer",
+        "_includes_stop",
         "_num_pieces_taken",
+        "_num_tokens_taken",
+        "_num_tokens_without_stop",
         "_pieces",
+        "_scanner",
         "cumulative_logprob",
         "error",
         "finish_reason",
         "inbox",
+        "index",
         "logprobs",
         "metrics",
         "num_cached_tokens",
@@ -49,13 +82,17 @@ class RequestProgress:
         "tokenizer",
     )
 
-    def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, inbox: Inbox) -> None:
+    def __init__(
+        self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, inbox: Inbox, index: int = 0
+    ) -> None:
+        params = request.sampling_params
         self.request = request
+        self.index = index
         self.prompt = prompt
         self.tokenizer = tokenizer
         self.inbox = inbox
         self.token_ids: list[int] = []
-        self.num_logprobs = request.sampling_params.logprobs
+        self.num_logprobs = params.logprobs
         self.logprobs: list[dict[int, Logprob]] = []
         self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -66,7 +103,12 @@ class RequestProgress:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self._pieces: list[str] = []
         self._num_pieces_taken = 0
-        self._detokenizer = tokenizer.start_detokenizer(request.prompt_token_ids)
+        self._num_tokens_taken = 0
+        self._includes_stop = params.include_stop_str_in_output
+        # Text of the first tokens, min_tokens of them, ends nothing.
+        self._num_tokens_without_stop = params.min_tokens
+        self._scanner = StopScanner(params.stop, includes_stop=self._includes_stop) if params.stop else None
+        self._detokenizer = _start_detokenizer(tokenizer, params, request.prompt_token_ids)
 
     @property
     def req_id(self) -> str:
@@ -88,16 +130,26 @@ class RequestProgress:
 
     def output(self) -> RequestOutput:
         """Everything so far, as a copy that does not change while the request goes on."""
+        return self._request_output(self._completion(self.text, 0))
+
+    def take_output(self) -> RequestOutput:
+        """The same, with only the text, tokens and log-probabilities that are new since the last call."""
+        first_token, self._num_tokens_taken = self._num_tokens_taken, len(self.token_ids)
+        return self._request_output(self._completion(self.take_text(), first_token))
+
+    def _completion(self, text: str, first_token: int) -> CompletionOutput:
         has_logprobs = self.num_logprobs is not None
-        completion = CompletionOutput(
-            index=0,
-            text=self.text,
-            token_ids=self.token_ids.copy(),
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[first_token:],
             cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
-            logprobs=self.logprobs.copy() if has_logprobs else None,
+            logprobs=self.logprobs[first_token:] if has_logprobs else None,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self.stop_reason,
         )
+
+    def _request_output(self, completion: CompletionOutput) -> RequestOutput:
         return RequestOutput(
             request_id=self.req_id,
             prompt=self.prompt,
@@ -116,10 +168,12 @@ class RequestProgress:
         metrics = self.metrics
         if new_token_ids:
             self.token_ids += new_token_ids
-            self._add_text(new_token_ids, ends_with_stop_token=output.finish_reason is FinishReason.STOP)
+            hides_last = output.finish_reason is FinishReason.STOP and not self._includes_stop
+            self._add_text(new_token_ids[:-1] if hides_last else new_token_ids)
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
             metrics.last_token_time = now
+            metrics.decoding_s = now - metrics.first_token_time
             metrics.num_generated_tokens = len(self.token_ids)
         if self.num_logprobs is not None and output.new_logprobs is not None:
             self._add_logprobs(output.new_logprobs, self.num_logprobs)
@@ -129,15 +183,30 @@ class RequestProgress:
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = output.first_scheduled_time
         if output.num_cached_tokens:
-            self.num_cached_tokens = output.num_cached_tokens
-        if output.finish_reason is not None:
+            self.num_cached_tokens = metrics.num_cached_tokens = output.num_cached_tokens
+        has_found_stop = self._scanner is not None and self._scanner.found is not None
+        if output.finish_reason is not None or has_found_stop:
             self._finish(output, now)
 
-    def _add_text(self, token_ids: list[int], *, ends_with_stop_token: bool) -> None:
-        for token_id in token_ids[:-1] if ends_with_stop_token else token_ids:
+    def _add_text(self, token_ids: list[int]) -> None:
+        if self._scanner is not None:
+            self._add_scanned(token_ids, self._scanner)
+            return
+        for token_id in token_ids:
             piece = self._detokenizer.push(token_id)
             if piece:
                 self._pieces.append(piece)
+
+    def _add_scanned(self, token_ids: list[int], scanner: StopScanner) -> None:
+        """Add text up to a stop string, if there is one."""
+        for token_id in token_ids:
+            may_stop = self._num_tokens_without_stop <= 0
+            self._num_tokens_without_stop -= 1
+            piece = scanner.push(self._detokenizer.push(token_id), may_stop=may_stop)
+            if piece:
+                self._pieces.append(piece)
+            if scanner.found is not None:
+                return
 
     def _add_logprobs(self, rows: LogprobsLists, num_logprobs: int) -> None:
         self.logprobs += self._readable(rows, num_logprobs)
@@ -154,37 +223,79 @@ class RequestProgress:
             yield row
 
     def _finish(self, output: EngineCoreOutput, now: float) -> None:
-        piece = self._detokenizer.flush()
-        if piece:
-            self._pieces.append(piece)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
         self.metrics.finished_time = now
+        piece = self._detokenizer.flush()
+        if self._scanner is not None:
+            piece = self._scan_last(piece, self._scanner)
+        if piece:
+            self._pieces.append(piece)
+
+    def _scan_last(self, piece: str, scanner: StopScanner) -> str:
+        if scanner.found is None:
+            piece = scanner.push(piece, may_stop=self._num_tokens_without_stop < 0) + scanner.flush()
+        else:
+            piece = ""
+        if scanner.found is not None and self.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
+            self.finish_reason, self.stop_reason = FinishReason.STOP, scanner.found
+        return piece
+
+
+def _start_detokenizer(tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]) -> Detokenizer:
+    if not params.detokenize:
+        return NoDetokenizer()
+    special = SpecialTokens(are_shown=not params.skip_special_tokens, are_spaced=params.spaces_between_special_tokens)
+    return tokenizer.start_detokenizer(prompt_token_ids, special)
+
+
+@dataclass(slots=True)
+class FollowUp:
+    """What the core must hear, since a step brought what it brought."""
+
+    requests_to_add: list[EngineRequest] = field(default_factory=list)
+    req_ids_to_abort: list[str] = field(default_factory=list)
 
 
 class OutputProcessor:
-    """Knows the running requests, and brings each what the core reports about it."""
+    """Knows the running requests, and brings each what the core reports about it.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    shared_prompt_length: tokens that a prompt must have for its samples to share blocks; None if they never can.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, shared_prompt_length: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._shared_prompt_length = shared_prompt_length
+        # By the core's ids: a request with several outputs is several requests to the core.
         self._running: dict[str, RequestProgress] = {}
+        self._fan_outs: dict[str, FanOut] = {}
+        self._news: list[FanOut] = []
 
-    def add(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> RequestProgress:
+    def __len__(self) -> int:
+        """Number of the core's requests that are followed."""
+        return len(self._running)
+
+    def add(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> tuple[Progress, list[EngineRequest]]:
         """Follow a request from now on. `inbox` gets its progress appended after every step that brought it on.
 
+        Returns its progress, and what the core must be given at once.
         Raises InvalidRequest when a running request has the same id.
         """
-        if request.req_id in self._running:
+        if request.req_id in self._running or request.req_id in self._fan_outs:
             raise InvalidRequest(f"request_id={request.req_id!r} is that of a running request. Choose another.")
+        if request.sampling_params.n > 1:
+            fan_out = self._fan_out(request, prompt, inbox)
+            return fan_out, fan_out.first_requests()
         progress = RequestProgress(request, prompt, self._tokenizer, inbox)
         self._running[request.req_id] = progress
-        return progress
+        return progress, [request]
 
-    def process(self, outputs: Iterable[EngineCoreOutput]) -> None:
+    def process(self, outputs: Iterable[EngineCoreOutput]) -> FollowUp:
         """Take in a step's outputs. Those of requests that are not followed (any more) are dropped."""
         now = time.monotonic()
         running = self._running
+        follow_up = FollowUp()
         for output in outputs:
             progress = running.get(output.req_id)
             if progress is None:
@@ -192,9 +303,47 @@ class OutputProcessor:
             progress.advance(output, now)
             if progress.finish_reason is not None:
                 del running[output.req_id]
+                if output.finish_reason is None:
+                    follow_up.req_ids_to_abort.append(output.req_id)
             progress.inbox.append(progress)
+        if self._news:
+            self._announce(follow_up)
+        return follow_up
 
-    def forget(self, req_ids: Iterable[str]) -> None:
-        """Follow these requests no longer."""
+    def core_ids(self, req_ids: Iterable[str]) -> list[str]:
+        """The core's ids of these requests, as far as they run."""
+        ids = []
         for req_id in req_ids:
-            self._running.pop(req_id, None)
+            fan_out = self._fan_outs.get(req_id)
+            names = [req_id] if fan_out is None else [sample.req_id for sample in fan_out.samples]
+            ids += [name for name in names if name in self._running]
+        return ids
+
+    def forget(self, req_ids: Iterable[str]) -> list[str]:
+        """Follow these requests no longer. Returns their ids in the core."""
+        names = list(req_ids)
+        core_ids = self.core_ids(names)
+        for core_id in core_ids:
+            del self._running[core_id]
+        for name in names:
+            self._fan_outs.pop(name, None)
+        return core_ids
+
+    def _fan_out(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> FanOut:
+        length = self._shared_prompt_length
+        shares_prompt = length is not None and len(request.prompt_token_ids) >= length
+        fan_out = FanOut(request, inbox, self._news, shares_prompt=shares_prompt)
+        for index, sample in enumerate(sample_requests(request)):
+            fan_out.samples.append(RequestProgress(sample, prompt, self._tokenizer, fan_out, index))
+        self._fan_outs[request.req_id] = fan_out
+        self._running |= {sample.req_id: sample for sample in fan_out.samples}
+        return fan_out
+
+    def _announce(self, follow_up: FollowUp) -> None:
+        news = self._news.copy()
+        self._news.clear()
+        for fan_out in news:
+            follow_up.requests_to_add += fan_out.next_requests()
+            if fan_out.finished:
+                self._fan_outs.pop(fan_out.req_id, None)
+            fan_out.announce()

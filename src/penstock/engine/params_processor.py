@@ -15,7 +15,6 @@ from penstock.contract import SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
 from penstock.engine.logits_processor_checks import LogitsProcessorChecks
 from penstock.engine.tokenizer import Tokenizer
-from penstock.engine.unsupported_params import refuse_unsupported
 from penstock.errors import InvalidParameter
 
 
@@ -40,7 +39,6 @@ class ParamsProcessor:
             raise InvalidParameter(
                 f"sampling_params is a {type(params).__name__}: {params!r}. Allowed: SamplingParams, or None."
             )
-        refuse_unsupported(params)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_num_logprobs(name, getattr(params, name))
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "all_stop_token_ids"):

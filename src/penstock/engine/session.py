@@ -5,46 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
+from penstock.engine.dispatcher import Core, Dispatcher, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest, InputProcessor, Prompt, located
 from penstock.engine.interrupts import InterruptAfterwards
-from penstock.engine.messages import EngineRequest
-from penstock.engine.output_processor import OutputProcessor, RequestProgress
+from penstock.engine.output_processor import Progress
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, LifecycleError
-from penstock.scheduler.outputs import EngineCoreOutput
 
 logger = logging.getLogger(__name__)
-
-
-class Core(Protocol):
-    """What a session needs of `EngineCore`."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def add_request(self, request: EngineRequest) -> None: ...
-
-    def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]: ...
-
-    def step(self) -> list[EngineCoreOutput]: ...
-
-    def has_unfinished_requests(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-def _load_core(config: EngineConfig) -> Core:
-    from penstock.engine.core import EngineCore
-
-    return EngineCore(config)
 
 
 class Session:
@@ -56,7 +28,7 @@ class Session:
     Raises what loading the tokenizer and the model raises.
     """
 
-    def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], Core] = _load_core) -> None:
+    def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], Core] = start_core) -> None:
         # The tokenizer first: a damaged one is found before seconds go into loading weights.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self._core = load_core(config)
@@ -66,28 +38,36 @@ class Session:
             max_model_len=self._core.max_model_len,
             vocab_size=self._core.vocab_size,
             sampling=config.sampling,
+            policy=config.scheduler.policy,
         )
-        self._output_processor = OutputProcessor(self.tokenizer)
+        self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))
         self._lock = threading.RLock()
         self._is_closed = False
 
-    def accept(self, prompt: Prompt, sampling_params: SamplingParams, where: str = "") -> AcceptedRequest:
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens, prompt and output together."""
+        return self._core.max_model_len
+
+    def accept(
+        self, prompt: Prompt, sampling_params: SamplingParams, where: str = "", *, priority: int = 0
+    ) -> AcceptedRequest:
         """Check a prompt and its parameters. The request runs once it is given to `run`.
 
-        where: what errors call it, such as "prompts[3]".
+        where: what errors call it, such as "prompts[3]". priority: lower runs first, under the "priority" policy.
         Raises InvalidRequest, InvalidParameter or ContextTooLong; LifecycleError after `close`.
         """
         with self._lock:
             self._check_open()
-            return self._input_processor.process(prompt, sampling_params, where)
+            return self._input_processor.process(prompt, sampling_params, where, priority=priority)
 
-    def run(self, requests: Sequence[AcceptedRequest]) -> Generator[RequestProgress, None, None]:
+    def run(self, requests: Sequence[AcceptedRequest]) -> Generator[Progress, None, None]:
         """Run requests to their end, yielding each one's progress whenever it got on.
 
         An exception, Ctrl-C included, or closing the generator aborts what is unfinished; the session goes on serving
         others. Iterate within `contextlib.closing`, so that an error in your loop aborts at once.
         """
-        inbox: deque[RequestProgress] = deque()
+        inbox: deque[Progress] = deque()
         unfinished: set[str] = set()
         try:
             self._admit(requests, inbox, unfinished)
@@ -103,6 +83,16 @@ class Session:
             if unfinished:
                 self._abandon(unfinished)
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
+
+        reset_running_requests: take the blocks from running requests, which compute theirs again.
+        """
+        with self._lock:
+            self._check_open()
+            with InterruptAfterwards():
+                return self._core.reset_prefix_cache(reset_running_requests)
+
     def close(self) -> None:
         """Give back the model, its memory and its threads. A second call does nothing."""
         with self._lock:
@@ -110,36 +100,29 @@ class Session:
                 self._is_closed = True
                 self._core.close()
 
-    def _admit(self, requests: Sequence[AcceptedRequest], inbox: deque[RequestProgress], admitted: set[str]) -> None:
+    def _admit(self, requests: Sequence[AcceptedRequest], inbox: deque[Progress], admitted: set[str]) -> None:
         for request, prompt, where in requests:
             with self._lock, InterruptAfterwards(), located(where):
                 self._check_open()
-                self._output_processor.add(request, prompt, inbox)
-                try:
-                    self._core.add_request(request)
-                except BaseException:
-                    self._output_processor.forget([request.req_id])
-                    raise
+                self._dispatcher.admit(request, prompt, inbox)
                 admitted.add(request.req_id)
 
-    def _turn(self, inbox: deque[RequestProgress]) -> None:
+    def _turn(self, inbox: deque[Progress]) -> None:
         """One step of the core, whose outputs go to everyone's inboxes."""
         with self._lock:
             self._check_open()
             with InterruptAfterwards():
-                outputs = self._core.step()
-                self._output_processor.process(outputs)
+                self._dispatcher.step()
             if not inbox and not self._core.has_unfinished_requests():
                 raise EngineDead("The engine has nothing left to do, but a request has not ended. This is a defect.")
 
     def _abandon(self, req_ids: set[str]) -> None:
         with self._lock:
-            self._output_processor.forget(req_ids)
             if self._is_closed:
                 return
             try:
                 with InterruptAfterwards():
-                    self._core.abort_requests(req_ids)
+                    self._dispatcher.abandon(req_ids)
             except Exception:
                 # Logged and not raised: it would hide the failure that brought us here.
                 logger.exception("Could not abort %d requests", len(req_ids))

@@ -9,7 +9,15 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from penstock.engine.detokenizer import Detokenizer, DetokenizerFactory, WindowFactory, detokenizer_factory
+from penstock.engine.detokenizer import (
+    SKIPPED,
+    Detokenizer,
+    DetokenizerFactory,
+    SpecialTokens,
+    WindowFactory,
+    detokenizer_factory,
+    window_decode,
+)
 from penstock.engine.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles
 from penstock.errors import InvalidRequest, TokenizerError
 
@@ -71,9 +79,9 @@ class Tokenizer:
         """How one token reads on its own, special tokens included."""
         return self._backend.detokenizers.token_text(token_id)
 
-    def start_detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def start_detokenizer(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> Detokenizer:
         """A detokenizer for output that continues the prompt."""
-        return self._backend.detokenizers.start(prompt_token_ids)
+        return self._backend.detokenizers.start(prompt_token_ids, special)
 
     def apply_chat_template(
         self,
@@ -150,7 +158,7 @@ class PythonBackend:
     def __init__(self, hf_tokenizer: Any) -> None:
         self.hf_tokenizer = hf_tokenizer
         self.lock = threading.Lock()
-        self.detokenizers = WindowFactory(self.decode)
+        self.detokenizers = WindowFactory(window_decode(self.decode, frozenset(hf_tokenizer.all_special_ids)))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with self.lock:

@@ -9,12 +9,16 @@ from penstock.scheduler.request import Request
 
 
 def check_stop(request: Request) -> tuple[FinishReason | None, int | None]:
-    """Whether the request ends with its last token: the reason, and the stop token if it is one the user named."""
+    """Whether the request ends with its last token: the reason, and the stop token if it is one the user named.
+
+    No token is an end token before there are min_tokens.
+    """
     last_token_id = request.all_token_ids[-1]
-    if last_token_id in request.eos_token_ids:
-        return FinishReason.STOP, None
-    if last_token_id in request.stop_token_ids:
-        return FinishReason.STOP, last_token_id
+    is_eos = last_token_id in request.eos_token_ids
+    if is_eos or last_token_id in request.stop_token_ids:
+        num_output_tokens = len(request.all_token_ids) - request.num_prompt_tokens
+        if num_output_tokens >= request.sampling_params.min_tokens:
+            return FinishReason.STOP, None if is_eos else last_token_id
     if len(request.all_token_ids) >= request.length_limit:
         return FinishReason.LENGTH, None
     return None, None

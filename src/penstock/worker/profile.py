@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from penstock.attention import LayerAttention
 from penstock.config import SamplingConfig
@@ -17,14 +16,7 @@ from penstock.runner.dummy_runs import (
     profile_sampling,
 )
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes that a step takes at most, besides weights and persistent state."""
-
-    activations: int
-    sampling: int
+from penstock.worker.memory_plan import StepMemory
 
 
 def measure_step_memory(
@@ -48,9 +40,12 @@ def measure_step_memory(
     runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend, sampling=sampling)
     runner.kv_cache.touch()
 
-    fixed = _peak(device, lambda: profile_forward(runner, 1))
+    # What libraries take for themselves at their first call does not grow, and must not be scaled up.
+    fixed = _peak(device, lambda: profile_forward(runner, min(2, run_tokens)))
     activations = _peak(device, lambda: profile_forward(runner, run_tokens)) * -(-num_tokens // run_tokens)
-    sampled = _peak(device, lambda: profile_sampling(runner, run_rows)) * -(-num_rows // run_rows)
+    first = _peak(device, lambda: profile_sampling(runner, run_rows))
+    again = _peak(device, lambda: profile_sampling(runner, run_rows))
+    sampled = max(0, first - again) + again * -(-num_rows // run_rows)
     # A step computes its prompts' log-probabilities first, and gives that memory back before it samples.
     num_prompt_rows = min(runner.prompt_logprobs.max_rows, num_tokens)
     run_rows = min(num_prompt_rows, device.max_profile_rows)

@@ -1,0 +1,80 @@
+"""`penstock chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.failures import file_named, readable_errors
+
+
+def chat(
+    system: Annotated[str | None, typer.Option("--system", "-s", help="What the model is told beforehand")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with a Jinja template, instead of the model's")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Likeliest tokens of this total probability")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="This many likeliest tokens; 0: all")] = 0,
+    min_p: Annotated[float, typer.Option(help="Tokens this likely, next to the likeliest")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of every answer")] = None,
+    model: options.Model = "demo",
+    tokenizer: options.TokenizerName = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    load_format: options.LoadFormat = "auto",
+    max_model_len: options.MaxModelLen = None,
+    memory_fraction: options.MemoryFraction = None,
+    kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
+    engine_seed: options.EngineSeed = 0,
+    option: options.Options = None,
+    debug: options.Debug = False,
+) -> None:
+    """Talk with a model.
+
+    Answers come as they are generated; Ctrl-C stops one, Ctrl-D leaves, and /help lists the commands. Lines from a
+    file or a pipe are taken as messages, one per line.
+    """
+    with readable_errors(debug=debug):
+        from penstock.config import EngineConfig
+        from penstock.contract import SamplingParams
+        from penstock.observability.logging import configure_logging
+
+        configure_logging("debug" if debug else None)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+        )
+        template = None if chat_template is None else _read_template(chat_template)
+        config = EngineConfig.create(
+            model,
+            **{
+                "tokenizer": tokenizer,
+                "device": device,
+                "dtype": dtype,
+                "load_format": load_format,
+                "max_model_len": options.parse_max_model_len(max_model_len),
+                "max_num_seqs": 1,
+                "memory_fraction": memory_fraction,
+                "kv_cache_memory_bytes": kv_cache_memory_bytes,
+                "seed": engine_seed,
+                **options.parse_options(option),
+            },
+        )
+        from penstock.cli.chat_terminal import ChatTerminal
+        from penstock.cli.conversation import Conversation
+        from penstock.engine.session import Session
+
+        with ExitStack() as stack:
+            session = stack.enter_context(closing(Session(config)))
+            conversation = Conversation(session, params, system=system, chat_template=template)
+            ChatTerminal(conversation, model).run()
+
+
+def _read_template(path: Path) -> str:
+    with file_named("--chat-template", path):
+        return path.read_text(encoding="utf-8")

@@ -1,0 +1,210 @@
+"""The terminal's side of `penstock chat`: lines in, answers out, and the commands."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import msgspec
+from rich.console import Console
+
+from penstock import __version__
+from penstock.cli.conversation import Conversation
+from penstock.cli.options import parse_value
+from penstock.cli.output import open_output, write
+from penstock.contract import SamplingParams
+from penstock.errors import InvalidRequest
+
+PROMPT = "> "
+_MORE = "... "
+_BLOCK = '"""'
+# Characters that would let a model's text command the terminal.
+_UNPRINTABLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class ChatTerminal:
+    """Reads messages and commands until there are no more."""
+
+    def __init__(self, conversation: Conversation, model: str) -> None:
+        self._conversation = conversation
+        self._model = model
+        self._is_interactive = sys.stdin.isatty()
+        # Only answers go to standard output.
+        self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
+            "/help": ("", "this list", self._help),
+            "/reset": ("", "forget what was said", self._reset),
+            "/system": ("[TEXT]", "show or set what the model is told beforehand; - for nothing", self._system),
+            "/retry": ("", "another answer to the last message", self._retry),
+            "/undo": ("", "take back the last message and its answer", self._undo),
+            "/history": ("", "show what was said", self._history),
+            "/set": ("[NAME VALUE]", "show or set a sampling parameter, such as temperature", self._set),
+            "/quit": ("", "leave (also: Ctrl-D)", self._quit),
+        }
+        self._has_quit = False
+
+    def run(self) -> None:
+        """Talk until the input ends or /quit. Ctrl-C stops an answer, or clears the line."""
+        with open_output(None, as_json=False) as out, _interrupts_raised():
+            self._out = out
+            if self._is_interactive:
+                _edit_lines(list(self._commands))
+                self._note(
+                    f"Penstock {__version__}, {self._model}, {self._conversation.max_model_len:,} tokens of context. "
+                    "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
+                )
+            while not self._has_quit:
+                try:
+                    text = self._read()
+                    if text is None:
+                        break
+                    self._take(text)
+                except InvalidRequest as error:
+                    self._note(f"{type(error).__name__}: {error}")
+                except KeyboardInterrupt:
+                    if not self._is_interactive:
+                        raise
+                    write(out, "\n")
+
+    def _read(self) -> str | None:
+        """The next message, of several lines if it begins with three quotation marks; None at the end."""
+        line = self._read_line(PROMPT)
+        if line is None or not line.lstrip().startswith(_BLOCK):
+            return line
+        lines = [line.lstrip().removeprefix(_BLOCK)]
+        while not lines[-1].rstrip().endswith(_BLOCK):
+            line = self._read_line(_MORE)
+            if line is None:
+                break
+            lines.append(line)
+        lines[-1] = lines[-1].rstrip().removesuffix(_BLOCK)
+        return "\n".join(lines).strip("\n")
+
+    def _read_line(self, prompt: str) -> str | None:
+        if not self._is_interactive:
+            line = sys.stdin.readline()
+            return line.removesuffix("\n") if line else None
+        try:
+            return input(prompt)
+        except EOFError:
+            write(self._out, "\n")
+            return None
+
+    def _take(self, text: str) -> None:
+        if not text.strip():
+            return
+        if not text.startswith("/"):
+            self._say(text)
+            return
+        name, _, rest = text.partition(" ")
+        if name not in self._commands:
+            self._note(f"There is no command {name}. /help lists them; a message cannot begin with a slash.")
+            return
+        self._commands[name][2](rest.strip())
+
+    def _say(self, text: str) -> None:
+        """Print the answer as it comes, up to its end or Ctrl-C."""
+        conversation = self._conversation
+        num_forgotten = conversation.num_forgotten
+        ends_line = True
+        try:
+            with closing(conversation.say(text)) as pieces:
+                for piece in pieces:
+                    ends_line = piece.endswith("\n")
+                    write(self._out, piece.translate(_UNPRINTABLE))
+        except KeyboardInterrupt:
+            if not self._is_interactive:
+                raise
+            write(self._out, "" if ends_line else "\n")
+            self._note("(stopped)")
+            return
+        write(self._out, "" if ends_line else "\n")
+        self._explain(num_forgotten)
+
+    def _explain(self, num_forgotten: int) -> None:
+        """Say what an answer does not show."""
+        conversation = self._conversation
+        if conversation.num_forgotten > num_forgotten:
+            num_new = conversation.num_forgotten - num_forgotten
+            self._note(f"(the oldest {num_new} messages no longer fit into the context, and were forgotten)")
+        output = conversation.last_output
+        assert output is not None, "an answer has an output"
+        if output.error is not None:
+            self._note(f"(failed: {output.error})")
+        elif output.outputs[0].finish_reason == "length":
+            self._note("(cut off: max_tokens or the context's end)")
+
+    def _help(self, _rest: str) -> None:
+        for name, (arguments, purpose, _) in self._commands.items():
+            self._note(f"  {f'{name} {arguments}':<22}{purpose}")
+        self._note(f"  {_BLOCK:<22}begins and ends a message of several lines")
+
+    def _reset(self, _rest: str) -> None:
+        self._conversation.reset()
+        self._note("(forgotten)")
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self._conversation.system = None if rest == "-" else rest
+        self._note(f"system: {self._conversation.system or '(nothing)'}")
+
+    def _retry(self, _rest: str) -> None:
+        text = self._conversation.undo()
+        if text is None:
+            self._note("(nothing was said)")
+        else:
+            self._say(text)
+
+    def _undo(self, _rest: str) -> None:
+        text = self._conversation.undo()
+        self._note("(nothing was said)" if text is None else f"(taken back: {text})")
+
+    def _history(self, _rest: str) -> None:
+        for message in self._conversation.messages:
+            self._note(f"{message['role']}: {message['content'].translate(_UNPRINTABLE)}")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        if value:
+            self._conversation.set_parameter(name, parse_value(value.strip()))
+        elif name:
+            self._note("Give a name and a value, such as /set temperature 0.5")
+            return
+        defaults = SamplingParams()
+        for field, current in msgspec.structs.asdict(self._conversation.params).items():
+            if current != getattr(defaults, field) or field in ("temperature", "top_p", "max_tokens", "seed"):
+                self._note(f"  {field} = {current!r}")
+
+    def _quit(self, _rest: str) -> None:
+        self._has_quit = True
+
+    def _note(self, text: str) -> None:
+        self._notes.print(text, style="dim", markup=False)
+
+
+@contextmanager
+def _interrupts_raised() -> Iterator[None]:
+    """Let every Ctrl-C raise KeyboardInterrupt, as Python does by itself."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def _edit_lines(commands: list[str]) -> None:
+    """Line editing, the history of lines, and completion of commands, where this Python has them."""
+    try:
+        import readline
+    except ImportError:
+        return
+
+    def complete(text: str, index: int) -> str | None:
+        matching = [command for command in commands if text.startswith("/") and command.startswith(text)]
+        return matching[index] if index < len(matching) else None
+
+    readline.set_completer_delims(" \t\n")
+    readline.set_completer(complete)
+    readline.parse_and_bind("tab: complete")

@@ -1,0 +1,201 @@
+"""Facts about this installation and machine, none of them private. Works where torch is missing or broken."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from penstock import __version__
+from penstock.config.env import reported_variables
+
+# Facts by name, under the names of their sections.
+Sections: TypeAlias = dict[str, dict[str, str]]
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "msgspec",
+    "psutil",
+    "typer",
+    "rich",
+)
+# Those that decide which kernels run.
+_CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
+
+
+def collect() -> Sections:
+    """All facts. A part that cannot be found out says why, instead of failing the report."""
+    return {
+        "Penstock": _guarded(_penstock),
+        "Machine": _guarded(_machine),
+        "torch": _guarded(_torch),
+        "GPUs": _guarded(_gpus),
+        "Packages": _guarded(_packages),
+        "Extras": _guarded(_extras),
+        "Environment": _guarded(reported_variables) or {"(nothing set)": ""},
+    }
+
+
+def as_text(sections: Sections) -> str:
+    """The report for people."""
+    width = max(len(name) for facts in sections.values() for name in facts) + 2
+    lines = []
+    for title, facts in sections.items():
+        lines.append(f"{title}:")
+        lines += [f"  {name:<{width}}{value}".rstrip() for name, value in facts.items()]
+    return "\n".join(lines)
+
+
+def as_json(sections: Sections) -> str:
+    """The report for programs."""
+    return json.dumps(sections, indent=2)
+
+
+def _guarded(facts: Callable[[], dict[str, str]]) -> dict[str, str]:
+    try:
+        return facts()
+    except Exception as error:  # a broken installation is what the report is for
+        return {"unknown": _one_line(error)}
+
+
+def _penstock() -> dict[str, str]:
+    return {
+        "version": __version__,
+        "Python": f"{platform.python_version()} ({platform.python_implementation()}, {8 * _pointer_bytes()} bits)",
+        "virtual environment": "yes" if sys.prefix != sys.base_prefix else "no",
+    }
+
+
+def _machine() -> dict[str, str]:
+    import os
+
+    import psutil
+
+    from penstock.device.limits import memory_limit, usable_cores
+    from penstock.observability.units import format_bytes
+
+    limit = memory_limit()
+    total, free, host = map(format_bytes, (limit.total_bytes, limit.free_bytes, psutil.virtual_memory().total))
+    model, flags = _cpu()
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "distribution": _distribution(),
+        "libc": " ".join(platform.libc_ver()).strip() or "unknown",
+        "CPU": f"{model} ({platform.machine()})",
+        "CPU features": ", ".join(flags) or "unknown",
+        "cores": f"{usable_cores()} that this process may use, {os.cpu_count()} in the machine",
+        "memory": f"{total} that this process may use, {free} free, {host} in the machine",
+        "shared memory": format_bytes(psutil.disk_usage("/dev/shm").total) if Path("/dev/shm").is_dir() else "none",
+    }
+
+
+def _torch() -> dict[str, str]:
+    try:
+        import torch
+    except Exception as error:
+        return {"cannot be imported": _one_line(error)}
+    backends = torch.backends
+    return {
+        "version": torch.__version__,
+        "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
+        "CPU kernels": torch.backends.cpu.get_cpu_capability(),
+        "oneDNN, MKL": f"{_yes(backends.mkldnn.is_available())}, {_yes(backends.mkl.is_available())}",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _gpus() -> dict[str, str]:
+    try:
+        import torch
+    except Exception:
+        return {"unknown": "torch cannot be imported"}
+    if not torch.cuda.is_available():
+        return {"none": "that torch can use"}
+    from penstock.observability.units import format_bytes
+
+    facts = {"cuDNN": str(torch.backends.cudnn.version()), "driver": _driver()}
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        facts[f"GPU {index}"] = f"{gpu.name}, {format_bytes(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}"
+    return facts
+
+
+def _packages() -> dict[str, str]:
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def _extras() -> dict[str, str]:
+    """For each optional group of dependencies, what is installed of it."""
+    try:
+        requirements = metadata.requires("penstock") or []
+    except metadata.PackageNotFoundError:
+        return {"unknown": "Penstock runs from a source folder and was not installed"}
+    extras: dict[str, list[str]] = {}
+    for requirement in requirements:
+        name, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == ['\"](.+?)['\"]", requirement)
+        if name and extra:
+            extras.setdefault(extra[1], []).append(f"{name[0]} {_version(name[0])}")
+    return {extra: ", ".join(packages) for extra, packages in sorted(extras.items())}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _cpu() -> tuple[str, list[str]]:
+    """The model's name, and which of the instructions that matter it has."""
+    fields = dict(_cpu_fields())
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    return fields.get("model name", platform.processor() or "unknown"), [flag for flag in _CPU_FLAGS if flag in flags]
+
+
+def _cpu_fields() -> Iterator[tuple[str, str]]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if colon:
+            yield name.strip(), value.strip()
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "unknown")
+    except OSError:
+        return "unknown"
+
+
+def _driver() -> str:
+    try:
+        version = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        version = None
+    return version[1] if version else "unknown"
+
+
+def _pointer_bytes() -> int:
+    return 8 if sys.maxsize > 2**32 else 4
+
+
+def _yes(value: Any) -> str:
+    return "yes" if value else "no"
+
+
+def _one_line(error: Exception) -> str:
+    """The error without the paths of this machine."""
+    text = re.sub(r"(/[\w.+-]+)+/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text}"

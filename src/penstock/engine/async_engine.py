@@ -1,0 +1,267 @@
+"""The engine for programs that serve many callers at once, with asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.engine.core_thread import CoreThread, same_error
+from penstock.engine.dispatcher import Core, Dispatcher, output_processor_for, start_core
+from penstock.engine.input_processor import AcceptedRequest, InputProcessor, Prompt
+from penstock.engine.output_processor import OutputProcessor
+from penstock.engine.output_stream import OutputStream, StreamLock
+from penstock.engine.outputs import RequestOutput, RequestOutputKind
+from penstock.engine.streaming_input import StreamingInput, generate_in_turns
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.errors import InvalidParameter, PenstockError
+from penstock.observability.logging import configure_logging
+
+
+class AsyncEngine:
+    """A model whose outputs are streamed to coroutines; its steps run in a thread of their own.
+
+    model: "demo" (shipped), a folder, or a hub id. options: those of `LLM`.
+
+    Constructing it loads the model, which takes seconds. Use it in an `async with` block, or call `shutdown()`. Its
+    methods may be called from any event loop, and from several.
+
+    Raises ConfigError, ModelError or OutOfMemory (and their kinds) when the engine cannot be started.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        configure_logging()
+        self._set_up(EngineConfig.create(model, **options), start_core)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], Core] = start_core) -> Self:
+        """An engine of this configuration."""
+        engine = cls.__new__(cls)
+        engine._set_up(config, load_core)
+        return engine
+
+    def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], Core]) -> None:
+        self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
+        processor = output_processor_for(config, self.tokenizer)
+        self._lock = StreamLock()
+        self._streams = _OpenStreams(self._lock)
+        lock, streams = self._lock, self._streams
+        self._thread = CoreThread(
+            start=lambda: _StreamDispatcher(load_core(config), processor, lock), on_end=streams.fail_all
+        )
+        self._dispatcher = self._thread.dispatcher
+        core = self._dispatcher.core
+        self._input_processor = InputProcessor(
+            config.model,
+            self.tokenizer,
+            max_model_len=core.max_model_len,
+            vocab_size=core.vocab_size,
+            policy=config.scheduler.policy,
+        )
+        self._intake = threading.Lock()
+        # An engine that is dropped without a shutdown must not keep its memory.
+        weakref.finalize(self, self._thread.stop).atexit = False
+
+    async def generate(
+        self,
+        prompt: Prompt | AsyncIterable[StreamingInput],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream what is generated for a prompt; the last output is `finished`.
+
+        prompt: as for `LLM.generate`; or a stream of its parts, each of which is answered before the next is read.
+        request_id: None makes one up; two requests that run at once cannot share one.
+        priority: lower runs first, under the "priority" policy.
+        output_kind: whether each output has everything so far or only what is new, or only the final one comes.
+            A reader that is slower than the engine gets several steps' news in one output.
+
+        Cancelling the task, or closing the generator, aborts the request and frees its blocks.
+        A request that fails while it runs ends with finish_reason "error", and `RequestOutput.error` says why.
+
+        Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter; EngineDead when the
+        engine died, with the cause; LifecycleError after `shutdown`.
+        """
+        if isinstance(prompt, AsyncIterable):
+            parts = self._generate_in_turns(prompt, sampling_params, request_id, priority, output_kind)
+            async with aclosing(parts):
+                async for output in parts:
+                    yield output
+            return
+        stream = self._open(prompt, sampling_params, request_id, priority, output_kind)
+        try:
+            while not stream.is_over:
+                yield await stream.next()
+        finally:
+            self._close(stream)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their streams get a last output with finish_reason "abort". Unknown ones are ignored."""
+        req_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        if self._thread.is_running:
+            # What has been asked for happens, even if its caller does not wait for it.
+            await asyncio.shield(self._call(lambda: self._dispatcher.abort(req_ids)))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
+
+        reset_running_requests: take the blocks from running requests, which compute theirs again.
+        """
+        is_reset: bool = await self._call(lambda: self._dispatcher.core.reset_prefix_cache(reset_running_requests))
+        return is_reset
+
+    async def check_health(self) -> None:
+        """Return if the engine serves; raise EngineDead or LifecycleError if it does not."""
+        self._thread.check_running()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_running
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def shutdown(self) -> None:
+        """Give back all memory and threads, after the present step. A second call does nothing.
+
+        Whoever waits for a request gets a LifecycleError.
+        """
+        self._thread.stop()
+        self._thread.join()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _generate_in_turns(
+        self,
+        inputs: AsyncIterable[StreamingInput],
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        output_kind: RequestOutputKind,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        name = _checked_id(request_id)
+
+        def run_turn(prompt_token_ids: list[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+            prompt: Prompt = {"prompt_token_ids": prompt_token_ids}
+            return self.generate(prompt, params, name, priority=priority, output_kind=output_kind)
+
+        params = SamplingParams() if sampling_params is None else sampling_params
+        encode_part = self._input_processor.encode_part
+        return generate_in_turns(inputs, params, _checked_kind(output_kind), encode_part, run_turn)
+
+    def _call(self, action: Callable[[], Any]) -> asyncio.Future[Any]:
+        return asyncio.wrap_future(self._thread.submit(action))
+
+    def _open(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        output_kind: RequestOutputKind,
+    ) -> OutputStream:
+        """Check the request and send it on its way."""
+        self._thread.check_running()
+        name = _checked_id(request_id)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        with self._intake:
+            accepted = self._input_processor.process(prompt, params, request_id=name, priority=priority)
+        stream = OutputStream(_checked_kind(output_kind), self._lock)
+        self._streams.add(stream)
+        try:
+            self._thread.submit(lambda: _admit(self._dispatcher, self._lock, stream, accepted))
+        except BaseException:
+            self._streams.remove(stream)
+            raise
+        return stream
+
+    def _close(self, stream: OutputStream) -> None:
+        """End the request if its reader left early."""
+        self._streams.remove(stream)
+        # An engine that has ended has no request left to end.
+        with suppress(PenstockError):
+            if not stream.is_over:
+                self._thread.submit(lambda: _abandon(self._dispatcher, stream))
+
+
+class _OpenStreams:
+    """The streams that somebody reads."""
+
+    def __init__(self, lock: StreamLock) -> None:
+        self._lock = lock
+        self._streams: set[OutputStream] = set()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: OutputStream) -> None:
+        with self._lock:
+            self._streams.add(stream)
+
+    def remove(self, stream: OutputStream) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+
+    def fail_all(self, error: PenstockError) -> None:
+        with self._lock:
+            for stream in self._streams:
+                stream.fail(same_error(error))
+
+
+class _StreamDispatcher(Dispatcher):
+    """Also ends requests whose readers' event loops were closed."""
+
+    def __init__(self, core: Core, processor: OutputProcessor, lock: StreamLock) -> None:
+        super().__init__(core, processor, lock)
+        self._stream_lock = lock
+
+    def step(self) -> None:
+        super().step()
+        for stream in self._stream_lock.take_orphans():
+            _abandon(self, stream)
+
+
+def _admit(dispatcher: Dispatcher, lock: StreamLock, stream: OutputStream, accepted: AcceptedRequest) -> None:
+    try:
+        stream.progress = dispatcher.admit(accepted.request, accepted.prompt, stream)
+    except Exception as error:
+        with lock:
+            stream.fail(error)
+
+
+def _abandon(dispatcher: Dispatcher, stream: OutputStream) -> None:
+    """End the stream's request, if it runs; another request may have its name by now."""
+    progress = stream.progress
+    if progress is not None and not progress.finished:
+        dispatcher.abandon([progress.req_id])
+
+
+def _checked_id(request_id: Any) -> str:
+    if request_id is None:
+        return f"request-{uuid.uuid4().hex}"
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidParameter(f"request_id={request_id!r} is not valid. Allowed: a text that is not empty, or None.")
+    return request_id
+
+
+def _checked_kind(kind: Any) -> RequestOutputKind:
+    if not isinstance(kind, RequestOutputKind):
+        names = ", ".join(str(one) for one in RequestOutputKind)
+        raise InvalidParameter(f"output_kind={kind!r} is not valid. Allowed: {names}.")
+    return kind

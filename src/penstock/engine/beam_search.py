@@ -1,0 +1,189 @@
+"""Beam search: the likeliest continuations as a whole, rather than token by token.
+
+Every step asks for the likeliest tokens after each beam, as requests of one token; what beams have in common comes from
+the prefix cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+
+import msgspec
+
+from penstock.contract import SamplingParams
+from penstock.contract import param_checks as check
+from penstock.engine.input_processor import Prompt
+from penstock.engine.messages import EngineRequest
+from penstock.engine.outputs import Logprob
+from penstock.engine.session import Session
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import InvalidParameter, PenstockError
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to search, with the names and defaults that users of vLLM know.
+
+    beam_width: sequences that are followed at once, and returned.
+    max_tokens: tokens that a sequence gets at most.
+    ignore_eos: go on after the end-of-sequence token.
+    temperature: 0 or 1, which mean the same here: sequences are compared by the model's own log-probabilities.
+    length_penalty: sequences are ranked by their log-probability, divided by their length (prompt included) to this
+        power; more than 0 favours long ones.
+    include_stop_str_in_output: whether a sequence keeps the end-of-sequence token that ended it.
+
+    Raises InvalidParameter when a value is outside its range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        check.check_integer("beam_width", self.beam_width, 1, None, "at least 1")
+        check.check_integer("max_tokens", self.max_tokens, 1, None, "at least 1")
+        check.check_flag("ignore_eos", self.ignore_eos)
+        check.check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        check.check_number("length_penalty", self.length_penalty, -math.inf, math.inf, "a finite number")
+        if self.temperature not in (0, 1):
+            raise check.invalid("temperature", self.temperature, "0 or 1 with beam search")
+
+
+class BeamSearchSequence(msgspec.Struct, kw_only=True):
+    """A sequence that the search found.
+
+    tokens, text: prompt and continuation. logprobs: per generated token, as in `CompletionOutput`.
+    cum_logprob: of the continuation. finish_reason: "stop" (the end-of-sequence token) or "length".
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float = 0.0
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class BeamSearchOutput(msgspec.Struct, kw_only=True):
+    """The best sequences for a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_search(session: Session, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    """Search for the likeliest continuations of each prompt.
+
+    A sequence that ends is set aside and its place given to the next best, until `max_tokens` or the context's end.
+    Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt, PenstockError when a step fails.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise check.invalid("params", params, "BeamSearchParams")
+    several = len(prompts) > 1
+    names = [f"prompts[{index}]" if several else "" for index in range(len(prompts))]
+    searches = [_start(session, prompt, params, name) for prompt, name in zip(prompts, names, strict=True)]
+    while active := [search for search in searches if search.is_active]:
+        _advance(session, active, params)
+    return [search.output(session.tokenizer) for search in searches]
+
+
+class _Search:
+    """The search for one prompt."""
+
+    def __init__(self, start: EngineRequest, params: BeamSearchParams, max_tokens: int) -> None:
+        self.params = params
+        self.beams = [BeamSearchSequence(tokens=start.prompt_token_ids, logprobs=[])]
+        self._cache_salt = start.cache_salt
+        self._eos_token_ids = frozenset() if params.ignore_eos else start.eos_token_ids
+        self._completed: list[BeamSearchSequence] = []
+        self._num_tokens_left = max_tokens
+
+    @property
+    def is_active(self) -> bool:
+        return self._num_tokens_left > 0 and bool(self.beams)
+
+    def prompts(self) -> list[Prompt]:
+        """What the beams ask to be continued."""
+        return [{"prompt_token_ids": beam.tokens, "cache_salt": self._cache_salt} for beam in self.beams]
+
+    def advance(self, rows: Sequence[dict[int, Logprob]]) -> None:
+        """Take the likeliest tokens after each beam, and keep the best of what they make."""
+        candidates: list[tuple[float, int, int]] = []
+        for index, (beam, row) in enumerate(zip(self.beams, rows, strict=True)):
+            for token_id, value in row.items():
+                cum_logprob = beam.cum_logprob + value.logprob
+                if token_id in self._eos_token_ids:
+                    self._completed.append(_extended(beam, row, token_id, cum_logprob, finish_reason="stop"))
+                else:
+                    candidates.append((cum_logprob, index, token_id))
+        # All are equally long, so that the penalty does not change their order.
+        candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        self.beams = [
+            _extended(self.beams[index], rows[index], token_id, cum_logprob)
+            for cum_logprob, index, token_id in candidates[: self.params.beam_width]
+        ]
+        self._num_tokens_left -= 1
+
+    def output(self, tokenizer: Tokenizer) -> BeamSearchOutput:
+        """The best of all sequences, ended or not."""
+        for beam in self.beams:
+            beam.finish_reason = "length"
+        sequences = sorted([*self._completed, *self.beams], key=self._score, reverse=True)[: self.params.beam_width]
+        for sequence in sequences:
+            if sequence.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+                del sequence.tokens[-1]
+            sequence.text = tokenizer.decode(sequence.tokens)
+        return BeamSearchOutput(sequences=sequences)
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        length = len(sequence.tokens) - (sequence.finish_reason == "stop")
+        return float(sequence.cum_logprob / length**self.params.length_penalty)
+
+
+def _start(session: Session, prompt: Prompt, params: BeamSearchParams, name: str) -> _Search:
+    step_params = _step_params(params)
+    try:
+        start = session.accept(prompt, step_params, name).request
+    except InvalidParameter as error:
+        # Of these parameters only this one is the caller's choice.
+        raise InvalidParameter(f"beam_width={params.beam_width} needs twice as many logprobs. {error}") from error
+    room = session.max_model_len - len(start.prompt_token_ids)
+    return _Search(start, params, min(params.max_tokens, room))
+
+
+def _step_params(params: BeamSearchParams) -> SamplingParams:
+    # Each beam may lose some of its candidates to the end of the text, but no more than there are beams are kept.
+    return SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * params.beam_width, detokenize=False)
+
+
+def _advance(session: Session, searches: Sequence[_Search], params: BeamSearchParams) -> None:
+    step_params = _step_params(params)
+    requests = [[session.accept(prompt, step_params) for prompt in search.prompts()] for search in searches]
+    rows: dict[str, dict[int, Logprob]] = {}
+    with closing(session.run([accepted for group in requests for accepted in group])) as steps:
+        for progress in steps:
+            if progress.error is not None:
+                raise PenstockError(f"The beam search failed: {progress.error}")
+            logprobs = progress.output().outputs[0].logprobs
+            assert logprobs, "a step of beam search gives one token with its log-probabilities"
+            rows[progress.req_id] = logprobs[0]
+    for search, group in zip(searches, requests, strict=True):
+        search.advance([rows[accepted.request.req_id] for accepted in group])
+
+
+def _extended(
+    beam: BeamSearchSequence,
+    row: dict[int, Logprob],
+    token_id: int,
+    cum_logprob: float,
+    finish_reason: str | None = None,
+) -> BeamSearchSequence:
+    return BeamSearchSequence(
+        tokens=[*beam.tokens, token_id],
+        logprobs=[*beam.logprobs, row],
+        cum_logprob=cum_logprob,
+        finish_reason=finish_reason,
+    )

@@ -1,0 +1,113 @@
+"""From a conversation to a prompt, by the model's chat template or another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from penstock.engine.input_processor import PromptDict
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import InvalidParameter, InvalidRequest
+
+Message: TypeAlias = Mapping[str, Any]
+# What the rendering itself is told; a template's own variables cannot have these names.
+_TAKEN = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+)
+
+
+def render_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> PromptDict:
+    """The conversation as text and as tokens.
+
+    messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text".
+    chat_template: a Jinja template, instead of the model's own. add_generation_prompt: end with the beginning of an
+    answer. continue_final_message: leave the last message open, so that the model goes on with it.
+    tools, chat_template_kwargs: what the template may use besides.
+
+    Raises InvalidRequest, or InvalidParameter for a bad option.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise InvalidParameter(
+            "continue_final_message=True goes on with the last message, but add_generation_prompt=True begins another. "
+            "Set one of them to False."
+        )
+    variables = dict(chat_template_kwargs or {})
+    for name in variables:
+        if name in _TAKEN:
+            raise InvalidParameter(
+                f"chat_template_kwargs has {name!r}, which is no variable of a template. "
+                f"Not allowed: {', '.join(_TAKEN)}."
+            )
+    if tools is not None:
+        variables["tools"] = list(tools)
+    if continue_final_message:
+        variables["continue_final_message"] = True
+    text = tokenizer.apply_chat_template(
+        _plain_messages(messages),
+        add_generation_prompt=add_generation_prompt,
+        chat_template=chat_template,
+        **variables,
+    )
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def list_of_conversations(messages: Any) -> list[Any]:
+    """One conversation, or several, as a list of conversations."""
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidRequest(
+            f"messages is a {type(messages).__name__}. Allowed: a list of messages, or a list of such lists."
+        )
+    has_several = bool(messages) and all(isinstance(item, (list, tuple)) for item in messages)
+    return list(messages) if has_several else [messages]
+
+
+def _plain_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequest(f"The conversation {messages!r} has no messages. Give at least one.")
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Any, name: str) -> dict[str, Any]:
+    """The message with its content as one text, which every template understands."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(
+            f'{name} is {message!r}. Allowed: a dictionary such as {{"role": "user", "content": "Hi"}}.'
+        )
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        content = "\n".join(_text_of_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequest(f"{name}.content={content!r} is a {type(content).__name__}. Allowed: text, or text parts.")
+    return {**message, "content": "" if content is None else content}
+
+
+def _text_of_part(part: Any, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    if not is_text:
+        raise InvalidRequest(f'{name} is {part!r}. Allowed: {{"type": "text", "text": "..."}}; models here read text.')
+    return str(part["text"])

@@ -1,0 +1,161 @@
+"""A core that runs in a thread of its own, for callers that must not wait for its steps."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from penstock.engine.dispatcher import Dispatcher
+from penstock.errors import EngineDead, LifecycleError, PenstockError
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class CoreThread:
+    """Steps a core while it has requests, and does in between what other threads ask for.
+
+    start: makes the core, in the thread, so that whatever the core binds to its thread stays there.
+    on_end: hears, in the thread, why it ended.
+
+    Raises what `start` raises.
+    """
+
+    def __init__(self, start: Callable[[], Dispatcher], on_end: Callable[[PenstockError], None]) -> None:
+        self._start = start
+        self._on_end = on_end
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        # Guards the decision that no further command is taken.
+        self._lock = threading.Lock()
+        self._ended_by: PenstockError | None = None
+        started: Future[Dispatcher] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="penstock-core", daemon=True)
+        self._thread.start()
+        try:
+            self.dispatcher = started.result()
+        except BaseException:
+            self.stop()
+            raise
+        _running.add(self)
+
+    @property
+    def is_running(self) -> bool:
+        return self._ended_by is None
+
+    def submit(self, action: Callable[[], _Result]) -> Future[_Result]:
+        """Let the thread call `action` before its next step; the future gets what comes of it.
+
+        Raises EngineDead or LifecycleError when the thread has ended.
+        """
+        command: _Command = _Command(action)
+        with self._lock:
+            self.check_running()
+            self._commands.put(command)
+        return command.future
+
+    def check_running(self) -> None:
+        """Raise EngineDead or LifecycleError when the thread has ended."""
+        if self._ended_by is not None:
+            raise same_error(self._ended_by)
+
+    def stop(self) -> None:
+        """Let the thread end after its present step, and give the core back. Does not wait."""
+        self._commands.put(_STOP)
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join()
+
+    def _run(self, started: Future[Dispatcher]) -> None:
+        try:
+            dispatcher = self._start()
+        except BaseException as error:
+            self._ended_by = EngineDead(f"The engine did not start: {error}")
+            started.set_exception(error)
+            return
+        started.set_result(dispatcher)
+        end: PenstockError = LifecycleError("This engine was shut down. Create another one.")
+        try:
+            self._serve(dispatcher)
+        except EngineDead as error:
+            end = error
+        except BaseException as error:
+            logger.exception("The core loop failed")
+            end = EngineDead(f"The core loop failed with {type(error).__name__}: {error}")
+            end.__cause__ = error
+        self._end(dispatcher, end)
+
+    def _serve(self, dispatcher: Dispatcher) -> None:
+        while True:
+            command = self._next_command(wait=not dispatcher.core.has_unfinished_requests())
+            if command is _STOP:
+                return
+            if command is not None:
+                command.run()
+            else:
+                dispatcher.step()
+
+    def _next_command(self, *, wait: bool) -> _Command | None:
+        try:
+            return self._commands.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _end(self, dispatcher: Dispatcher, end: PenstockError) -> None:
+        with self._lock:
+            self._ended_by = end
+        while (command := self._next_command(wait=False)) is not None:
+            if command is not _STOP:
+                command.future.set_exception(same_error(end))
+        self._on_end(end)
+        try:
+            dispatcher.core.close()
+        except Exception:
+            logger.exception("The core could not be closed")
+
+
+class _Command:
+    """Something to do between two steps."""
+
+    __slots__ = ("action", "future")
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self.action = action
+        self.future: Future[Any] = Future()
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.action()
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+def same_error(error: PenstockError) -> PenstockError:
+    """The same again, for another caller: an exception that is raised twice collects both tracebacks."""
+    copy = type(error)(str(error))
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+_STOP = _Command(lambda: None)
+_running: weakref.WeakSet[CoreThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Python's end would find the threads in the middle of a step."""
+    threads = list(_running)
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,131 @@
+"""Several outputs for one prompt (`SamplingParams.n`)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.engine.messages import EngineRequest
+from penstock.engine.outputs import RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    from penstock.engine.output_processor import Inbox, Progress, RequestProgress
+
+
+class FanOut:
+    """A request that is answered n times, each time by a request to the core: a sample.
+
+    shares_prompt: whether the first sample's blocks of the prompt can serve the others, which then wait for them.
+    news: gets this object whenever samples have got on since it was last announced.
+    """
+
+    def __init__(self, request: EngineRequest, inbox: Inbox, news: list[FanOut], *, shares_prompt: bool) -> None:
+        self.request = request
+        self.inbox = inbox
+        self.samples: list[RequestProgress] = []
+        self._news = news
+        self._has_news = False
+        self._waits_for_prompt = shares_prompt
+
+    @property
+    def req_id(self) -> str:
+        return self.request.req_id
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.finished for sample in self.samples)
+
+    @property
+    def error(self) -> str | None:
+        return next((sample.error for sample in self.samples if sample.error is not None), None)
+
+    def output(self) -> RequestOutput:
+        """Everything so far, as a copy that does not change while the request goes on."""
+        return self._merged([sample.output() for sample in self.samples])
+
+    def take_output(self) -> RequestOutput:
+        """The same, with only what is new since the last call."""
+        return self._merged([sample.take_output() for sample in self.samples])
+
+    def append(self, sample: Progress, /) -> None:
+        """Hear that a sample got on."""
+        if not self._has_news:
+            self._has_news = True
+            self._news.append(self)
+
+    def announce(self) -> None:
+        """Tell the consumer, once for all samples that got on."""
+        self._has_news = False
+        self.inbox.append(self)
+
+    def first_requests(self) -> list[EngineRequest]:
+        """What the core gets at once."""
+        samples = self.samples[:1] if self._waits_for_prompt else self.samples
+        return [sample.request for sample in samples]
+
+    def next_requests(self) -> list[EngineRequest]:
+        """What the core gets now, if the prompt has been computed since."""
+        first = self.samples[0]
+        if not self._waits_for_prompt or not (first.token_ids or first.finished):
+            return []
+        self._waits_for_prompt = False
+        return [sample.request for sample in self.samples[1:] if not sample.finished]
+
+    def _merged(self, outputs: list[RequestOutput]) -> RequestOutput:
+        merged = outputs[0]
+        merged.request_id = self.req_id
+        merged.outputs = [completion for output in outputs for completion in output.outputs]
+        merged.finished = self.finished
+        merged.metrics = merged_metrics([output.metrics for output in outputs])
+        merged.error = self.error
+        return merged
+
+
+def sample_requests(request: EngineRequest) -> list[EngineRequest]:
+    """A request to the core for each output; the first has the seed of the request itself."""
+    params = request.sampling_params
+    assert params.seed is not None, "the front end sets a seed"
+    return [
+        msgspec.structs.replace(
+            request,
+            req_id=f"{request.req_id}#{index}",
+            sampling_params=msgspec.structs.replace(
+                params,
+                n=1,
+                seed=_sample_seed(params.seed, index),
+                # Those of the prompt are the same for all.
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            ),
+        )
+        for index in range(params.n)
+    ]
+
+
+def merged_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
+    """The metrics of a request from those of its outputs."""
+
+    def known(name: str) -> list[float]:
+        return [value for one in metrics if (value := getattr(one, name)) is not None]
+
+    is_finished = all(one.finished_time is not None for one in metrics)
+    return RequestMetrics(
+        arrival_time=metrics[0].arrival_time,
+        first_scheduled_time=min(known("first_scheduled_time"), default=None),
+        first_token_time=min(known("first_token_time"), default=None),
+        last_token_time=max(known("last_token_time"), default=None),
+        finished_time=max(known("finished_time")) if is_finished else None,
+        num_preemptions=sum(one.num_preemptions for one in metrics),
+        num_generated_tokens=sum(one.num_generated_tokens for one in metrics),
+        num_cached_tokens=metrics[0].num_cached_tokens,
+        num_outputs=sum(one.num_generated_tokens > 0 for one in metrics),
+        decoding_s=sum(one.decoding_s for one in metrics),
+    )
+
+
+def _sample_seed(seed: int, index: int) -> int:
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/sample {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

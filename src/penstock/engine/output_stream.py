@@ -1,0 +1,108 @@
+"""From the core's thread to a coroutine: what is new about one request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import TracebackType
+
+from penstock.engine.output_processor import Progress
+from penstock.engine.outputs import RequestOutput, RequestOutputKind
+
+
+class StreamLock:
+    """Held while progress changes or is read. Whoever lets go of it wakes the coroutines that have news by then.
+
+    A loop is woken once for all its streams.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._with_news: list[OutputStream] = []
+        self._orphans: list[OutputStream] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        streams, self._with_news = self._with_news, []
+        self._lock.release()
+        if streams:
+            self._wake(streams)
+
+    def notify(self, stream: OutputStream) -> None:
+        """Wake the stream when the lock, which must be held, is let go."""
+        self._with_news.append(stream)
+
+    def take_orphans(self) -> list[OutputStream]:
+        """Streams that nobody can read any more: their event loops were closed."""
+        orphans, self._orphans = self._orphans, []
+        return orphans
+
+    def _wake(self, streams: list[OutputStream]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[OutputStream]] = {}
+        for stream in streams:
+            by_loop.setdefault(stream.loop, []).append(stream)
+        for loop, ready in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_set_all, ready)
+            except RuntimeError:
+                self._orphans += ready
+
+
+def _set_all(streams: list[OutputStream]) -> None:
+    for stream in streams:
+        stream.wake.set()
+
+
+class OutputStream:
+    """An inbox for one request, read by one coroutine of the running event loop.
+
+    It holds no outputs: a reader that is slow finds all that came since in one.
+    """
+
+    def __init__(self, kind: RequestOutputKind, lock: StreamLock) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.wake = asyncio.Event()
+        # Set once the core has the request.
+        self.progress: Progress | None = None
+        # Whether the reader has seen the end.
+        self.is_over = False
+        self._kind = kind
+        self._lock = lock
+        self._has_news = False
+        self._error: Exception | None = None
+
+    def append(self, progress: Progress, /) -> None:
+        """Hear that the request got on; the lock is held."""
+        if progress.finished or self._kind is not RequestOutputKind.FINAL_ONLY:
+            self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """Let the reader have this error, unless the request has ended; the lock is held."""
+        self._error = error
+        self._notify()
+
+    async def next(self) -> RequestOutput:
+        """What is new, waited for. Raises the error that the request, or the engine, came to."""
+        await self.wake.wait()
+        self.wake.clear()
+        with self._lock:
+            self._has_news = False
+            return self._take()
+
+    def _take(self) -> RequestOutput:
+        progress = self.progress
+        if self._error is not None and not (progress is not None and progress.finished):
+            self.is_over = True
+            raise self._error
+        assert progress is not None, "there is no news before there is progress"
+        self.is_over = progress.finished
+        return progress.take_output() if self._kind is RequestOutputKind.DELTA else progress.output()
+
+    def _notify(self) -> None:
+        if not self._has_news:
+            self._has_news = True
+            self._lock.notify(self)

@@ -1,0 +1,184 @@
+"""Conversations, by chat templates: the prompt is what Transformers renders."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.engine.conversation import render_prompt
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.errors import InvalidParameter, InvalidRequest
+from support.fake_engine import FakeCore, install_fake_core, write_model
+
+TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}<|user|>{{ message.role }}: {{ message.content }}{{ mood or '' }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+OTHER_TEMPLATE = "{% for message in messages %}{{ message.content }};{% endfor %}"
+MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "the fox"}]
+UNFINISHED = [*MESSAGES, {"role": "assistant", "content": "jumps over"}]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("model"), longest_context=512)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "oracle_options"),
+    [
+        (MESSAGES, {}, {"add_generation_prompt": True}),
+        (MESSAGES, {"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        (
+            UNFINISHED,
+            {"add_generation_prompt": False, "continue_final_message": True},
+            {"continue_final_message": True},
+        ),
+        (MESSAGES, {"chat_template": OTHER_TEMPLATE}, {"chat_template": OTHER_TEMPLATE}),
+        (MESSAGES, {"tools": TOOLS}, {"tools": TOOLS, "add_generation_prompt": True}),
+        (MESSAGES, {"chat_template_kwargs": {"mood": "!"}}, {"mood": "!", "add_generation_prompt": True}),
+    ],
+)
+def test_the_prompt_is_what_transformers_renders(
+    tokenizer: Tokenizer, oracle: Any, messages: Any, options: dict[str, Any], oracle_options: dict[str, Any]
+) -> None:
+    prompt = render_prompt(tokenizer, messages, **options)
+    assert prompt["prompt"] == oracle.apply_chat_template(messages, tokenize=False, **oracle_options)
+    encoded = oracle.apply_chat_template(messages, tokenize=True, return_dict=False, **oracle_options)
+    assert prompt["prompt_token_ids"] == encoded
+
+
+def test_text_parts_are_one_text(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "the fox"}, {"type": "text", "text": "jumps"}]
+    whole = render_prompt(tokenizer, [{"role": "user", "content": "the fox\njumps"}])
+    assert render_prompt(tokenizer, [{"role": "user", "content": parts}]) == whole
+
+
+def test_a_message_without_content_is_empty(tokenizer: Tokenizer) -> None:
+    empty = render_prompt(tokenizer, [{"role": "assistant", "content": ""}])
+    assert render_prompt(tokenizer, [{"role": "assistant", "content": None}]) == empty
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "error", "message"),
+    [
+        ([], {}, InvalidRequest, "has no messages"),
+        (["hello"], {}, InvalidRequest, r"messages\[0\] is 'hello'"),
+        ([{"content": "x"}], {}, InvalidRequest, r"messages\[0\].*role"),
+        ([*MESSAGES, {"role": 7}], {}, InvalidRequest, r"messages\[2\]"),
+        ([{"role": "user", "content": 7}], {}, InvalidRequest, r"messages\[0\].content=7 is a int"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            {},
+            InvalidRequest,
+            r"messages\[0\].content\[0\] is .*image_url.*read text",
+        ),
+        (UNFINISHED, {"continue_final_message": True}, InvalidParameter, "add_generation_prompt=True"),
+        (
+            MESSAGES,
+            {"chat_template_kwargs": {"tokenize": True}},
+            InvalidParameter,
+            "chat_template_kwargs has 'tokenize'",
+        ),
+        (MESSAGES, {"chat_template": "{{ messages"}, InvalidRequest, "cannot render"),
+        (MESSAGES, {"chat_template": "{{ raise_exception('no system') }}"}, InvalidRequest, "no system"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(
+    tokenizer: Tokenizer, messages: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        render_prompt(tokenizer, messages, **options)
+
+
+@pytest.fixture
+def llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setitem(sys.modules, "penstock.engine.core", None)
+    install_fake_core()
+    with LLM(str(folder), policy="priority") as llm:
+        assert isinstance(llm._session._core, FakeCore)
+        llm._session._core.max_model_len = 512
+        llm._session._input_processor._max_model_len = 512
+        yield llm
+
+
+def core_of(llm: LLM) -> FakeCore:
+    core = llm._session._core
+    assert isinstance(core, FakeCore)
+    return core
+
+
+def test_a_conversation_is_answered(llm: LLM, tokenizer: Tokenizer) -> None:
+    (output,) = llm.chat(MESSAGES, GREEDY)
+    expected = render_prompt(tokenizer, MESSAGES)
+    assert output.prompt == expected["prompt"]
+    assert output.prompt_token_ids == expected["prompt_token_ids"]
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_several_conversations_are_answered_in_order(llm: LLM) -> None:
+    outputs = llm.chat([MESSAGES, MESSAGES[1:]], [GREEDY, SamplingParams(max_tokens=5)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5]
+    assert len(outputs[1].prompt_token_ids) < len(outputs[0].prompt_token_ids)
+
+
+def test_a_bad_conversation_is_named_before_any_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"^conversations\[1\]: messages\[0\]"):
+        llm.chat([MESSAGES, [{"content": "x"}]])
+    with pytest.raises(InvalidRequest, match="messages is a str"):
+        llm.chat("hello")  # type: ignore[arg-type]
+    assert core_of(llm).added == []
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "penstock.engine.core", None)
+    install_fake_core()
+    with LLM(str(write_model(tmp_path / "plain"))) as llm:
+        with pytest.raises(InvalidRequest, match="no chat template"):
+            llm.chat(MESSAGES, GREEDY)
+        assert llm.chat(MESSAGES, GREEDY, chat_template=OTHER_TEMPLATE)[0].finished
+
+
+def test_priorities_reach_the_core(llm: LLM) -> None:
+    llm.generate(["a", "b"], GREEDY, priority=[3, -1])
+    assert [request.priority for request in core_of(llm).added] == [3, -1]
+
+
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        ([1], "priority=.1. is not valid. Allowed: a list of 2"),
+        (1, "priority=1"),
+        ([1, 0.5], r"prompts\[1\]: priority=0.5"),
+    ],
+)
+def test_priorities_are_one_integer_per_prompt(llm: LLM, priority: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate(["a", "b"], GREEDY, priority=priority)
+
+
+def test_the_prefix_cache_is_reset(llm: LLM) -> None:
+    assert llm.reset_prefix_cache()
+    assert core_of(llm).num_resets == 1
