@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.device.dtypes import DtypeChoice
+
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -26,18 +28,6 @@ class MemorySnapshot:
     total: int
     free: int
     used_by_process: int
-
-
-@dataclass(frozen=True, slots=True)
-class DtypeChoice:
-    """The dtype that the model computes in, and why."""
-
-    name: str
-    reason: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return TORCH_DTYPES[self.name]
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from penstock.device.base import Device, DtypeChoice, MemorySnapshot, PeakMemory, PendingCopy
-from penstock.device.limits import memory_limit, usable_cores
-from penstock.errors import UnsupportedFeature
+from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
+from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
+from penstock.device.limits import DEFAULT_MEMORY_FRACTION, memory_limit, usable_cores
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -39,8 +39,7 @@ class CpuDevice(Device):
 
     kind = "cpu"
     overlaps_with_host = False
-    # Half of what is there: the rest of the machine stays usable, and so do other engines.
-    default_memory_fraction = 0.5
+    default_memory_fraction = DEFAULT_MEMORY_FRACTION["cpu"]
     attention_backends = ("cpu_paged", "reference")
     max_profile_tokens = 128
     max_profile_rows = 8
@@ -55,16 +54,7 @@ class CpuDevice(Device):
         return f"CPU, {threads}, {torch.backends.cpu.get_cpu_capability()}"
 
     def choose_dtype(self, requested: str, checkpoint: str) -> DtypeChoice:
-        if requested != "auto":
-            return DtypeChoice(requested, "as asked for")
-        if checkpoint not in ("float32", "bfloat16", "float16"):
-            raise UnsupportedFeature(
-                f"The checkpoint's dtype {checkpoint!r} is not supported. Supported: float32, bfloat16, float16. "
-                "Give dtype='float32' to convert its weights."
-            )
-        if checkpoint == "float32":
-            return DtypeChoice("float32", "the checkpoint's own")
-        return DtypeChoice("float32", f"exact for {checkpoint} weights, and faster than {checkpoint} on this CPU")
+        return choose_cpu_dtype(requested, checkpoint)
 
     def memory_snapshot(self) -> MemorySnapshot:
         limit = memory_limit()

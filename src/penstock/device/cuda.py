@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.device.base import Device, DtypeChoice, MemorySnapshot, PeakMemory, PendingCopy
+from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
+from penstock.device.dtypes import DtypeChoice, choose_cuda_dtype
+from penstock.device.limits import DEFAULT_MEMORY_FRACTION
 from penstock.errors import UnsupportedFeature
 
 _BF16_CAPABILITY = (8, 0)
@@ -43,7 +45,7 @@ class CudaDevice(Device):
 
     kind = "cuda"
     overlaps_with_host = True
-    default_memory_fraction = 0.9
+    default_memory_fraction = DEFAULT_MEMORY_FRACTION["cuda"]
     attention_backends = ("torch_varlen", "reference")
     max_profile_tokens = 1 << 30
     max_profile_rows = 1 << 30
@@ -58,18 +60,14 @@ class CudaDevice(Device):
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
     def choose_dtype(self, requested: str, checkpoint: str) -> DtypeChoice:
-        name, reason = (checkpoint, "the checkpoint's own") if requested == "auto" else (requested, "as asked for")
+        choice = choose_cuda_dtype(requested, checkpoint)
         capability = torch.cuda.get_device_capability(self.torch_device)
-        if name == "bfloat16" and capability < _BF16_CAPABILITY:
+        if choice.name == "bfloat16" and capability < _BF16_CAPABILITY:
             raise UnsupportedFeature(
                 f"dtype='bfloat16' needs a GPU of compute capability 8.0, but this one has "
                 f"{capability[0]}.{capability[1]}. Use dtype='float16' or dtype='float32'."
             )
-        if name not in ("float32", "bfloat16", "float16"):
-            raise UnsupportedFeature(
-                f"The checkpoint's dtype {name!r} is not supported. Supported: float32, bfloat16, float16."
-            )
-        return DtypeChoice(name, reason)
+        return choice
 
     def memory_snapshot(self) -> MemorySnapshot:
         free, total = torch.cuda.mem_get_info(self.torch_device)

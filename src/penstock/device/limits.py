@@ -10,6 +10,9 @@ from pathlib import Path
 
 import psutil
 
+# Of a CPU machine half of what is there: the rest of the machine stays usable, and so do other engines.
+DEFAULT_MEMORY_FRACTION = {"cpu": 0.5, "cuda": 0.9}
+
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _SELF_CGROUP = Path("/proc/self/cgroup")
 # Version 1 writes "no limit" as a number near 2**63.

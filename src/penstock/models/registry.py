@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.errors import UnsupportedModel
-from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+
+if TYPE_CHECKING:
+    from penstock.models.causal_lm import CausalLM
+    from penstock.parallel import ParallelContext
 
 _MODELS = {
     "LlamaForCausalLM": "penstock.models.llama",

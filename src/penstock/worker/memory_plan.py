@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from penstock.errors import OutOfMemory
 from penstock.observability.units import format_bytes
 
+# Share of the free memory that an engine takes at most when it was not told how much.
+_SHARE_OF_FREE = 0.9
+_TOKEN_ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes that a step takes at most, besides weights and persistent state."""
+
+    activations: int
+    sampling: int
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -60,6 +72,16 @@ class MemoryPlan:
             rows.append(("KV cache, as set by kv_cache_memory_bytes", self.requested_kv_cache))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in rows)
+
+
+def choose_memory_fraction(requested: float | None, default: float, *, free: int, total: int) -> float:
+    """What was asked for, or the device's default where so much is free."""
+    return min(default, _SHARE_OF_FREE * free / total) if requested is None else requested
+
+
+def runner_state_bytes(max_num_seqs: int, max_model_len: int) -> int:
+    """The table of all slots' tokens; whatever else is kept per slot is small beside it."""
+    return max_num_seqs * max_model_len * _TOKEN_ID_BYTES
 
 
 def check_plan(plan: MemoryPlan) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from penstock.attention import LayerAttention
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
@@ -11,14 +10,7 @@ from penstock.device import Device
 from penstock.models.interface import LanguageModel
 from penstock.runner.dummy_runs import num_profile_blocks, profile_forward, profile_sampling
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes that a step takes at most, besides weights and persistent state."""
-
-    activations: int
-    sampling: int
+from penstock.worker.memory_plan import StepMemory
 
 
 def measure_step_memory(
@@ -41,9 +33,12 @@ def measure_step_memory(
     runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend)
     runner.kv_cache.touch()
 
-    fixed = _peak(device, lambda: profile_forward(runner, 1))
+    # What libraries take for themselves at their first call does not grow, and must not be scaled up.
+    fixed = _peak(device, lambda: profile_forward(runner, min(2, run_tokens)))
     activations = _peak(device, lambda: profile_forward(runner, run_tokens)) * -(-num_tokens // run_tokens)
-    sampling = _peak(device, lambda: profile_sampling(runner, run_rows)) * -(-num_rows // run_rows)
+    first = _peak(device, lambda: profile_sampling(runner, run_rows))
+    again = _peak(device, lambda: profile_sampling(runner, run_rows))
+    sampling = max(0, first - again) + again * -(-num_rows // run_rows)
     return StepMemory(activations=fixed + activations, sampling=sampling)
 
 

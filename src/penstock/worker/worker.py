@@ -29,14 +29,17 @@ from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.base import WorkerBase
 from penstock.worker.capabilities import check_options
-from penstock.worker.memory_plan import MemoryPlan, check_plan
-from penstock.worker.profile import StepMemory, measure_step_memory
+from penstock.worker.memory_plan import (
+    MemoryPlan,
+    StepMemory,
+    check_plan,
+    choose_memory_fraction,
+    runner_state_bytes,
+)
+from penstock.worker.profile import measure_step_memory
 
 logger = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
-# Share of the free memory that an engine takes at most when it was not told how much.
-_SHARE_OF_FREE = 0.9
-_TOKEN_ID_BYTES = 4
 
 
 class Worker(WorkerBase):
@@ -82,18 +85,17 @@ class Worker(WorkerBase):
         limits = self._limits(self._longest_context())
         step = self._measure_step(limits)
         cache = self.config.cache
-        fraction = cache.memory_fraction
-        if fraction is None:
-            fraction = min(device.default_memory_fraction, _SHARE_OF_FREE * start.free / start.total)
         plan = MemoryPlan(
             total=start.total,
             free_at_start=start.free,
-            fraction=fraction,
+            fraction=choose_memory_fraction(
+                cache.memory_fraction, device.default_memory_fraction, free=start.free, total=start.total
+            ),
             process=start.used_by_process,
             weights=weights_size_bytes(self.model),
             activations=step.activations,
             sampling=step.sampling,
-            runner_state=limits.max_num_reqs * limits.max_model_len * _TOKEN_ID_BYTES,
+            runner_state=runner_state_bytes(limits.max_num_reqs, limits.max_model_len),
             requested_kv_cache=cache.kv_cache_memory_bytes,
         )
         logger.debug("Memory plan:\n%s", plan.table())

@@ -1,0 +1,63 @@
+"""How much of the memory plan becomes KV cache, and for how long a context. Needs no torch and no worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from penstock.config import EngineConfig
+from penstock.config.model import AUTO_LENGTH
+from penstock.contract import KVCacheConfig
+from penstock.contract.kv_cache import AnyKVCacheSpec
+from penstock.errors import OutOfMemory
+from penstock.scheduler.kv_cache_plan import bytes_to_serve, group_layers, longest_request_in_bytes, plan_kv_cache
+from penstock.worker.memory_plan import MemoryPlan
+
+logger = logging.getLogger(__name__)
+
+
+def choose_max_model_len(config: EngineConfig, specs: Mapping[str, AnyKVCacheSpec], plan: MemoryPlan) -> int:
+    """What was asked for; the model's own context; or, for "auto", what of that fits.
+
+    Raises OutOfMemory when not even one token fits.
+    """
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return config.model.longest_context
+    if wanted != AUTO_LENGTH:
+        return int(wanted)
+    fits = longest_request_in_bytes(
+        group_layers(specs),
+        plan.kv_cache_bytes,
+        limit=config.model.longest_context,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    if fits == 0:
+        raise OutOfMemory(f"Not even a context of one token fits into what is left for the KV cache.\n{plan.table()}")
+    logger.info("Context: %s of the model's %s tokens fit", f"{fits:,}", f"{config.model.longest_context:,}")
+    return fits
+
+
+def size_kv_cache(
+    config: EngineConfig, specs: Mapping[str, AnyKVCacheSpec], plan: MemoryPlan, max_model_len: int
+) -> KVCacheConfig:
+    """The KV cache that fills what the plan leaves for it, but not more than could ever be used.
+
+    Raises OutOfMemory, with the arithmetic, when one request of `max_model_len` does not fit.
+    """
+    max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+    available = plan.kv_cache_bytes
+    if plan.requested_kv_cache is None:
+        available = min(available, _most_useful_bytes(config, specs, max_model_len))
+    try:
+        return plan_kv_cache(
+            specs, available, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
+        )
+    except OutOfMemory as error:
+        raise OutOfMemory(f"{error}\n{plan.table()}") from error
+
+
+def _most_useful_bytes(config: EngineConfig, specs: Mapping[str, AnyKVCacheSpec], max_model_len: int) -> int:
+    """Room for every slot at full length, once more for cached prefixes: more would never be used."""
+    one_request = bytes_to_serve(group_layers(specs), max_model_len, config.scheduler.max_num_batched_tokens)
+    return 2 * config.scheduler.max_num_seqs * one_request
