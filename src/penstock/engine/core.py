@@ -102,9 +102,18 @@ class EngineCore:
         """Call a method of every worker, between two steps."""
         return self._require_alive().executor.collective_rpc(method, args=args, kwargs=kwargs)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while requests hold blocks."""
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
+
+        reset_running_requests: preempt the running requests first, so that none holds any.
+        """
+        self._require_alive()
+        if reset_running_requests:
+            self.scheduler.preempt_all()
+        is_reset = self.scheduler.reset_prefix_cache()
+        if not is_reset:
+            logger.warning("The prefix cache was not reset, since requests hold blocks")
+        return is_reset
 
     def check_health(self) -> None:
         """Return if the engine can serve; raise EngineDead or what the worker reports if it cannot."""

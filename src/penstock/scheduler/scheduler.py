@@ -178,6 +178,13 @@ class Scheduler:
         is_empty = self.reset_prefix_cache()
         assert is_empty
 
+    def preempt_all(self) -> None:
+        """Make every running request wait, holding no blocks; the worker forgets them with the next step."""
+        while self._running:
+            request = self._running.pop()
+            self._preempt(request)
+            self._finished_req_ids.add(request.req_id)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.kv_cache.reset_prefix_cache()
