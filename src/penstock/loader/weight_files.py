@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,13 @@ def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
         return WeightFiles(tuple(sorted(expected)), expected)
     shards = tuple(sorted(folder.glob(names.shards)))
     return WeightFiles(shards) if shards else None
+
+
+def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
+    """The folder's files whose names follow a pattern with {rank} and {part}, of one rank, by part."""
+    expression = re.escape(pattern).replace(r"\{rank\}", str(rank)).replace(r"\{part\}", r"(\d+)")
+    matches = ((re.fullmatch(expression, path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def check_against_index(path: Path, held: frozenset[str], files: WeightFiles) -> None:
