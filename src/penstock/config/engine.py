@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.config.cache import CacheConfig
@@ -13,6 +13,7 @@ from penstock.config.device import DeviceConfig
 from penstock.config.load import LoadConfig
 from penstock.config.model import ModelConfig
 from penstock.config.parallel import ParallelConfig
+from penstock.config.profiler import ProfilerConfig
 from penstock.config.scheduler import SchedulerConfig
 from penstock.errors import UnknownOption
 
@@ -32,6 +33,7 @@ class EngineConfig:
     parallel: ParallelConfig
     load: LoadConfig
     device: DeviceConfig
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     @classmethod
     def create(cls, model: str, **options: Any) -> EngineConfig:
@@ -48,13 +50,14 @@ class EngineConfig:
             parallel=_build(ParallelConfig, options),
             load=_build(LoadConfig, options),
             device=_build(DeviceConfig, options),
+            profiler=_build(ProfilerConfig, options),
         )
 
 
 def option_names() -> list[str]:
     """Names of all options that `EngineConfig.create` takes, besides the model."""
     names = list(_MODEL_OPTIONS)
-    for config in (CacheConfig, SchedulerConfig, ParallelConfig, LoadConfig, DeviceConfig):
+    for config in (CacheConfig, SchedulerConfig, ParallelConfig, LoadConfig, DeviceConfig, ProfilerConfig):
         names += [field.name for field in dataclasses.fields(config)]
     return names
 

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
@@ -37,6 +37,14 @@ class Core(Protocol):
     def step(self) -> list[EngineCoreOutput]: ...
 
     def has_unfinished_requests(self) -> bool: ...
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+    ) -> list[Any]: ...
 
     def close(self) -> None: ...
 
@@ -98,6 +106,18 @@ class Session:
         finally:
             if unfinished:
                 self._abandon(unfinished)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+    ) -> list[Any]:
+        """Call a method of every worker between two steps, whoever drives them; one answer each."""
+        with self._lock:
+            self._check_open()
+            return self._core.collective_rpc(method, timeout_s, args, kwargs)
 
     def close(self) -> None:
         """Give back the model, its memory and its threads. A second call does nothing."""

@@ -25,7 +25,6 @@ MISSING = (
     Missing(
         "LoRA adapters", ("add_lora", "remove_lora", "pin_lora", "list_loras"), "Merge the adapter into a checkpoint."
     ),
-    Missing("profiling", ("profile",), "Run the process under an external profiler."),
     Missing(
         "reloading weights",
         ("reload_weights", "update_config"),

@@ -37,6 +37,7 @@ from penstock.worker.memory_plan import (
     runner_state_bytes,
 )
 from penstock.worker.profile import measure_step_memory
+from penstock.worker.profiler import create_profiler
 
 logger = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
@@ -48,6 +49,7 @@ class Worker(WorkerBase):
     def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
         super().__init__(config, parallel)
         check_options(config)
+        self._profiler = create_profiler(config.profiler, parallel)
         self._device: Device | None = None
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
@@ -127,8 +129,9 @@ class Worker(WorkerBase):
         self.device.synchronize()
 
     def execute_model(self, output: SchedulerOutput) -> None:
-        with torch.inference_mode():
-            self.runner.execute_model(output)
+        runner = self.runner
+        with torch.inference_mode(), self._profiler.around_step(output, runner.requests.prefill_length):
+            runner.execute_model(output)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
         with torch.inference_mode():
@@ -144,7 +147,20 @@ class Worker(WorkerBase):
     def check_health(self) -> None:
         self.device.synchronize()
 
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | None:
+        """Begin to record steps, or end it and write the trace, whose path is returned.
+
+        profile_prefix: begins the trace's file name. Raises ConfigError without `profiler_dir`, LifecycleError when
+        a profile is started twice, or stopped without a start.
+        """
+        if is_start:
+            self._profiler.start(profile_prefix)
+            return None
+        self.device.synchronize()
+        return str(self._profiler.stop())
+
     def shutdown(self) -> None:
+        self._profiler.shutdown()
         self._runner = None
         self._model = None
         self._layers = {}
