@@ -89,18 +89,40 @@ def test_calls_wait_for_the_step_that_runs(llm: LLM) -> None:
     assert outputs[0].outputs[0].token_ids == expected
 
 
-def test_profiles_through_the_offline_api(tmp_path: Path) -> None:
+def test_the_inspection_is_a_tree_with_sizes_dtypes_and_methods(llm: LLM) -> None:
+    lines = llm.get_model_inspection().splitlines()
+    assert lines[0].startswith("LlamaForCausalLM  ")
+    assert "  model: DecoderModel" in lines[1]
+    (embedding,) = [line for line in lines if "embed_tokens" in line]
+    assert embedding.strip() == "embed_tokens: VocabEmbedding  weight [1536, 192] float32  1.12 MiB"
+    (head,) = [line for line in lines if "lm_head" in line]
+    assert "192 -> 1536, " in head
+    assert "Method, tied" in head
+    # Six layers of one form are shown once.
+    assert len([line for line in lines if "DecoderLayer" in line]) == 1
+    assert "0-5 (6 alike): DecoderLayer" in "\n".join(lines)
+
+
+def test_profiles_and_state_through_the_offline_api(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM("demo", profiler_dir=tmp_path / "traces", **OPTIONS) as llm:
         llm.start_profile("first")
-        llm.generate("ROMEO:", params, use_tqdm=False)
+        expected = llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0].text
         (trace,) = llm.stop_profile()
         assert Path(trace).name.startswith("first_pp0_tp0_rank0.")
+        (files,) = llm.collective_rpc(
+            "save_sharded_state", args=(str(tmp_path / "state"),), kwargs={"max_size": 1 << 21}
+        )
+        assert len(files) > 3
+        llm.collective_rpc("reload_weights")
+        assert llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0].text == expected
+    with LLM(str(tmp_path / "state"), load_format="sharded_state", **OPTIONS) as again:
+        assert again.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0].text == expected
 
 
 def test_after_close_every_call_says_so() -> None:
     llm = LLM("demo", **OPTIONS)
     llm.close()
-    for call in (llm.start_profile, llm.stop_profile):
+    for call in (llm.start_profile, llm.stop_profile, llm.get_model_inspection):
         with pytest.raises(LifecycleError, match="closed"):
             call()

@@ -105,8 +105,20 @@ class EngineCore:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, between two steps; one answer each."""
-        return self._require_alive().executor.collective_rpc(method, timeout_s, args, kwargs)
+        """Call a method of every worker, between two steps; one answer each.
+
+        What changes the weights is remembered for workers that replace failed ones. Requests that run go on from their
+        tokens, and what the old weights left in the KV cache is forgotten.
+        """
+        engine = self._require_alive()
+        answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs)
+        if method == "update_config":
+            engine.config_updates += [*args, *(kwargs or {}).values()]
+        if method == "reload_weights":
+            (engine.config, *_) = engine.executor.collective_rpc("get_config")
+            engine.config_updates.clear()
+            self.reset_prefix_cache(reset_running_requests=True)
+        return answers
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.

@@ -59,3 +59,8 @@ class WorkerCalls:
         Raises LifecycleError when none runs.
         """
         return self.collective_rpc("profile", kwargs={"is_start": False})
+
+    def get_model_inspection(self) -> str:
+        """The first worker's model as a tree of text: modules with sizes, dtypes and how each computes."""
+        answers: list[str] = self.collective_rpc("get_model_inspection")
+        return answers[0]
