@@ -9,6 +9,7 @@ import typer
 from penstock import __version__
 from penstock.cli.generate import generate
 from penstock.cli.options import OTHER_NAMES
+from penstock.cli.plan import plan
 
 app = typer.Typer(
     name="penstock",
@@ -24,6 +25,7 @@ app = typer.Typer(
     },
 )
 app.command()(generate)
+app.command()(plan)
 
 
 def _show_version(is_wanted: bool) -> None:
