@@ -142,6 +142,17 @@ def test_a_tensor_lost_from_a_part_is_named(parts: list[Path]) -> None:
         load_state(parts[0].parent)
 
 
+def test_a_state_is_not_taken_for_a_checkpoint(parts: list[Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"There is no model\.safetensors.*give load_format='sharded_state'"):
+        load(load_config(parts[0].parent))
+
+
+def test_a_path_that_cannot_be_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/state cannot be made a folder: Not a directory"):
+        save(tiny_checkpoint(tmp_path / "checkpoint"), tmp_path / "file" / "state")
+
+
 def test_nothing_is_overwritten(parts: list[Path], tmp_path: Path) -> None:
     before = [path.read_bytes() for path in parts]
     with pytest.raises(ConfigError, match=r"holds model-rank-0-part-0\.safetensors already"):

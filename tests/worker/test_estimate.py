@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.config import LoadConfig
+from penstock.config import EngineConfig
 from penstock.device.base import PeakMemory
 from penstock.device.cpu import CpuDevice
 from penstock.loader.headers import read_headers
-from penstock.loader.loader import load_model
-from penstock.models.attention_layers import attention_layers, kv_cache_specs
 from penstock.models.shape import read_shape
 from penstock.parallel import ParallelContext
-from penstock.runner.model_runner import RunnerLimits
 from penstock.worker.estimate import LayerTraits, estimate_step
-from penstock.worker.profile import measure_step_memory
+from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
 
 NUM_TOKENS, NUM_ROWS = 600, 40
@@ -70,13 +66,12 @@ def test_activations_and_sampling(tmp_path: Path, family: str, changes: dict[str
     config = tiny_checkpoint(
         tmp_path, family, hidden_size=128, vocab_size=3000, max_position_embeddings=1024, **changes
     )
-    device = CountingDevice(num_threads=1)
-    model = load_model(config, LoadConfig(), ParallelContext(), device.torch_device, getattr(torch, dtype))
-    limits = RunnerLimits(NUM_ROWS, NUM_TOKENS, NUM_TOKENS + 1, config.vocab_size)
-    with torch.inference_mode():
-        measured = measure_step_memory(
-            device, model, attention_layers(model), kv_cache_specs(model, 16, dtype), limits, None
-        )
+    options = {"max_num_seqs": NUM_ROWS, "max_num_batched_tokens": NUM_TOKENS, "max_model_len": NUM_TOKENS + 1}
+    worker = Worker(EngineConfig.create(str(tmp_path), device="cpu", dtype=dtype, **options), ParallelContext())
+    worker.init_device()
+    worker.load_model()
+    worker._device = CountingDevice(num_threads=1)
+    measured = worker.determine_available_memory()
     headers = read_headers(tmp_path)
     assert headers is not None
     shape, traits = read_shape(config), LayerTraits.read(headers)

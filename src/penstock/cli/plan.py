@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock.cli.failures import readable_errors
+from penstock.cli.failures import OutputClosed, readable_errors
 
 
 def plan(
@@ -49,4 +49,7 @@ def plan(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             **options.parse_options(option),
         )
-        print(json_module.dumps(planned.to_dict(), indent=2) if json else planned.table())
+        try:
+            print(json_module.dumps(planned.to_dict(), indent=2) if json else planned.table(), flush=True)
+        except BrokenPipeError as error:
+            raise OutputClosed from error

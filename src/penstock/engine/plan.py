@@ -20,13 +20,14 @@ from penstock.device.nvml import gpu_memory
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.headers import TensorHeader, read_all_headers, read_headers
-from penstock.loader.weight_files import parts_of_rank
+from penstock.loader.weight_files import parts_of_rank, what_is_there
 from penstock.models.shape import ModelShape, read_shape
 from penstock.observability.units import format_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
 from penstock.worker.estimate import (
     PROCESS_BYTES,
     LayerTraits,
+    count_parameters,
     estimate_step,
     estimate_weights,
     weights_of_shape,
@@ -119,7 +120,9 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     dtype = choose_dtype(config.model.dtype, config.model.checkpoint_dtype)
     shape = read_shape(config.model)
     headers = hub_headers or _headers(config, shape)
-    memory = _plan_memory(config, shape, headers, dtype.name, device)
+    num_parameters = count_parameters(headers, shape)
+    traits = LayerTraits.read(headers)
+    memory = _plan_memory(config, shape, traits, num_parameters, dtype.name, device)
     specs = shape.kv_cache_specs(config.cache.block_size, dtype.name)
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
@@ -135,7 +138,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
         device=device,
         dtype=dtype,
         shape=shape,
-        num_parameters=sum(header.num_elements for header in headers.values()),
+        num_parameters=num_parameters,
         memory=memory,
         block_size=config.cache.block_size,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -190,9 +193,8 @@ def _headers(config: EngineConfig, shape: ModelShape) -> Mapping[str, TensorHead
     else:
         headers = read_headers(folder, load.load_format)
     if headers is None:
-        present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
         raise CheckpointError(
-            f"There are no weights to plan for (load_format={load.load_format!r}). The folder holds {present}."
+            f"There are no weights to plan for (load_format={load.load_format!r}). {what_is_there(folder)}"
         )
     return headers
 
@@ -204,7 +206,7 @@ def _choose_device(requested: str) -> str:
 
 
 def _plan_memory(
-    config: EngineConfig, shape: ModelShape, headers: Mapping[str, TensorHeader], dtype: str, device: str
+    config: EngineConfig, shape: ModelShape, traits: LayerTraits, num_parameters: int, dtype: str, device: str
 ) -> MemoryPlan:
     limit = _memory_of(device)
     scheduler, cache = config.scheduler, config.cache
@@ -212,7 +214,7 @@ def _plan_memory(
     max_model_len = wanted if isinstance(wanted, int) else config.model.longest_context
     step = estimate_step(
         shape,
-        LayerTraits.read(headers),
+        traits,
         num_tokens=scheduler.max_num_batched_tokens,
         num_rows=scheduler.max_num_seqs,
         dtype=dtype,
@@ -225,7 +227,7 @@ def _plan_memory(
             cache.memory_fraction, DEFAULT_MEMORY_FRACTION[device], free=limit.free_bytes, total=limit.total_bytes
         ),
         process=PROCESS_BYTES[device],
-        weights=estimate_weights(headers, shape, dtype, device, config.model.longest_context),
+        weights=estimate_weights(num_parameters, shape, dtype, device, config.model.longest_context),
         activations=step.activations,
         sampling=step.sampling,
         runner_state=runner_state_bytes(scheduler.max_num_seqs, max_model_len),

@@ -17,7 +17,7 @@ from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
 from penstock.loader.sharded_state import find_sharded_files, state_slots
-from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files
+from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, what_is_there
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import find_model_class
 from penstock.parallel import ParallelContext
@@ -76,9 +76,8 @@ def open_weights(model: CausalLM, folder: Path, load_config: LoadConfig) -> Iter
             return _with_progress(iterate_pytorch_bins(files), None, load_config)
     wanted = {"safetensors": SAFETENSORS.single, "pt": PYTORCH_BIN.single}
     names = wanted.get(load_format, " or ".join(wanted.values()))
-    present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
     raise CheckpointError(
-        f"There is no {names}, nor an index of shards (load_format={load_format!r}). The folder holds {present}."
+        f"There is no {names}, nor an index of shards (load_format={load_format!r}). {what_is_there(folder)}"
     )
 
 

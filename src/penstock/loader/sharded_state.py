@@ -54,7 +54,10 @@ def save_sharded_state(
     check_sharded_state_pattern(pattern)
     if max_size is not None and (not isinstance(max_size, int) or isinstance(max_size, bool) or max_size < 1):
         raise ConfigError(f"max_size={max_size!r} is not valid. Allowed: a positive number of bytes, or None.")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made a folder: {error.strerror}. Give another path.") from error
     present = parts_of_rank(folder, pattern, parallel.rank)
     if present:
         raise ConfigError(f"{folder} holds {present[min(present)].name} already. Give an empty folder.")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.errors import CheckpointError
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -44,7 +45,8 @@ def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
     if (folder / names.index).exists():
         expected = _read_index(folder / names.index)
         return WeightFiles(tuple(sorted(expected)), expected)
-    shards = tuple(sorted(folder.glob(names.shards)))
+    own_state = set(parts_of_rank(folder, SHARDED_STATE_PATTERN, rank=0).values())
+    shards = tuple(sorted(path for path in folder.glob(names.shards) if path not in own_state))
     return WeightFiles(shards) if shards else None
 
 
@@ -53,6 +55,15 @@ def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
     expression = re.escape(pattern).replace(r"\{rank\}", str(rank)).replace(r"\{part\}", r"(\d+)")
     matches = ((re.fullmatch(expression, path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in matches if match}
+
+
+def what_is_there(folder: Path) -> str:
+    """The end of a message about weights that were not found."""
+    present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    hint = ""
+    if parts_of_rank(folder, SHARDED_STATE_PATTERN, rank=0):
+        hint = " It has a model's own state: give load_format='sharded_state'."
+    return f"The folder holds {present}.{hint}"
 
 
 def check_against_index(path: Path, held: frozenset[str], files: WeightFiles) -> None:

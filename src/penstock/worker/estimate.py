@@ -32,14 +32,12 @@ PROCESS_BYTES = {"cpu": 230 << 20, "cuda": 0}
 _LIBRARY_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
 
 
-def estimate_weights(
-    headers: Mapping[str, TensorHeader], shape: ModelShape, dtype: str, device: str, longest_context: int
-) -> int:
-    """Parameters and buffers in the compute dtype, whatever dtype the checkpoint has.
+def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> int:
+    """Values of a checkpoint's weights; what it holds beside them does not count.
 
     Raises UnsupportedFeature for a tensor of a dtype that cannot be loaded.
     """
-    num_elements = 0
+    num_parameters = 0
     for name, header in headers.items():
         if _NO_WEIGHTS.fullmatch(name) or (shape.ties_embeddings and name in _HEADS):
             continue
@@ -48,12 +46,17 @@ def estimate_weights(
                 f"The tensor {name} has the dtype {header.dtype}, which cannot be loaded. Take a checkpoint in "
                 "float32, bfloat16 or float16."
             )
-        num_elements += header.num_elements
+        num_parameters += header.num_elements
+    return num_parameters
+
+
+def estimate_weights(num_parameters: int, shape: ModelShape, dtype: str, device: str, longest_context: int) -> int:
+    """Parameters and buffers in the compute dtype, whatever dtype the checkpoint has."""
     head = shape.vocab_size * shape.hidden_size
     is_packed = device == "cpu" and dtype == "float32" and head >= _MIN_PACKED_ELEMENTS
     packed_copy = head if shape.ties_embeddings and is_packed else 0
     rotary_table = longest_context * shape.rotary_dim * _FLOAT_BYTES
-    return (num_elements + packed_copy) * DTYPE_BYTES[dtype] + rotary_table
+    return (num_parameters + packed_copy) * DTYPE_BYTES[dtype] + rotary_table
 
 
 def weights_of_shape(shape: ModelShape) -> dict[str, TensorHeader]:
