@@ -23,15 +23,21 @@ _DIFFERENCES_SHOWN = 4
 def config_of_replacement(current: ModelConfig, weights_path: str | None) -> ModelConfig:
     """The configuration of the model that a reload takes its weights from; None reads the same folder again.
 
-    A folder without config.json holds weights for the present configuration. The tokenizer stays the engine's.
+    A folder without config.json holds weights for the present configuration. The tokenizer and all options stay.
     """
     if weights_path is None:
         weights_path = current.model
     folder = resolve_model_folder(weights_path)
     if not (folder / "config.json").exists():
         return replace(current, model=weights_path, folder=folder)
-    loaded = ModelConfig.load(weights_path, dtype=current.dtype, max_model_len=current.max_model_len, seed=current.seed)
-    return replace(loaded, tokenizer_folder=current.tokenizer_folder)
+    loaded = ModelConfig.load(weights_path)
+    return replace(
+        current,
+        model=weights_path,
+        folder=folder,
+        hf_config=loaded.hf_config,
+        generation_config=loaded.generation_config,
+    )
 
 
 def load_replacement(
