@@ -45,16 +45,21 @@ def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
     if (folder / names.index).exists():
         expected = _read_index(folder / names.index)
         return WeightFiles(tuple(sorted(expected)), expected)
-    own_state = set(parts_of_rank(folder, SHARDED_STATE_PATTERN, rank=0).values())
-    shards = tuple(sorted(path for path in folder.glob(names.shards) if path not in own_state))
+    own_state = _part_names(SHARDED_STATE_PATTERN, r"\d+")
+    shards = tuple(sorted(path for path in folder.glob(names.shards) if not own_state.fullmatch(path.name)))
     return WeightFiles(shards) if shards else None
 
 
 def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
     """The folder's files whose names follow a pattern with {rank} and {part}, of one rank, by part."""
-    expression = re.escape(pattern).replace(r"\{rank\}", str(rank)).replace(r"\{part\}", r"(\d+)")
-    matches = ((re.fullmatch(expression, path.name), path) for path in folder.iterdir())
+    names = _part_names(pattern, str(rank))
+    matches = ((names.fullmatch(path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in matches if match}
+
+
+def _part_names(pattern: str, rank: str) -> re.Pattern[str]:
+    """Matches the names of parts, whose numbers are its only group. rank: a regular expression."""
+    return re.compile(re.escape(pattern).replace(r"\{rank\}", rank).replace(r"\{part\}", r"(\d+)"))
 
 
 def what_is_there(folder: Path) -> str:
