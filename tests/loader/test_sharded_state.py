@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.loader.loader import load_model
-from penstock.loader.sharded_state import copy_model_files, save_sharded_state
+from penstock.loader.sharded_state import _cut, copy_model_files, save_sharded_state
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelContext
 from support.checkpoints import load_config, tiny_checkpoint
@@ -73,6 +76,22 @@ def test_no_part_is_larger_than_it_may_be_unless_one_tensor_is(parts: list[Path]
         assert sum(sizes) <= MAX_SIZE or len(sizes) == 1
     with safe_open(parts[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt", "rank": "0", "world_size": "1", "num_parts": str(len(parts))}
+
+
+@given(
+    counts=st.lists(st.integers(0, 30), min_size=1, max_size=20),
+    max_size=st.one_of(st.none(), st.integers(1, 200)),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_tensor_is_in_one_part_in_order(counts: list[int], max_size: int | None) -> None:
+    tensors = {str(index): torch.zeros(count) for index, count in enumerate(counts)}
+    cut = list(_cut(tensors, max_size))
+    assert [name for names in cut for name in names] == list(tensors)
+    sizes = [[4 * tensors[name].numel() for name in names] for names in cut]
+    for part, following in itertools.zip_longest(sizes, sizes[1:]):
+        assert max_size is None or len(part) == 1 or sum(part) <= max_size
+        # A part ends only where the next tensor has no room.
+        assert following is None or (max_size is not None and sum(part) + following[0] > max_size)
 
 
 def test_without_a_size_there_is_one_part(tmp_path: Path) -> None:

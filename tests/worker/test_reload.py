@@ -286,6 +286,29 @@ def test_random_weights_become_those_of_a_checkpoint(new: Path, tokens_of_new: l
     core.close()
 
 
+def test_a_saved_state_is_reloaded_as_one(
+    core: EngineCore,
+    old: Path,
+    new: Path,
+    tokens_of_old: list[list[int]],
+    tokens_of_new: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    core.collective_rpc("save_sharded_state", args=(str(tmp_path / "old"),), kwargs={"max_size": 40_000})
+    reload(core, new)
+    core.collective_rpc("save_sharded_state", args=(str(tmp_path / "new"),), kwargs={"max_size": 40_000})
+    saved = make_core(tmp_path / "old", load_format="sharded_state")
+    assert tokens(saved) == tokens_of_old
+    (tmp_path / "new" / "model-rank-0-part-1.safetensors").rename(tmp_path / "part")
+    with pytest.raises(CheckpointError, match=r"lacks model-rank-0-part-1\.safetensors"):
+        reload(saved, tmp_path / "new")
+    assert tokens(saved) == tokens_of_old
+    (tmp_path / "part").rename(tmp_path / "new" / "model-rank-0-part-1.safetensors")
+    reload(saved, tmp_path / "new")
+    assert tokens(saved) == tokens_of_new
+    saved.close()
+
+
 def test_the_old_model_is_given_back(core: EngineCore, new: Path) -> None:
     for _ in range(2):
         reload(core, new)
