@@ -16,11 +16,12 @@ from penstock.engine.outputs import RequestOutput
 from penstock.engine.progress_bar import ProgressBar
 from penstock.engine.session import Session
 from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import InvalidRequest
 from penstock.observability.logging import configure_logging
 
 
-class LLM:
+class LLM(WorkerCalls):
     """A model in this process that generates text.
 
     model: "demo" (shipped), a folder, or a hub id. tokenizer: the same; None takes the model's own.
@@ -34,7 +35,7 @@ class LLM:
     enable_prefix_caching: reuse the KV of prompts that begin alike.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device.
     seed: from it come the seeds of requests that bring none, so equal runs of equal engines give equal tokens.
-    load_format: "auto", "safetensors", "pt", or "dummy" for random weights.
+    load_format: "auto", "safetensors", "pt", "sharded_state", or "dummy" for random weights.
     other_options: any other option of `EngineConfig.create`; an unknown one is refused by name.
 
     Use it in a `with` block, or call `close()`: both give back all memory and threads.

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver
+from scheduler_driver import Driver, check_block_accounting
 from scheduler_fakes import cache_config, full_spec, window_spec
 
 from penstock.errors import ContextTooLong
@@ -63,7 +63,7 @@ MOVES = st.one_of(
     st.tuples(st.sampled_from(["step", "deliver"]), st.just(0)),
     st.tuples(st.just("turns"), st.integers(2, 6)),
     st.tuples(st.just("turns"), st.integers(2, 6)),
-    st.tuples(st.sampled_from(["abort", "fail", "crash", "reset cache"]), st.integers(0, 7)),
+    st.tuples(st.sampled_from(["abort", "fail", "crash", "reset cache", "reset all"]), st.integers(0, 7)),
 )
 
 
@@ -80,6 +80,10 @@ def play(driver: Driver, wanted: list[dict[str, Any]], moves: list[tuple[str, in
         elif move == "reset cache":
             may_reset = driver.scheduler.kv_cache.pool.num_used_blocks == 0
             assert driver.scheduler.reset_prefix_cache() is may_reset
+        elif move == "reset all":
+            driver.scheduler.preempt_all()
+            assert driver.scheduler.reset_prefix_cache()
+            check_block_accounting(driver.scheduler.kv_cache)
         elif move == "turns":
             for _ in range(number):
                 driver.turn()

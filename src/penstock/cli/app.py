@@ -11,6 +11,7 @@ from penstock.cli.chat import chat
 from penstock.cli.env import env
 from penstock.cli.generate import generate
 from penstock.cli.options import OTHER_NAMES
+from penstock.cli.plan import plan
 
 app = typer.Typer(
     name="penstock",
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(env)
+app.command()(plan)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -6,6 +6,7 @@ from penstock.config.engine import EngineConfig
 from penstock.config.load import LoadConfig
 from penstock.config.model import ModelConfig
 from penstock.config.parallel import ParallelConfig
+from penstock.config.profiler import ProfilerConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
 
@@ -16,6 +17,7 @@ __all__ = [
     "LoadConfig",
     "ModelConfig",
     "ParallelConfig",
+    "ProfilerConfig",
     "SamplingConfig",
     "SchedulerConfig",
 ]

@@ -13,6 +13,7 @@ from penstock.config.device import DeviceConfig
 from penstock.config.load import LoadConfig
 from penstock.config.model import ModelConfig
 from penstock.config.parallel import ParallelConfig
+from penstock.config.profiler import ProfilerConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
 from penstock.errors import UnknownOption
@@ -34,6 +35,7 @@ class EngineConfig:
     load: LoadConfig
     device: DeviceConfig
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     @classmethod
     def create(cls, model: str, **options: Any) -> EngineConfig:
@@ -51,13 +53,22 @@ class EngineConfig:
             load=_build(LoadConfig, options),
             device=_build(DeviceConfig, options),
             sampling=_build(SamplingConfig, options),
+            profiler=_build(ProfilerConfig, options),
         )
 
 
 def option_names() -> list[str]:
     """Names of all options that `EngineConfig.create` takes, besides the model."""
     names = list(_MODEL_OPTIONS)
-    for config in (CacheConfig, SchedulerConfig, ParallelConfig, LoadConfig, DeviceConfig, SamplingConfig):
+    for config in (
+        CacheConfig,
+        SchedulerConfig,
+        ParallelConfig,
+        LoadConfig,
+        DeviceConfig,
+        SamplingConfig,
+        ProfilerConfig,
+    ):
         names += [field.name for field in dataclasses.fields(config)]
     return names
 

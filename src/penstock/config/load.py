@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
+import string
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from penstock.config.checks import check_choice, check_flag
+from penstock.errors import ConfigError
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+SHARDED_STATE = "sharded_state"
+SHARDED_STATE_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+LOAD_FORMATS = ("auto", "safetensors", "pt", SHARDED_STATE, "dummy")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """load_format: "auto" takes safetensors, else PyTorch `.bin` files; "dummy" takes random weights.
+    """load_format: "auto" takes safetensors, else PyTorch `.bin` files; "sharded_state" takes what
+        `save_sharded_state` wrote; "dummy" takes random weights.
     use_tqdm_on_load: show a progress bar when standard error is a terminal.
+    model_loader_extra_config: what one format alone has; "sharded_state" has `pattern`, the names of its files.
     """
 
     load_format: str = "auto"
     use_tqdm_on_load: bool = True
+    model_loader_extra_config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_flag("use_tqdm_on_load", self.use_tqdm_on_load)
+        extra = self.model_loader_extra_config
+        if extra is None:
+            return
+        if not isinstance(extra, Mapping):
+            raise ConfigError(f"model_loader_extra_config={extra!r} is not valid. Allowed: a dictionary.")
+        allowed = {"pattern"} if self.load_format == SHARDED_STATE else set()
+        unknown = sorted(map(str, set(extra) - allowed))
+        if unknown:
+            raise ConfigError(
+                f"model_loader_extra_config has {', '.join(unknown)}, which load_format={self.load_format!r} does not "
+                f"take. Allowed: {', '.join(sorted(allowed)) or 'nothing'}."
+            )
+        check_sharded_state_pattern(self.sharded_state_pattern)
+
+    @property
+    def sharded_state_pattern(self) -> str:
+        return str((self.model_loader_extra_config or {}).get("pattern", SHARDED_STATE_PATTERN))
+
+
+def check_sharded_state_pattern(pattern: Any) -> None:
+    """Raise ConfigError unless file names made from the pattern tell ranks and parts apart."""
+    try:
+        fields = sorted(field for _, field, _, _ in string.Formatter().parse(pattern) if field is not None)
+        is_valid = fields == ["part", "rank"] and Path(pattern).name == pattern and pattern.endswith(".safetensors")
+    except (TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(
+            f"pattern={pattern!r} is not valid. Allowed: a file name that ends in .safetensors and has {{rank}} and "
+            f"{{part}} once each, such as {SHARDED_STATE_PATTERN!r}."
+        )

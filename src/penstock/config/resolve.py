@@ -9,6 +9,7 @@ from penstock.errors import ModelNotFound
 
 SHIPPED_MODELS = ("demo",)
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_METADATA_FILES = ["*.json"]
 _WANTED_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
 
 
@@ -18,6 +19,21 @@ def resolve_model_folder(model: str, revision: str | None = None) -> Path:
     Hub ids are downloaded (or found in the local cache, when the network is forbidden or gone).
     Raises ModelNotFound when there is no such thing.
     """
+    return _local_folder(model) or _download(model, revision, _WANTED_FILES)
+
+
+def resolve_metadata_folder(model: str, revision: str | None = None) -> tuple[Path, bool]:
+    """The folder that holds a model's configuration, and whether it is the local copy of a hub id.
+
+    Of a hub id no weights are downloaded; those that are in the local cache are in the folder.
+    Raises ModelNotFound when there is no such thing.
+    """
+    folder = _local_folder(model)
+    return (folder, False) if folder is not None else (_download(model, revision, _METADATA_FILES), True)
+
+
+def _local_folder(model: str) -> Path | None:
+    """The folder of a shipped or local model, None for what may be a hub id."""
     if model in SHIPPED_MODELS:
         return _ASSETS / model
     folder = Path(model).expanduser()
@@ -31,16 +47,16 @@ def resolve_model_folder(model: str, revision: str | None = None) -> Path:
             f"model={model!r}: there is no such folder, and it is no hub id ('organisation/name'). "
             f"Shipped models: {', '.join(SHIPPED_MODELS)}."
         )
-    return _download(model, revision)
+    return None
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     offline = env.hub_is_offline()
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED_FILES, local_files_only=offline))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=offline))
     except LocalEntryNotFoundError as error:
         why = "the network is forbidden (HF_HUB_OFFLINE)" if offline else "the hub cannot be reached"
         raise ModelNotFound(

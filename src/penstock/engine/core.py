@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from penstock.config import EngineConfig
@@ -98,9 +98,27 @@ class EngineCore:
         self._failures_in_a_row = 0
         return outputs
 
-    def collective_rpc(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker, between two steps."""
-        return self._require_alive().executor.collective_rpc(method, args=args, kwargs=kwargs)
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, between two steps; one answer each.
+
+        What changes the weights is remembered for workers that replace failed ones. Requests that run go on from their
+        tokens, and what the old weights left in the KV cache is forgotten.
+        """
+        engine = self._require_alive()
+        answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs)
+        if method == "update_config":
+            engine.config_updates += [*args, *(kwargs or {}).values()]
+        if method == "reload_weights":
+            (engine.config, *_) = engine.executor.collective_rpc("get_config")
+            engine.config_updates.clear()
+            self.reset_prefix_cache(reset_running_requests=True)
+        return answers
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.engine.messages import EngineRequest
@@ -32,6 +32,14 @@ class Core(Protocol):
     def has_unfinished_requests(self) -> bool: ...
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+    ) -> list[Any]: ...
 
     def close(self) -> None: ...
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
@@ -92,6 +93,18 @@ class Session:
             self._check_open()
             with InterruptAfterwards():
                 return self._core.reset_prefix_cache(reset_running_requests)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+    ) -> list[Any]:
+        """Call a method of every worker between two steps, whoever drives them; one answer each."""
+        with self._lock:
+            self._check_open()
+            return self._core.collective_rpc(method, timeout_s, args, kwargs)
 
     def close(self) -> None:
         """Give back the model, its memory and its threads. A second call does nothing."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheConfig
@@ -21,19 +21,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StartedEngine:
-    """Workers with their KV cache, and what was decided on the way."""
+    """Workers with their KV cache, and what was decided on the way.
+
+    config: with which the weights that serve were loaded. config_updates: what was changed for the next reload.
+    """
 
     config: EngineConfig
     executor: Executor
     memory_plan: MemoryPlan
     kv_cache_config: KVCacheConfig
     max_model_len: int
+    config_updates: list[Any] = field(default_factory=list)
 
     def restart_workers(self) -> None:
         """Replace the workers by fresh ones with the same KV cache layout, empty."""
         self.executor.shutdown()
         self.executor = create_executor(self.config)
         self.executor.initialize_from_config(self.kv_cache_config, self.max_model_len)
+        for overrides in self.config_updates:
+            self.executor.collective_rpc("update_config", args=(overrides,))
 
 
 def start_engine(config: EngineConfig) -> StartedEngine:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from penstock.config import LoadConfig, ModelConfig
+from penstock.config.load import SHARDED_STATE
 from penstock.errors import CheckpointError
 from penstock.layers.linear import process_weights_after_loading
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
-from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files
+from penstock.loader.sharded_state import find_sharded_files, state_slots
+from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, what_is_there
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class
 from penstock.parallel import ParallelContext
@@ -37,17 +39,27 @@ def load_model(
     files. Raises UnsupportedModel, UnsupportedFeature or ModelError for what `config.json` says, CheckpointError for
     weights that are damaged or do not fit.
     """
-    model_class = find_model_class(model_config)
     logger.info("Implementation: %s", describe_implementation(model_config))
-    with torch.device("meta"):
-        model = model_class(model_config, parallel_context)
+    model = build_model(model_config, parallel_context)
     materialise(model, device, dtype)
     try:
-        model.load_weights(open_weights(model, model_config.folder, load_config))
+        if load_config.load_format == SHARDED_STATE:
+            files = find_sharded_files(model_config.folder, load_config.sharded_state_pattern, parallel_context)
+            weights = _with_progress(iterate_safetensors(files), check_safetensors(files), load_config)
+            model.load_weights(weights, state_slots(model))
+        else:
+            model.load_weights(open_weights(model, model_config.folder, load_config))
     except CheckpointError as error:
         raise CheckpointError(f"The weights in {model_config.folder} cannot be loaded. {error}") from error
     process_weights_after_loading(model)
     return model.eval()
+
+
+def build_model(model_config: ModelConfig, parallel_context: ParallelContext) -> CausalLM:
+    """The model without weights: its parameters are on the meta device and take no memory."""
+    model_class = find_model_class(model_config)
+    with torch.device("meta"):
+        return model_class(model_config, parallel_context)
 
 
 def open_weights(model: CausalLM, folder: Path, load_config: LoadConfig) -> Iterator[tuple[str, Tensor]]:
@@ -68,9 +80,8 @@ def open_weights(model: CausalLM, folder: Path, load_config: LoadConfig) -> Iter
             return _with_progress(iterate_pytorch_bins(files), None, load_config)
     wanted = {"safetensors": SAFETENSORS.single, "pt": PYTORCH_BIN.single}
     names = wanted.get(load_format, " or ".join(wanted.values()))
-    present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
     raise CheckpointError(
-        f"There is no {names}, nor an index of shards (load_format={load_format!r}). The folder holds {present}."
+        f"There is no {names}, nor an index of shards (load_format={load_format!r}). {what_is_there(folder)}"
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.errors import CheckpointError
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -43,8 +45,30 @@ def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
     if (folder / names.index).exists():
         expected = _read_index(folder / names.index)
         return WeightFiles(tuple(sorted(expected)), expected)
-    shards = tuple(sorted(folder.glob(names.shards)))
+    own_state = _part_names(SHARDED_STATE_PATTERN, r"\d+")
+    shards = tuple(sorted(path for path in folder.glob(names.shards) if not own_state.fullmatch(path.name)))
     return WeightFiles(shards) if shards else None
+
+
+def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
+    """The folder's files whose names follow a pattern with {rank} and {part}, of one rank, by part."""
+    names = _part_names(pattern, str(rank))
+    matches = ((names.fullmatch(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def _part_names(pattern: str, rank: str) -> re.Pattern[str]:
+    """Matches the names of parts, whose numbers are its only group. rank: a regular expression."""
+    return re.compile(re.escape(pattern).replace(r"\{rank\}", rank).replace(r"\{part\}", r"(\d+)"))
+
+
+def what_is_there(folder: Path) -> str:
+    """The end of a message about weights that were not found."""
+    present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    hint = ""
+    if parts_of_rank(folder, SHARDED_STATE_PATTERN, rank=0):
+        hint = " It has a model's own state: give load_format='sharded_state'."
+    return f"The folder holds {present}.{hint}"
 
 
 def check_against_index(path: Path, held: frozenset[str], files: WeightFiles) -> None:

@@ -6,7 +6,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -48,11 +48,15 @@ class CausalLM(nn.Module, ABC):
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that a checkpoint of this model must hold, by name, with the place it fills."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
+    ) -> None:
         """Fill all parameters from a checkpoint's tensors; may be called again with other weights.
+
+        slots: what the tensors fill, by name, where their names are not those of a checkpoint of this model.
 
         Raises CheckpointError, naming them, when some are missing, unexpected, misshapen or duplicate. The weights
         are then undefined. Afterwards `process_weights_after_loading` makes the model fast.
         """
         restore_weights(self)
-        load_into_slots(self.checkpoint_slots(), self.ignorable, weights)
+        load_into_slots(self.checkpoint_slots() if slots is None else slots, self.ignorable, weights)

@@ -5,7 +5,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -175,9 +175,13 @@ class GPT2LMHeadModel(CausalLM):
             del table["lm_head"]
         return expand_table(self, table, self.config.num_layers)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
+    ) -> None:
         """As in `CausalLM`. The names of OpenAI's own checkpoints lack the prefix, and are known with and without."""
-        super().load_weights((_with_prefix(name), tensor) for name, tensor in weights)
+        if slots is None:
+            weights = ((_with_prefix(name), tensor) for name, tensor in weights)
+        super().load_weights(weights, slots)
 
 
 def _with_prefix(name: str) -> str:

@@ -43,6 +43,11 @@ class RequestStates:
     def num_reqs(self) -> int:
         return len(self.slot_of)
 
+    def prefill_length(self, req_id: str) -> int | None:
+        """Tokens known when the request was added, or None when it has no slot."""
+        slot = self.slot_of.get(req_id)
+        return None if slot is None else int(self.prefill_len.host[slot])
+
     def add(self, request: NewRequestData) -> int:
         """Give the request a slot and stage its state; returns the slot."""
         prefill = request.prefill_token_ids

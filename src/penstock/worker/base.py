@@ -80,6 +80,10 @@ class WorkerBase(ABC):
     def shutdown(self) -> None:
         """Give back all memory; harmless when called twice."""
 
+    def get_config(self) -> EngineConfig:
+        """The configuration with which the weights that serve were loaded."""
+        return self.config
+
     def apply_model(self, function: Callable[[LanguageModel], _Result]) -> _Result:
         """Call a function with the model and return what it returns."""
         return function(self.get_model())

@@ -25,22 +25,12 @@ MISSING = (
     Missing(
         "LoRA adapters", ("add_lora", "remove_lora", "pin_lora", "list_loras"), "Merge the adapter into a checkpoint."
     ),
-    Missing("profiling", ("profile",), "Run the process under an external profiler."),
-    Missing(
-        "reloading weights",
-        ("reload_weights", "update_config"),
-        "Close the engine and create it again.",
-    ),
     Missing(
         "weight transfer",
         ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
-        "Save a checkpoint and create a new engine.",
+        "Save a checkpoint, and call reload_weights with its folder.",
     ),
-    Missing(
-        "saving the loaded state",
-        ("save_sharded_state", "save_tensorized_model"),
-        "Use the checkpoint that was loaded.",
-    ),
+    Missing("saving tensorised models", ("save_tensorized_model",), "Use save_sharded_state."),
     Missing("speculative decoding", ("take_draft_token_ids",), "Generate without draft tokens."),
     Missing("multimodal inputs", ("reset_mm_cache", "reset_encoder_cache"), "Use a text model."),
 )

@@ -35,7 +35,6 @@ def measure_step_memory(
     """
     num_tokens, num_rows = limits.max_num_tokens, limits.max_num_reqs
     run_tokens = min(num_tokens, device.max_profile_tokens, limits.max_model_len - 1) or 1
-    run_rows = min(num_rows, device.max_profile_rows)
     config = _throwaway_kv_cache(specs, run_tokens)
     runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend, sampling=sampling)
     runner.kv_cache.touch()
@@ -43,13 +42,10 @@ def measure_step_memory(
     # What libraries take for themselves at their first call does not grow, and must not be scaled up.
     fixed = _peak(device, lambda: profile_forward(runner, min(2, run_tokens)))
     activations = _peak(device, lambda: profile_forward(runner, run_tokens)) * -(-num_tokens // run_tokens)
-    first = _peak(device, lambda: profile_sampling(runner, run_rows))
-    again = _peak(device, lambda: profile_sampling(runner, run_rows))
-    sampled = max(0, first - again) + again * -(-num_rows // run_rows)
+    sampled = _peak_of_rows(device, lambda rows: profile_sampling(runner, rows), num_rows)
     # A step computes its prompts' log-probabilities first, and gives that memory back before it samples.
     num_prompt_rows = min(runner.prompt_logprobs.max_rows, num_tokens)
-    run_rows = min(num_prompt_rows, device.max_profile_rows)
-    prompts = _peak(device, lambda: profile_prompt_logprobs(runner, run_rows)) * -(-num_prompt_rows // run_rows)
+    prompts = _peak_of_rows(device, lambda rows: profile_prompt_logprobs(runner, rows), num_prompt_rows)
     return StepMemory(activations=fixed + activations, sampling=max(sampled, prompts))
 
 
@@ -57,6 +53,16 @@ def _peak(device: Device, run: Callable[[], None]) -> int:
     with device.measure_peak() as peak:
         run()
     return peak.bytes_above_start
+
+
+def _peak_of_rows(device: Device, run: Callable[[int], None], num_rows: int) -> int:
+    """The peak of so many rows, from that of fewer where so many would take long.
+
+    What libraries take for themselves at their first call does not grow with the rows, and is not scaled up.
+    """
+    run_rows = min(num_rows, device.max_profile_rows)
+    first, again = (_peak(device, lambda: run(run_rows)) for _ in range(2))
+    return max(0, first - again) + again * -(-num_rows // run_rows)
 
 
 def _throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVCacheConfig:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import random
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 from penstock.attention import LayerAttention
 from penstock.config import EngineConfig
+from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.config.model import AUTO_LENGTH
 from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
@@ -21,6 +24,7 @@ from penstock.errors import LifecycleError
 from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
 from penstock.loader.loader import load_model
+from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.attention_layers import attention_layers, kv_cache_specs
 from penstock.models.interface import LanguageModel
 from penstock.observability.units import format_bytes
@@ -30,6 +34,7 @@ from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.base import WorkerBase
 from penstock.worker.capabilities import check_options
+from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import (
     MemoryPlan,
     StepMemory,
@@ -38,6 +43,9 @@ from penstock.worker.memory_plan import (
     runner_state_bytes,
 )
 from penstock.worker.profile import measure_step_memory
+from penstock.worker.profiler import create_profiler
+from penstock.worker.reload import config_of_replacement, load_replacement
+from penstock.worker.update_config import updated_config
 
 logger = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
@@ -49,6 +57,9 @@ class Worker(WorkerBase):
     def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
         super().__init__(config, parallel)
         check_options(config)
+        # Options for the next reload; `config` has those of the weights that serve.
+        self._next_config = config
+        self._profiler = create_profiler(config.profiler, parallel)
         self._device: Device | None = None
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
@@ -130,8 +141,9 @@ class Worker(WorkerBase):
         self.device.synchronize()
 
     def execute_model(self, output: SchedulerOutput) -> None:
-        with torch.inference_mode():
-            self.runner.execute_model(output)
+        runner = self.runner
+        with torch.inference_mode(), self._profiler.around_step(output, runner.requests.prefill_length):
+            runner.execute_model(output)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
         with torch.inference_mode():
@@ -147,15 +159,90 @@ class Worker(WorkerBase):
     def check_health(self) -> None:
         self.device.synchronize()
 
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | None:
+        """Begin to record steps, or end it and write the trace, whose path is returned.
+
+        profile_prefix: begins the trace's file name. Raises ConfigError without `profiler_dir`, LifecycleError when
+        a profile is started twice, or stopped without a start.
+        """
+        if is_start:
+            self._profiler.start(profile_prefix)
+            return None
+        self.device.synchronize()
+        return str(self._profiler.stop())
+
+    def update_config(self, overrides: Mapping[str, Mapping[str, Any]]) -> None:
+        """Change options for the next `reload_weights`, by section: `load_config` and `model_config`.
+
+        Raises ConfigError for anything that cannot be changed, and changes nothing then.
+        """
+        self._next_config = updated_config(self._next_config, overrides)
+
+    def reload_weights(self, weights_path: str | None = None) -> None:
+        """Replace the weights by those of a folder or hub id (None: of the same one again), between two steps.
+
+        Takes the model's memory a second time until it is done. What fails leaves the old weights serving. The KV cache
+        is the caller's to reset. Raises ModelError for a model of another kind or shape, CheckpointError for damaged
+        weights, OutOfMemory when there is no room.
+        """
+        device, model = self.device, self.model
+        new = replace(self._next_config, model=config_of_replacement(self._next_config.model, weights_path))
+        try:
+            replacement = load_replacement(
+                self.config.model,
+                new.model,
+                new.load,
+                self.parallel,
+                device,
+                self.dtype.torch_dtype,
+                max_model_len=None if self._runner is None else self._runner.limits.max_model_len,
+                size_bytes=weights_size_bytes(model),
+            )
+        finally:
+            _give_back(device)
+        if new.model.eos_token_ids != self.config.model.eos_token_ids:
+            logger.warning(
+                "%s ends texts with the tokens %s, but this engine goes on ending them with %s, as it was started",
+                new.model.model,
+                sorted(new.model.eos_token_ids),
+                sorted(self.config.model.eos_token_ids),
+            )
+        self._model, self._layers = replacement, attention_layers(replacement)
+        if self._runner is not None:
+            self._runner.model = replacement
+        self.config = self._next_config = new
+        del model
+        _give_back(device)
+        logger.info("Weights reloaded from %s", new.model.folder)
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> list[str]:
+        """Write the weights as they are in memory, for load_format="sharded_state"; returns the files of this rank.
+
+        pattern: their names, with {rank} and {part}. max_size: bytes of a file, unless one tensor is larger.
+        The first rank copies the configuration and the tokenizer too.
+        """
+        folder = Path(path).expanduser()
+        with torch.inference_mode():
+            written = save_sharded_state(self.model, folder, self.parallel, pattern or SHARDED_STATE_PATTERN, max_size)
+        if self.rank == 0:
+            copy_model_files(self.config.model.folder, folder)
+        return [str(file) for file in written]
+
+    def get_model_inspection(self) -> str:
+        """The model's modules as a tree of text, with sizes, dtypes and how each multiplies."""
+        return inspect_model(self.model)
+
     def shutdown(self) -> None:
+        self._profiler.shutdown()
         self._runner = None
         self._model = None
         self._layers = {}
-        gc.collect()
-        if self._device is not None:
-            self._device.synchronize()
-            self._device.empty_cache()
-            self._device = None
+        device, self._device = self._device, None
+        if device is None:
+            gc.collect()
+        else:
+            device.synchronize()
+            _give_back(device)
 
     @property
     def device(self) -> Device:
@@ -210,6 +297,11 @@ class Worker(WorkerBase):
                 self.config.device.attention_backend,
                 self.config.sampling,
             )
+
+
+def _give_back(device: Device) -> None:
+    gc.collect()
+    device.empty_cache()
 
 
 def _seed_everything(seed: int) -> None:

@@ -8,7 +8,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -80,14 +80,18 @@ class TransformersForCausalLM(CausalLM):
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return self._names.slots(self._tensors())
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
+    ) -> None:
         """As any model's; then check on the loaded model that it can run this way.
 
         Raises CheckpointError for weights that do not fit, UnsupportedModel for a model that cannot.
         """
         restore_weights(self)
-        slots = self.checkpoint_slots()
-        load_into_slots(slots, self._names.ignorable, self._names.renamed(weights, slots.__contains__))
+        if slots is None:
+            slots = self.checkpoint_slots()
+            weights = self._names.renamed(weights, slots.__contains__)
+        load_into_slots(slots, self._names.ignorable, weights)
         device = next(self.parameters()).device
         try:
             check_locality(self._run, attention_layers(self), self._model_config.vocab_size, device)

@@ -1,0 +1,31 @@
+"""What a profile of the worker records, and where its traces go."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from penstock.config.checks import check_flag
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerConfig:
+    """profiler_dir: folder for traces; None forbids profiling.
+    profiler_use_gzip: compress the traces, to about a tenth.
+    profiler_record_shapes, profiler_with_memory, profiler_with_stack: record tensor shapes, allocations, and Python
+        source lines too. Each makes the profiled steps slower.
+    """
+
+    profiler_dir: str | os.PathLike[str] | None = None
+    profiler_use_gzip: bool = True
+    profiler_record_shapes: bool = False
+    profiler_with_memory: bool = False
+    profiler_with_stack: bool = False
+
+    def __post_init__(self) -> None:
+        is_name = isinstance(self.profiler_dir, (str, os.PathLike)) and bool(os.fspath(self.profiler_dir))
+        if self.profiler_dir is not None and not is_name:
+            raise ConfigError(f"profiler_dir={self.profiler_dir!r} is not valid. Allowed: the name of a folder.")
+        for name in ("profiler_use_gzip", "profiler_record_shapes", "profiler_with_memory", "profiler_with_stack"):
+            check_flag(name, getattr(self, name))

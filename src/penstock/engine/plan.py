@@ -1,0 +1,246 @@
+"""The memory of an engine that is not running: the arithmetic of `worker/memory_plan.py` without a worker.
+
+Reads `config.json` and the headers of the weight files. Imports no torch, so that it takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import EngineConfig, env
+from penstock.config.load import SHARDED_STATE
+from penstock.config.resolve import resolve_metadata_folder
+from penstock.contract import KVCacheConfig
+from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype
+from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, memory_limit
+from penstock.device.nvml import gpu_memory
+from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
+from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
+from penstock.loader.headers import TensorHeader, read_all_headers, read_headers
+from penstock.loader.weight_files import parts_of_rank, what_is_there
+from penstock.models.shape import ModelShape, read_shape
+from penstock.observability.units import format_bytes
+from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
+from penstock.worker.estimate import (
+    PROCESS_BYTES,
+    LayerTraits,
+    count_parameters,
+    estimate_step,
+    estimate_weights,
+    weights_of_shape,
+)
+from penstock.worker.memory_plan import MemoryPlan, check_plan, choose_memory_fraction, runner_state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """memory: the arithmetic, as the worker would print it. kv_bytes_per_token: in all layers together, where none has
+    a window. concurrency: requests of `max_model_len` tokens at once. num_tokens: in requests of that length.
+    """
+
+    model: str
+    architecture: str
+    device: str
+    dtype: DtypeChoice
+    shape: ModelShape
+    num_parameters: int
+    memory: MemoryPlan
+    block_size: int
+    kv_bytes_per_token: int
+    kv_cache: KVCacheConfig
+    max_model_len: int
+    num_tokens: int
+    concurrency: float
+
+    def table(self) -> str:
+        """All of it, for a person to check."""
+        return "\n".join(
+            [*self._model_lines(), "", "Memory", self.memory.table(), "", "KV cache", *self._cache_lines()]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes."""
+        memory = asdict(self.memory)
+        memory |= {"budget": self.memory.budget, "left_for_kv_cache": self.memory.left_for_kv_cache}
+        return {
+            "model": self.model,
+            "architecture": self.architecture,
+            "device": self.device,
+            "dtype": self.dtype.name,
+            "num_parameters": self.num_parameters,
+            "max_model_len": self.max_model_len,
+            "memory": memory,
+            "kv_cache": {
+                "bytes": self.kv_cache.size_bytes,
+                "bytes_per_token": self.kv_bytes_per_token,
+                "block_size": self.block_size,
+                "num_blocks": self.kv_cache.num_blocks,
+                "num_tokens": self.num_tokens,
+                "num_full_length_requests": round(self.concurrency, 2),
+            },
+        }
+
+    def _model_lines(self) -> list[str]:
+        shape = self.shape
+        windows = sum(window is not None for window in shape.windows)
+        layers = f"{shape.num_layers} layers" + (f" ({windows} with a window)" if windows else "")
+        return [
+            f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters, {layers}",
+            f"on {self.device} in {self.dtype.name} ({self.dtype.reason})",
+        ]
+
+    def _cache_lines(self) -> list[str]:
+        shape = self.shape
+        per_token = (
+            f"2 x {shape.num_kv_heads} heads x {shape.head_size} x {shape.num_layers} layers in {self.dtype.name}"
+        )
+        rows = [
+            ("size", format_bytes(self.kv_cache.size_bytes), ""),
+            ("per token", format_bytes(self.kv_bytes_per_token), per_token),
+            ("blocks", f"{self.kv_cache.num_blocks:,}", f"of {self.block_size} tokens, one of them empty"),
+            ("tokens that fit", f"{self.num_tokens:,}", ""),
+            ("full-length requests", f"{self.concurrency:,.1f}", f"of {self.max_model_len:,} tokens, at once"),
+        ]
+        return [f"  {name:<34}  {value:>10}  {note}".rstrip() for name, value, note in rows]
+
+
+def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> EnginePlan:
+    """Plan an engine with these options (those of `EngineConfig.create`) on this machine, as it is now.
+
+    Of a hub id that is not in the local cache, the configuration and the headers are fetched, and no weights.
+    Raises OutOfMemory when the engine could not start, and what reading the model raises.
+    """
+    folder, hub_headers = _find_model(model, revision)
+    config = EngineConfig.create(str(folder), **options)
+    device = _choose_device(config.device.device)
+    choose_dtype = choose_cuda_dtype if device == "cuda" else choose_cpu_dtype
+    dtype = choose_dtype(config.model.dtype, config.model.checkpoint_dtype)
+    shape = read_shape(config.model)
+    headers = hub_headers or _headers(config, shape)
+    num_parameters = count_parameters(headers, shape)
+    traits = LayerTraits.read(headers)
+    memory = _plan_memory(config, shape, traits, num_parameters, dtype.name, device)
+    specs = shape.kv_cache_specs(config.cache.block_size, dtype.name)
+    kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
+    try:
+        check_plan(memory)
+        max_model_len = choose_max_model_len(config, specs, memory)
+        kv_cache = size_kv_cache(config, specs, memory, max_model_len)
+    except OutOfMemory as error:
+        raise OutOfMemory(f"{error}\n  A token takes {format_bytes(kv_bytes_per_token)} of KV cache.") from error
+    limits = {"max_model_len": max_model_len, "max_num_batched_tokens": config.scheduler.max_num_batched_tokens}
+    return EnginePlan(
+        model=model,
+        architecture=config.model.architecture,
+        device=device,
+        dtype=dtype,
+        shape=shape,
+        num_parameters=num_parameters,
+        memory=memory,
+        block_size=config.cache.block_size,
+        kv_bytes_per_token=kv_bytes_per_token,
+        kv_cache=kv_cache,
+        max_model_len=max_model_len,
+        num_tokens=num_tokens_that_fit(kv_cache, **limits),
+        concurrency=max_concurrency(kv_cache, **limits),
+    )
+
+
+def _find_model(model: str, revision: str | None) -> tuple[Path, dict[str, TensorHeader] | None]:
+    """The folder with the model's configuration, and its headers if the weights are not there but on the hub."""
+    folder, is_on_hub = resolve_metadata_folder(model, revision)
+    if not is_on_hub or read_headers(folder) is not None:
+        return folder, None
+    if env.hub_is_offline():
+        raise ModelNotFound(
+            f"model={model!r}: its weight files are not in the local hub cache, and the network is forbidden "
+            "(HF_HUB_OFFLINE), so their headers cannot be read."
+        )
+    return folder, _fetch_headers(model, revision)
+
+
+def _fetch_headers(model: str, revision: str | None) -> dict[str, TensorHeader]:
+    """The headers of the safetensors files of a hub id, fetched by themselves."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:
+        metadata = HfApi().get_safetensors_metadata(model, revision=revision)
+    except NotASafetensorsRepoError as error:
+        raise CheckpointError(
+            f"model={model!r} has no safetensors files on the hub, and the headers of others cannot be fetched by "
+            "themselves. Download it, and plan for the folder."
+        ) from error
+    except (HfHubHTTPError, SafetensorsParsingError, OSError) as error:
+        raise ModelNotFound(f"model={model!r}: the headers of its weights cannot be fetched: {error}") from error
+    return {
+        name: TensorHeader(str(tensor.dtype), tuple(tensor.shape))
+        for file in metadata.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
+
+
+def _headers(config: EngineConfig, shape: ModelShape) -> Mapping[str, TensorHeader]:
+    folder, load = config.model.folder, config.load
+    if load.load_format == "dummy":
+        return weights_of_shape(shape)
+    if load.load_format == SHARDED_STATE:
+        parts = parts_of_rank(folder, load.sharded_state_pattern, rank=0)
+        headers: dict[str, TensorHeader] | None = read_all_headers(parts[number] for number in sorted(parts)) or None
+    else:
+        headers = read_headers(folder, load.load_format)
+    if headers is None:
+        raise CheckpointError(
+            f"There are no weights to plan for (load_format={load.load_format!r}). {what_is_there(folder)}"
+        )
+    return headers
+
+
+def _choose_device(requested: str) -> str:
+    if requested != "auto":
+        return requested
+    return "cuda" if gpu_memory() is not None else "cpu"
+
+
+def _plan_memory(
+    config: EngineConfig, shape: ModelShape, traits: LayerTraits, num_parameters: int, dtype: str, device: str
+) -> MemoryPlan:
+    limit = _memory_of(device)
+    scheduler, cache = config.scheduler, config.cache
+    wanted = config.model.max_model_len
+    max_model_len = wanted if isinstance(wanted, int) else config.model.longest_context
+    step = estimate_step(
+        shape,
+        traits,
+        num_tokens=scheduler.max_num_batched_tokens,
+        num_rows=scheduler.max_num_seqs,
+        dtype=dtype,
+        device=device,
+    )
+    return MemoryPlan(
+        total=limit.total_bytes,
+        free_at_start=limit.free_bytes,
+        fraction=choose_memory_fraction(
+            cache.memory_fraction, DEFAULT_MEMORY_FRACTION[device], free=limit.free_bytes, total=limit.total_bytes
+        ),
+        process=PROCESS_BYTES[device],
+        weights=estimate_weights(num_parameters, shape, dtype, device, config.model.longest_context),
+        activations=step.activations,
+        sampling=step.sampling,
+        runner_state=runner_state_bytes(scheduler.max_num_seqs, max_model_len, shape.vocab_size),
+        requested_kv_cache=cache.kv_cache_memory_bytes,
+    )
+
+
+def _memory_of(device: str) -> MemoryLimit:
+    if device == "cpu":
+        return memory_limit()
+    memory = gpu_memory()
+    if memory is None:
+        raise UnsupportedFeature(
+            "device='cuda' is not available: no NVIDIA driver, or a torch without CUDA. Use device='cpu'."
+        )
+    return memory

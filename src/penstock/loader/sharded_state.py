@@ -1,0 +1,159 @@
+"""A model's own state on disk: each rank's parameters as they are in memory, so that nothing is split or fused again.
+
+The names are the model's parameter names, not the checkpoint's, and the files of one rank are of no use to another.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from penstock.config.load import SHARDED_STATE_PATTERN, check_sharded_state_pattern
+from penstock.errors import CheckpointError, ConfigError
+from penstock.layers.linear import process_weights_after_loading, restore_weights
+from penstock.layers.weights import WeightSlot
+from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
+from penstock.parallel import ParallelContext
+
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+def state_slots(model: nn.Module) -> dict[str, WeightSlot]:
+    """The tensors of the model's state by name, with what each fills; what layers share is there once.
+
+    The weights must be in their plain form.
+    """
+    slots: dict[str, WeightSlot] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            slots[name] = WeightSlot(tuple(tensor.shape), tensor)
+    return slots
+
+
+def save_sharded_state(
+    model: nn.Module,
+    folder: Path,
+    parallel: ParallelContext,
+    pattern: str = SHARDED_STATE_PATTERN,
+    max_size: int | None = None,
+) -> list[Path]:
+    """Write this rank's state into files of at most `max_size` bytes of tensors (one tensor at least); None: one file.
+
+    Every file appears under its name only when it is complete. Takes no more memory than the model; while it runs the
+    weights are in their plain form, so no step may run.
+    Raises ConfigError for a bad pattern or size, and for a folder that holds such files already.
+    """
+    check_sharded_state_pattern(pattern)
+    if max_size is not None and (not isinstance(max_size, int) or isinstance(max_size, bool) or max_size < 1):
+        raise ConfigError(f"max_size={max_size!r} is not valid. Allowed: a positive number of bytes, or None.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made a folder: {error.strerror}. Give another path.") from error
+    present = parts_of_rank(folder, pattern, parallel.rank)
+    if present:
+        raise ConfigError(f"{folder} holds {present[min(present)].name} already. Give an empty folder.")
+    restore_weights(model)
+    try:
+        tensors = {name: slot.target.detach() for name, slot in state_slots(model).items()}
+        return _write_parts(tensors, folder, parallel, pattern, max_size)
+    finally:
+        process_weights_after_loading(model)
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copy what a model's folder holds besides weights (configuration, tokenizer), so that the target is a model too.
+
+    Files that are there already are kept.
+    """
+    for path in source.iterdir():
+        is_wanted = path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_SUFFIXES)
+        if is_wanted and not (target / path.name).exists():
+            shutil.copyfile(path, target / path.name)
+
+
+def find_sharded_files(folder: Path, pattern: str, parallel: ParallelContext) -> WeightFiles:
+    """This rank's files, in order.
+
+    Raises CheckpointError, naming it, when a part is missing, there are none, or they were saved by another number of
+    ranks.
+    """
+    parts = parts_of_rank(folder, pattern, parallel.rank)
+    if not parts:
+        present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        wanted = pattern.format(rank=parallel.rank, part=0)
+        raise CheckpointError(f"There is no {wanted} (load_format='sharded_state'). The folder holds {present}.")
+    num_parts = max(parts) + 1
+    for number, path in parts.items():
+        metadata = _metadata(path)
+        world_size = metadata.get("world_size", str(parallel.world_size))
+        if world_size != str(parallel.world_size):
+            raise CheckpointError(
+                f"{path} was saved by {world_size} ranks, but there are {parallel.world_size} here. "
+                "Load the checkpoint that it was made from, and save the state again."
+            )
+        saved_parts = int(metadata.get("num_parts", num_parts))
+        if number >= saved_parts:
+            raise CheckpointError(
+                f"{path} is part {number} of a state of {saved_parts} parts, so it belongs to another state. Remove it."
+            )
+        num_parts = max(num_parts, saved_parts)
+    missing = [pattern.format(rank=parallel.rank, part=part) for part in range(num_parts) if part not in parts]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)} of {num_parts} parts. Save the state again.")
+    return WeightFiles(tuple(parts[number] for number in sorted(parts)))
+
+
+def _write_parts(
+    tensors: Mapping[str, Tensor], folder: Path, parallel: ParallelContext, pattern: str, max_size: int | None
+) -> list[Path]:
+    parts = list(_cut(tensors, max_size))
+    written: list[Path] = []
+    for number, names in enumerate(parts):
+        path = folder / pattern.format(rank=parallel.rank, part=number)
+        unfinished = path.with_name(f"{path.name}.tmp")
+        metadata = {
+            "format": "pt",
+            "rank": str(parallel.rank),
+            "world_size": str(parallel.world_size),
+            "num_parts": str(len(parts)),
+        }
+        try:
+            save_file({name: tensors[name].contiguous() for name in names}, unfinished, metadata)
+            os.replace(unfinished, path)
+        except (OSError, SafetensorError) as error:
+            unfinished.unlink(missing_ok=True)
+            raise CheckpointError(f"{path} cannot be written: {error}. Its parts before it are complete.") from error
+        written.append(path)
+    return written
+
+
+def _cut(tensors: Mapping[str, Tensor], max_size: int | None) -> Iterator[list[str]]:
+    """Names in order, cut where the next tensor would exceed the size."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if names and max_size is not None and size + num_bytes > max_size:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += num_bytes
+    if names:
+        yield names
+
+
+def _metadata(path: Path) -> Mapping[str, str]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return file.metadata() or {}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path, error) from error

@@ -1,0 +1,184 @@
+"""Profiles of a worker's steps, as traces that a browser can show (chrome://tracing, https://ui.perfetto.dev)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from penstock.config import ProfilerConfig
+from penstock.contract import SchedulerOutput
+from penstock.errors import ConfigError, LifecycleError
+from penstock.parallel import ParallelContext
+
+logger = logging.getLogger(__name__)
+_NOTHING: AbstractContextManager[None] = nullcontext()
+# How many tokens a request had when the worker took it over, by request id; None if the worker does not hold it.
+PrefillLength = Callable[[str], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What a step runs. A request is in its context phase until every token that it came with is computed."""
+
+    num_context_requests: int
+    num_context_tokens: int
+    num_generation_requests: int
+    num_generation_tokens: int
+
+    @property
+    def label(self) -> str:
+        return (
+            f"execute_context_{self.num_context_requests}({self.num_context_tokens})"
+            f"_generation_{self.num_generation_requests}({self.num_generation_tokens})"
+        )
+
+
+def count_step(output: SchedulerOutput, prefill_length: PrefillLength) -> StepCounts:
+    """Requests and tokens of a step by phase, known to the host before it runs."""
+    in_context = {request.req_id for request in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        length = prefill_length(req_id)
+        if length is not None and num_computed < length:
+            in_context.add(req_id)
+    num_context_tokens = sum(output.num_scheduled_tokens[req_id] for req_id in in_context)
+    return StepCounts(
+        num_context_requests=len(in_context),
+        num_context_tokens=num_context_tokens,
+        num_generation_requests=len(output.num_scheduled_tokens) - len(in_context),
+        num_generation_tokens=output.total_num_scheduled_tokens - num_context_tokens,
+    )
+
+
+class StepProfiler(ABC):
+    """Between `start` and `stop` every step is recorded."""
+
+    @abstractmethod
+    def start(self, prefix: str | None) -> None:
+        """Begin to record. prefix: begins the trace's file name."""
+
+    @abstractmethod
+    def stop(self) -> Path:
+        """End the recording and write it; returns the trace."""
+
+    @abstractmethod
+    def around_step(self, output: SchedulerOutput, prefill_length: PrefillLength) -> AbstractContextManager[None]:
+        """Run a step inside this, so that the trace shows what it ran."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop if need be; harmless when nothing runs."""
+
+
+class NoProfiler(StepProfiler):
+    """Without `profiler_dir`."""
+
+    def start(self, prefix: str | None) -> None:
+        raise _not_configured()
+
+    def stop(self) -> Path:
+        raise _not_configured()
+
+    def around_step(self, output: SchedulerOutput, prefill_length: PrefillLength) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    def shutdown(self) -> None: ...
+
+
+class TorchProfiler(StepProfiler):
+    """torch.profiler, over all threads of this process. Traces are named by prefix, rank and time."""
+
+    def __init__(self, config: ProfilerConfig, parallel: ParallelContext) -> None:
+        assert config.profiler_dir is not None
+        self._config = config
+        self._folder = Path(config.profiler_dir).expanduser()
+        self._rank = f"pp{parallel.pipeline_parallel_rank}_tp{parallel.tensor_parallel_rank}_rank{parallel.rank}"
+        self._profile: profile | None = None
+        self._prefix = ""
+
+    def start(self, prefix: str | None) -> None:
+        """Raises LifecycleError when a profile runs already, ConfigError when no file can be made in the folder."""
+        if self._profile is not None:
+            raise LifecycleError("A profile is running already. Stop it (stop_profile) before the next one starts.")
+        if prefix is not None and (not prefix or Path(prefix).name != prefix):
+            raise ConfigError(f"profile_prefix={prefix!r} is not valid. Allowed: text without slashes.")
+        self._make_folder()
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise LifecycleError(
+                "torch's profiler is in use in this process, by another engine or by other code, and records one "
+                "profile at a time. Stop that one first."
+            )
+        started = self._new_profile()
+        started.start()
+        self._profile, self._prefix = started, f"{prefix}_" if prefix else ""
+        logger.info("Profiling into %s", self._folder)
+
+    def stop(self) -> Path:
+        """Raises LifecycleError when no profile runs."""
+        if self._profile is None:
+            raise LifecycleError("No profile is running: start_profile must come first (or the worker was restarted).")
+        stopped, self._profile = self._profile, None
+        stopped.stop()
+        suffix = ".gz" if self._config.profiler_use_gzip else ""
+        path = self._folder / f"{self._prefix}{self._rank}.{time.time_ns()}.pt.trace.json{suffix}"
+        stopped.export_chrome_trace(str(path))
+        logger.info("Profile written to %s", path)
+        return path
+
+    def around_step(self, output: SchedulerOutput, prefill_length: PrefillLength) -> AbstractContextManager[None]:
+        if self._profile is None:
+            return _NOTHING
+        return record_function(count_step(output, prefill_length).label)
+
+    def shutdown(self) -> None:
+        if self._profile is None:
+            return
+        try:
+            self.stop()
+        except Exception:
+            # Logged and not raised: a worker that ends must give back the rest too.
+            logger.exception("The profile that was running could not be written")
+
+    def _make_folder(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            probe = self._folder / f".{self._rank}.probe"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"profiler_dir={str(self._folder)!r} cannot be written to: {error.strerror}. Give another folder."
+            ) from error
+
+    def _new_profile(self) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        return profile(
+            activities=activities,
+            record_shapes=self._config.profiler_record_shapes,
+            profile_memory=self._config.profiler_with_memory,
+            with_stack=self._config.profiler_with_stack,
+            # Whoever asks for the profile need not be the thread that runs the steps.
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        )
+
+
+def create_profiler(config: ProfilerConfig, parallel: ParallelContext) -> StepProfiler:
+    """The profiler that the options ask for."""
+    return NoProfiler() if config.profiler_dir is None else TorchProfiler(config, parallel)
+
+
+def _not_configured() -> ConfigError:
+    return ConfigError(
+        "Profiling is not configured: profiler_dir is not set. Start the engine with profiler_dir='FOLDER' "
+        "(--option profiler_dir=FOLDER), then call start_profile and stop_profile around what is to be recorded."
+    )

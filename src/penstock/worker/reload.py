@@ -1,0 +1,105 @@
+"""New weights for a running worker: a second model is built beside the one that serves, then takes its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from penstock.config import LoadConfig, ModelConfig
+from penstock.config.resolve import resolve_model_folder
+from penstock.device import Device
+from penstock.errors import ModelError, OutOfMemory
+from penstock.loader.loader import build_model, load_model
+from penstock.models.attention_layers import attention_layers
+from penstock.models.causal_lm import CausalLM
+from penstock.observability.units import format_bytes
+from penstock.parallel import ParallelContext
+
+_DIFFERENCES_SHOWN = 4
+
+
+def config_of_replacement(current: ModelConfig, weights_path: str | None) -> ModelConfig:
+    """The configuration of the model that a reload takes its weights from; None reads the same folder again.
+
+    A folder without config.json holds weights for the present configuration. The tokenizer and all options stay.
+    """
+    if weights_path is None:
+        weights_path = current.model
+    folder = resolve_model_folder(weights_path)
+    if not (folder / "config.json").exists():
+        return replace(current, model=weights_path, folder=folder)
+    loaded = ModelConfig.load(weights_path)
+    return replace(
+        current,
+        model=weights_path,
+        folder=folder,
+        hf_config=loaded.hf_config,
+        generation_config=loaded.generation_config,
+    )
+
+
+def load_replacement(
+    current: ModelConfig,
+    new: ModelConfig,
+    load_config: LoadConfig,
+    parallel: ParallelContext,
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int | None,
+    size_bytes: int,
+) -> CausalLM:
+    """A model with the new weights that can take the place of the current one.
+
+    Needs `size_bytes` (the model's memory once more) until the old one is dropped. max_model_len: the longest context
+    that is being served, if any. Raises ModelError when the new model is of another kind or shape, OutOfMemory when
+    there is no room for it, CheckpointError for weights that are damaged or do not fit.
+    """
+    _check_same_shape(current, new, parallel)
+    if max_model_len is not None and new.longest_context < max_model_len:
+        raise ModelError(
+            f"{new.model} was made for {new.longest_context} positions (max_position_embeddings), but this engine "
+            f"serves {max_model_len}. Create a new engine for it."
+        )
+    free = device.memory_snapshot().free
+    if size_bytes > free:
+        raise OutOfMemory(
+            f"Reloading keeps the old weights until the new ones are complete, which takes {format_bytes(size_bytes)} "
+            f"more, but only {format_bytes(free)} are free. Create a new engine instead, or give the KV cache less."
+        )
+    return load_model(new, load_config, parallel, device.torch_device, dtype)
+
+
+def _check_same_shape(current: ModelConfig, new: ModelConfig, parallel: ParallelContext) -> None:
+    """Raise ModelError unless both configurations describe models of the same kind, parameters and attention."""
+    if new.architecture != current.architecture:
+        raise ModelError(
+            f"{new.model} has the architecture {new.architecture}, but this engine runs {current.architecture}. "
+            "Create a new engine for it."
+        )
+    before, after = (_shape_of(build_model(config, parallel)) for config in (current, new))
+    differences = [
+        f"{name} (was {before.get(name, 'not there')}, would be {after.get(name, 'not there')})"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+    if new.vocab_size != current.vocab_size:
+        differences.insert(0, f"vocab_size (was {current.vocab_size}, would be {new.vocab_size})")
+    if differences:
+        shown = "; ".join(differences[:_DIFFERENCES_SHOWN])
+        raise ModelError(
+            f"The config.json of {new.model} describes a model of another shape than the one that serves: {shown} "
+            f"({len(differences)} differences in all). Create a new engine for it."
+        )
+
+
+def _shape_of(model: nn.Module) -> dict[str, str]:
+    shape = {name: str(list(parameter.shape)) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, layer in attention_layers(model).items():
+        shape[name] = (
+            f"{layer.num_heads} heads, {layer.num_kv_heads} KV heads of {layer.head_size}, "
+            f"window {layer.sliding_window}"
+        )
+    return shape
