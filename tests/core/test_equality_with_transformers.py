@@ -190,6 +190,18 @@ def test_preemption_under_a_tiny_kv_cache(model: tuple[Any, Path], async_schedul
     core.close()
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_context_used_to_its_last_position(model: tuple[Any, Path], async_scheduling: bool) -> None:
+    oracle, folder = model
+    core = make_core(folder, max_model_len=48, async_scheduling=async_scheduling, block_size=5)
+    prompts = random_prompts([20, 47, 1], VOCAB_SIZE, seed=8)
+    results = run(core, prompts, [greedy(48 - len(prompt), logprobs=1) for prompt in prompts])
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(prompt) + len(result.tokens) == 48
+        assert_greedy_continuation(oracle, prompt, result)
+    core.close()
+
+
 def _barely_enough(folder: Path, options: dict[str, Any]) -> int:
     """Bytes of a KV cache for little more than one request of the longest length."""
     core = make_core(folder, **options)
