@@ -356,6 +356,26 @@ def test_abort_ends_samples_that_have_not_started_too(held: tuple[AsyncEngine, H
     assert_nothing_is_left(engine, core)
 
 
+def test_abort_before_the_first_step_starts_no_sample(held: tuple[AsyncEngine, HeldCore]) -> None:
+    engine, core = held
+
+    async def check() -> RequestOutput:
+        other = asyncio.create_task(collect(engine, [9, 11]))
+        await until(lambda: core.num_steps == 1, "the first step hangs")
+        task = asyncio.create_task(collect(engine, params=SamplingParams(n=3, max_tokens=20), request_id="mine"))
+        await asyncio.sleep(0)
+        abort = asyncio.create_task(engine.abort("mine"))
+        await asyncio.sleep(0)
+        core.allow(1000)
+        await asyncio.gather(other, abort)
+        return (await task)[-1]
+
+    output = asyncio.run(check())
+    assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 3
+    assert [request.req_id for request in core.added[1:]] == ["mine#0"]
+    assert_nothing_is_left(engine, core)
+
+
 def test_a_stop_string_ends_the_request_in_the_core(engine: AsyncEngine, core: FakeCore) -> None:
     ids = engine.get_tokenizer().encode("the lazy dog", add_special_tokens=False)
     core.tokens = lambda request, position: ids[position % len(ids)]
@@ -427,21 +447,21 @@ def test_a_second_request_of_the_same_name_is_refused_and_the_first_goes_on(
     assert_nothing_is_left(engine, core)
 
 
-def test_a_late_cancellation_does_not_end_the_next_request_of_that_name(
+def test_leaving_after_the_end_does_not_end_the_next_request_of_that_name(
     held: tuple[AsyncEngine, HeldCore],
 ) -> None:
     engine, core = held
 
     async def reuse() -> RequestOutput:
-        short = engine.generate(PROMPT, SamplingParams(max_tokens=1), "mine")
+        short = engine.generate(PROMPT, SamplingParams(max_tokens=2), "mine")
         first = asyncio.ensure_future(anext(short))
         core.allow(1)
-        await until(lambda: core.added and not core.running, "the first request has ended")
+        assert not (await first).finished
+        core.allow(1)
+        await until(lambda: core.num_steps == 2 and not core.running, "the first request has ended")
         settle(engine)
         task = asyncio.create_task(collect(engine, request_id="mine"))
         await until(lambda: len(core.added) == 2, "the second request runs")
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
         await short.aclose()
         core.allow(1000)
         return (await task)[-1]
@@ -492,6 +512,7 @@ def test_a_dead_core_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore],
     with pytest.raises(EngineDead, match=str(cause)):
         asyncio.run(engine.reset_prefix_cache())
     asyncio.run(engine.abort("anything"))
+    engine.shutdown()
     assert core.num_closes == 1
 
 
