@@ -297,8 +297,8 @@ def test_a_cancelled_task_ends_its_request_and_no_other(engine: AsyncEngine, cor
         return (await other)[-1]
 
     assert asyncio.run(cancel_one()).finished
-    assert core.aborted == ["victim"]
     assert_nothing_is_left(engine, core)
+    assert core.aborted == ["victim"]
 
 
 def test_an_event_loop_that_is_closed_leaves_no_request(held: tuple[AsyncEngine, HeldCore]) -> None:
@@ -384,8 +384,8 @@ def test_a_stop_string_ends_the_request_in_the_core(engine: AsyncEngine, core: F
     assert outputs[-1].outputs[0].text == "the "
     assert outputs[-1].outputs[0].stop_reason == "lazy"
     assert all("l" not in output.outputs[0].text for output in outputs)
-    assert core.aborted == [outputs[-1].request_id]
     assert_nothing_is_left(engine, core)
+    assert core.aborted == [outputs[-1].request_id]
 
 
 @pytest.mark.parametrize(
