@@ -20,7 +20,14 @@ from penstock.models.attention_layers import attention_layers
 from penstock.models.causal_lm import CausalLM
 from support.checkpoints import VOCAB_SIZE, edit_config, load_config, oracle_logits, save_checkpoint, tiny_model
 from support.plain_attention import sequence_logits
-from support.transformers_models import FAMILIES, load, save_for_fallback, tiny_transformers_model
+from support.transformers_models import (
+    FAMILIES,
+    WIDER,
+    load,
+    save_for_fallback,
+    tiny_transformers_model,
+    wider_overrides,
+)
 
 _RANDOM = random.Random(0)
 SEQUENCES = [[_RANDOM.randrange(VOCAB_SIZE) for _ in range(length)] for length in (23, 1, 60, 7)]
@@ -45,6 +52,13 @@ def windows(model: CausalLM) -> list[int | None]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     oracle = tiny_family(name)
+    assert_matches(load(save_for_fallback(oracle, tmp_path)), oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("class_name", WIDER)
+def test_logits_of_many_more_equal_transformers(tmp_path: Path, class_name: str) -> None:
+    oracle = tiny_transformers_model(class_name, **wider_overrides(class_name))
     assert_matches(load(save_for_fallback(oracle, tmp_path)), oracle)
 
 

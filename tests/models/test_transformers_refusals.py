@@ -97,3 +97,9 @@ def test_a_model_that_counts_positions_by_itself_is_refused_once_it_is_loaded(tm
     model = tiny_transformers_model("BartForCausalLM", is_encoder_decoder=False, decoder_layers=2, d_model=64)
     with pytest.raises(UnsupportedModel, match="by other ways than attention"):
         load(save_for_fallback(model, tmp_path))
+
+
+def test_a_model_whose_positions_do_not_count_from_0_is_refused_once_it_is_loaded(tmp_path: Path) -> None:
+    model = tiny_transformers_model("RobertaForCausalLM", is_decoder=True, pad_token_id=1, bos_token_id=0)
+    with pytest.raises(UnsupportedModel, match="positions do not count from 0"):
+        load(save_for_fallback(model, tmp_path))

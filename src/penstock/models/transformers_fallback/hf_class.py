@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -47,12 +50,21 @@ def read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel]
             "supported yet. Take a checkpoint in float32, bfloat16 or float16."
         )
     try:
-        return model_class.config_class.from_dict(dict(model_config.hf_config))
+        return model_class.config_class.from_dict(_decode_floats(model_config.hf_config))
     except Exception as error:
         raise ModelError(
             f"config.json of {model_config.model} is not one that Transformers {transformers.__version__} takes for "
             f"{model_class.__name__}: {error}"
         ) from error
+
+
+def _decode_floats(value: Any) -> Any:
+    """Numbers that JSON lacks, such as infinity, which Transformers writes as an object with one field."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decode_floats(one) for name, one in value.items()}
+    return [_decode_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:

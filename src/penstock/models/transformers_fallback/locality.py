@@ -1,7 +1,7 @@
 """A check on the loaded model that tokens reach each other through the paged attention and by no other way.
 
 A trial run without weights sees every call of the attention interface, but not what else a model may mix tokens with:
-a convolution, a recurrent state, positions that it counts by itself.
+a convolution, a recurrent state, positions that it counts by itself. Nor does it see from where positions count.
 
 Suffixes: T tokens, H query heads, K KV heads, D head size.
 """
@@ -9,7 +9,8 @@ Suffixes: T tokens, H query heads, K KV heads, D head size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from penstock.models.transformers_fallback.interface import Attends
 from penstock.models.transformers_fallback.refusal import CannotRun
 
 # Token and position of each row. (1, 1) and (2, 2) come twice, among other tokens and in other places.
+# The first four are a text from its beginning.
 _TOKENS = (0, 1, 2, 3, 4, 2, 1, 5)
 _POSITIONS = (0, 1, 2, 3, 0, 2, 1, 3)
 _TWINS = ((1, 6), (2, 5))
+_NUM_FROM_BEGINNING = 4
 # Difference of twins, relative to their size: rounding in one product of eight rows is far below this.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -42,30 +45,48 @@ class LocalAttention:
         return (mixed_TKD.repeat_interleave(group, 1) * (1 + 0.5 * query_TH1)).to(query_THD.dtype)
 
 
-def check_locality(
-    forward: Callable[[Tensor, Tensor, Attends], Tensor], layers: Iterable[str], vocab_size: int, device: torch.device
-) -> None:
-    """Raises CannotRun when a token's hidden state depends on other tokens although attention does not mix them, or
-    when a layer does not attend exactly once.
+class Forward(Protocol):
+    """The model's forward pass."""
 
-    forward: hidden states [T, D] from token ids, positions and what attention layers attend over.
+    def __call__(self, input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
+        """Hidden states [T, D]. Without positions, the model numbers the tokens as it sees fit."""
+
+
+def check_locality(
+    forward: Forward, layers: Iterable[str], *, vocab_size: int, pad_token_id: int | None, device: torch.device
+) -> None:
+    """Raises CannotRun when a token's hidden state depends on other tokens although attention does not mix them, when
+    a layer does not attend exactly once, or when positions do not count from 0.
+
     layers: the names of all attention layers.
     """
     attention = LocalAttention()
-    tokens = torch.tensor([token * 7919 % vocab_size for token in _TOKENS], device=device)
+    tokens_T = _spread_tokens(vocab_size, pad_token_id).to(device)
+    positions_T = torch.tensor(_POSITIONS, device=device)
     with torch.inference_mode():
         try:
-            hidden_TD = forward(tokens, torch.tensor(_POSITIONS, device=device), attention)
+            hidden_TD = forward(tokens_T, positions_T, attention)
+            beginning_TD = forward(tokens_T[:_NUM_FROM_BEGINNING], None, LocalAttention())
         except Exception as error:
             raise CannotRun(f"a run of {len(_TOKENS)} tokens failed ({type(error).__name__}: {error})") from error
         wrong = {name: attention.calls[name] for name in layers if attention.calls[name] != 1}
         if wrong:
             raise CannotRun(f"some layers do not attend exactly once in a forward pass: {wrong}")
-        for one, other in _TWINS:
-            size = hidden_TD[one].float().abs().max()
-            difference = (hidden_TD[one] - hidden_TD[other]).float().abs().max()
-            # A comparison that NaN does not fail: what weights of NaN lead to is not this check's concern.
-            if bool(difference > _TOLERANCE.get(hidden_TD.dtype, 5e-2) * size):
-                raise CannotRun(
-                    "its tokens depend on each other, or on their place in a batch, by other ways than attention"
-                )
+        if any(_differ(hidden_TD[one], hidden_TD[other]) for one, other in _TWINS):
+            raise CannotRun(
+                "its tokens depend on each other, or on their place in a batch, by other ways than attention"
+            )
+        if _differ(hidden_TD[:_NUM_FROM_BEGINNING], beginning_TD):
+            raise CannotRun("its positions do not count from 0, or depend on which tokens a text has")
+
+
+def _spread_tokens(vocab_size: int, pad_token_id: int | None) -> Tensor:
+    """[T], different ones all over the vocabulary; none is padding, which some models treat as no token."""
+    usable = [token for token in range(min(vocab_size, 4096)) if token != pad_token_id]
+    return torch.tensor([usable[token * 7919 % len(usable)] for token in _TOKENS])
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """By more than rounding. NaN does not differ from anything: what weights of NaN lead to is no concern here."""
+    difference = (one - other).float().abs().max()
+    return bool(difference > _TOLERANCE.get(one.dtype, 5e-2) * one.float().abs().max())

@@ -58,6 +58,7 @@ class TransformersForCausalLM(CausalLM):
         try:
             model = _build(model_config)
             self._names = CheckpointNames(model)
+            self._pad_token_id = getattr(model.config.get_text_config(), "pad_token_id", None)
             with buffers_on_meta(model):
                 trial = run_trial(model, model_config.longest_context)
                 model.set_attn_implementation(PAGED)
@@ -94,15 +95,20 @@ class TransformersForCausalLM(CausalLM):
         load_into_slots(slots, self._names.ignorable, weights)
         device = next(self.parameters()).device
         try:
-            check_locality(self._run, attention_layers(self), self._model_config.vocab_size, device)
+            check_locality(
+                self._run,
+                attention_layers(self),
+                vocab_size=self._model_config.vocab_size,
+                pad_token_id=self._pad_token_id,
+                device=device,
+            )
         except CannotRun as reason:
             raise self._refusal(reason) from reason
 
-    def _run(self, input_ids_T: Tensor, positions_T: Tensor, context: Attends) -> Tensor:
+    def _run(self, input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
+        position_ids = None if positions_T is None else positions_T.unsqueeze(0)
         with self._slot.holding(context):
-            output = self.backbone(
-                input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
-            )
+            output = self.backbone(input_ids=input_ids_T.unsqueeze(0), position_ids=position_ids, use_cache=False)
         return output[0][0]  # type: ignore[no-any-return]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
