@@ -238,6 +238,13 @@ def test_low_precision_gives_float32_logits_close_to_transformers(
         assert error < 0.05 * logits.std()
 
 
+def test_what_a_configuration_says_about_a_models_output_does_not_matter(tmp_path: Path) -> None:
+    oracle = tiny_family("granite")
+    save_for_fallback(oracle, tmp_path)
+    config = edit_config(tmp_path, return_dict=False, use_cache=True, output_hidden_states=True)
+    assert_matches(load(dataclasses.replace(config, model_impl="transformers")), oracle)
+
+
 LONGROPE_PARAMETERS = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.models.transformers_fallback.refusal import CannotRun
@@ -22,14 +22,15 @@ def create_buffers(model: PreTrainedModel) -> None:
     Those that checkpoints hold stay uninitialised. Raises CannotRun, naming it, for another one that gets no value.
     """
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    # A submodel's own class knows its modules best, and `modules` lists it after the model around it.
     for owner in reversed(owners):
         for name, module in owner.named_modules():
-            made = _make_empty(module)
-            if made:
-                _initialise(owner, module)
-            for buffer in made:
-                value = getattr(module, buffer)
-                if value.is_floating_point() and value.isnan().any():
+            empty = [buffer for buffer, value in module.named_buffers(recurse=False) if value.is_meta]
+            if not empty:
+                continue
+            first, second = (_initialise(owner, module, empty, fill) for fill in (0, 1))
+            for buffer in empty:
+                if buffer in module._non_persistent_buffers_set and not torch.equal(first[buffer], second[buffer]):
                     raise CannotRun(f"its class gives the buffer {name}.{buffer} no value outside of a checkpoint")
 
 
@@ -80,22 +81,11 @@ def _check_longrope(rope_type: Any, module: nn.Module, layer_type: str | None, m
         )
 
 
-def _make_empty(module: nn.Module) -> list[str]:
-    """Names of the module's buffers that had no memory and that no checkpoint holds; now full of NaN."""
-    made = []
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        if not buffer.is_meta:
-            continue
-        empty = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-        if buffer.is_floating_point():
-            empty.fill_(float("nan"))
-        setattr(module, name, empty)
-        if name not in module._non_persistent_buffers_set:
-            continue
-        made.append(name)
-    return made
-
-
-def _initialise(owner: PreTrainedModel, module: nn.Module) -> None:
+def _initialise(owner: PreTrainedModel, module: nn.Module, buffers: list[str], fill: int) -> dict[str, Tensor]:
+    """The values that the class of `owner` gives these buffers, which before are full of `fill`."""
+    for name in buffers:
+        value: Tensor = getattr(module, name)
+        setattr(module, name, torch.full(value.shape, fill, dtype=value.dtype, device="cpu"))
     with torch.device("cpu"), torch.no_grad():
         owner._init_weights(module)
+    return {name: getattr(module, name).clone() for name in buffers}

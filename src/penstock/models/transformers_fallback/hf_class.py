@@ -50,12 +50,16 @@ def read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel]
             "supported yet. Take a checkpoint in float32, bfloat16 or float16."
         )
     try:
-        return model_class.config_class.from_dict(_decode_floats(model_config.hf_config))
+        config = model_class.config_class.from_dict(_decode_floats(model_config.hf_config))
     except Exception as error:
         raise ModelError(
             f"config.json of {model_config.model} is not one that Transformers {transformers.__version__} takes for "
             f"{model_class.__name__}: {error}"
         ) from error
+    # What it returns, whatever the file says.
+    config.return_dict, config.use_cache = True, False
+    config.output_hidden_states, config.output_attentions = False, False
+    return config
 
 
 def _decode_floats(value: Any) -> Any:

@@ -62,6 +62,8 @@ class TransformersForCausalLM(CausalLM):
             with buffers_on_meta(model):
                 trial = run_trial(model, model_config.longest_context)
                 model.set_attn_implementation(PAGED)
+                if trial.vocab_size != model_config.vocab_size:
+                    raise CannotRun(f"its logits are {trial.vocab_size}, not vocab_size={model_config.vocab_size}")
                 self._backbone_name = trial.backbone
                 self.backbone, self.head = take_backbone(
                     model, trial.backbone, trial.output_type, trial.hidden_size, trial.vocab_size
@@ -132,10 +134,15 @@ def _build(model_config: ModelConfig) -> PreTrainedModel:
     model_class = find_hf_class(model_config)
     config = read_hf_config(model_config, model_class)
     refuse_unsuitable(model_class, config)
-    with torch.device("meta"):
-        model = model_class._from_config(config, attn_implementation=TRIAL, dtype=torch.float32)
-    model.eval().requires_grad_(False)
-    create_buffers(model)
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config, attn_implementation=TRIAL, dtype=torch.float32)
+        model.eval().requires_grad_(False)
+        create_buffers(model)
+    except CannotRun:
+        raise
+    except Exception as error:
+        raise CannotRun(f"Transformers cannot build it ({type(error).__name__}: {error})") from error
     asked = model_config.max_model_len
     fix_rotary_frequencies(model, asked if isinstance(asked, int) else model_config.longest_context)
     return model

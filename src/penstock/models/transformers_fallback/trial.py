@@ -109,6 +109,8 @@ def run_trial(model: PreTrainedModel, longest_context: int) -> TrialResult:
             raise CannotRun(
                 f"a trial run without weights failed ({type(error).__name__}: {_first_line(error)})"
             ) from error
+    if getattr(output, "logits", None) is None:
+        raise CannotRun("it returns no logits")
     backbone = _find_backbone(recorder, input_ids, position_ids)
     return TrialResult(
         backbone=backbone.name,
