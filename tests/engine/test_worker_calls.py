@@ -94,10 +94,14 @@ def test_the_inspection_is_a_tree_with_sizes_dtypes_and_methods(llm: LLM) -> Non
     assert lines[0].startswith("LlamaForCausalLM  ")
     assert "  model: DecoderModel" in lines[1]
     (embedding,) = [line for line in lines if "embed_tokens" in line]
-    assert embedding.strip() == "embed_tokens: VocabEmbedding  weight [1536, 192] float32  1.12 MiB"
+    assert embedding.strip().startswith("embed_tokens: VocabEmbedding  weight ")
+    assert "(tied)" in embedding
     (head,) = [line for line in lines if "lm_head" in line]
     assert "192 -> 1536, " in head
-    assert "Method, tied" in head
+    assert "Method, packed [1536, 192] float32, weight " in head
+    assert "(tied)" in head
+    (norm,) = [line for line in lines if line.startswith("    norm: ")]
+    assert norm.strip() == "norm: RMSNorm  weight [192] float32  768 bytes"
     # Six layers of one form are shown once.
     assert len([line for line in lines if "DecoderLayer" in line]) == 1
     assert "0-5 (6 alike): DecoderLayer" in "\n".join(lines)
