@@ -82,7 +82,7 @@ def _wrap_stages(session: Session, clock: StageClock) -> None:
     clock.wrap(runner.model, "compute_logits", "logits")
     clock.wrap(runner.sampler, "sample", "sampling")
     clock.wrap(core.scheduler, "update_from_output", "scheduler update")
-    clock.wrap(session._output_processor, "process", "detokenise and outputs")
+    clock.wrap(session._dispatcher._processor, "process", "detokenise and outputs")
     clock.wrap(session, "_turn", "whole step", ends_step=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine.interrupts import InterruptAfterwards
+from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +80,58 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert errors == []
+
+
+def test_an_interrupt_in_a_step_waits_for_its_end() -> None:
+    interrupts = InterruptsBetweenSteps()
+    with interrupts:
+        interrupts.begin_step()
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.end_step()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_between_steps_does_not_wait() -> None:
+    interrupts = InterruptsBetweenSteps()
+    with interrupts:
+        interrupts.begin_step()
+        interrupts.end_step()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        interrupts.begin_step()
+        interrupts.end_step()
+
+
+def test_a_second_interrupt_in_a_step_does_not_wait() -> None:
+    interrupts = InterruptsBetweenSteps()
+    with interrupts:
+        interrupts.begin_step()
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        interrupts.end_step()
+
+
+def test_loops_may_end_in_another_order_than_they_began() -> None:
+    first, second = InterruptsBetweenSteps(), InterruptsBetweenSteps()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    second.__exit__(None, None, None)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_a_loop_in_another_thread_is_left_alone() -> None:
+    def work() -> None:
+        with InterruptsBetweenSteps() as interrupts:
+            interrupts.begin_step()
+            interrupts.end_step()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

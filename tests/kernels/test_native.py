@@ -144,3 +144,24 @@ def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are() -
     with pytest.raises(ConfigError, match=r"PENSTOCK_CPU_KERNELS='mmx'.*auto, torch.*generic"):
         load_native_kernels("mmx")
     assert load_native_kernels("torch") is None
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 9, 40])
+@pytest.mark.parametrize("size", [1, 7, 8, 33, 1536])
+def test_argmax_is_the_first_of_the_largest(kernels: NativeKernels, num_rows: int, size: int) -> None:
+    x_RV = torch.randn(num_rows, size).round()  # rounded, so that many are equal
+    index_R, failed_R = kernels.argmax(x_RV)
+    assert index_R.tolist() == x_RV.numpy().argmax(axis=-1).tolist()
+    assert not failed_R.any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 5, 16, 18])
+def test_argmax_fails_where_the_largest_is_not_finite(kernels: NativeKernels, bad: float, place: int) -> None:
+    x_RV = torch.randn(3, 19)
+    x_RV[1, place] = bad
+    x_RV[2, :] = -float("inf")
+    index_R, failed_R = kernels.argmax(x_RV)
+    assert failed_R.tolist() == [False, True, True]
+    assert index_R[1] == place
+    assert 0 <= index_R[2] < 19

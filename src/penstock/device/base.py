@@ -95,7 +95,10 @@ class Device(ABC):
 
     @abstractmethod
     def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
-        """Begin to copy the tensors' present contents to the host; work queued later does not delay the copy."""
+        """Begin to copy the tensors to the host; work queued later does not delay the copy.
+
+        Nobody may write to them any more: a device that shares the host's memory hands them over as they are.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

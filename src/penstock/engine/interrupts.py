@@ -38,3 +38,51 @@ class InterruptAfterwards:
         signal.signal(signal.SIGINT, self._handler)
         if self._frames:
             self._handler(signal.SIGINT, self._frames[0])
+
+
+class InterruptsBetweenSteps:
+    """For a loop of steps within its `with` block: a SIGINT during a step is acted on when the step is done.
+
+    Installed once for the whole loop, since that takes as long as much of a step's bookkeeping. Between steps, and for
+    a second SIGINT during one, everything is as without it. Does nothing where `InterruptAfterwards` does nothing.
+    """
+
+    __slots__ = ("_handler", "_is_in_step", "_waiting")
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        self._is_in_step = False
+        self._waiting: list[FrameType | None] = []
+
+    def __enter__(self) -> InterruptsBetweenSteps:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def begin_step(self) -> None:
+        self._is_in_step = True
+
+    def end_step(self) -> None:
+        """Act on the SIGINT that came during the step, if one did."""
+        self._is_in_step = False
+        if self._waiting:
+            self._handler(signal.SIGINT, self._waiting.pop())
+
+    def _take(self, _number: int, frame: FrameType | None) -> None:
+        if self._is_in_step and not self._waiting:
+            self._waiting.append(frame)
+            return
+        self._waiting.clear()
+        self._handler(signal.SIGINT, frame)
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._handler is None or threading.current_thread() is not threading.main_thread():
+            return
+        # Another handler may have been put on top, and may call this one still.
+        if signal.getsignal(signal.SIGINT) == self._take:
+            signal.signal(signal.SIGINT, self._handler)

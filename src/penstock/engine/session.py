@@ -12,7 +12,7 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.dispatcher import Core, Dispatcher, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest, InputProcessor, Prompt, located
-from penstock.engine.interrupts import InterruptAfterwards
+from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
 from penstock.engine.output_processor import Progress
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, LifecycleError
@@ -72,14 +72,15 @@ class Session:
         unfinished: set[str] = set()
         try:
             self._admit(requests, inbox, unfinished)
-            while unfinished:
-                if not inbox:
-                    self._turn(inbox)
-                while inbox:
-                    progress = inbox.popleft()
-                    if progress.finished:
-                        unfinished.discard(progress.req_id)
-                    yield progress
+            with InterruptsBetweenSteps() as interrupts:
+                while unfinished:
+                    if not inbox:
+                        self._turn(inbox, interrupts)
+                    while inbox:
+                        progress = inbox.popleft()
+                        if progress.finished:
+                            unfinished.discard(progress.req_id)
+                        yield progress
         finally:
             if unfinished:
                 self._abandon(unfinished)
@@ -120,12 +121,15 @@ class Session:
                 self._dispatcher.admit(request, prompt, inbox)
                 admitted.add(request.req_id)
 
-    def _turn(self, inbox: deque[Progress]) -> None:
+    def _turn(self, inbox: deque[Progress], interrupts: InterruptsBetweenSteps) -> None:
         """One step of the core, whose outputs go to everyone's inboxes."""
         with self._lock:
             self._check_open()
-            with InterruptAfterwards():
+            interrupts.begin_step()
+            try:
                 self._dispatcher.step()
+            finally:
+                interrupts.end_step()
             if not inbox and not self._core.has_unfinished_requests():
                 raise EngineDead("The engine has nothing left to do, but a request has not ended. This is a defect.")
 

@@ -69,9 +69,7 @@ class AsyncOutput:
         return ModelRunnerOutput(
             step_id=self.step_id,
             req_ids=self._req_ids,
-            sampled_token_ids=[
-                [token] if count else [] for token, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)
-            ],
+            sampled_token_ids=_token_lists(sampled, num_sampled),
             logprobs=_to_lists(LogprobsTensors(*logprobs)) if self._has_logprobs else None,
             prompt_logprobs={} if self._prompt_logprobs is None else self._prompt_logprobs.by_request(),
             errors=self._errors | self._failed(num_sampled, failures),
@@ -101,6 +99,14 @@ class EmptyOutput:
 
     def get_output(self, timeout_s: float) -> ModelRunnerOutput:
         return ModelRunnerOutput(step_id=self.step_id, errors=self._errors)
+
+
+def _token_lists(sampled: Tensor, num_sampled: Tensor) -> list[list[int]]:
+    """A list per request: its token, or nothing if it sampled none."""
+    tokens: list[list[int]] = sampled.unsqueeze(1).tolist()
+    if not num_sampled.numpy().all():
+        tokens = [row if count else [] for row, count in zip(tokens, num_sampled.tolist(), strict=True)]
+    return tokens
 
 
 def _to_lists(logprobs: LogprobsTensors) -> LogprobsLists:

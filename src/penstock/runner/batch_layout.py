@@ -37,6 +37,12 @@ class BatchLayout:
     token_offset: Tensor
     logits_indices: Tensor
 
+    def last_rows(self, per_token: Tensor) -> Tensor:
+        """The rows of each actual request's last token, of something that has one per token of the step."""
+        if per_token.shape[0] == self.plan.num_reqs:
+            return per_token  # every request has one token, and none is padding
+        return per_token.index_select(0, self.logits_indices)
+
 
 def lay_out_batch(
     device: Device, requests: RequestStates, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from penstock.attention import StepGeometry
@@ -61,8 +62,7 @@ class BatchBuilder:
 
     def _geometry(self, layout: BatchLayout, positions: Tensor, seq_lens: Tensor) -> tuple[StepGeometry, ...]:
         plan = layout.plan
-        computed_upper_bound = self._requests.num_computed_tokens_upper_bound[layout.slots_np]
-        max_seq_len = int((computed_upper_bound + layout.counts_np).max(initial=0))
+        max_seq_len = self._max_seq_len_upper_bound(layout)
         geometries = []
         for group, block_size in enumerate(self._block_tables.block_sizes):
             table = self._block_tables.table(group)
@@ -84,3 +84,9 @@ class BatchBuilder:
                 )
             )
         return tuple(geometries)
+
+    def _max_seq_len_upper_bound(self, layout: BatchLayout) -> int:
+        if not layout.req_ids:
+            return 0
+        computed = self._requests.num_computed_tokens_upper_bound[layout.slots_np]
+        return int(np.add(computed, layout.counts_np, out=computed).max())

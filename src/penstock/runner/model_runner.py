@@ -121,7 +121,7 @@ class ModelRunner:
             return EmptyOutput(grammar.step_id, step.errors)
         batch = step.batch
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
-        logits = self.model.compute_logits(step.hidden.index_select(0, batch.layout.logits_indices))
+        logits = self.model.compute_logits(batch.layout.last_rows(step.hidden))
         rows = self._logits_rows(batch)
         sampled = self.sampler.sample(logits, rows)
         num_sampled = self._kernels.count_sampled(
@@ -148,7 +148,7 @@ class ModelRunner:
         return LogitsRows(
             slots=batch.layout.idx_mapping[: batch.layout.plan.num_reqs],
             slots_np=batch.layout.slots_np,
-            positions=batch.positions.index_select(0, batch.layout.logits_indices),
+            positions=batch.layout.last_rows(batch.positions),
         )
 
     def _advance(self, batch: InputBatch, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:

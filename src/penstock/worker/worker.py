@@ -142,15 +142,15 @@ class Worker(WorkerBase):
 
     def execute_model(self, output: SchedulerOutput) -> None:
         runner = self.runner
-        with torch.inference_mode(), self._profiler.around_step(output, runner.requests.prefill_length):
+        with torch.no_grad(), self._profiler.around_step(output, runner.requests.prefill_length):
             runner.execute_model(output)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
-        with torch.inference_mode():
+        with torch.no_grad():
             return self.runner.sample_tokens(grammar)
 
     def execute_dummy_batch(self) -> None:
-        with torch.inference_mode():
+        with torch.no_grad():
             run_dummy_batch(self.runner, num_tokens=1, num_reqs=1)
 
     def get_model(self) -> LanguageModel:
@@ -222,7 +222,7 @@ class Worker(WorkerBase):
         The first rank copies the configuration and the tokenizer too.
         """
         folder = Path(path).expanduser()
-        with torch.inference_mode():
+        with torch.no_grad():
             written = save_sharded_state(self.model, folder, self.parallel, pattern or SHARDED_STATE_PATTERN, max_size)
         if self.rank == 0:
             copy_model_files(self.config.model.folder, folder)
@@ -287,7 +287,7 @@ class Worker(WorkerBase):
 
     def _measure_step(self, limits: RunnerLimits) -> StepMemory:
         profiled = replace(limits, max_model_len=min(limits.max_model_len, limits.max_num_tokens + 1))
-        with torch.inference_mode():
+        with torch.no_grad():
             return measure_step_memory(
                 self.device,
                 self.language_model,

@@ -219,6 +219,25 @@ class NativeKernels:
             torch.get_num_threads(),
         )
 
+    def argmax(self, x_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """The first of each row's largest values, int64 [R], and where that is not finite, bool [R].
+
+        What is not a number counts as largest. x is contiguous, with one column at least.
+        """
+        num_rows, size = x_RV.shape
+        index_R = torch.empty(num_rows, dtype=torch.int64)
+        failed_R = torch.empty(num_rows, dtype=torch.bool)
+        self._module.argmax(
+            self._index,
+            x_RV.data_ptr(),
+            index_R.data_ptr(),
+            failed_R.data_ptr(),
+            num_rows,
+            size,
+            torch.get_num_threads(),
+        )
+        return index_R, failed_R
+
 
 def available_instruction_sets() -> list[InstructionSet]:
     """What was built and this processor can run, best first; empty when nothing was built."""

@@ -96,6 +96,15 @@ struct RowsArgs {
   int num_threads;
 };
 
+// The first of each row's largest values; failed where that is not finite, as what is not a number counts as largest.
+struct ArgmaxArgs {
+  const float* x;  // [rows][size]
+  int64_t* index;  // [rows]
+  bool* failed;    // [rows]
+  int64_t rows, size;
+  int num_threads;
+};
+
 struct Kernels {
   const char* name;
   // Weights are packed in panels of so many output features: [panel][in_features][panel width].
@@ -108,6 +117,7 @@ struct Kernels {
   void (*rms_norm)(const NormArgs&);
   void (*silu_and_mul)(const GateArgs&);
   void (*rotary)(const RotaryArgs&);
+  void (*argmax)(const ArgmaxArgs&);
 };
 
 // nullptr where the library was built for another architecture.

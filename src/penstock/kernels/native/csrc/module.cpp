@@ -220,6 +220,19 @@ PyObject* rotary(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->rotary, a) : nullptr;
 }
 
+PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const Kernels* kernels = in.kernels();
+  ArgmaxArgs a;
+  a.x = in.pointer<const float>();
+  a.index = in.pointer<int64_t>();
+  a.failed = in.pointer<bool>();
+  a.rows = in.size();
+  a.size = in.size();
+  a.num_threads = in.integer();
+  return in.are_good() ? run(kernels->argmax, a) : nullptr;
+}
+
 PyObject* gather_step_inputs(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   GatherArgs a;
@@ -301,6 +314,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(rms_norm),
     PENSTOCK_FUNCTION(silu_and_mul),
     PENSTOCK_FUNCTION(rotary),
+    PENSTOCK_FUNCTION(argmax),
     PENSTOCK_FUNCTION(gather_step_inputs),
     PENSTOCK_FUNCTION(compute_slot_mapping),
     PENSTOCK_FUNCTION(count_sampled),

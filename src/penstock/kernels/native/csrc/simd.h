@@ -33,10 +33,8 @@ PENSTOCK_INLINE Vec load(const uint16_t* from) {
 
 PENSTOCK_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
-PENSTOCK_INLINE Vec splat(float x) {
-  Vec v = {};
-  return v + x;
-}
+// Subtracting zero changes nothing, not even the sign of a zero, so compilers leave only the broadcast of it.
+PENSTOCK_INLINE Vec splat(float x) { return x - Vec{}; }
 
 // Where one of the two is not a number, the result is the second.
 PENSTOCK_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
