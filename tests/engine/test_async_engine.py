@@ -111,8 +111,19 @@ def test_deltas_add_up_to_the_whole(engine: AsyncEngine) -> None:
     assert "".join(delta.outputs[0].text for delta in deltas) == whole.outputs[0].text
 
 
-def test_only_the_final_output_comes_when_asked(engine: AsyncEngine) -> None:
-    (output,) = asyncio.run(collect(engine, output_kind=RequestOutputKind.FINAL_ONLY))
+def test_only_the_final_output_comes_when_asked(held: tuple[AsyncEngine, HeldCore]) -> None:
+    engine, core = held
+
+    async def check() -> list[RequestOutput]:
+        task = asyncio.create_task(collect(engine, output_kind=RequestOutputKind.FINAL_ONLY))
+        for num_steps in range(1, 5):
+            await until(lambda num_steps=num_steps: core.num_steps == num_steps, "a step hangs")
+            await asyncio.sleep(0.01)
+            core.allow(1)
+        core.allow(1000)
+        return await task
+
+    (output,) = asyncio.run(check())
     assert output.finished
     assert len(output.outputs[0].token_ids) == 8
 
@@ -534,6 +545,22 @@ def test_shutdown_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore]) ->
     assert core.num_closes == 1
     with pytest.raises(LifecycleError, match="shut down"):
         asyncio.run(collect(engine))
+
+
+def test_what_was_asked_for_too_late_is_told_so(held: tuple[AsyncEngine, HeldCore]) -> None:
+    engine, core = held
+
+    async def ask_too_late() -> None:
+        task = asyncio.create_task(collect(engine))
+        await until(lambda: core.num_steps == 1, "the first step hangs")
+        engine._thread.stop()
+        late = asyncio.create_task(engine.reset_prefix_cache())
+        await asyncio.sleep(0)
+        core.allow(1)
+        results = await asyncio.wait_for(asyncio.gather(task, late, return_exceptions=True), timeout=20)
+        assert [type(result) for result in results] == [LifecycleError, LifecycleError]
+
+    asyncio.run(ask_too_late())
 
 
 def test_a_core_that_does_not_start_is_the_constructors_error(config: EngineConfig) -> None:
