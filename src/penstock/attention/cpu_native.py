@@ -43,13 +43,11 @@ class CpuNativeBackend(AttentionBackend):
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
         if metadata.num_actual_tokens == 0:
             return torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
-        key_cache, value_cache = kv_cache.unbind(0)
         output_THD = NATIVE.attention(
             query_THD,
             key_TKD,
             value_TKD,
-            key_cache,
-            value_cache,
+            kv_cache,
             metadata.query_start_loc,
             metadata.seq_lens,
             metadata.block_table,

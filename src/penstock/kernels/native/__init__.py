@@ -123,8 +123,7 @@ class NativeKernels:
         query_THD: Tensor,
         key_TKD: Tensor,
         value_TKD: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        kv_cache: Tensor,
         query_start_loc: Tensor,
         seq_lens: Tensor,
         block_table: Tensor,
@@ -137,8 +136,9 @@ class NativeKernels:
     ) -> Tensor:
         """Write the step's keys and values, then attend causally: [T, H, D], rows of padding are zero.
 
-        key_cache: [blocks, K, D, block_size]. value_cache: [blocks, K, block_size, D]. query_start_loc, seq_lens and
-        block_table are int32 and contiguous but for the table's rows; heads of the step's tensors lie side by side.
+        kv_cache: [2, blocks, K, block_size, D]; its first half, the keys, is really [blocks, K, D, block_size].
+        query_start_loc, seq_lens and block_table are int32 and contiguous but for the table's rows; heads of the step's
+        tensors lie side by side.
         """
         num_tokens, num_heads, head_size = query_THD.shape
         out_THD = torch.empty(num_tokens, num_heads, head_size)
@@ -150,8 +150,8 @@ class NativeKernels:
             key_TKD.stride(0),
             value_TKD.data_ptr(),
             value_TKD.stride(0),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
+            kv_cache.data_ptr(),
+            kv_cache.data_ptr() + kv_cache.stride(0) * kv_cache.element_size(),
             query_start_loc.data_ptr(),
             seq_lens.data_ptr(),
             block_table.data_ptr(),

@@ -10,54 +10,122 @@ constexpr int64_t kQueryRows = 24;
 constexpr int64_t kTilePositions = 64;
 constexpr float kMinusInfinity = -__builtin_inff();
 
-// out[i][.] += sum over k of x[i][k] * w[k][.], for R rows and V vectors.
-template <int R, int V>
-static __attribute__((noinline)) void accumulate(const float* x, int64_t x_stride, const float* w, int64_t w_stride,
-                                                 int64_t depth, float* out, int64_t out_stride, bool from_zero) {
-  Vec sum[R][V];
-  for (int i = 0; i < R; ++i)
-    for (int v = 0; v < V; ++v) sum[i][v] = from_zero ? Vec{} : load(out + i * out_stride + v * kLanes);
-  for (int64_t k = 0; k < depth; ++k) {
-    Vec wk[V];
-    for (int v = 0; v < V; ++v) wk[v] = load(w + k * w_stride + v * kLanes);
+// Positions of a tile that lie one after the other in memory: `count` of them, from `offset` in the tile.
+struct Segment {
+  const float* values;
+  int64_t offset, count;
+};
+
+// Scores of R rows with B blocks of keys, V vectors of positions each: out[i][.] = sum over d of x[i][d] * keys[d][.].
+//
+// Few rows take two blocks at once: a single chain of additions per vector would wait for itself.
+template <int R, int B, int V>
+static __attribute__((noinline)) void score(const float* x, const float* const* keys, int64_t block_size, int64_t size,
+                                            float* const* out, int64_t out_stride) {
+  Vec sum[R][B][V] = {};
+  for (int64_t d = 0; d < size; ++d) {
+    Vec key[B][V];
+    for (int b = 0; b < B; ++b)
+      for (int v = 0; v < V; ++v) key[b][v] = load(keys[b] + d * block_size + v * kLanes);
     for (int i = 0; i < R; ++i) {
-      const Vec xi = splat(x[i * x_stride + k]);
-      for (int v = 0; v < V; ++v) sum[i][v] += xi * wk[v];
+      const Vec xi = splat(x[i * size + d]);
+      for (int b = 0; b < B; ++b)
+        for (int v = 0; v < V; ++v) sum[i][b][v] += xi * key[b][v];
     }
   }
   for (int i = 0; i < R; ++i)
-    for (int v = 0; v < V; ++v) store(out + i * out_stride + v * kLanes, sum[i][v]);
+    for (int b = 0; b < B; ++b)
+      for (int v = 0; v < V; ++v) store(out[b] + i * out_stride + v * kLanes, sum[i][b][v]);
 }
 
-template <int V>
-PENSTOCK_INLINE void accumulate_rows(int64_t rows, const float* x, int64_t x_stride, const float* w, int64_t w_stride,
-                                     int64_t depth, float* out, int64_t out_stride, bool from_zero) {
-  for (; rows >= 6; rows -= 6, x += 6 * x_stride, out += 6 * out_stride)
-    accumulate<6, V>(x, x_stride, w, w_stride, depth, out, out_stride, from_zero);
-  switch (rows) {
-    case 5: return accumulate<5, V>(x, x_stride, w, w_stride, depth, out, out_stride, from_zero);
-    case 4: return accumulate<4, V>(x, x_stride, w, w_stride, depth, out, out_stride, from_zero);
-    case 3: return accumulate<3, V>(x, x_stride, w, w_stride, depth, out, out_stride, from_zero);
-    case 2: return accumulate<2, V>(x, x_stride, w, w_stride, depth, out, out_stride, from_zero);
-    case 1: return accumulate<1, V>(x, x_stride, w, w_stride, depth, out, out_stride, from_zero);
-    default: return;
+template <int B, int V>
+PENSTOCK_INLINE void score_rows(int64_t rows, const float* x, const float* const* keys, int64_t block_size,
+                                int64_t size, float* const* out, int64_t out_stride) {
+  float* at[B];
+  for (int b = 0; b < B; ++b) at[b] = out[b];
+  while (rows > 0) {
+    // Two blocks of more than three rows would not fit into the registers.
+    const int64_t now = rows < (B == 1 ? 6 : 3) ? rows : (B == 1 ? 6 : 3);
+    switch (now) {
+      case 1: score<1, B, V>(x, keys, block_size, size, at, out_stride); break;
+      case 2: score<2, B, V>(x, keys, block_size, size, at, out_stride); break;
+      case 3: score<3, B, V>(x, keys, block_size, size, at, out_stride); break;
+      case 4: score<B == 1 ? 4 : 1, B, V>(x, keys, block_size, size, at, out_stride); break;
+      case 5: score<B == 1 ? 5 : 1, B, V>(x, keys, block_size, size, at, out_stride); break;
+      default: score<B == 1 ? 6 : 1, B, V>(x, keys, block_size, size, at, out_stride); break;
+    }
+    rows -= now;
+    x += now * size;
+    for (int b = 0; b < B; ++b) at[b] += now * out_stride;
   }
 }
 
-// Rows of any width: in pairs of vectors, then one vector, then single elements.
-static void accumulate_wide(int64_t rows, const float* x, int64_t x_stride, const float* w, int64_t w_stride,
-                            int64_t depth, float* out, int64_t out_stride, int64_t width, bool from_zero) {
-  int64_t column = 0;
-  for (; column + 2 * kLanes <= width; column += 2 * kLanes)
-    accumulate_rows<2>(rows, x, x_stride, w + column, w_stride, depth, out + column, out_stride, from_zero);
-  for (; column + kLanes <= width; column += kLanes)
-    accumulate_rows<1>(rows, x, x_stride, w + column, w_stride, depth, out + column, out_stride, from_zero);
-  for (; column < width; ++column)
+// Scores of one block in widths that are not whole pairs of vectors.
+static void score_columns(int64_t rows, const float* x, const float* keys, int64_t block_size, int64_t first,
+                          int64_t size, float* out, int64_t out_stride) {
+  for (int64_t column = first; column < block_size; ++column)
     for (int64_t i = 0; i < rows; ++i) {
-      float sum = from_zero ? 0.0f : out[i * out_stride + column];
-      for (int64_t k = 0; k < depth; ++k) sum += x[i * x_stride + k] * w[k * w_stride + column];
+      float sum = 0.0f;
+      for (int64_t d = 0; d < size; ++d) sum += x[i * size + d] * keys[d * block_size + column];
       out[i * out_stride + column] = sum;
     }
+}
+
+// out[i][.] += sum over positions of weights[i][position] * values[position][.], for R rows and V vectors.
+template <int R, int V>
+static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const Segment* segments,
+                                            int num_segments, int64_t column, int64_t size, float* out) {
+  Vec sum[R][V];
+  for (int i = 0; i < R; ++i)
+    for (int v = 0; v < V; ++v) sum[i][v] = load(out + i * size + column + v * kLanes);
+  for (int s = 0; s < num_segments; ++s) {
+    const float* values = segments[s].values + column;
+    const float* weight = weights + segments[s].offset;
+    for (int64_t k = 0; k < segments[s].count; ++k) {
+      Vec value[V];
+      for (int v = 0; v < V; ++v) value[v] = load(values + k * size + v * kLanes);
+      for (int i = 0; i < R; ++i) {
+        const Vec wi = splat(weight[i * weights_stride + k]);
+        for (int v = 0; v < V; ++v) sum[i][v] += wi * value[v];
+      }
+    }
+  }
+  for (int i = 0; i < R; ++i)
+    for (int v = 0; v < V; ++v) store(out + i * size + column + v * kLanes, sum[i][v]);
+}
+
+// All columns of R rows: few rows in four vectors at once, then two, then one, then single elements.
+template <int R>
+PENSTOCK_INLINE void weigh_rows(const float* weights, int64_t weights_stride, const Segment* segments,
+                                int num_segments, int64_t size, float* out) {
+  int64_t column = 0;
+  if (R <= 3)
+    for (; column + 4 * kLanes <= size; column += 4 * kLanes)
+      weigh<R, R <= 3 ? 4 : 1>(weights, weights_stride, segments, num_segments, column, size, out);
+  for (; column + 2 * kLanes <= size; column += 2 * kLanes)
+    weigh<R, 2>(weights, weights_stride, segments, num_segments, column, size, out);
+  for (; column + kLanes <= size; column += kLanes)
+    weigh<R, 1>(weights, weights_stride, segments, num_segments, column, size, out);
+  for (; column < size; ++column)
+    for (int i = 0; i < R; ++i)
+      for (int s = 0; s < num_segments; ++s)
+        for (int64_t k = 0; k < segments[s].count; ++k)
+          out[i * size + column] +=
+              weights[i * weights_stride + segments[s].offset + k] * segments[s].values[k * size + column];
+}
+
+static void weigh_all(int64_t rows, const float* weights, int64_t weights_stride, const Segment* segments,
+                      int num_segments, int64_t size, float* out) {
+  for (; rows >= 6; rows -= 6, weights += 6 * weights_stride, out += 6 * size)
+    weigh_rows<6>(weights, weights_stride, segments, num_segments, size, out);
+  switch (rows) {
+    case 5: return weigh_rows<5>(weights, weights_stride, segments, num_segments, size, out);
+    case 4: return weigh_rows<4>(weights, weights_stride, segments, num_segments, size, out);
+    case 3: return weigh_rows<3>(weights, weights_stride, segments, num_segments, size, out);
+    case 2: return weigh_rows<2>(weights, weights_stride, segments, num_segments, size, out);
+    case 1: return weigh_rows<1>(weights, weights_stride, segments, num_segments, size, out);
+    default: return;
+  }
 }
 
 struct AttentionJob {
@@ -129,7 +197,7 @@ PENSTOCK_INLINE void softmax_row(const AttentionArgs& a, float* scores, int64_t 
   mass += sum_lanes(total);
 }
 
-static void attend(const AttentionArgs& a, const AttentionBuffers& b, int64_t request, int64_t kv_head,
+static void attend(const AttentionArgs& a, const AttentionBuffers& buffers, int64_t request, int64_t kv_head,
                    int64_t first_query, int64_t num_queries) {
   const int64_t size = a.head_size, block_size = a.block_size;
   const int64_t group = a.num_heads / a.num_kv_heads, rows = num_queries * group;
@@ -145,50 +213,76 @@ static void attend(const AttentionArgs& a, const AttentionBuffers& b, int64_t re
   for (int64_t q = 0; q < num_queries; ++q)
     for (int64_t g = 0; g < group; ++g) {
       const float* from = a.query + (first_token + q) * a.query_stride + (kv_head * group + g) * size;
-      float* to = b.query + (q * group + g) * size;
+      float* to = buffers.query + (q * group + g) * size;
       for (int64_t d = 0; d < size; ++d) to[d] = from[d] * a.scale;
     }
   for (int64_t row = 0; row < rows; ++row) {
-    b.peak[row] = kMinusInfinity;
-    b.mass[row] = 0.0f;
+    buffers.peak[row] = kMinusInfinity;
+    buffers.mass[row] = 0.0f;
   }
-  for (int64_t i = 0; i < rows * size; ++i) b.sum[i] = 0.0f;
+  for (int64_t i = 0; i < rows * size; ++i) buffers.sum[i] = 0.0f;
 
   for (int64_t start = begin / tile * tile; start < end; start += tile) {
     const int64_t stop = start + tile < end ? start + tile : end;
     const int64_t first_block = (start > begin ? start : begin) / block_size;
-    for (int64_t block = first_block; block * block_size < stop; ++block) {
-      const float* keys = a.key_cache + (blocks[block] * a.num_kv_heads + kv_head) * block_size * size;
-      accumulate_wide(rows, b.query, size, keys, block_size, size, b.scores + block * block_size - start, tile_stride,
-                      block_size, true);
+    const int64_t end_block = (stop + block_size - 1) / block_size;
+    const int64_t paired = rows <= 3 ? 2 : 1;
+    for (int64_t block = first_block; block < end_block;) {
+      const int64_t now = end_block - block < paired ? end_block - block : paired;
+      const float* keys[2];
+      float* scores[2];
+      for (int64_t b = 0; b < now; ++b) {
+        keys[b] = a.key_cache + (blocks[block + b] * a.num_kv_heads + kv_head) * block_size * size;
+        scores[b] = buffers.scores + (block + b) * block_size - start;
+      }
+      int64_t column = 0;
+      for (; column + 2 * kLanes <= block_size; column += 2 * kLanes) {
+        const float* keys_now[2] = {keys[0] + column, keys[now - 1] + column};
+        float* scores_now[2] = {scores[0] + column, scores[now - 1] + column};
+        if (now == 2)
+          score_rows<2, 2>(rows, buffers.query, keys_now, block_size, size, scores_now, tile_stride);
+        else
+          score_rows<1, 2>(rows, buffers.query, keys_now, block_size, size, scores_now, tile_stride);
+      }
+      for (; column + kLanes <= block_size; column += kLanes)
+        for (int64_t b = 0; b < now; ++b) {
+          const float* keys_now[1] = {keys[b] + column};
+          float* scores_now[1] = {scores[b] + column};
+          score_rows<1, 1>(rows, buffers.query, keys_now, block_size, size, scores_now, tile_stride);
+        }
+      for (int64_t b = 0; b < now; ++b)
+        score_columns(rows, buffers.query, keys[b], block_size, column, size, scores[b], tile_stride);
+      block += now;
     }
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t position = first_position + row / group;
       const int64_t seen_from = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
       int64_t from = seen_from > start ? seen_from - start : 0;
       int64_t to = position + 1 < stop ? position + 1 - start : stop - start;
-      float* scores = b.scores + row * tile_stride;
+      float* scores = buffers.scores + row * tile_stride;
       if (from >= to) {  // nothing of this tile is visible
         for (int64_t i = 0; i < tile_stride; ++i) scores[i] = 0.0f;
       } else {
-        softmax_row(a, scores, tile, from, to, b.peak[row], b.mass[row], b.sum + row * size);
+        softmax_row(a, scores, tile, from, to, buffers.peak[row], buffers.mass[row], buffers.sum + row * size);
       }
     }
     // Positions outside begin .. end are not read: what lies there is not this request's, and may not be a number.
-    for (int64_t block = first_block; block * block_size < stop; ++block) {
+    Segment segments[kTilePositions];
+    int num_segments = 0;
+    for (int64_t block = first_block; block < end_block; ++block) {
       const int64_t from = block * block_size > begin ? block * block_size : begin;
       const int64_t to = (block + 1) * block_size < stop ? (block + 1) * block_size : stop;
       const float* values = a.value_cache + (blocks[block] * a.num_kv_heads + kv_head) * block_size * size;
-      accumulate_wide(rows, b.scores + from - start, tile_stride, values + from % block_size * size, size, to - from,
-                      b.sum, size, size, false);
+      segments[num_segments++] = {values + from % block_size * size, from - start, to - from};
     }
+    weigh_all(rows, buffers.scores, tile_stride, segments, num_segments, size, buffers.sum);
   }
   for (int64_t q = 0; q < num_queries; ++q)
     for (int64_t g = 0; g < group; ++g) {
       const int64_t row = q * group + g;
       float* to = a.out + (first_token + q) * a.out_stride + (kv_head * group + g) * size;
-      const float scale = 1.0f / b.mass[row];
-      for (int64_t d = 0; d < size; ++d) to[d] = b.sum[row * size + d] * scale;
+      const float scale = 1.0f / buffers.mass[row];
+      for (int64_t d = 0; d < size; ++d) to[d] = buffers.sum[row * size + d] * scale;
     }
 }
 
