@@ -227,7 +227,7 @@ def _plan_memory(
             cache.memory_fraction, DEFAULT_MEMORY_FRACTION[device], free=limit.free_bytes, total=limit.total_bytes
         ),
         process=PROCESS_BYTES[device],
-        weights=estimate_weights(num_parameters, shape, dtype, device, config.model.longest_context),
+        weights=estimate_weights(num_parameters, shape, dtype, device, max_model_len),
         activations=step.activations,
         sampling=step.sampling,
         runner_state=runner_state_bytes(scheduler.max_num_seqs, max_model_len, shape.vocab_size),

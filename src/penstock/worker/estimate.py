@@ -53,12 +53,12 @@ def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> 
     return num_parameters
 
 
-def estimate_weights(num_parameters: int, shape: ModelShape, dtype: str, device: str, longest_context: int) -> int:
+def estimate_weights(num_parameters: int, shape: ModelShape, dtype: str, device: str, max_model_len: int) -> int:
     """Parameters and buffers in the compute dtype, whatever dtype the checkpoint has."""
     head = shape.vocab_size * shape.hidden_size
     is_packed = device == "cpu" and dtype == "float32" and head >= _MIN_PACKED_ELEMENTS and not _has_native_kernels()
     packed_copy = head if shape.ties_embeddings and is_packed else 0
-    rotary_table = longest_context * shape.rotary_dim * _FLOAT_BYTES
+    rotary_table = max_model_len * shape.rotary_dim * _FLOAT_BYTES
     return (num_parameters + packed_copy) * DTYPE_BYTES[dtype] + rotary_table
 
 
