@@ -136,10 +136,14 @@ def test_processors_come_after_penalties_and_before_temperature() -> None:
     assert found[4] == pytest.approx((float(logits[0, 4]) + 2.0) / 0.5)
 
 
+@pytest.mark.parametrize("max_rows", [2, 5])
 @pytest.mark.parametrize("when", ["apply", "shape", "is_needed"])
-def test_a_processor_that_raises_fails_the_rows_that_make_it_raise(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_raises_fails_the_rows_that_make_it_raise(
+    when: str, max_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Fragile, "when", when)
     driver = HandDriven(logits_processors=(Fragile,))
+    driver.sampler.max_rows = max_rows
     for slot, token in enumerate([11, -1, 12, -1]):
         driver.add(slot, asking("fragile", token), [5])
     driver.add(4, plain(), [5])

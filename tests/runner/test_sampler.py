@@ -286,3 +286,24 @@ def test_all_logprobs_are_a_whole_vocabulary() -> None:
     assert result.token_ids_RN.shape == (2, VOCAB_SIZE + 1)
     expected = torch.log_softmax(raw, dim=-1)
     assert torch.allclose(result.logprobs_RN, expected.gather(-1, result.token_ids_RN), atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(params=st.lists(_params, min_size=3, max_size=10), seed=st.integers(0, 10_000))
+def test_a_batch_that_is_sampled_in_parts_gives_the_same(params: list[SamplingParams], seed: int) -> None:
+    logits = random_logits(len(params), seed)
+    logits[1, 3] = float("nan")
+    results = []
+    for max_rows in (len(params), 2):
+        driver = HandDriven()
+        driver.sampler.max_rows = max_rows
+        for slot, each in enumerate(params):
+            driver.add(slot, each, PROMPT, OUTPUT)
+        results.append(driver.step(range(len(params)), logits))
+    whole, parts = results
+    assert parts.sampled_token_ids.tolist() == whole.sampled_token_ids.tolist()
+    assert parts.failures.tolist() == whole.failures.tolist()
+    assert (parts.logprobs is None) == (whole.logprobs is None)
+    if whole.logprobs is not None and parts.logprobs is not None:
+        for column_of_parts, column in zip(parts.logprobs, whole.logprobs, strict=True):
+            torch.testing.assert_close(column_of_parts, column, rtol=0, atol=1e-6, equal_nan=True)

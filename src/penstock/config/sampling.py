@@ -8,6 +8,10 @@ from penstock.config.checks import check_choice, check_integer
 from penstock.errors import ConfigError
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+_WHOLE_VOCABULARY = -1
+# Logits that are worked on at once: 32 MiB of them, beside which stages hold several times as much.
+_MAX_LOGITS = 1 << 23
+_MAX_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class SamplingConfig:
     reasoning_end_str: str = "</think>"
 
     def __post_init__(self) -> None:
-        if self.max_logprobs != -1:
+        if self.max_logprobs != _WHOLE_VOCABULARY:
             check_integer("max_logprobs", self.max_logprobs, 0)
         check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         object.__setattr__(self, "logits_processors", _listed(self.logits_processors))
@@ -35,6 +39,15 @@ class SamplingConfig:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"{name}={value!r} is not valid. Allowed: a text that is not empty.")
+
+    def most_logprobs(self, vocab_size: int) -> int:
+        """Most likely tokens per position that a request may ask for."""
+        return vocab_size if self.max_logprobs == _WHOLE_VOCABULARY else min(self.max_logprobs, vocab_size)
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Rows of logits that are sampled or reduced at once: memory is bounded whatever the batch and the vocabulary."""
+    return max(1, min(_MAX_ROWS, _MAX_LOGITS // vocab_size))
 
 
 def _listed(value: object) -> tuple[str | type, ...]:

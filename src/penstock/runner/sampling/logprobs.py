@@ -37,14 +37,23 @@ class Logprobs:
         self._num_logprobs[slot] = _NONE
         self._asking_slots.discard(slot)
 
-    def compute(self, raw: Tensor, processed: Tensor, sampled: Tensor, rows: LogitsRows) -> LogprobsTensors | None:
-        """raw, processed: float32 [rows, vocabulary], before and after all stages. sampled: int64 [rows]."""
+    def most(self, rows: LogitsRows) -> int | None:
+        """The most that one of these requests asks for; None where none does."""
         if not self._asking_slots:
             return None
         most = int(self._num_logprobs[rows.slots_np].max(initial=_NONE))
-        if most == _NONE:
+        return None if most == _NONE else most
+
+    def compute(
+        self, raw: Tensor, processed: Tensor, sampled: Tensor, num_logprobs: int | None
+    ) -> LogprobsTensors | None:
+        """raw, processed: float32 [rows, vocabulary], before and after all stages. sampled: int64 [rows].
+
+        num_logprobs: `most` of the step.
+        """
+        if num_logprobs is None:
             return None
-        return top_logprobs(raw if self._is_raw else processed, sampled, most, normalize=self._normalizes)
+        return top_logprobs(raw if self._is_raw else processed, sampled, num_logprobs, normalize=self._normalizes)
 
 
 def count(asked: int, vocab_size: int) -> int:

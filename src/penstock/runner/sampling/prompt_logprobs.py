@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from penstock.config.sampling import rows_at_once
 from penstock.contract import LogprobsLists, SamplingParams
 from penstock.device import Device
 from penstock.device.base import PendingCopy
@@ -22,9 +23,6 @@ from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.sampling.logprobs import count
 
 _NONE = -1
-# Logits that are held at once: 32 MiB of them.
-_MAX_LOGITS = 1 << 23
-_MAX_ROWS = 1024
 # Results beyond this leave the device before more are computed.
 _MAX_RESULTS = 1 << 23
 _POLL_INTERVAL_S = 50e-6
@@ -85,7 +83,7 @@ class PromptLogprobs:
         # Slots whose requests ask; most steps have none.
         self._asking: set[int] = set()
         self._prompt_len = np.zeros(num_slots, dtype=np.int64)
-        self.max_rows = max(1, min(_MAX_ROWS, _MAX_LOGITS // vocab_size))
+        self.max_rows = rows_at_once(vocab_size)
 
     def add_request(self, slot: int, params: SamplingParams, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Take over a new request. One that comes back with output has had its prompt's log-probabilities."""

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.config import SamplingConfig
+from penstock.config.sampling import rows_at_once
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.sampling import LogprobsTensors
@@ -47,7 +49,8 @@ class Sampler:
     """Stages in the field's order: masks and bias, penalties, custom logits processors, then temperature, min-p,
     top-k and top-p, the draw.
 
-    The first group, `shaping`, decides greedy requests too; the second leaves their rows as they are.
+    The first group, `shaping`, decides greedy requests too; the second leaves their rows as they are. A batch of more
+    than `max_rows` is sampled in parts, since stages hold several times their rows' logits.
     token_ids_SL: the runner's table of tokens, int32 [slots, positions].
     Raises ConfigError when a custom logits processor cannot be loaded or made.
     """
@@ -56,6 +59,7 @@ class Sampler:
         self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor, config: SamplingConfig
     ) -> None:
         context = ProcessorContext(device, num_slots, vocab_size, token_ids_SL)
+        self.max_rows = rows_at_once(vocab_size)
         self._custom = CustomProcessors(context, load_logits_processors(config.logits_processors))
         self.shaping: list[SamplingStage] = [
             AllowedTokens(device, num_slots, vocab_size),
@@ -105,6 +109,13 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
         """Choose one token per row from float32 logits [rows, vocabulary], which stay as they are."""
+        num_rows, num_logprobs = logits.shape[0], self._logprobs.most(rows)
+        if num_rows <= self.max_rows:
+            return self._sample(logits, rows, num_logprobs)
+        parts = [slice(start, start + self.max_rows) for start in range(0, num_rows, self.max_rows)]
+        return _join([self._sample(logits[part], rows.part(part), num_logprobs) for part in parts], self.max_rows)
+
+    def _sample(self, logits: Tensor, rows: LogitsRows, num_logprobs: int | None) -> SamplerOutput:
         shaping = self._needed(self.shaping, rows) if self._shaped_slots else []
         stages = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
         processed = logits.clone() if stages else logits
@@ -114,7 +125,7 @@ class Sampler:
         return SamplerOutput(
             sampled_token_ids=sampled,
             failures=find_failures(has_failed, logits if shaping else None),
-            logprobs=self._logprobs.compute(logits, processed, sampled, rows),
+            logprobs=self._logprobs.compute(logits, processed, sampled, num_logprobs),
             errors=self._custom.take_errors(),
         )
 
@@ -127,3 +138,15 @@ class Sampler:
     @staticmethod
     def _needed(stages: list[SamplingStage], rows: LogitsRows) -> list[SamplingStage]:
         return [stage for stage in stages if stage.is_needed(rows.slots_np)]
+
+
+def _join(parts: list[SamplerOutput], rows_per_part: int) -> SamplerOutput:
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    return SamplerOutput(
+        sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
+        failures=torch.cat([part.failures for part in parts]),
+        logprobs=LogprobsTensors(*map(torch.cat, zip(*logprobs, strict=True))) if logprobs else None,
+        errors={
+            index * rows_per_part + row: error for index, part in enumerate(parts) for row, error in part.errors.items()
+        },
+    )

@@ -23,6 +23,10 @@ class LogitsRows:
     slots_np: np.ndarray
     positions: Tensor
 
+    def part(self, which: slice) -> LogitsRows:
+        """Some of the rows, one after another."""
+        return LogitsRows(self.slots[which], self.slots_np[which], self.positions[which])
+
 
 class SamplingStage(ABC):
     """A stage holds its own parameters by slot and is skipped when no request of the step needs it."""
