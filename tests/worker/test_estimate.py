@@ -10,18 +10,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, SamplingConfig
+from penstock.contract import SamplingParams
 from penstock.device.base import PeakMemory
 from penstock.device.cpu import CpuDevice
 from penstock.loader.headers import read_headers
 from penstock.models.shape import read_shape
 from penstock.parallel import ParallelContext
-from penstock.worker.estimate import LayerTraits, estimate_step
+from penstock.runner.sampling.stage import LogitsRows
+from penstock.worker.estimate import LayerTraits, estimate_step, sampling_bytes
+from penstock.worker.memory_plan import StepMemory
 from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
+from support.plain_sampling import HandDriven
 
 NUM_TOKENS, NUM_ROWS = 600, 40
 # Small tensors of a step that no sum here lists: positions, rotations, slots, statistics of norms.
@@ -61,24 +67,65 @@ def _peak_bytes(recorded: profile) -> int:
         ("qwen3", {"intermediate_size": 900, "head_dim": 16}),
     ],
 )
-def test_activations_and_sampling(tmp_path: Path, family: str, changes: dict[str, Any], dtype: str) -> None:
+def test_activations(tmp_path: Path, family: str, changes: dict[str, Any], dtype: str) -> None:
     """Models in which the feed-forward network takes the most, or the attention."""
-    config = tiny_checkpoint(
-        tmp_path, family, hidden_size=128, vocab_size=3000, max_position_embeddings=1024, **changes
+    estimated, measured = estimate_and_measure(tmp_path, family, changes, NUM_TOKENS, NUM_ROWS, dtype=dtype)
+    assert estimated.activations == pytest.approx(measured.activations, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("max_logprobs", [20, -1])
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(100, 200), (NUM_TOKENS, NUM_ROWS)], ids=["sampling", "prompt"])
+def test_logits(tmp_path: Path, num_tokens: int, num_rows: int, max_logprobs: int) -> None:
+    """Where sampling takes the most, or the log-probabilities of a prompt."""
+    estimated, measured = estimate_and_measure(
+        tmp_path, "llama", {}, num_tokens, num_rows, max_logprobs=max_logprobs, dtype="float32"
     )
-    options = {"max_num_seqs": NUM_ROWS, "max_num_batched_tokens": NUM_TOKENS, "max_model_len": NUM_TOKENS + 1}
-    worker = Worker(EngineConfig.create(str(tmp_path), device="cpu", dtype=dtype, **options), ParallelContext())
+    assert estimated.sampling == pytest.approx(measured.sampling, rel=TOLERANCE)
+
+
+def estimate_and_measure(
+    folder: Path, family: str, changes: dict[str, Any], num_tokens: int, num_rows: int, **options: Any
+) -> tuple[StepMemory, StepMemory]:
+    """What libraries take for themselves is no tensor, and is not in the estimate here."""
+    config = tiny_checkpoint(folder, family, hidden_size=128, vocab_size=3000, max_position_embeddings=1024, **changes)
+    options |= {"max_num_seqs": num_rows, "max_num_batched_tokens": num_tokens, "max_model_len": num_tokens + 1}
+    engine = EngineConfig.create(str(folder), device="cpu", **options)
+    worker = Worker(engine, ParallelContext())
     worker.init_device()
     worker.load_model()
     worker._device = CountingDevice(num_threads=1)
-    measured = worker.determine_available_memory()
-    headers = read_headers(tmp_path)
+    plan = worker.determine_available_memory()
+    headers = read_headers(folder)
     assert headers is not None
-    shape, traits = read_shape(config), LayerTraits.read(headers)
-    estimated, idle = (
-        estimate_step(shape, traits, num_tokens=num_tokens, num_rows=NUM_ROWS, dtype=dtype, device="cpu")
-        for num_tokens in (NUM_TOKENS, 0)
+    full, idle = (
+        estimate_step(
+            read_shape(config),
+            LayerTraits.read(headers),
+            num_tokens=tokens,
+            num_rows=num_rows,
+            dtype=options["dtype"],
+            device="cpu",
+            sampling=engine.sampling,
+        )
+        for tokens in (num_tokens, 0)
     )
-    # What libraries take for themselves is no tensor.
-    assert estimated.activations - idle.activations == pytest.approx(measured.activations, rel=TOLERANCE)
-    assert estimated.sampling == pytest.approx(measured.sampling, rel=TOLERANCE)
+    estimated = StepMemory(activations=full.activations - idle.activations, sampling=full.sampling)
+    return estimated, StepMemory(activations=plan.activations, sampling=plan.sampling)
+
+
+@pytest.mark.parametrize("num_logprobs", [20, -1])
+def test_a_batch_that_is_sampled_in_parts_takes_what_a_part_does_and_what_waits(num_logprobs: int) -> None:
+    vocab_size, num_rows, max_rows = 3000, 200, 30
+    driver = HandDriven(vocab_size, num_rows)
+    driver.sampler.max_rows = max_rows
+    params = SamplingParams(temperature=0.7, top_p=0.9, min_p=0.01, seed=0, logprobs=num_logprobs)
+    for slot in range(num_rows):
+        driver.add(slot, params, [5])
+    slots = np.arange(num_rows)
+    rows = LogitsRows(torch.from_numpy(slots), slots, torch.from_numpy(slots))
+    with CountingDevice(num_threads=1).measure_peak() as peak:
+        driver.sampler.sample(torch.zeros(num_rows, vocab_size), rows)
+    config = SamplingConfig(max_logprobs=num_logprobs)
+    estimated = sampling_bytes(vocab_size, num_rows, max_rows, config)
+    assert estimated == pytest.approx(peak.bytes_above_start, rel=TOLERANCE)
+    assert estimated < 0.7 * sampling_bytes(vocab_size, num_rows, num_rows, config)

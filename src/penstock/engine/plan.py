@@ -219,6 +219,7 @@ def _plan_memory(
         num_rows=scheduler.max_num_seqs,
         dtype=dtype,
         device=device,
+        sampling=config.sampling,
     )
     return MemoryPlan(
         total=limit.total_bytes,

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
-from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.kernels.sampling import top_logprobs
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.model_runner import ModelRunner
@@ -52,7 +51,7 @@ def profile_prompt_logprobs(runner: ModelRunner, num_rows: int) -> None:
     device, vocab_size = runner.device, runner.limits.vocab_size
     logits = torch.zeros(num_rows, vocab_size, device=device.torch_device)
     targets = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
-    top_logprobs(logits, targets, _num_profile_logprobs(runner))
+    top_logprobs(logits, targets, runner.sampling.most_logprobs(vocab_size))
 
 
 def num_profile_blocks(num_tokens: int, block_size: int) -> int:
@@ -87,15 +86,9 @@ def _heaviest_params(runner: ModelRunner) -> SamplingParams:
         top_k=50,
         min_p=0.01,
         seed=0,
-        logprobs=_num_profile_logprobs(runner),
+        logprobs=runner.sampling.most_logprobs(runner.limits.vocab_size),
         repetition_penalty=1.1,
         presence_penalty=0.1,
         frequency_penalty=0.1,
         logit_bias={0: 1.0},
     )
-
-
-def _num_profile_logprobs(runner: ModelRunner) -> int:
-    """As many as requests may ask for."""
-    vocab_size, most = runner.limits.vocab_size, runner.sampling.max_logprobs
-    return vocab_size if most == ALL_LOGPROBS else min(most, vocab_size)

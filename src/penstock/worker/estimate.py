@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config import env
+from penstock.config import SamplingConfig, env
+from penstock.config.sampling import rows_at_once
 from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.errors import UnsupportedFeature
 from penstock.loader.headers import TensorHeader
@@ -26,9 +27,15 @@ _HEADS = ("lm_head.weight",)
 # Where kernels.linear packs a float32 weight for oneDNN; a head that is tied to the embedding is then there twice. Our
 # own kernels hold it once.
 _MIN_PACKED_ELEMENTS = 256 * 1024
-# Logits at their fullest moment, the draw: raw and processed ones, probabilities, and these and their running sum in
-# float64.
-_SAMPLING_BYTES_PER_LOGIT = 3 * 4 + 2 * 8
+# Per logit, when the ranks of log-probabilities are counted: what is compared, as bool and as int64.
+_RANK_BYTES = 1 + 8
+# Per logit, at the fullest moment of the stages, which is top-p: raw and processed logits, the sorted ones, their
+# probabilities and running sum, and what is counted, as bool and as int64.
+_SAMPLING_BYTES = 5 * 4 + 1 + 8
+# Per log-probability: its token and logit as found, the same beside the sampled token, and the result.
+_LOGPROB_BYTES = (8 + 4) + (8 + 4) + 4
+# Of these, the token and the result are kept.
+_KEPT_LOGPROB_BYTES = 8 + 4
 # Of a process that has imported torch and what else an engine needs, before it loads a model.
 PROCESS_BYTES = {"cpu": 230 << 20, "cuda": 0}
 # What libraries take at their first product: code, tables and buffers of the CPU's; cuBLAS's workspace.
@@ -56,14 +63,16 @@ def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> 
 def estimate_weights(num_parameters: int, shape: ModelShape, dtype: str, device: str, max_model_len: int) -> int:
     """Parameters and buffers in the compute dtype, whatever dtype the checkpoint has."""
     head = shape.vocab_size * shape.hidden_size
-    is_packed = device == "cpu" and dtype == "float32" and head >= _MIN_PACKED_ELEMENTS and not _has_native_kernels()
-    packed_copy = head if shape.ties_embeddings and is_packed else 0
+    is_packed_by_onednn = device == "cpu" and dtype == "float32" and not _is_native(dtype, device)
+    packed_copy = head if shape.ties_embeddings and is_packed_by_onednn and head >= _MIN_PACKED_ELEMENTS else 0
     rotary_table = max_model_len * shape.rotary_dim * _FLOAT_BYTES
     return (num_parameters + packed_copy) * DTYPE_BYTES[dtype] + rotary_table
 
 
-def _has_native_kernels() -> bool:
-    """Whether the C++ kernels were built and are wanted; importing them would import torch."""
+def _is_native(dtype: str, device: str) -> bool:
+    """Whether our C++ kernels compute: they were built and are wanted. Importing them would import torch."""
+    if device != "cpu" or dtype != "float32":
+        return False
     built = (Path(__file__).parents[1] / "kernels" / "native").glob("_kernels*.*")
     return env.cpu_kernels() != "torch" and any(built)
 
@@ -102,26 +111,60 @@ class LayerTraits:
 
 
 def estimate_step(
-    shape: ModelShape, traits: LayerTraits, *, num_tokens: int, num_rows: int, dtype: str, device: str
+    shape: ModelShape,
+    traits: LayerTraits,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    dtype: str,
+    device: str,
+    sampling: SamplingConfig,
 ) -> StepMemory:
     """The heaviest step: `num_tokens` through the layers, and `num_rows` requests to sample for."""
     value = DTYPE_BYTES[dtype]
+    is_native = _is_native(dtype, device)
     # The residual stream and the normalised input of this layer, and the two that the layer before it returned.
     kept = 4 * shape.hidden_size * value
     inside = max(
-        _norm_bytes(shape.hidden_size, value),
-        _head_norm_bytes(shape, value) if traits.normalises_heads else 0,
-        _attention_values(shape, traits) * value,
+        0 if is_native else _norm_bytes(shape.hidden_size, value),
+        _head_norm_bytes(shape, value) if traits.normalises_heads and not is_native else 0,
+        _attention_values(shape, traits, is_native=is_native) * value,
         _mlp_values(shape, traits) * value,
     )
     return StepMemory(
         activations=_LIBRARY_BYTES[device] + num_tokens * (kept + inside),
-        sampling=num_rows * shape.vocab_size * _SAMPLING_BYTES_PER_LOGIT,
+        sampling=max(
+            sampling_bytes(shape.vocab_size, num_rows, rows_at_once(shape.vocab_size), sampling),
+            _prompt_logprobs_bytes(shape.vocab_size, num_tokens, sampling),
+        ),
     )
 
 
+def sampling_bytes(vocab_size: int, num_rows: int, max_rows: int, sampling: SamplingConfig) -> int:
+    """What sampling takes for all rows, of which `max_rows` are worked on at once."""
+    at_once = min(num_rows, max_rows)
+    row_bytes = max(
+        vocab_size * _SAMPLING_BYTES,
+        vocab_size * (2 * _FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES,
+    )
+    return at_once * row_bytes + (num_rows - at_once) * waiting_row_bytes(vocab_size, sampling)
+
+
+def waiting_row_bytes(vocab_size: int, sampling: SamplingConfig) -> int:
+    """What a row keeps while others are worked on: its logits, and log-probabilities, twice when all are joined."""
+    return vocab_size * _FLOAT_BYTES + sampling.most_logprobs(vocab_size) * 2 * _KEPT_LOGPROB_BYTES
+
+
+def _prompt_logprobs_bytes(vocab_size: int, num_tokens: int, sampling: SamplingConfig) -> int:
+    row_bytes = vocab_size * (_FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES
+    return min(num_tokens, rows_at_once(vocab_size)) * row_bytes
+
+
 def _norm_bytes(num_values: int, value: int) -> int:
-    """Norms compute in float32: of lower precision they hold the widened and the scaled values beside the result."""
+    """Norms compute in float32: of lower precision they hold the widened and the scaled values beside the result.
+
+    Those of our own kernels hold nothing but the result.
+    """
     return num_values * (_FLOAT_BYTES if value == _FLOAT_BYTES else 2 * _FLOAT_BYTES + value)
 
 
@@ -129,10 +172,13 @@ def _head_norm_bytes(shape: ModelShape, value: int) -> int:
     return shape.qkv_size * value + _norm_bytes((shape.num_heads + shape.num_kv_heads) * shape.head_size, value)
 
 
-def _attention_values(shape: ModelShape, traits: LayerTraits) -> int:
-    """Queries, keys and values, copies of the first two if any; the backend's result, and its place in the step's."""
+def _attention_values(shape: ModelShape, traits: LayerTraits, *, is_native: bool) -> int:
+    """Queries, keys and values, copies of the first two if any; the backend's result, and its place in the step's.
+
+    Our own kernel writes its result there at once.
+    """
     copies = (shape.num_heads + shape.num_kv_heads) * shape.head_size if traits.normalises_heads else 0
-    return shape.qkv_size + copies + 2 * shape.num_heads * shape.head_size
+    return shape.qkv_size + copies + (1 if is_native else 2) * shape.num_heads * shape.head_size
 
 
 def _mlp_values(shape: ModelShape, traits: LayerTraits) -> int:

@@ -16,6 +16,7 @@ from penstock.runner.dummy_runs import (
     profile_sampling,
 )
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.worker.estimate import waiting_row_bytes
 from penstock.worker.memory_plan import StepMemory
 
 
@@ -42,7 +43,10 @@ def measure_step_memory(
     # What libraries take for themselves at their first call does not grow, and must not be scaled up.
     fixed = _peak(device, lambda: profile_forward(runner, min(2, run_tokens)))
     activations = _peak(device, lambda: profile_forward(runner, run_tokens)) * -(-num_tokens // run_tokens)
-    sampled = _peak_of_rows(device, lambda rows: profile_sampling(runner, rows), num_rows)
+    # Larger batches are sampled in parts: the rows of the other parts wait.
+    num_sampled_rows = min(num_rows, runner.sampler.max_rows)
+    sampled = _peak_of_rows(device, lambda rows: profile_sampling(runner, rows), num_sampled_rows)
+    sampled += (num_rows - num_sampled_rows) * waiting_row_bytes(limits.vocab_size, sampling)
     # A step computes its prompts' log-probabilities first, and gives that memory back before it samples.
     num_prompt_rows = min(runner.prompt_logprobs.max_rows, num_tokens)
     prompts = _peak_of_rows(device, lambda rows: profile_prompt_logprobs(runner, rows), num_prompt_rows)
