@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.engine.plan import plan_engine
 from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature, WorkerError
+from penstock.kernels.native import NATIVE
+from penstock.layers.linear import weights_size_bytes
 from penstock.models.interface import LanguageModel
 from penstock.worker.worker import Worker
 
@@ -75,6 +78,10 @@ def test_apply_model_returns_what_the_function_returns(llm: LLM) -> None:
     assert llm.apply_model(num_layers) == [6]
 
 
+def test_the_weights_of_the_worker_are_those_of_the_plan(llm: LLM) -> None:
+    assert llm.apply_model(weights_size_bytes) == [plan_engine("demo", **OPTIONS).memory.weights]  # type: ignore[arg-type]
+
+
 def test_calls_wait_for_the_step_that_runs(llm: LLM) -> None:
     """Another thread generates meanwhile; calls come between its steps."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -93,12 +100,17 @@ def test_the_inspection_is_a_tree_with_sizes_dtypes_and_methods(llm: LLM) -> Non
     assert lines[0].startswith("LlamaForCausalLM  ")
     assert "  model: DecoderModel" in lines[1]
     (embedding,) = [line for line in lines if "embed_tokens" in line]
-    assert embedding.strip().startswith("embed_tokens: VocabEmbedding  weight ")
-    assert "(tied)" in embedding
-    (head,) = [line for line in lines if "lm_head" in line]
-    assert "192 -> 1536, " in head
-    assert "Method, packed [1536, 192] float32, weight " in head
-    assert "(tied)" in head
+    (head,) = [line for line in lines if line.startswith("  lm_head: ")]
+    weight = "weight [1536, 192] float32 (tied)  1.12 MiB"
+    if NATIVE is not None:
+        # The packed weight is the only one there is.
+        assert embedding.strip() == "embed_tokens: VocabEmbedding  reads the weight of lm_head (tied)"
+        packed = "packed [1536, 192] float32 (tied: the embedding reads it too)  1.12 MiB"
+        assert head.strip() == f"lm_head: LMHead  192 -> 1536, NativeMethod, {packed}"
+    else:
+        assert embedding.strip() == f"embed_tokens: VocabEmbedding  {weight}"
+        packed = "packed [1536, 192] float32, weight [1536, 192] float32 (tied)"
+        assert head.strip().startswith(f"lm_head: LMHead  192 -> 1536, OneDnnMethod, {packed}")
     (norm,) = [line for line in lines if line.startswith("    norm: ")]
     assert norm.strip() == "norm: RMSNorm  weight [192] float32  768 bytes"
     # Six layers of one form are shown once.

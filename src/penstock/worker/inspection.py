@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -17,13 +18,33 @@ def inspect_model(model: nn.Module) -> str:
     Layers that are alike but for their number are shown once.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    tied = frozenset(parameter for parameter, count in owners.items() if count > 1)
-    return "\n".join(_lines("", model, 0, tied))
+    shared = frozenset(parameter for parameter, count in owners.items() if count > 1)
+    return "\n".join(_lines("", model, 0, _Ties(shared, _rows_elsewhere(model))))
 
 
-def _lines(name: str, module: nn.Module, depth: int, tied: frozenset[int]) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _Ties:
+    """shared: ids of parameters that several modules have. rows_in: by id of an embedding that reads its rows from
+    another module's form of the weight, that module's name.
+    """
+
+    shared: frozenset[int]
+    rows_in: Mapping[int, str]
+
+
+def _rows_elsewhere(model: nn.Module) -> dict[int, str]:
+    return {
+        id(embedding): name
+        for name, module in model.named_modules()
+        if isinstance(module, LinearLayer)
+        for embedding in module.tied_to
+        if embedding.lookup is not None
+    }
+
+
+def _lines(name: str, module: nn.Module, depth: int, ties: _Ties) -> Iterator[str]:
     label = f"{name}: " if name else ""
-    details = ", ".join(_own(module, tied))
+    details = ", ".join(_own(module, ties))
     size = weights_size_bytes(module)
     yield (
         "  " * depth
@@ -31,34 +52,36 @@ def _lines(name: str, module: nn.Module, depth: int, tied: frozenset[int]) -> It
         + (f"  {details}" if details else "")
         + (f"  {format_bytes(size)}" if size else "")
     )
-    for first, last, child in _runs(module, tied):
+    for first, last, child in _runs(module, ties):
         count = "" if first == last else f" ({int(last) - int(first) + 1} alike)"
-        yield from _lines(first if first == last else f"{first}-{last}{count}", child, depth + 1, tied)
+        yield from _lines(first if first == last else f"{first}-{last}{count}", child, depth + 1, ties)
 
 
-def _own(module: nn.Module, tied: frozenset[int]) -> Iterator[str]:
+def _own(module: nn.Module, ties: _Ties) -> Iterator[str]:
     if isinstance(module, LinearLayer):
         yield f"{module.input_size} -> {module.output_size}, {type(module.method).__name__}"
         packed = module.method.packed_OI if isinstance(module.method, PackedMethod) else None
         if packed is not None:
-            yield f"packed {_form(packed)}"
+            lends = any(embedding.lookup is not None for embedding in module.tied_to)
+            yield f"packed {_form(packed)}" + (" (tied: the embedding reads it too)" if lends else "")
+    if id(module) in ties.rows_in:
+        yield f"reads the weight of {ties.rows_in[id(module)]} (tied)"
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        note = " (tied)" if id(tensor) in tied else ""
         # A weight that a method keeps in its own form leaves an empty parameter behind.
-        if tensor.numel() or note:
-            yield f"{name} {_form(tensor) if tensor.numel() else 'elsewhere'}{note}"
+        if tensor.numel():
+            yield f"{name} {_form(tensor)}" + (" (tied)" if id(tensor) in ties.shared else "")
 
 
 def _form(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _runs(module: nn.Module, tied: frozenset[int]) -> list[tuple[str, str, nn.Module]]:
+def _runs(module: nn.Module, ties: _Ties) -> list[tuple[str, str, nn.Module]]:
     """Children, numbered neighbours of the same form as one run: (first name, last name, the first)."""
     runs: list[tuple[str, str, nn.Module]] = []
     former = None
     for name, child in module.named_children():
-        form = tuple(_lines("", child, 0, tied)) if name.isdecimal() else None
+        form = tuple(_lines("", child, 0, ties)) if name.isdecimal() else None
         if form is not None and form == former:
             runs[-1] = (runs[-1][0], name, runs[-1][2])
         else:
