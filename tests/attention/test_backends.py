@@ -62,6 +62,7 @@ def _check(
     num_padding: int = 0,
     dtype: torch.dtype = torch.float32,
     tolerance: float = 1e-5,
+    is_head_major: bool = False,
 ) -> None:
     rng = np.random.default_rng(0)
     num_heads = num_kv_heads * group_size
@@ -118,7 +119,8 @@ def _check(
         def stack(sequences: list[np.ndarray]) -> torch.Tensor:
             chunks = [sequences[index][start:stop] for index, start, stop in parts]
             filler = np.full((with_padding, *chunks[0].shape[1:]), 3.0)
-            return torch.from_numpy(np.concatenate([*chunks, filler])).to(dtype)
+            stacked = torch.from_numpy(np.concatenate([*chunks, filler])).to(dtype)
+            return stacked.transpose(0, 1).contiguous().transpose(0, 1) if is_head_major else stacked
 
         return backend.forward(layer, stack(queries), stack(keys), stack(values), kv_cache, backend.prepare(geometry))
 
@@ -165,6 +167,11 @@ def test_a_mixed_step_equals_the_definition(backend: type[AttentionBackend], win
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size"), [(1, 1, 8), (4, 1, 32), (1, 7, 80), (3, 2, 128)])
 def test_head_layouts(backend: type[AttentionBackend], num_kv_heads: int, group_size: int, head_size: int) -> None:
     _check(backend, list(MIXED), num_kv_heads=num_kv_heads, group_size=group_size, head_size=head_size)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_need_not_lie_side_by_side(backend: type[AttentionBackend]) -> None:
+    _check(backend, MIXED, is_head_major=True)
 
 
 @pytest.mark.parametrize("backend", TORCH_BACKENDS)

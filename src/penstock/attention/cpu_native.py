@@ -44,9 +44,9 @@ class CpuNativeBackend(AttentionBackend):
         if metadata.num_actual_tokens == 0:
             return torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
         output_THD = NATIVE.attention(
-            query_THD,
-            key_TKD,
-            value_TKD,
+            _with_adjacent_heads(query_THD),
+            _with_adjacent_heads(key_TKD),
+            _with_adjacent_heads(value_TKD),
             kv_cache,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -60,3 +60,8 @@ class CpuNativeBackend(AttentionBackend):
         if metadata.num_actual_tokens < output_THD.shape[0]:
             output_THD[metadata.num_actual_tokens :] = 0
         return output_THD
+
+
+def _with_adjacent_heads(heads_THD: Tensor) -> Tensor:
+    """The tensor as it is where a token's heads lie side by side; models from elsewhere may have them apart."""
+    return heads_THD if heads_THD.stride(1) == heads_THD.shape[2] else heads_THD.contiguous()
