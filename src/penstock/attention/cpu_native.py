@@ -64,4 +64,5 @@ class CpuNativeBackend(AttentionBackend):
 
 def _with_adjacent_heads(heads_THD: Tensor) -> Tensor:
     """The tensor as it is where a token's heads lie side by side; models from elsewhere may have them apart."""
-    return heads_THD if heads_THD.stride(1) == heads_THD.shape[2] else heads_THD.contiguous()
+    has_adjacent = heads_THD.stride(2) == 1 and heads_THD.stride(1) == heads_THD.shape[2]
+    return heads_THD if has_adjacent else heads_THD.contiguous()
