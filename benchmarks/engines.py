@@ -1,9 +1,14 @@
-"""One driver per engine: load once, then run a workload and say how long it took."""
+"""One driver per engine: load once, then run a workload and say how long it took.
+
+Each engine lives in a process of its own: the thread pools of one would slow the others down, even while it idles.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
@@ -119,6 +124,34 @@ def _load_transformers(folder: Path, attention: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+
+
+class InOwnProcess:
+    """An engine of this module, by name, in a fresh process that waits while it has nothing to run."""
+
+    def __init__(self, name: str, folder: Path, num_threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, name, folder, num_threads), daemon=True)
+        self._process.start()
+        self.name = self._connection.recv()
+
+    def run(self, workload: Workload) -> tuple[list[list[int]], float]:
+        self._connection.send(workload)
+        tokens, seconds = self._connection.recv()
+        return tokens, seconds
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._process.join()
+
+
+def _serve(connection: Connection, name: str, folder: Path, num_threads: int) -> None:
+    engine = ENGINES[name](folder, num_threads)
+    connection.send(engine.name)
+    while (workload := connection.recv()) is not None:
+        connection.send(engine.run(workload))
+    engine.close()
 
 
 ENGINES: dict[str, Callable[[Path, int], Engine]] = {

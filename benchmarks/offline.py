@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engines import ENGINES
+from benchmarks.engines import ENGINES, InOwnProcess
 from benchmarks.workloads import Workload, make_workloads, write_model
 
 _STARTUP = "startup"
@@ -50,7 +50,7 @@ def measure(
     model: Path, workloads: list[Workload], names: list[str], repeats: int, threads: int
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds by workload and engine; the engines take turns, so that a slow moment of the machine hits all."""
-    engines = [ENGINES[name](model, threads) for name in names]
+    engines = [InOwnProcess(name, model, threads) for name in names]
     seconds: dict[str, dict[str, list[float]]] = {}
     for workload in workloads:
         seconds[workload.name] = {engine.name: [] for engine in engines}

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -645,3 +646,13 @@ def test_priorities_reach_the_core(engine: AsyncEngine, core: FakeCore) -> None:
 def test_the_prefix_cache_is_reset_between_steps(engine: AsyncEngine, core: FakeCore) -> None:
     assert asyncio.run(engine.reset_prefix_cache())
     assert core.num_resets == 1
+
+
+def test_the_engine_s_options_hold_for_its_requests(tmp_path: Path) -> None:
+    config = EngineConfig.create(str(write_model(tmp_path)), max_logprobs=3)
+    engine = AsyncEngine.from_config(config, load_core=lambda config: FakeCore())
+    try:
+        with pytest.raises(InvalidParameter, match="logprobs=4"):
+            asyncio.run(collect(engine, params=SamplingParams(logprobs=4)))
+    finally:
+        engine.shutdown()

@@ -63,6 +63,7 @@ class AsyncEngine:
             self.tokenizer,
             max_model_len=core.max_model_len,
             vocab_size=core.vocab_size,
+            sampling=config.sampling,
             policy=config.scheduler.policy,
         )
         self._intake = threading.Lock()
