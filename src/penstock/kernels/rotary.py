@@ -60,7 +60,8 @@ def gather_rotation_reference(table_PR: Tensor, positions_T: Tensor, dtype: torc
 def apply_rotary(heads_THD: Tensor, rotation: Rotation) -> None:
     """Turn the first R dimensions of every head in place: (a, b) becomes (a cos - b sin, b cos + a sin).
 
-    heads_THD: [T, H, D], the last dimension contiguous. Query and key heads that lie side by side are best passed together.
+    heads_THD: [T, H, D], the last dimension contiguous. Query and key heads that lie side by side are best passed
+    together.
     """
     if isinstance(rotation, TableRotation):
         assert NATIVE is not None, "only the native kernels look the rotation up themselves"
