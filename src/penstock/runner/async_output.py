@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -10,12 +9,10 @@ from torch import Tensor
 
 from penstock.contract import LogprobsLists, ModelRunnerOutput
 from penstock.device import Device
-from penstock.errors import WaitTimeout
 from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
-
-_POLL_INTERVAL_S = 50e-6
+from penstock.runner.waiting import wait_until
 
 
 def _ignore() -> None: ...
@@ -57,14 +54,14 @@ class AsyncOutput:
 
         Raises WaitTimeout when the device has not delivered it within `timeout_s` seconds.
         """
-        deadline = time.monotonic() + timeout_s
-        while not self._is_done():
-            if time.monotonic() > deadline:
-                raise WaitTimeout(
-                    f"Rank {self._rank} waited {timeout_s:g} s in get_output for the device to deliver the tokens of "
-                    f"step {self.step_id} ({len(self._req_ids)} requests). The device hangs or is overloaded."
-                )
-            time.sleep(_POLL_INTERVAL_S)
+        wait_until(
+            self._is_done,
+            timeout_s,
+            lambda: (
+                f"Rank {self._rank} waited {timeout_s:g} s in get_output for the device to deliver the tokens of step "
+                f"{self.step_id} ({len(self._req_ids)} requests)."
+            ),
+        )
         sampled, num_sampled, failures, *logprobs = self._copy.tensors
         return ModelRunnerOutput(
             step_id=self.step_id,

@@ -6,7 +6,6 @@ are made and reduced a few rows at a time, so memory is bounded whatever the pro
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,11 +20,12 @@ from penstock.kernels.sampling import top_logprobs
 from penstock.models.interface import LanguageModel
 from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.sampling.logprobs import count
+from penstock.runner.waiting import wait_until
 
 _NONE = -1
 # Results beyond this leave the device before more are computed.
 _MAX_RESULTS = 1 << 23
-_POLL_INTERVAL_S = 50e-6
+_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,9 @@ class PromptLogprobs:
             logits = model.compute_logits(hidden.index_select(0, hidden_indices[part]))
             copies.append(self._device.download(top_logprobs(logits, targets[part], rows.num_logprobs)))
             if (start + self.max_rows) * rows.num_logprobs > _MAX_RESULTS:
-                _wait(copies[-1])
+                wait_until(copies[-1].is_done, _TIMEOUT_S, _describe_wait)
         return PendingPromptLogprobs(rows, copies)
 
 
-def _wait(copy: PendingCopy) -> None:
-    while not copy.is_done():
-        time.sleep(_POLL_INTERVAL_S)
+def _describe_wait() -> str:
+    return f"The runner waited {_TIMEOUT_S:g} s for the device to deliver a part of a prompt's log-probabilities."
