@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -165,3 +167,26 @@ def test_argmax_fails_where_the_largest_is_not_finite(kernels: NativeKernels, ba
     assert failed_R.tolist() == [False, True, True]
     assert index_R[1] == place
     assert 0 <= index_R[2] < 19
+
+
+OUT_OF_MEMORY = """
+import resource
+from pathlib import Path
+import torch
+from penstock.kernels.native import load_native_kernels
+kernels = load_native_kernels("generic")
+packed, x_TI = kernels.pack_weight(torch.randn(16, 400_000)), torch.randn(40, 400_000)
+torch.set_num_threads(1)
+limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (1 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    kernels.linear(x_TI, packed, 16, None)
+except MemoryError:
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_without_memory_to_work_in_a_product_is_refused_rather_than_wrong() -> None:
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"

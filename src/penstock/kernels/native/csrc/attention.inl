@@ -133,6 +133,7 @@ struct AttentionJob {
   const int64_t* first_item;  // [requests + 1]: work items of each request begin here
   int64_t tokens_per_item;
   int64_t next_item;  // counted down by the threads
+  bool has_failed;    // a thread found no memory to work in
 };
 
 // Buffers of one thread.
@@ -296,6 +297,10 @@ static void attention_thread(void* data, int thread, const Team& team) {
   const int64_t tile = (a.block_size > kTilePositions ? a.block_size : kTilePositions) + kLanes;
   static thread_local Scratch scratch;
   float* memory = scratch.get(static_cast<size_t>(rows * (2 * a.head_size + tile + 2)));
+  if (memory == nullptr) {
+    __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
+    return;
+  }
   AttentionBuffers b;
   b.query = memory;
   b.sum = b.query + rows * a.head_size;
@@ -318,19 +323,21 @@ static void attention_thread(void* data, int thread, const Team& team) {
   }
 }
 
-static void attention(const AttentionArgs& a) {
+static bool attention(const AttentionArgs& a) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   const int64_t tokens_per_item = group < kQueryRows ? kQueryRows / group : 1;
   static thread_local Scratch scratch;
   // As many 64-bit counts as fit in floats, twice.
   auto* first_item = reinterpret_cast<int64_t*>(scratch.get(static_cast<size_t>(a.num_requests + 1) * 2));
+  if (first_item == nullptr) return false;
   first_item[0] = 0;
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const int64_t tokens = a.query_start[r + 1] - a.query_start[r];
     first_item[r + 1] = first_item[r] + (tokens + tokens_per_item - 1) / tokens_per_item * a.num_kv_heads;
   }
-  AttentionJob job{&a, first_item, tokens_per_item, first_item[a.num_requests]};
+  AttentionJob job{&a, first_item, tokens_per_item, first_item[a.num_requests], false};
   run_parallel(a.num_threads, attention_thread, &job);
+  return !job.has_failed;
 }
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -111,9 +111,10 @@ struct Kernels {
   int panel_width;
   void (*pack_weight)(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed);
   void (*unpack_weight)(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight);
-  void (*linear)(const LinearArgs&);
+  // These two are false when there is no memory to work in; the output is undefined then.
+  bool (*linear)(const LinearArgs&);
+  bool (*attention)(const AttentionArgs&);
   void (*rows)(const RowsArgs&);
-  void (*attention)(const AttentionArgs&);
   void (*rms_norm)(const NormArgs&);
   void (*silu_and_mul)(const GateArgs&);
   void (*rotary)(const RotaryArgs&);

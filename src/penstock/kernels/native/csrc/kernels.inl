@@ -8,7 +8,7 @@
 namespace PENSTOCK_NAMESPACE {
 
 static const Kernels kTable = {
-    PENSTOCK_NAME, kPanel, pack_weight, unpack_weight, linear, rows, attention, rms_norm, silu_and_mul, rotary, argmax,
+    PENSTOCK_NAME, kPanel, pack_weight, unpack_weight, linear, attention, rows, rms_norm, silu_and_mul, rotary, argmax,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -191,16 +191,20 @@ static void linear_thread(void* data, int thread, const Team& team) {
   }
 }
 
-static void linear(const LinearArgs& a) {
-  if (a.rows == 0) return;
+static bool linear(const LinearArgs& a) {
+  if (a.rows == 0) return true;
   int64_t rows_at_once = kRowsInCache / a.in_features / kTileRows * kTileRows;
   if (rows_at_once < 4 * kTileRows) rows_at_once = 4 * kTileRows;
   if (rows_at_once > a.rows) rows_at_once = a.rows;
   static thread_local Scratch scratch;
   LinearJob job{&a, nullptr, rows_at_once};
-  if (a.rows > 1) job.packed = scratch.get(static_cast<size_t>(rows_at_once * a.in_features));
+  if (a.rows > 1) {
+    job.packed = scratch.get(static_cast<size_t>(rows_at_once * a.in_features));
+    if (job.packed == nullptr) return false;
+  }
   run_parallel(a.num_threads, a.weight_type == WeightType::kBfloat16 ? linear_thread<uint16_t> : linear_thread<float>,
                &job);
+  return true;
 }
 
 template <class W>

@@ -75,6 +75,16 @@ PyObject* run(void (*kernel)(const Args&), const Args& args) {
   Py_RETURN_NONE;
 }
 
+template <class Args>
+PyObject* run(bool (*kernel)(const Args&), const Args& args) {
+  bool had_memory;
+  Py_BEGIN_ALLOW_THREADS;
+  had_memory = kernel(args);
+  Py_END_ALLOW_THREADS;
+  if (!had_memory) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
 PyObject* instruction_sets(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
   for (int i = 0; names != nullptr && i < 3; ++i) {
