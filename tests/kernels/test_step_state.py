@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.native import NATIVE
-from penstock.kernels.step_state import CPU, REFERENCE, StepStateKernels, step_state_kernels
+from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors
+from penstock.kernels.native import NATIVE, bind_native_step
+from penstock.kernels.step_state import CPU, REFERENCE, PlainStep, StepStateKernels, bind_step
 
+FUNCTIONS = pytest.mark.parametrize("kernels", [pytest.param(REFERENCE, id="reference"), pytest.param(CPU, id="numpy")])
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "kernels",
+    "bind",
     [
-        pytest.param(REFERENCE, id="reference"),
-        pytest.param(CPU, id="numpy"),
+        pytest.param(lambda state, layout: PlainStep(REFERENCE, state, layout), id="reference"),
+        pytest.param(lambda state, layout: PlainStep(CPU, state, layout), id="numpy"),
         pytest.param(
-            step_state_kernels(torch.device("cpu")),
+            bind_native_step,
             id="native",
             marks=pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built"),
         ),
     ],
 )
+Bind = Callable[[SlotTensors, LayoutTensors], BoundStep]
+
+
+def _state(
+    num_slots: int, length: int, *, blocks: dict[int, list[list[int]]] | None = None, seed: int | None = None
+) -> SlotTensors:
+    """blocks: by block size, the block table of every slot."""
+    tokens = (
+        np.zeros((num_slots, length))
+        if seed is None
+        else np.random.default_rng(seed).integers(0, 1000, (num_slots, length))
+    )
+    zeros = torch.zeros(num_slots, dtype=torch.int64)
+    blocks = blocks or {4: [[0] * -(-length // 4)] * num_slots}
+    return SlotTensors(
+        torch.from_numpy(tokens.astype(np.int32)),
+        zeros,
+        zeros.clone(),
+        zeros.clone(),
+        tuple(torch.tensor(table, dtype=torch.int32) for table in blocks.values()),
+        tuple(blocks),
+    )
+
+
+def _layout(slots: list[int], counts: list[int], num_padding_tokens: int = 0) -> LayoutTensors:
+    """One padding row, of the last slot, if there is padding."""
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    offsets = [offset for count in counts for offset in range(count)]
+    padding_rows = [slots[-1]] if num_padding_tokens else []
+    actual = slots[:-1] if num_padding_tokens else slots
+    return LayoutTensors(
+        _long(actual + padding_rows),
+        _long(counts + [0] * len(padding_rows)),
+        _long(rows + [len(actual)] * num_padding_tokens),
+        _long(offsets + [0] * num_padding_tokens),
+        len(actual),
+        len(rows),
+    )
 
 
 def _long(values: list[int]) -> torch.Tensor:
@@ -30,20 +72,23 @@ def _long(values: list[int]) -> torch.Tensor:
 
 
 @IMPLEMENTATIONS
-def test_slot_mapping_follows_the_block_table_and_marks_padding(kernels: StepStateKernels) -> None:
-    block_tables = torch.tensor([[7, 2, 9], [0, 0, 0]], dtype=torch.int32)
-    positions = _long([3, 4, 5, 6, 7, 8, 9, 0])
-    token_to_req = _long([0, 0, 0, 0, 0, 0, 0, 1])
-    slots = kernels.compute_slot_mapping(block_tables, _long([0, 1]), token_to_req, positions, 4, num_actual_tokens=7)
-    assert slots.tolist() == [31, 8, 9, 10, 11, 36, 37, -1]
+def test_slot_mapping_follows_each_groups_block_table_and_marks_padding(bind: Bind) -> None:
+    state = _state(3, 16, blocks={4: [[0, 0, 0, 0], [7, 2, 9, 5], [0, 0, 0, 0]], 8: [[0, 0], [3, 6], [0, 0]]})
+    state.num_computed_tokens_S[1] = 3
+    step = bind(state, _layout([1, 2], [7], num_padding_tokens=1))
+    tensors = step.gather((3, 2))
+    assert tensors.positions_T[:7].tolist() == [3, 4, 5, 6, 7, 8, 9]
+    small, large = tensors.slot_mappings_T
+    assert small.tolist() == [31, 8, 9, 10, 11, 36, 37, -1]
+    assert large.tolist() == [27, 28, 29, 30, 31, 48, 49, -1]
+    assert [table.tolist() for table in tensors.block_tables_RB] == [[[7, 2, 9], [0, 0, 0]], [[3, 6], [0, 0]]]
 
 
 @IMPLEMENTATIONS
-def test_chunked_prefill_advances_as_in_the_worked_trace(kernels: StepStateKernels) -> None:
-    tokens = torch.zeros(2, 32, dtype=torch.int32)
-    tokens[0, :10] = torch.arange(100, 110)
-    total_len, computed, prefill_len = _long([10, 0]), _long([0, 0]), _long([10, 0])
-    idx = _long([0])
+def test_chunked_prefill_advances_as_in_the_worked_trace(bind: Bind) -> None:
+    state = _state(2, 32)
+    state.all_token_ids_SL[0, :10] = torch.arange(100, 110)
+    state.total_len_S[0] = state.prefill_len_S[0] = 10
     expected = [
         # scheduled, positions, seq_len, num_sampled, computed after, total_len after
         (4, [0, 1, 2, 3], 4, 0, 4, 10),
@@ -53,33 +98,46 @@ def test_chunked_prefill_advances_as_in_the_worked_trace(kernels: StepStateKerne
     ]
     sampled_token = 500
     for scheduled, positions, seq_len, num_sampled, computed_after, total_after in expected:
-        inputs = kernels.gather_step_inputs(
-            tokens, computed, idx, _long([scheduled]), _long([0] * scheduled), _long(list(range(scheduled)))
-        )
+        step = bind(state, _layout([0], [scheduled]))
+        inputs = step.gather((8,))
         assert inputs.positions_T.tolist() == positions
         assert inputs.seq_lens_R.tolist() == [seq_len]
-        assert inputs.input_ids_T.tolist() == [int(tokens[0, position]) for position in positions]
-        counted = kernels.count_sampled(inputs.seq_lens_R, prefill_len, idx)
-        assert counted.tolist() == [num_sampled]
-        kernels.advance_state(tokens, total_len, computed, idx, _long([sampled_token]), counted, _long([scheduled]))
-        assert computed.tolist()[0] == computed_after
-        assert total_len.tolist()[0] == total_after
+        assert inputs.input_ids_T.tolist() == [int(state.all_token_ids_SL[0, position]) for position in positions]
+        outcome = step.outcome(_long([sampled_token]), torch.tensor([False]))
+        assert outcome.tolist() == [[sampled_token], [num_sampled], [0]]
+        step.advance(outcome)
+        assert state.num_computed_tokens_S.tolist()[0] == computed_after
+        assert state.total_len_S.tolist()[0] == total_after
         sampled_token += 1
-    assert tokens[0, :13].tolist() == [*range(100, 110), 502, 503, 0]
+    assert state.all_token_ids_SL[0, :13].tolist() == [*range(100, 110), 502, 503, 0]
 
 
 @IMPLEMENTATIONS
-def test_a_decoding_request_has_one_token_more_than_it_has_computed(kernels: StepStateKernels) -> None:
-    tokens = torch.zeros(3, 16, dtype=torch.int32)
-    total_len, computed = _long([5, 9, 0]), _long([4, 8, 0])
-    for token in range(3):
-        kernels.advance_state(
-            tokens, total_len, computed, _long([1, 0]), _long([token, token]), _long([1, 1]), _long([1, 1])
-        )
-        assert (computed[:2] == total_len[:2] - 1).all()
+def test_a_bound_step_goes_on_for_as_many_steps_as_the_layout_lasts(bind: Bind) -> None:
+    """Two requests decode; the tables' columns grow with them, and what a step counted stays as it was."""
+    state = _state(3, 16, blocks={4: [[5, 6, 7, 8], [1, 2, 3, 4], [0, 0, 0, 0]]})
+    for slot, total in ((0, 5), (1, 9)):
+        state.total_len_S[slot] = state.prefill_len_S[slot] = total
+        state.num_computed_tokens_S[slot] = total - 1
+    step = bind(state, _layout([1, 0], [1, 1]))
+    outcomes = []
+    for number in range(5):
+        columns = (9 + number + 3) // 4
+        inputs = step.gather((columns,))
+        assert inputs.positions_T.tolist() == [8 + number, 4 + number]
+        assert inputs.input_ids_T.tolist() == ([0, 0] if number == 0 else [100 + number - 1, 200 + number - 1])
+        assert inputs.block_tables_RB[0].tolist() == [[1, 2, 3, 4][:columns], [5, 6, 7, 8][:columns]]
+        blocks = [[1, 2, 3, 4][(8 + number) // 4], [5, 6, 7, 8][(4 + number) // 4]]
+        assert inputs.slot_mappings_T[0].tolist() == [blocks[0] * 4 + number % 4, blocks[1] * 4 + number % 4]
+        failures = _long([0, 2]) if number % 2 else torch.tensor([False, True])
+        outcomes.append(step.outcome(_long([100 + number, 200 + number]), failures))
+        step.advance(outcomes[-1])
+        assert (state.num_computed_tokens_S[:2] == state.total_len_S[:2] - 1).all()
+    for number, outcome in enumerate(outcomes):
+        assert outcome.tolist() == [[100 + number, 200 + number], [1, 1], [0, 2 if number % 2 else 1]]
 
 
-@IMPLEMENTATIONS
+@FUNCTIONS
 def test_rejected_drafts_are_not_counted_as_computed(kernels: StepStateKernels) -> None:
     tokens = torch.zeros(1, 32, dtype=torch.int32)
     total_len, computed = _long([11]), _long([10])
@@ -93,27 +151,23 @@ def test_rejected_drafts_are_not_counted_as_computed(kernels: StepStateKernels) 
     requests=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=5),
     data=st.data(),
 )
-def test_inputs_equal_a_restatement_in_python(
-    kernels: StepStateKernels, requests: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    num_slots, length = 8, 32
-    rng = np.random.default_rng(0)
-    tokens = torch.from_numpy(rng.integers(0, 1000, (num_slots, length)).astype(np.int32))
-    slots = data.draw(st.permutations(range(num_slots)))[: len(requests)]
-    computed = torch.zeros(num_slots, dtype=torch.int64)
+def test_inputs_equal_a_restatement_in_python(bind: Bind, requests: list[tuple[int, int]], data: st.DataObject) -> None:
+    state = _state(8, 32, seed=0)
+    slots = data.draw(st.permutations(range(8)))[: len(requests)]
     for slot, (num_computed, _) in zip(slots, requests, strict=True):
-        computed[slot] = num_computed
+        state.num_computed_tokens_S[slot] = num_computed
     counts = [count for _, count in requests]
-    inputs = kernels.gather_step_inputs(
-        tokens,
-        computed,
-        _long(list(slots)),
-        _long(counts),
-        _long([index for index, count in enumerate(counts) for _ in range(count)]),
-        _long([offset for count in counts for offset in range(count)]),
-    )
+    inputs = bind(state, _layout(list(slots), counts)).gather((8,))
     positions = [start + offset for start, count in requests for offset in range(count)]
     owners = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
     assert inputs.positions_T.tolist() == positions
+    tokens = state.all_token_ids_SL
     assert inputs.input_ids_T.tolist() == [int(tokens[o, p]) for o, p in zip(owners, positions, strict=True)]
     assert inputs.seq_lens_R.tolist() == [start + count for start, count in requests]
+
+
+def test_without_the_cpp_kernels_numpy_steps_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.kernels.step_state.bind_native_step", lambda state, layout: None)
+    step = bind_step(_state(2, 8), _layout([0], [1]))
+    assert isinstance(step, PlainStep)
+    assert step.gather((1,)).positions_T.tolist() == [0]

@@ -206,9 +206,7 @@ def test_waiting_for_tokens_has_a_limit_and_says_who_waits_for_what() -> None:
         _NeverDone(),  # type: ignore[arg-type]
         step_id=41,
         req_ids=["a", "b"],
-        sampled_token_ids=torch.zeros(2),
-        num_sampled=torch.zeros(2),
-        failures=torch.zeros(2),
+        outcome=torch.zeros(3, 2),
         logprobs=None,
         errors={},
         rank=3,

@@ -108,7 +108,7 @@ class HandDriven:
         rows = self.rows(slots)
         counts = torch.tensor([1] * len(slots) if num_sampled is None else list(num_sampled))
         result = self.sampler.sample(logits, rows)
-        self.sampler.advance(rows, result.sampled_token_ids, counts)
+        self.sampler.advance(rows, torch.stack([result.sampled_token_ids, counts, result.failures.to(torch.int64)]))
         for slot, token, count in zip(slots, result.sampled_token_ids.tolist(), counts.tolist(), strict=True):
             if count:
                 self.token_ids[slot, self.lengths[slot]] = token

@@ -1,7 +1,8 @@
 """How a step reads and advances the runner's per-slot state.
 
 The `…_reference` functions are the specification, in plain torch, and what a GPU runs. On the CPU the same is done
-in C++, or through numpy views of the same memory: the tensors are tiny, and calling torch's operators is what costs.
+in C++ (`kernels.native.step_state`), or through numpy views of the same memory: the tensors are tiny, and calling
+torch's operators is what costs.
 
 Suffixes: S slots (one more than max_num_reqs: the last is the padding slot), T tokens of the step, R requests of the
 step, L positions, B blocks.
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.native import NATIVE, load_native_step_state
+from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors
+from penstock.kernels.native import bind_native_step
 
 PAD_SLOT_ID = -1
 
@@ -178,19 +180,62 @@ REFERENCE = StepStateKernels(
 CPU = StepStateKernels(_gather_step_inputs_cpu, _compute_slot_mapping_cpu, _count_sampled_cpu, _advance_state_cpu)
 
 
-def _native_kernels() -> StepStateKernels | None:
-    native = load_native_step_state()
-    if native is None or NATIVE is None:
-        return None
+class PlainStep(BoundStep):
+    """A bound step of separate functions, with new tensors every time."""
 
-    def gather_step_inputs(*arguments: Tensor) -> StepInputs:
-        return StepInputs(*native.gather_step_inputs(*arguments))
+    def __init__(self, kernels: StepStateKernels, state: SlotTensors, layout: LayoutTensors) -> None:
+        self._kernels = kernels
+        self._state = state
+        self._layout = layout
+        self._slots = layout.idx_mapping_R[: layout.num_reqs]
+        self._num_scheduled = layout.num_scheduled_R[: layout.num_reqs]
+        self._seq_lens: Tensor | None = None
 
-    return StepStateKernels(gather_step_inputs, native.compute_slot_mapping, native.count_sampled, native.advance_state)
+    def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
+        state, layout = self._state, self._layout
+        inputs = self._kernels.gather_step_inputs(
+            state.all_token_ids_SL,
+            state.num_computed_tokens_S,
+            layout.idx_mapping_R,
+            layout.num_scheduled_R,
+            layout.token_to_req_T,
+            layout.token_offset_T,
+        )
+        self._seq_lens = inputs.seq_lens_R[: layout.num_reqs]
+        tables, slot_mappings = [], []
+        for table, block_size, width in zip(state.block_tables_SB, state.block_sizes, num_columns, strict=True):
+            tables.append(table[:, :width].index_select(0, layout.idx_mapping_R))
+            slot_mappings.append(
+                self._kernels.compute_slot_mapping(
+                    table,
+                    layout.idx_mapping_R,
+                    layout.token_to_req_T,
+                    inputs.positions_T,
+                    block_size,
+                    layout.num_tokens,
+                )
+            )
+        return StepTensors(*inputs, tuple(tables), tuple(slot_mappings))
+
+    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> Tensor:
+        assert self._seq_lens is not None, "gather comes first"
+        num_sampled_R = self._kernels.count_sampled(self._seq_lens, self._state.prefill_len_S, self._slots)
+        return torch.stack([sampled_token_ids_R, num_sampled_R, failures_R.to(torch.int64)])
+
+    def advance(self, outcome_3R: Tensor) -> None:
+        self._kernels.advance_state(
+            self._state.all_token_ids_SL,
+            self._state.total_len_S,
+            self._state.num_computed_tokens_S,
+            self._slots,
+            outcome_3R[0],
+            outcome_3R[1],
+            self._num_scheduled,
+        )
 
 
-def step_state_kernels(device: torch.device) -> StepStateKernels:
-    """What to run on this device; same meaning everywhere."""
-    if device.type != "cpu":
-        return REFERENCE
-    return _native_kernels() or CPU
+def bind_step(state: SlotTensors, layout: LayoutTensors) -> BoundStep:
+    """The best calls for where the tensors are; the same meaning everywhere."""
+    if not state.all_token_ids_SL.is_cpu:
+        return PlainStep(REFERENCE, state, layout)
+    return bind_native_step(state, layout) or PlainStep(CPU, state, layout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from penstock.contract import LogprobsLists, ModelRunnerOutput
@@ -31,9 +30,7 @@ class AsyncOutput:
         *,
         step_id: int,
         req_ids: list[str],
-        sampled_token_ids: Tensor,
-        num_sampled: Tensor,
-        failures: Tensor,
+        outcome: Tensor,
         logprobs: LogprobsTensors | None,
         prompt_logprobs: PendingPromptLogprobs | None = None,
         errors: dict[str, str],
@@ -47,44 +44,44 @@ class AsyncOutput:
         self._has_logprobs = logprobs is not None
         self._prompt_logprobs = prompt_logprobs
         self._on_not_finite = on_not_finite
-        self._copy = device.download([sampled_token_ids, num_sampled, failures, *(logprobs or ())])
+        self._copy = device.download((outcome, *(logprobs or ())))
 
     def get_output(self, timeout_s: float) -> ModelRunnerOutput:
         """The step's result.
 
         Raises WaitTimeout when the device has not delivered it within `timeout_s` seconds.
         """
-        wait_until(
-            self._is_done,
-            timeout_s,
-            lambda: (
-                f"Rank {self._rank} waited {timeout_s:g} s in get_output for the device to deliver the tokens of step "
-                f"{self.step_id} ({len(self._req_ids)} requests)."
-            ),
-        )
-        sampled, num_sampled, failures, *logprobs = self._copy.tensors
+        if not self._is_done():
+            wait_until(self._is_done, timeout_s, lambda: self._describe_wait(timeout_s))
+        outcome, *logprobs = self._copy.tensors
+        token_ids, counts, failures = outcome.tolist()
         return ModelRunnerOutput(
             step_id=self.step_id,
             req_ids=self._req_ids,
-            sampled_token_ids=_token_lists(sampled, num_sampled),
+            sampled_token_ids=_token_lists(token_ids, counts),
             logprobs=_to_lists(LogprobsTensors(*logprobs)) if self._has_logprobs else None,
             prompt_logprobs={} if self._prompt_logprobs is None else self._prompt_logprobs.by_request(),
-            errors=self._errors | self._failed(num_sampled, failures),
+            errors=self._errors | self._failed(counts, failures) if any(failures) else self._errors,
+        )
+
+    def _describe_wait(self, timeout_s: float) -> str:
+        return (
+            f"Rank {self._rank} waited {timeout_s:g} s in get_output for the device to deliver the tokens of step "
+            f"{self.step_id} ({len(self._req_ids)} requests)."
         )
 
     def _is_done(self) -> bool:
         return self._copy.is_done() and (self._prompt_logprobs is None or self._prompt_logprobs.is_done())
 
-    def _failed(self, num_sampled: Tensor, failures: Tensor) -> dict[str, str]:
-        if not failures.numpy().any():
-            return {}
-        # An unfinished prefill's token is void, but with NaN in its logits there is NaN in its KV, and it is lost.
-        failures = failures.to(torch.int64)
-        is_not_finite = failures == Failure.NOT_FINITE
-        if is_not_finite.any():
+    def _failed(self, num_sampled: list[int], failures: list[int]) -> dict[str, str]:
+        if Failure.NOT_FINITE in failures:
             self._on_not_finite()
-        reasons = torch.where(is_not_finite, failures, failures * num_sampled).tolist()
-        return {req_id: describe_failure(why) for req_id, why in zip(self._req_ids, reasons, strict=True) if why}
+        # An unfinished prefill's token is void, but with NaN in its logits there is NaN in its KV, and it is lost.
+        return {
+            req_id: describe_failure(why)
+            for req_id, count, why in zip(self._req_ids, num_sampled, failures, strict=True)
+            if why == Failure.NOT_FINITE or (why and count)
+        }
 
 
 class EmptyOutput:
@@ -98,12 +95,11 @@ class EmptyOutput:
         return ModelRunnerOutput(step_id=self.step_id, errors=self._errors)
 
 
-def _token_lists(sampled: Tensor, num_sampled: Tensor) -> list[list[int]]:
+def _token_lists(token_ids: list[int], num_sampled: list[int]) -> list[list[int]]:
     """A list per request: its token, or nothing if it sampled none."""
-    tokens: list[list[int]] = sampled.unsqueeze(1).tolist()
-    if not num_sampled.numpy().all():
-        tokens = [row if count else [] for row, count in zip(tokens, num_sampled.tolist(), strict=True)]
-    return tokens
+    if 0 not in num_sampled:
+        return [[token_id] for token_id in token_ids]
+    return [[token_id] if count else [] for token_id, count in zip(token_ids, num_sampled, strict=True)]
 
 
 def _to_lists(logprobs: LogprobsTensors) -> LogprobsLists:

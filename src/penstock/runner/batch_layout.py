@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.device import Device
+from penstock.kernels.bound_step import LayoutTensors
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.request_states import RequestStates
 
@@ -20,8 +21,9 @@ class BatchLayout:
     Padding tokens belong to the last row, which is a padding row where there is one.
 
     req_ids, slots_np, counts_np: of the actual requests, in batch order. query_start_loc_np: int64 [rows + 1].
-    On the device: idx_mapping, num_scheduled int64 [rows]; query_start_loc int32 [rows + 1]; token_to_req,
-    token_offset int64 [tokens]; logits_indices int64 [actual requests], last token of each.
+    has_one_token_each: every request has one token, and none is padding.
+    On the device: query_start_loc int32 [rows + 1]; slots int64 [actual requests]; logits_indices int64 [actual
+    requests], last token of each; tensors: int64, rows and tokens.
     """
 
     plan: BatchPlan
@@ -30,18 +32,15 @@ class BatchLayout:
     counts_np: np.ndarray
     query_start_loc_np: np.ndarray
     max_query_len: int
-    idx_mapping: Tensor
-    num_scheduled: Tensor
+    has_one_token_each: bool
     query_start_loc: Tensor
-    token_to_req: Tensor
-    token_offset: Tensor
+    slots: Tensor
     logits_indices: Tensor
+    tensors: LayoutTensors
 
     def last_rows(self, per_token: Tensor) -> Tensor:
         """The rows of each actual request's last token, of something that has one per token of the step."""
-        if per_token.shape[0] == self.plan.num_reqs:
-            return per_token  # every request has one token, and none is padding
-        return per_token.index_select(0, self.logits_indices)
+        return per_token if self.has_one_token_each else per_token.index_select(0, self.logits_indices)
 
 
 def lay_out_batch(
@@ -68,7 +67,9 @@ def lay_out_batch(
 
     logits_indices = query_start_loc[1 : num_reqs + 1] - 1
     parts = (idx_mapping, num_scheduled, query_start_loc, token_to_req, token_offset, logits_indices)
-    on_device = device.upload(np.concatenate(parts)).split([len(part) for part in parts])
+    (idx_mapping_R, num_scheduled_R, starts_R, token_to_req_T, token_offset_T, last_R) = device.upload(
+        np.concatenate(parts)
+    ).split([len(part) for part in parts])
     return BatchLayout(
         plan=plan,
         req_ids=req_ids,
@@ -76,12 +77,11 @@ def lay_out_batch(
         counts_np=counts,
         query_start_loc_np=query_start_loc,
         max_query_len=int(counts.max(initial=0)),
-        idx_mapping=on_device[0],
-        num_scheduled=on_device[1],
-        query_start_loc=on_device[2].int(),
-        token_to_req=on_device[3],
-        token_offset=on_device[4],
-        logits_indices=on_device[5],
+        has_one_token_each=plan.num_tokens_padded == num_tokens == num_reqs,
+        query_start_loc=starts_R.int(),
+        slots=idx_mapping_R[:num_reqs],
+        logits_indices=last_R,
+        tensors=LayoutTensors(idx_mapping_R, num_scheduled_R, token_to_req_T, token_offset_T, num_reqs, num_tokens),
     )
 
 
@@ -101,8 +101,8 @@ class LayoutCache:
         if (
             layout is None
             or self._generation != self._requests.generation
-            or layout.plan != plan
             or self._counts != num_scheduled_tokens
+            or layout.plan != plan
         ):
             layout = lay_out_batch(self._device, self._requests, num_scheduled_tokens, plan)
             self._layout, self._counts = layout, dict(num_scheduled_tokens)

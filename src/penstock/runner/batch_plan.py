@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class GraphMode(StrEnum):
@@ -13,8 +13,7 @@ class GraphMode(StrEnum):
     EAGER = "eager"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(NamedTuple):
     """num_tokens, num_reqs: what the step really runs. The padded counts are what the tensors are made for."""
 
     num_tokens: int

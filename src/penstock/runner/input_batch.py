@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from penstock.attention import StepGeometry
 from penstock.device import Device
-from penstock.kernels.step_state import step_state_kernels
+from penstock.kernels.bound_step import BoundStep, SlotTensors, StepTensors
+from penstock.kernels.step_state import bind_step
 from penstock.runner.batch_layout import BatchLayout, LayoutCache
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling.stage import LogitsRows
 
 
-@dataclass(frozen=True, slots=True)
-class InputBatch:
-    """One step's inputs, in the order of its layout.
+class InputBatch(NamedTuple):
+    """One step's inputs, in the order of its layout. The next step of the same layout may overwrite the tensors.
 
-    input_ids: int32 [tokens]. positions: int64 [tokens]. seq_lens: int32 [rows].
+    input_ids: int32 [tokens]. positions: int64 [tokens].
     geometry: per KV-cache group, what attention needs.
+    logits_rows: of the actual requests. step: takes the step's outcome.
     """
 
     layout: BatchLayout
     input_ids: Tensor
     positions: Tensor
-    seq_lens: Tensor
     geometry: tuple[StepGeometry, ...]
+    logits_rows: LogitsRows
+    step: BoundStep
 
 
 class BatchBuilder:
@@ -37,56 +40,81 @@ class BatchBuilder:
 
     def __init__(self, device: Device, requests: RequestStates, block_tables: BlockTables) -> None:
         self._requests = requests
-        self._block_tables = block_tables
+        self._block_sizes = tuple(block_tables.block_sizes)
+        self._tables = tuple(block_tables.table(group) for group in range(len(self._block_sizes)))
         self._layouts = LayoutCache(device, requests)
-        self._kernels = step_state_kernels(device.torch_device)
+        self._layout: BatchLayout | None = None
+        self._step: BoundStep
+        self._max_seq_len = 0
+        self._num_columns: tuple[int, ...] = ()
+        # Positions that so many columns of every table cover.
+        self._capacity = 0
+        self._tensors: StepTensors | None = None
+        self._batch: InputBatch
 
     def build(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> InputBatch:
         """The inputs of a step that runs `num_scheduled_tokens[req_id]` tokens of each request."""
         layout = self._layouts.get(num_scheduled_tokens, plan)
-        inputs = self._kernels.gather_step_inputs(
-            self._requests.all_token_ids.tensor,
-            self._requests.num_computed_tokens.tensor.view(-1),
-            layout.idx_mapping,
-            layout.num_scheduled,
-            layout.token_to_req,
-            layout.token_offset,
-        )
-        return InputBatch(
-            layout=layout,
-            input_ids=inputs.input_ids_T,
-            positions=inputs.positions_T,
-            seq_lens=inputs.seq_lens_R,
-            geometry=self._geometry(layout, inputs.positions_T, inputs.seq_lens_R),
-        )
+        if layout is not self._layout:
+            self._bind(layout)
+        elif layout.has_one_token_each:
+            self._max_seq_len += 1
+        else:
+            self._max_seq_len = self._max_seq_len_upper_bound(layout)
+        if self._max_seq_len > self._capacity:
+            self._reach(self._max_seq_len)
+        tensors = self._step.gather(self._num_columns)
+        if tensors is not self._tensors or not layout.has_one_token_each:
+            self._tensors = tensors
+            self._batch = self._wrap(layout, tensors)
+        return self._batch
 
-    def _geometry(self, layout: BatchLayout, positions: Tensor, seq_lens: Tensor) -> tuple[StepGeometry, ...]:
+    def _bind(self, layout: BatchLayout) -> None:
+        requests = self._requests
+        state = SlotTensors(
+            requests.all_token_ids.tensor,
+            requests.total_len.tensor.view(-1),
+            requests.num_computed_tokens.tensor.view(-1),
+            requests.prefill_len.tensor,
+            self._tables,
+            self._block_sizes,
+        )
+        self._layout, self._step, self._tensors = layout, bind_step(state, layout.tensors), None
+        self._max_seq_len = self._max_seq_len_upper_bound(layout)
+        self._reach(self._max_seq_len)
+
+    def _reach(self, max_seq_len: int) -> None:
+        """Take as many columns of the block tables as the longest request has."""
+        widths = [table.shape[1] for table in self._tables]
+        self._num_columns = tuple(
+            max(1, min(-(-max_seq_len // size), width)) for size, width in zip(self._block_sizes, widths, strict=True)
+        )
+        self._capacity = min(count * size for count, size in zip(self._num_columns, self._block_sizes, strict=True))
+
+    def _wrap(self, layout: BatchLayout, tensors: StepTensors) -> InputBatch:
         plan = layout.plan
-        max_seq_len = self._max_seq_len_upper_bound(layout)
-        geometries = []
-        for group, block_size in enumerate(self._block_tables.block_sizes):
-            table = self._block_tables.table(group)
-            width = max(1, min(-(-max_seq_len // block_size), table.shape[1]))
-            geometries.append(
-                StepGeometry(
-                    query_start_loc=layout.query_start_loc,
-                    query_start_loc_np=layout.query_start_loc_np,
-                    seq_lens=seq_lens,
-                    block_table=table[:, :width].index_select(0, layout.idx_mapping),
-                    slot_mapping=self._kernels.compute_slot_mapping(
-                        table, layout.idx_mapping, layout.token_to_req, positions, block_size, plan.num_tokens
-                    ),
-                    num_actual_tokens=plan.num_tokens,
-                    num_actual_reqs=plan.num_reqs,
-                    max_query_len=layout.max_query_len,
-                    max_seq_len_upper_bound=max_seq_len,
-                    block_size=block_size,
-                )
+        geometry = tuple(
+            StepGeometry(
+                query_start_loc=layout.query_start_loc,
+                query_start_loc_np=layout.query_start_loc_np,
+                seq_lens=tensors.seq_lens_R,
+                block_table=block_table,
+                slot_mapping=slot_mapping,
+                num_actual_tokens=plan.num_tokens,
+                num_actual_reqs=plan.num_reqs,
+                max_query_len=layout.max_query_len,
+                max_seq_len_upper_bound=num_columns * block_size if layout.req_ids else 0,
+                block_size=block_size,
             )
-        return tuple(geometries)
+            for block_table, slot_mapping, num_columns, block_size in zip(
+                tensors.block_tables_RB, tensors.slot_mappings_T, self._num_columns, self._block_sizes, strict=True
+            )
+        )
+        rows = LogitsRows(layout.slots, layout.slots_np, layout.last_rows(tensors.positions_T))
+        return InputBatch(layout, tensors.input_ids_T, tensors.positions_T, geometry, rows, self._step)
 
     def _max_seq_len_upper_bound(self, layout: BatchLayout) -> int:
         if not layout.req_ids:
             return 0
-        computed = self._requests.num_computed_tokens_upper_bound[layout.slots_np]
+        computed = self._requests.num_computed_tokens_upper_bound()[layout.slots_np]
         return int(np.add(computed, layout.counts_np, out=computed).max())

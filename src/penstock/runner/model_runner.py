@@ -6,8 +6,9 @@ calls it unconditionally.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from penstock.config import SamplingConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
 from penstock.errors import LifecycleError
-from penstock.kernels.step_state import step_state_kernels
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, EmptyOutput
 from penstock.runner.batch_plan import Planner
@@ -28,7 +28,6 @@ from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.prompt_logprobs import PromptRows
-from penstock.runner.sampling.stage import LogitsRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ class RunnerLimits:
     vocab_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """A step that has been run and not yet sampled. `batch` is None when no token was run."""
 
     batch: InputBatch | None
@@ -82,7 +80,6 @@ class ModelRunner:
         self.batcher = BatchBuilder(device, self.requests, self.block_tables)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
-        self._kernels = step_state_kernels(device.torch_device)
         self._pending: dict[int, PendingStep] = {}
 
     def execute_model(self, output: SchedulerOutput) -> None:
@@ -103,7 +100,7 @@ class ModelRunner:
         batch = self.batcher.build(scheduled, plan)
         context = self.kv_cache.prepare(batch)
         hidden = self.model(batch.input_ids, batch.positions, context)
-        prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests.num_computed_tokens_upper_bound)
+        prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests)
         self._pending[output.step_id] = PendingStep(batch, hidden, errors, prompt_rows)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
@@ -122,48 +119,27 @@ class ModelRunner:
         batch = step.batch
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
         logits = self.model.compute_logits(batch.layout.last_rows(step.hidden))
-        rows = self._logits_rows(batch)
+        rows = batch.logits_rows
         sampled = self.sampler.sample(logits, rows)
-        num_sampled = self._kernels.count_sampled(
-            batch.seq_lens[: batch.layout.plan.num_reqs], self.requests.prefill_len.tensor, rows.slots
-        )
+        outcome = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
         result = AsyncOutput(
             self.device,
             step_id=grammar.step_id,
             req_ids=batch.layout.req_ids,
-            sampled_token_ids=sampled.sampled_token_ids,
-            num_sampled=num_sampled,
-            failures=sampled.failures,
+            outcome=outcome,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
-            errors=step.errors | {batch.layout.req_ids[row]: error for row, error in sampled.errors.items()},
+            errors=_by_request(sampled.errors, batch.layout.req_ids) | step.errors if sampled.errors else step.errors,
             on_not_finite=self.poisoned_blocks.note_failure,
             rank=self._rank,
         )
-        self._advance(batch, rows, sampled.sampled_token_ids, num_sampled)
+        batch.step.advance(outcome)
+        self.sampler.advance(rows, outcome)
         return result
 
-    @staticmethod
-    def _logits_rows(batch: InputBatch) -> LogitsRows:
-        return LogitsRows(
-            slots=batch.layout.idx_mapping[: batch.layout.plan.num_reqs],
-            slots_np=batch.layout.slots_np,
-            positions=batch.layout.last_rows(batch.positions),
-        )
 
-    def _advance(self, batch: InputBatch, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
-        num_scheduled = batch.layout.num_scheduled[: batch.layout.plan.num_reqs]
-        self._kernels.advance_state(
-            self.requests.all_token_ids.tensor,
-            self.requests.total_len.tensor.view(-1),
-            self.requests.num_computed_tokens.tensor.view(-1),
-            rows.slots,
-            sampled,
-            num_sampled,
-            num_scheduled,
-        )
-        self.sampler.advance(rows, sampled, num_sampled)
-        self.requests.num_computed_tokens_upper_bound[rows.slots_np] += batch.layout.counts_np
+def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, str]:
+    return {req_ids[row]: error for row, error in errors.items()}
 
 
 def _without(num_scheduled_tokens: dict[str, int], errors: Mapping[str, str]) -> dict[str, int]:

@@ -67,14 +67,13 @@ class RequestLifecycle:
     def _extend(self, output: SchedulerOutput, errors: dict[str, str]) -> None:
         cached = output.scheduled_cached_reqs
         slot_of = self._requests.slot_of
-        upper_bound = self._requests.num_computed_tokens_upper_bound
-        for req_id, block_ids, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            slot = slot_of.get(req_id)
-            if slot is None:
-                errors[req_id] = "the worker does not hold this request: adding it failed in an earlier step"
-                continue
-            upper_bound[slot] = num_computed
-            if block_ids is not None:
-                self._block_tables.append_blocks(slot, block_ids)
+        if not all(map(slot_of.__contains__, cached.req_ids)):
+            why = "the worker does not hold this request: adding it failed in an earlier step"
+            errors |= {req_id: why for req_id in cached.req_ids if req_id not in slot_of}
+        self._requests.note_computed_tokens(cached.req_ids, cached.num_computed_tokens)
+        # Between two new blocks there are as many steps as a block has positions.
+        if cached.new_block_ids.count(None) == len(cached.new_block_ids):
+            return
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None and req_id in slot_of:
+                self._block_tables.append_blocks(slot_of[req_id], block_ids)

@@ -6,6 +6,8 @@ during a request's life, or is an upper bound and says so in its name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -21,7 +23,6 @@ class RequestStates:
     total_len, num_computed_tokens: int64 [slots, 1]; for a decoding request computed is total - 1 after each step.
     prefill_len: tokens known when the request was added; prompt_len: the user's part of them.
     generation: changes whenever a slot changes hands.
-    num_computed_tokens_upper_bound: the host's mirror, which assumes that nothing in flight is rejected.
     """
 
     def __init__(self, device: Device, max_num_reqs: int, max_model_len: int) -> None:
@@ -34,7 +35,8 @@ class RequestStates:
         self.num_computed_tokens = StagedTensor(device, num_slots, 1, torch.int64)
         self.prefill_len = SlotParameter(device, num_slots, np.int64, 0)
         self.prompt_len = SlotParameter(device, num_slots, np.int64, 0)
-        self.num_computed_tokens_upper_bound = np.zeros(num_slots, dtype=np.int64)
+        self._computed_upper_bound = np.zeros(num_slots, dtype=np.int64)
+        self._noted: tuple[Sequence[str], Sequence[int]] = ((), ())
         self.slot_of: dict[str, int] = {}
         self.generation = 0
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))
@@ -59,7 +61,7 @@ class RequestStates:
         self.all_token_ids.stage(slot, 0, prefill)
         self.total_len.stage(slot, 0, [len(prefill)])
         self.num_computed_tokens.stage(slot, 0, [request.num_computed_tokens])
-        self.num_computed_tokens_upper_bound[slot] = request.num_computed_tokens
+        self._computed_upper_bound[slot] = request.num_computed_tokens
         self.prefill_len.set(slot, len(prefill))
         self.prompt_len.set(slot, len(request.prompt_token_ids))
         return slot
@@ -72,6 +74,19 @@ class RequestStates:
         self._free_slots.append(slot)
         self.generation += 1
         return True
+
+    def note_computed_tokens(self, req_ids: Sequence[str], num_computed_tokens: Sequence[int]) -> None:
+        """What the scheduler says of the requests of this step that have a slot already; most steps never ask."""
+        self._noted = (req_ids, num_computed_tokens)
+
+    def num_computed_tokens_upper_bound(self) -> np.ndarray:
+        """int64 [slots], right for the requests of this step, before it runs; assumes that no draft is rejected."""
+        for req_id, num_computed_tokens in zip(*self._noted, strict=True):
+            slot = self.slot_of.get(req_id)
+            if slot is not None:
+                self._computed_upper_bound[slot] = num_computed_tokens
+        self._noted = ((), ())
+        return self._computed_upper_bound
 
     def discard_staged(self, slot: int) -> None:
         for staged in (self.all_token_ids, self.total_len, self.num_computed_tokens):

@@ -42,6 +42,7 @@ from penstock.worker.memory_plan import (
     choose_memory_fraction,
     runner_state_bytes,
 )
+from penstock.worker.no_grad import NoGrad
 from penstock.worker.profile import measure_step_memory
 from penstock.worker.profiler import create_profiler
 from penstock.worker.reload import config_of_replacement, load_replacement
@@ -60,6 +61,7 @@ class Worker(WorkerBase):
         # Options for the next reload; `config` has those of the weights that serve.
         self._next_config = config
         self._profiler = create_profiler(config.profiler, parallel)
+        self._no_grad = NoGrad()
         self._device: Device | None = None
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
@@ -142,11 +144,11 @@ class Worker(WorkerBase):
 
     def execute_model(self, output: SchedulerOutput) -> None:
         runner = self.runner
-        with torch.no_grad(), self._profiler.around_step(output, runner.requests.prefill_length):
+        with self._no_grad, self._profiler.around_step(output, runner.requests.prefill_length):
             runner.execute_model(output)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
-        with torch.no_grad():
+        with self._no_grad:
             return self.runner.sample_tokens(grammar)
 
     def execute_dummy_batch(self) -> None:

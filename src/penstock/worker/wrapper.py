@@ -28,6 +28,8 @@ class WorkerWrapperBase:
     def __init__(self, rpc_rank: int = 0) -> None:
         self.rpc_rank = rpc_rank
         self._worker: Any = None
+        # Methods that were found to be there, so that steps need not look again.
+        self._known_methods: set[str] = set()
 
     @property
     def worker(self) -> Any:
@@ -102,13 +104,17 @@ class WorkerWrapperBase:
 
     def _bind(self, method: str | bytes | Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(method, str):
-            require(method)
-            found = getattr(self.worker, method, None)
-            if not callable(found):
-                raise ConfigError(f"{type(self.worker).__name__} has no method {method!r}.")
-            return found  # type: ignore[no-any-return]
+            if method not in self._known_methods:
+                self._check(method)
+            return getattr(self.worker, method)  # type: ignore[no-any-return]
         function = pickle.loads(method) if isinstance(method, bytes) else method
         return lambda *args, **kwargs: function(self.worker, *args, **kwargs)
+
+    def _check(self, method: str) -> None:
+        require(method)
+        if not callable(getattr(self.worker, method, None)):
+            raise ConfigError(f"{type(self.worker).__name__} has no method {method!r}.")
+        self._known_methods.add(method)
 
 
 def resolve_class(qualified_name: str, option: str) -> type:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from penstock.config.env import cpu_kernels
 from penstock.errors import ConfigError
-from penstock.kernels.native.step_state import NativeStepState
+from penstock.kernels.bound_step import LayoutTensors, SlotTensors
+from penstock.kernels.native.step_state import NativeStep
 
 try:
     _module: Any = import_module("penstock.kernels.native._kernels")
@@ -266,9 +267,9 @@ def describe_kernels() -> str:
     return f"torch's kernels only ({_why_not or 'as asked for'})"
 
 
-def load_native_step_state() -> NativeStepState | None:
-    """The step's bookkeeping in C++; None where it was not built."""
-    return None if _module is None else NativeStepState(_module)
+def bind_native_step(state: SlotTensors, layout: LayoutTensors) -> NativeStep | None:
+    """A step's bookkeeping in C++; None where it was not built or is not wanted."""
+    return None if _module is None or NATIVE is None else NativeStep(_module, state, layout)
 
 
 NATIVE = load_native_kernels(cpu_kernels())

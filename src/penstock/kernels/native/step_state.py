@@ -1,4 +1,4 @@
-"""`kernels.step_state` in C++: one call where numpy takes a dozen, whose cost is all in the calling."""
+"""`kernels.bound_step` in C++: one call where numpy takes a dozen, whose cost is all in the calling."""
 
 from __future__ import annotations
 
@@ -7,96 +7,90 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors
 
-class NativeStepState:
-    """The four functions of `kernels.step_state`, with the same arguments; all tensors are contiguous CPU tensors."""
 
-    def __init__(self, module: Any) -> None:
+class NativeStep(BoundStep):
+    """Fills the same tensors in every step, and works out no address twice. All tensors are contiguous CPU tensors."""
+
+    def __init__(self, module: Any, state: SlotTensors, layout: LayoutTensors) -> None:
         self._module = module
-
-    def gather_step_inputs(
-        self,
-        all_token_ids_SL: Tensor,
-        num_computed_tokens_S: Tensor,
-        idx_mapping_R: Tensor,
-        num_scheduled_R: Tensor,
-        token_to_req_T: Tensor,
-        token_offset_T: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_rows, num_tokens = idx_mapping_R.shape[0], token_to_req_T.shape[0]
-        input_ids_T = torch.empty(num_tokens, dtype=torch.int32)
-        positions_T = torch.empty(num_tokens, dtype=torch.int64)
-        seq_lens_R = torch.empty(num_rows, dtype=torch.int32)
-        self._module.gather_step_inputs(
-            all_token_ids_SL.data_ptr(),
-            all_token_ids_SL.shape[1],
-            num_computed_tokens_S.data_ptr(),
-            idx_mapping_R.data_ptr(),
-            num_scheduled_R.data_ptr(),
-            token_to_req_T.data_ptr(),
-            token_offset_T.data_ptr(),
-            num_rows,
-            num_tokens,
-            input_ids_T.data_ptr(),
-            positions_T.data_ptr(),
-            seq_lens_R.data_ptr(),
+        self._state = state
+        self._layout = layout
+        num_rows, num_tokens = layout.idx_mapping_R.shape[0], layout.token_to_req_T.shape[0]
+        self._tensors = StepTensors(
+            input_ids_T=torch.empty(num_tokens, dtype=torch.int32),
+            positions_T=torch.empty(num_tokens, dtype=torch.int64),
+            seq_lens_R=torch.empty(num_rows, dtype=torch.int32),
+            block_tables_RB=(),
+            slot_mappings_T=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in state.block_sizes),
         )
-        return input_ids_T, positions_T, seq_lens_R
+        self._num_columns: tuple[int, ...] | None = None
+        self._gather_arguments: list[int] = []
+        self._outcome_arguments = [
+            self._tensors.seq_lens_R.data_ptr(),
+            state.prefill_len_S.data_ptr(),
+            layout.idx_mapping_R.data_ptr(),
+            layout.num_reqs,
+        ]
+        self._advance_arguments = [
+            state.all_token_ids_SL.data_ptr(),
+            state.all_token_ids_SL.shape[1],
+            state.total_len_S.data_ptr(),
+            state.num_computed_tokens_S.data_ptr(),
+            layout.idx_mapping_R.data_ptr(),
+            layout.num_scheduled_R.data_ptr(),
+            layout.num_reqs,
+        ]
 
-    def compute_slot_mapping(
-        self,
-        block_tables_SB: Tensor,
-        idx_mapping_R: Tensor,
-        token_to_req_T: Tensor,
-        positions_T: Tensor,
-        block_size: int,
-        num_actual_tokens: int,
-    ) -> Tensor:
-        slot_mapping_T = torch.empty(positions_T.shape[0], dtype=torch.int64)
-        self._module.compute_slot_mapping(
-            block_tables_SB.data_ptr(),
-            block_tables_SB.shape[1],
-            idx_mapping_R.data_ptr(),
-            token_to_req_T.data_ptr(),
-            positions_T.data_ptr(),
-            positions_T.shape[0],
-            num_actual_tokens,
-            block_size,
-            slot_mapping_T.data_ptr(),
-        )
-        return slot_mapping_T
+    def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
+        if num_columns != self._num_columns:
+            self._take_columns(num_columns)
+        self._module.gather_step(*self._gather_arguments)
+        return self._tensors
 
-    def count_sampled(self, seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
-        num_sampled_R = torch.empty(seq_lens_R.shape[0], dtype=torch.int64)
-        self._module.count_sampled(
-            seq_lens_R.data_ptr(),
-            prefill_len_S.data_ptr(),
-            idx_mapping_R.data_ptr(),
-            seq_lens_R.shape[0],
-            num_sampled_R.data_ptr(),
-        )
-        return num_sampled_R
-
-    def advance_state(
-        self,
-        all_token_ids_SL: Tensor,
-        total_len_S: Tensor,
-        num_computed_tokens_S: Tensor,
-        idx_mapping_R: Tensor,
-        sampled_token_ids_R: Tensor,
-        num_sampled_R: Tensor,
-        num_scheduled_R: Tensor,
-        num_rejected_R: Tensor | None = None,
-    ) -> None:
-        self._module.advance_state(
-            all_token_ids_SL.data_ptr(),
-            all_token_ids_SL.shape[1],
-            total_len_S.data_ptr(),
-            num_computed_tokens_S.data_ptr(),
-            idx_mapping_R.data_ptr(),
+    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> Tensor:
+        outcome_3R = torch.empty(3, self._layout.num_reqs, dtype=torch.int64)
+        self._module.step_outcome(
+            *self._outcome_arguments,
             sampled_token_ids_R.data_ptr(),
-            num_sampled_R.data_ptr(),
-            num_scheduled_R.data_ptr(),
-            0 if num_rejected_R is None else num_rejected_R.data_ptr(),
-            idx_mapping_R.shape[0],
+            failures_R.data_ptr(),
+            failures_R.element_size(),
+            outcome_3R.data_ptr(),
         )
+        return outcome_3R
+
+    def advance(self, outcome_3R: Tensor) -> None:
+        self._module.advance_state(*self._advance_arguments, outcome_3R.data_ptr())
+
+    def _take_columns(self, num_columns: tuple[int, ...]) -> None:
+        state, layout = self._state, self._layout
+        num_rows = layout.idx_mapping_R.shape[0]
+        tables = tuple(torch.empty(num_rows, width, dtype=torch.int32) for width in num_columns)
+        self._tensors = tensors = self._tensors._replace(block_tables_RB=tables)
+        self._num_columns = num_columns
+        self._gather_arguments = [
+            state.all_token_ids_SL.data_ptr(),
+            state.all_token_ids_SL.shape[1],
+            state.num_computed_tokens_S.data_ptr(),
+            layout.idx_mapping_R.data_ptr(),
+            layout.num_scheduled_R.data_ptr(),
+            layout.token_to_req_T.data_ptr(),
+            layout.token_offset_T.data_ptr(),
+            num_rows,
+            layout.token_to_req_T.shape[0],
+            layout.num_tokens,
+            tensors.input_ids_T.data_ptr(),
+            tensors.positions_T.data_ptr(),
+            tensors.seq_lens_R.data_ptr(),
+        ]
+        groups = zip(state.block_tables_SB, state.block_sizes, tables, tensors.slot_mappings_T, strict=True)
+        for all_blocks, block_size, blocks, slot_mapping in groups:
+            self._gather_arguments += [
+                all_blocks.data_ptr(),
+                all_blocks.shape[1],
+                block_size,
+                blocks.data_ptr(),
+                blocks.shape[1],
+                slot_mapping.data_ptr(),
+            ]

@@ -19,6 +19,7 @@ from penstock.device.base import PendingCopy
 from penstock.kernels.sampling import top_logprobs
 from penstock.models.interface import LanguageModel
 from penstock.runner.batch_layout import BatchLayout
+from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import count
 from penstock.runner.waiting import wait_until
 
@@ -99,17 +100,17 @@ class PromptLogprobs:
         """Forget the slot's request."""
         self._asking.discard(slot)
 
-    def rows(self, layout: BatchLayout, num_computed_tokens: np.ndarray) -> PromptRows | None:
+    def rows(self, layout: BatchLayout, requests: RequestStates) -> PromptRows | None:
         """Which tokens of the step are asked about; None for none.
 
-        num_computed_tokens: int64 [slots], before the step. The host knows them exactly while a prompt is computed:
-        nothing that was sampled, and so could be rejected, is among them.
+        The host knows the computed tokens exactly while a prompt is computed: nothing that was sampled, and so could be
+        rejected, is among them.
         """
         if not self._asking:
             return None
         slots = layout.slots_np
         asked = self._num_logprobs[slots]
-        computed = num_computed_tokens[slots]
+        computed = requests.num_computed_tokens_upper_bound()[slots]
         # The last token of the prompt says something about the output only.
         counts = np.minimum(layout.counts_np, self._prompt_len[slots] - 1 - computed)
         counts = np.where(asked == _NONE, 0, counts.clip(min=0))

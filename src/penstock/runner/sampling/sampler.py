@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from penstock.config import SamplingConfig
 from penstock.config.sampling import rows_at_once
 from penstock.contract import SamplingParams
 from penstock.device import Device
-from penstock.kernels.sampling import LogprobsTensors
+from penstock.kernels.sampling import LogprobsTensors, greedy_tokens
 from penstock.runner.sampling.allowed_tokens import AllowedTokens
 from penstock.runner.sampling.bad_words import BadWords
 from penstock.runner.sampling.custom_processors import CustomProcessors
@@ -31,8 +31,7 @@ from penstock.runner.sampling.temperature import Temperature
 from penstock.runner.sampling.top_k_top_p import TopKTopP
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
+class SamplerOutput(NamedTuple):
     """sampled_token_ids: int64 [rows], on the device; any token where the row failed.
 
     failures: [rows], on the device: a `Failure` per row, as an integer or a bool.
@@ -42,7 +41,7 @@ class SamplerOutput:
     sampled_token_ids: Tensor
     failures: Tensor
     logprobs: LogprobsTensors | None
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str]
 
 
 class Sampler:
@@ -116,8 +115,11 @@ class Sampler:
         return _join([self._sample(logits[part], rows.part(part), num_logprobs) for part in parts], self.max_rows)
 
     def _sample(self, logits: Tensor, rows: LogitsRows, num_logprobs: int | None) -> SamplerOutput:
+        is_greedy = self._draw.is_all_greedy(rows)
+        if is_greedy and num_logprobs is None and not self._shaped_slots:
+            return SamplerOutput(*greedy_tokens(logits), None, {})
         shaping = self._needed(self.shaping, rows) if self._shaped_slots else []
-        stages = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
+        stages = shaping if is_greedy else shaping + self._needed(self.truncating, rows)
         processed = logits.clone() if stages else logits
         for stage in stages:
             processed = stage.apply(processed, rows)
@@ -129,9 +131,10 @@ class Sampler:
             errors=self._custom.take_errors(),
         )
 
-    def advance(self, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
-        """Let the stages take note of a step's tokens; nothing is waited for."""
+    def advance(self, rows: LogitsRows, outcome: Tensor) -> None:
+        """Let the stages take note of a step's outcome (`BoundStep.outcome`); nothing is waited for."""
         if self._shaped_slots:
+            sampled, num_sampled, _ = outcome.unbind(0)
             for stage in self.shaping:
                 stage.advance(rows, sampled, num_sampled)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class LogitsRows:
+class LogitsRows(NamedTuple):
     """Whose logits a step computed: one row per request.
 
     slots: int64 [rows]. slots_np: the same on the host. positions: int64 [rows], position of the row's last token.

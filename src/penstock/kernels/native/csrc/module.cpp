@@ -50,6 +50,7 @@ class Arguments {
     if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this processor cannot run these kernels");
     return chosen;
   }
+  bool has_more() const { return next_ < count_; }
   // Whether all arguments were there and of the right kind; if not, a Python error is set.
   bool are_good() {
     if (next_ != count_ && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too many arguments");
@@ -243,7 +244,8 @@ PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->argmax, a) : nullptr;
 }
 
-PyObject* gather_step_inputs(PyObject*, PyObject* const* values, Py_ssize_t count) {
+// The last six arguments are repeated for every KV-cache group.
+PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   GatherArgs a;
   a.all_token_ids = in.pointer<const int32_t>();
@@ -255,41 +257,39 @@ PyObject* gather_step_inputs(PyObject*, PyObject* const* values, Py_ssize_t coun
   a.token_offsets = in.pointer<const int64_t>();
   a.num_rows = in.size();
   a.num_tokens = in.size();
+  a.num_actual_tokens = in.size();
   a.input_ids = in.pointer<int32_t>();
   a.positions = in.pointer<int64_t>();
   a.seq_lens = in.pointer<int32_t>();
-  if (!in.are_good()) return nullptr;
-  gather_step_inputs(a);
+  if (PyErr_Occurred()) return nullptr;
+  gather_step(a);
+  while (in.has_more()) {
+    TableArgs table;
+    table.all_blocks = in.pointer<const int32_t>();
+    table.width = in.size();
+    table.block_size = in.size();
+    table.blocks = in.pointer<int32_t>();
+    table.columns = in.size();
+    table.slot_mapping = in.pointer<int64_t>();
+    if (PyErr_Occurred()) return nullptr;
+    gather_blocks(a, table);
+  }
   Py_RETURN_NONE;
 }
 
-PyObject* compute_slot_mapping(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
-  SlotMappingArgs a;
-  a.block_tables = in.pointer<const int32_t>();
-  a.width = in.size();
-  a.slots = in.pointer<const int64_t>();
-  a.token_rows = in.pointer<const int64_t>();
-  a.positions = in.pointer<const int64_t>();
-  a.num_tokens = in.size();
-  a.num_actual_tokens = in.size();
-  a.block_size = in.size();
-  a.slot_mapping = in.pointer<int64_t>();
-  if (!in.are_good()) return nullptr;
-  compute_slot_mapping(a);
-  Py_RETURN_NONE;
-}
-
-PyObject* count_sampled(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  CountSampledArgs a;
+  OutcomeArgs a;
   a.seq_lens = in.pointer<const int32_t>();
   a.prefill_lens = in.pointer<const int64_t>();
   a.slots = in.pointer<const int64_t>();
   a.num_rows = in.size();
-  a.num_sampled = in.pointer<int64_t>();
+  a.sampled = in.pointer<const int64_t>();
+  a.failures = in.pointer<const void>();
+  a.failure_size = in.size();
+  a.outcome = in.pointer<int64_t>();
   if (!in.are_good()) return nullptr;
-  count_sampled(a);
+  step_outcome(a);
   Py_RETURN_NONE;
 }
 
@@ -301,11 +301,9 @@ PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.total_len = in.pointer<int64_t>();
   a.num_computed = in.pointer<int64_t>();
   a.slots = in.pointer<const int64_t>();
-  a.sampled = in.pointer<const int64_t>();
-  a.num_sampled = in.pointer<const int64_t>();
   a.num_scheduled = in.pointer<const int64_t>();
-  a.num_rejected = in.pointer<const int64_t>();
   a.num_rows = in.size();
+  a.outcome = in.pointer<const int64_t>();
   if (!in.are_good()) return nullptr;
   advance_state(a);
   Py_RETURN_NONE;
@@ -325,9 +323,8 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(silu_and_mul),
     PENSTOCK_FUNCTION(rotary),
     PENSTOCK_FUNCTION(argmax),
-    PENSTOCK_FUNCTION(gather_step_inputs),
-    PENSTOCK_FUNCTION(compute_slot_mapping),
-    PENSTOCK_FUNCTION(count_sampled),
+    PENSTOCK_FUNCTION(gather_step),
+    PENSTOCK_FUNCTION(step_outcome),
     PENSTOCK_FUNCTION(advance_state),
     {nullptr, nullptr, 0, nullptr},
 };

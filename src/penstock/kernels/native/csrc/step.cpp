@@ -1,8 +1,10 @@
 #include "step.h"
 
+#include <algorithm>
+
 namespace penstock {
 
-void gather_step_inputs(const GatherArgs& a) {
+void gather_step(const GatherArgs& a) {
   for (int64_t r = 0; r < a.num_rows; ++r)
     a.seq_lens[r] = static_cast<int32_t>(a.num_computed[a.slots[r]] + a.num_scheduled[r]);
   for (int64_t t = 0; t < a.num_tokens; ++t) {
@@ -12,25 +14,34 @@ void gather_step_inputs(const GatherArgs& a) {
   }
 }
 
-void compute_slot_mapping(const SlotMappingArgs& a) {
+void gather_blocks(const GatherArgs& a, const TableArgs& table) {
+  for (int64_t r = 0; r < a.num_rows; ++r)
+    std::copy_n(table.all_blocks + a.slots[r] * table.width, table.columns, table.blocks + r * table.columns);
   for (int64_t t = 0; t < a.num_actual_tokens; ++t) {
-    const int64_t block = a.positions[t] / a.block_size;
-    const int64_t id = a.block_tables[a.slots[a.token_rows[t]] * a.width + block];
-    a.slot_mapping[t] = id * a.block_size + a.positions[t] - block * a.block_size;
+    const int64_t block = a.positions[t] / table.block_size;
+    const int64_t id = table.all_blocks[a.slots[a.token_rows[t]] * table.width + block];
+    table.slot_mapping[t] = id * table.block_size + a.positions[t] - block * table.block_size;
   }
-  for (int64_t t = a.num_actual_tokens; t < a.num_tokens; ++t) a.slot_mapping[t] = -1;
+  std::fill(table.slot_mapping + a.num_actual_tokens, table.slot_mapping + a.num_tokens, -1);
 }
 
-void count_sampled(const CountSampledArgs& a) {
-  for (int64_t r = 0; r < a.num_rows; ++r) a.num_sampled[r] = a.seq_lens[r] >= a.prefill_lens[a.slots[r]];
+void step_outcome(const OutcomeArgs& a) {
+  int64_t *tokens = a.outcome, *counts = tokens + a.num_rows, *failures = counts + a.num_rows;
+  for (int64_t r = 0; r < a.num_rows; ++r) {
+    tokens[r] = a.sampled[r];
+    counts[r] = a.seq_lens[r] >= a.prefill_lens[a.slots[r]];
+    failures[r] = a.failure_size == 1 ? static_cast<const uint8_t*>(a.failures)[r]
+                                      : static_cast<const int64_t*>(a.failures)[r];
+  }
 }
 
 void advance_state(const AdvanceArgs& a) {
+  const int64_t *tokens = a.outcome, *counts = tokens + a.num_rows;
   for (int64_t r = 0; r < a.num_rows; ++r) {
     const int64_t slot = a.slots[r];
-    if (a.num_sampled[r] > 0) a.all_token_ids[slot * a.width + a.total_len[slot]] = static_cast<int32_t>(a.sampled[r]);
-    a.total_len[slot] += a.num_sampled[r];
-    a.num_computed[slot] += a.num_scheduled[r] - (a.num_rejected != nullptr ? a.num_rejected[r] : 0);
+    if (counts[r] > 0) a.all_token_ids[slot * a.width + a.total_len[slot]] = static_cast<int32_t>(tokens[r]);
+    a.total_len[slot] += counts[r];
+    a.num_computed[slot] += a.num_scheduled[r];
   }
 }
 
