@@ -163,14 +163,15 @@ def test_metrics_say_when_things_happened(processor: OutputProcessor) -> None:
     progress = add(processor)
     start = time.monotonic()
     processor.process([token(40, first_scheduled_time=103.0, num_cached_tokens=16)])
-    processor.process([token(40, first_scheduled_time=103.0, num_preemptions=2)])
-    processor.process([token(40, finish_reason=FinishReason.LENGTH, num_preemptions=2)])
+    processor.process([token(40)])
+    processor.process([token(40, first_scheduled_time=103.0, num_cached_tokens=16, num_preemptions=2)])
+    processor.process([token(40, finish_reason=FinishReason.LENGTH)])
     output = progress.output()
     metrics = output.metrics
     assert output.num_cached_tokens == 16
     assert (metrics.arrival_time, metrics.first_scheduled_time) == (100.0, 103.0)
     assert metrics.time_in_queue_s == 3.0
-    assert (metrics.num_generated_tokens, metrics.num_preemptions) == (3, 2)
+    assert (metrics.num_generated_tokens, metrics.num_preemptions) == (4, 2)
     assert metrics.first_token_time is not None
     assert metrics.last_token_time is not None
     assert metrics.finished_time is not None

@@ -6,7 +6,6 @@ caller may never ask for (a whole `RequestOutput`) is built only on demand.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ from penstock.engine.stop_strings import StopScanner
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+
+_STOP = FinishReason.STOP  # looked up for every token
 
 
 class Progress(Protocol):
@@ -59,11 +60,17 @@ class RequestProgress:
 
     __slots__ = (
         "_detokenizer",
+        "_finished_time",
+        "_first_scheduled_time",
+        "_first_token_time",
         "_includes_stop",
+        "_last_token_time",
         "_num_pieces_taken",
+        "_num_preemptions",
         "_num_tokens_taken",
         "_num_tokens_without_stop",
         "_pieces",
+        "_push",
         "_scanner",
         "cumulative_logprob",
         "error",
@@ -71,7 +78,6 @@ class RequestProgress:
         "inbox",
         "index",
         "logprobs",
-        "metrics",
         "num_cached_tokens",
         "num_logprobs",
         "prompt",
@@ -100,7 +106,11 @@ class RequestProgress:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.num_cached_tokens = 0
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self._first_scheduled_time: float | None = None
+        self._first_token_time: float | None = None
+        self._last_token_time: float | None = None
+        self._finished_time: float | None = None
+        self._num_preemptions = 0
         self._pieces: list[str] = []
         self._num_pieces_taken = 0
         self._num_tokens_taken = 0
@@ -109,6 +119,7 @@ class RequestProgress:
         self._num_tokens_without_stop = params.min_tokens
         self._scanner = StopScanner(params.stop, includes_stop=self._includes_stop) if params.stop else None
         self._detokenizer = _start_detokenizer(tokenizer, params, request.prompt_token_ids)
+        self._push = self._detokenizer.push
 
     @property
     def req_id(self) -> str:
@@ -157,52 +168,60 @@ class RequestProgress:
             outputs=[completion],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=copy.copy(self.metrics),
+            metrics=self._metrics(),
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        first, last = self._first_token_time, self._last_token_time
+        return RequestMetrics(
+            arrival_time=self.request.arrival_time,
+            first_scheduled_time=self._first_scheduled_time,
+            first_token_time=first,
+            last_token_time=last,
+            finished_time=self._finished_time,
+            num_preemptions=self._num_preemptions,
+            num_generated_tokens=len(self.token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            decoding_s=0.0 if first is None or last is None else last - first,
         )
 
     def advance(self, output: EngineCoreOutput, now: float) -> None:
         """Take in one step's output. now: monotonic seconds."""
         new_token_ids = output.new_token_ids
-        metrics = self.metrics
         if new_token_ids:
             self.token_ids += new_token_ids
-            hides_last = output.finish_reason is FinishReason.STOP and not self._includes_stop
-            self._add_text(new_token_ids[:-1] if hides_last else new_token_ids)
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
-            metrics.last_token_time = now
-            metrics.decoding_s = now - metrics.first_token_time
-            metrics.num_generated_tokens = len(self.token_ids)
+            if output.finish_reason is _STOP and not self._includes_stop:
+                new_token_ids = new_token_ids[:-1]
+            if self._scanner is not None:
+                self._add_scanned(new_token_ids, self._scanner)
+            else:
+                for token_id in new_token_ids:
+                    piece = self._push(token_id)
+                    if piece:
+                        self._pieces.append(piece)
+            if self._first_token_time is None:
+                self._first_token_time = now
+            self._last_token_time = now
         if self.num_logprobs is not None and output.new_logprobs is not None:
             self._add_logprobs(output.new_logprobs, self.num_logprobs)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *self._readable(output.prompt_logprobs, ALL_LOGPROBS)]
-        metrics.num_preemptions = output.num_preemptions
-        if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = output.first_scheduled_time
-        if output.num_cached_tokens:
-            self.num_cached_tokens = metrics.num_cached_tokens = output.num_cached_tokens
+        if output.first_scheduled_time is not None:
+            self._first_scheduled_time = output.first_scheduled_time
+            self._num_preemptions = output.num_preemptions
+            self.num_cached_tokens = output.num_cached_tokens
         has_found_stop = self._scanner is not None and self._scanner.found is not None
         if output.finish_reason is not None or has_found_stop:
             self._finish(output, now)
-
-    def _add_text(self, token_ids: list[int]) -> None:
-        if self._scanner is not None:
-            self._add_scanned(token_ids, self._scanner)
-            return
-        for token_id in token_ids:
-            piece = self._detokenizer.push(token_id)
-            if piece:
-                self._pieces.append(piece)
 
     def _add_scanned(self, token_ids: list[int], scanner: StopScanner) -> None:
         """Add text up to a stop string, if there is one."""
         for token_id in token_ids:
             may_stop = self._num_tokens_without_stop <= 0
             self._num_tokens_without_stop -= 1
-            piece = scanner.push(self._detokenizer.push(token_id), may_stop=may_stop)
+            piece = scanner.push(self._push(token_id), may_stop=may_stop)
             if piece:
                 self._pieces.append(piece)
             if scanner.found is not None:
@@ -226,7 +245,7 @@ class RequestProgress:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
-        self.metrics.finished_time = now
+        self._finished_time = now
         piece = self._detokenizer.flush()
         if self._scanner is not None:
             piece = self._scan_last(piece, self._scanner)

@@ -30,18 +30,14 @@ class _HeldBlocks:
     """The blocks of one request.
 
     groups: per group, block lists by position; the null block where positions are no longer read.
-    capacity: positions that the blocks of every group cover.
     num_cached: per group, leading blocks that were offered to the prefix cache.
-    next_cache_at: computed tokens from which on there is a block to offer.
     """
 
-    __slots__ = ("capacity", "groups", "next_cache_at", "num_cached")
+    __slots__ = ("groups", "num_cached")
 
-    def __init__(self, groups: list[list[KVCacheBlock]], capacity: int, next_cache_at: int) -> None:
+    def __init__(self, groups: list[list[KVCacheBlock]]) -> None:
         self.groups = groups
-        self.capacity = capacity
         self.num_cached = [len(blocks) for blocks in groups]
-        self.next_cache_at = next_cache_at
 
 
 class KVCacheManager:
@@ -114,10 +110,10 @@ class KVCacheManager:
         """
         if hit is not None:
             return self._allocate_first(request, num_new_tokens, hit)
-        held = self._held[request.req_id]
         num_tokens = request.num_computed_tokens + num_new_tokens
-        if num_tokens <= held.capacity:
+        if num_tokens <= request.kv_capacity:
             return ()
+        held = self._held[request.req_id]
         # The steps in flight may still read these blocks, but the device runs steps in order: whoever gets the
         # blocks writes to them later.
         for group, blocks in zip(self._groups, held.groups, strict=True):
@@ -125,27 +121,28 @@ class KVCacheManager:
         missing = self._num_missing(held.groups, num_tokens)
         if sum(missing) > self.pool.num_free_blocks:
             return None
-        return self._extend(held, missing)
+        return self._extend(request, held, missing)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Share the request's full blocks among its first `num_computed_tokens` positions, which must be computed."""
-        held = self._held[request.req_id]
-        if num_computed_tokens < held.next_cache_at:
+        if num_computed_tokens < request.next_cache_at:
             return
+        held = self._held[request.req_id]
         self._hasher.extend(request)
         hashes = request.block_hashes
-        held.next_cache_at = _NEVER
+        request.next_cache_at = _NEVER
         for index, group in enumerate(self._groups):
             first, end = held.num_cached[index], num_computed_tokens // group.block_size
             if first < end:
                 keys = [group.key(hashes, block) for block in range(first, end)]
                 self.pool.cache_full_blocks(held.groups[index][first:end], keys)
                 held.num_cached[index] = end
-            held.next_cache_at = min(held.next_cache_at, (max(first, end) + 1) * group.block_size)
+            request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
 
     def free(self, request: Request) -> None:
         """Take back all blocks of a request; what they cache can still be found until they are reused."""
         held = self._held.pop(request.req_id)
+        request.kv_capacity = 0
         for blocks_at_position in reversed(list(zip_longest(*held.groups))):
             self.pool.free_blocks(block for block in blocks_at_position if block is not None)
 
@@ -161,9 +158,9 @@ class KVCacheManager:
             return None
         for blocks in groups:
             self.pool.touch(blocks)
-        held = _HeldBlocks(groups, hit.num_tokens, 0 if self._caches_prefixes else _NEVER)
-        self._held[request.req_id] = held
-        return self._extend(held, missing)
+        held = self._held[request.req_id] = _HeldBlocks(groups)
+        request.next_cache_at = 0 if self._caches_prefixes else _NEVER
+        return self._extend(request, held, missing)
 
     def _num_missing(self, groups: Sequence[list[KVCacheBlock]], num_tokens: int) -> list[int]:
         return [
@@ -171,13 +168,13 @@ class KVCacheManager:
             for group, blocks in zip(self._groups, groups, strict=True)
         ]
 
-    def _extend(self, held: _HeldBlocks, missing: Sequence[int]) -> tuple[list[int], ...]:
+    def _extend(self, request: Request, held: _HeldBlocks, missing: Sequence[int]) -> tuple[list[int], ...]:
         new_block_ids: list[list[int]] = []
         for blocks, num_blocks in zip(held.groups, missing, strict=True):
             new_blocks = self.pool.get_new_blocks(num_blocks)
             blocks += new_blocks
             new_block_ids.append([block.block_id for block in new_blocks])
-        held.capacity = min(
+        request.kv_capacity = min(
             len(blocks) * group.block_size for group, blocks in zip(self._groups, held.groups, strict=True)
         )
         return tuple(new_block_ids)

@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step brought one request.
 
     new_token_ids: usually one; empty when a request ends without a token (aborted, failed).
@@ -26,8 +26,11 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: with the first token, one row per token of the prompt but the first, when the request asked.
     stop_reason: the stop token that ended the request, when it is one of `stop_token_ids`; else None.
     error: what went wrong, when finish_reason is ERROR.
+
+    The request's history comes with its first token, with the first after a preemption, and with its end:
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the request first ran.
-    first_scheduled_time: monotonic seconds (time.monotonic), for the request's metrics.
+    first_scheduled_time: monotonic seconds (time.monotonic); None where the history is left out, or the request never
+        ran.
     """
 
     req_id: str

@@ -41,7 +41,13 @@ class Request:
     prompt_logprobs: those of the prompt that are known so far, until the first token takes them along; None if the
         request did not ask.
     first_scheduled_time: monotonic seconds.
+    has_news: whether its history has changed since an output last told it.
     order: counts requests as they were added; decides between equal arrival times.
+    end_token_ids: those of the model and those that the request names.
+
+    The KV cache manager keeps, for the scheduler to see that nothing is due:
+    kv_capacity: positions that its blocks cover; 0 while it holds none.
+    next_cache_at: computed tokens from which on there is a block to offer to the prefix cache.
     """
 
     req_id: str
@@ -55,7 +61,7 @@ class Request:
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     all_token_ids: list[int] = field(init=False)
     block_hashes: list[bytes] = field(default_factory=list, init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_output_placeholders: int = field(default=0, init=False)
     num_in_flight_steps: int = field(default=0, init=False)
@@ -64,13 +70,16 @@ class Request:
     length_limit: int = field(default=0, init=False)
     prompt_logprobs: LogprobsLists | None = field(default=None, init=False)
     first_scheduled_time: float | None = field(default=None, init=False)
+    has_news: bool = field(default=True, init=False)
     order: int = field(default=0, init=False)
+    kv_capacity: int = field(default=0, init=False)
+    next_cache_at: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.prompt_token_ids)
-        self.stop_token_ids = frozenset(self.sampling_params.stop_token_ids)
         if self.sampling_params.ignore_eos:
             self.eos_token_ids = frozenset()
+        self.end_token_ids = self.eos_token_ids.union(self.sampling_params.stop_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -7,21 +7,22 @@ from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 
+_GOES_ON = (None, None)
+
 
 def check_stop(request: Request) -> tuple[FinishReason | None, int | None]:
     """Whether the request ends with its last token: the reason, and the stop token if it is one the user named.
 
     No token is an end token before there are min_tokens.
     """
-    last_token_id = request.all_token_ids[-1]
-    is_eos = last_token_id in request.eos_token_ids
-    if is_eos or last_token_id in request.stop_token_ids:
-        num_output_tokens = len(request.all_token_ids) - request.num_prompt_tokens
-        if num_output_tokens >= request.sampling_params.min_tokens:
-            return FinishReason.STOP, None if is_eos else last_token_id
-    if len(request.all_token_ids) >= request.length_limit:
+    token_ids = request.all_token_ids
+    last_token_id = token_ids[-1]
+    is_end = last_token_id in request.end_token_ids
+    if is_end and len(token_ids) - request.num_prompt_tokens >= request.sampling_params.min_tokens:
+        return FinishReason.STOP, None if last_token_id in request.eos_token_ids else last_token_id
+    if len(token_ids) >= request.length_limit:
         return FinishReason.LENGTH, None
-    return None, None
+    return _GOES_ON
 
 
 def logprobs_of_row(request: Request, logprobs: LogprobsLists | None, row: int) -> LogprobsLists | None:
@@ -59,15 +60,16 @@ def _num_columns(num_logprobs: int) -> int | None:
 
 def make_output(
     request: Request,
-    *,
     new_token_ids: list[int],
-    new_logprobs: LogprobsLists | None = None,
-    prompt_logprobs: LogprobsLists | None = None,
-    finish_reason: FinishReason | None = None,
+    finish_reason: FinishReason | None,
     stop_reason: int | None = None,
+    new_logprobs: LogprobsLists | None = None,
     error: str | None = None,
 ) -> EngineCoreOutput:
-    """News of a request, with what is known of its history."""
+    """What a step brought a request, with its history, and the log-probabilities of its prompt if they are due."""
+    prompt_logprobs = request.prompt_logprobs if new_token_ids else None
+    if new_token_ids:
+        request.prompt_logprobs, request.has_news = None, False
     return EngineCoreOutput(
         req_id=request.req_id,
         new_token_ids=new_token_ids,

@@ -21,6 +21,9 @@ from penstock.scheduler.results import (
 )
 from penstock.scheduler.step import ScheduledRequest, StepBuilder
 
+# Looked up for every request of a step.
+_RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
+
 
 class Scheduler:
     """Decides step by step which requests run, and keeps their state.
@@ -129,7 +132,7 @@ class Scheduler:
             request = self._requests.get(req_id)
             if request is not None:
                 self._finish(request)
-                outputs.append(make_output(request, new_token_ids=[], finish_reason=reason))
+                outputs.append(make_output(request, [], reason))
         return outputs
 
     def schedule(self) -> SchedulerOutput:
@@ -231,24 +234,24 @@ class Scheduler:
         )
 
     def _schedule_running(self, step: StepBuilder) -> None:
-        index = 0
-        while index < len(self._running) and step.token_budget > 0:
-            request = self._running[index]
-            num_tokens = min(self._num_tokens_to_run(request), step.token_budget)
-            if num_tokens > 0:
+        runs_ahead = self._runs_ahead
+        # Preemption shortens the list from its end, which a loop over it stands.
+        for request in self._running:
+            num_tokens = len(request.all_token_ids) - request.num_computed_tokens
+            if runs_ahead:
+                num_tokens += request.num_output_placeholders
+                if request.num_computed_tokens + num_tokens >= request.length_limit:
+                    continue
+            if num_tokens > step.token_budget:
+                num_tokens = step.token_budget
+            if num_tokens <= 0:
+                continue
+            new_block_ids: tuple[list[int], ...] | None = None
+            if request.num_computed_tokens + num_tokens > request.kv_capacity:
                 new_block_ids = self._allocate_or_preempt(request, num_tokens, step)
                 if new_block_ids is None:
                     return
-                step.add_cached(request, num_tokens, new_block_ids)
-            index += 1
-
-    def _num_tokens_to_run(self, request: Request) -> int:
-        length = len(request.all_token_ids)
-        if self._runs_ahead:
-            length += request.num_output_placeholders
-            if length >= request.length_limit:
-                return 0
-        return length - request.num_computed_tokens
+            step.add_cached(request, num_tokens, new_block_ids)
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, step: StepBuilder
@@ -281,6 +284,7 @@ class Scheduler:
             return False
         self._waiting.admit(self._running)
         request.status = RequestStatus.RUNNING
+        request.has_news = True
         request.num_computed_tokens = hit.num_tokens
         # A prompt that a preemption cut short begins anew.
         request.prompt_logprobs = no_logprobs() if request.needs_prompt_logits else None
@@ -325,41 +329,37 @@ class Scheduler:
 
     def _take_result(self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int) -> EngineCoreOutput | None:
         """Take in one request's part of a step."""
-        request = entry.request
+        request, samples = entry.request, entry.samples
         request.num_in_flight_steps -= 1
-        if request.status is RequestStatus.FINISHED:
+        status = request.status
+        if status is _FINISHED:
             return None
-        if request.req_id in results.errors:
+        if results.errors and request.req_id in results.errors:
             return self._fail(request, results.errors[request.req_id])
         new_token_ids = results.sampled_token_ids[row]
-        if len(new_token_ids) != entry.samples:
-            num_due = int(entry.samples)
+        if len(new_token_ids) != samples:
+            num_due = int(samples)
             return self._fail(
                 request,
                 f"The worker sampled {len(new_token_ids)} tokens in step {results.step_id} instead of {num_due}.",
             )
         if results.prompt_logprobs:
             take_prompt_logprobs(request, results)
-        if entry.samples:
+        if samples:
             request.num_output_placeholders -= 1
             request.all_token_ids += new_token_ids
         # A preempted request holds no blocks that could be shared.
-        if request.status is RequestStatus.RUNNING:
+        if entry.num_computed_tokens >= request.next_cache_at and status is _RUNNING:
             self.kv_cache.cache_blocks(request, entry.num_computed_tokens)
-        return self._take_token(request, results, row) if entry.samples else None
-
-    def _take_token(self, request: Request, results: ModelRunnerOutput, row: int) -> EngineCoreOutput:
-        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        if not samples:
+            return None
         finish_reason, stop_reason = check_stop(request)
         if finish_reason is not None:
             self._finish(request)
+        elif results.logprobs is None and not request.has_news:
+            return EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids)
         return make_output(
-            request,
-            new_token_ids=results.sampled_token_ids[row],
-            new_logprobs=logprobs_of_row(request, results.logprobs, row),
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
+            request, new_token_ids, finish_reason, stop_reason, logprobs_of_row(request, results.logprobs, row)
         )
 
     def _take_left_out(
@@ -375,7 +375,7 @@ class Scheduler:
 
     def _fail(self, request: Request, error: str) -> EngineCoreOutput:
         self._finish(request)
-        return make_output(request, new_token_ids=[], finish_reason=FinishReason.ERROR, error=error)
+        return make_output(request, [], FinishReason.ERROR, error=error)
 
     def _finish(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:

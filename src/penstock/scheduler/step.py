@@ -8,7 +8,7 @@ from penstock.contract import CachedRequestData, NewRequestData, SchedulerOutput
 from penstock.scheduler.request import Request
 
 
-class ScheduledRequest(msgspec.Struct, frozen=True):
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """A request's part in a step in flight.
 
     num_computed_tokens: positions whose KV is in the cache after the step.
@@ -29,7 +29,7 @@ class StepBuilder:
         "_new_reqs",
         "_num_computed_tokens",
         "_num_scheduled_tokens",
-        "_total_num_scheduled_tokens",
+        "_token_budget",
         "preempted_req_ids",
         "scheduled",
         "step_id",
@@ -38,10 +38,9 @@ class StepBuilder:
 
     def __init__(self, step_id: int, token_budget: int) -> None:
         self.step_id = step_id
-        self.token_budget = token_budget
+        self.token_budget = self._token_budget = token_budget
         self.scheduled: dict[str, ScheduledRequest] = {}
         self.preempted_req_ids: set[str] = set()
-        self._total_num_scheduled_tokens = 0
         self._num_scheduled_tokens: dict[str, int] = {}
         self._new_reqs: list[NewRequestData] = []
         self._cached_req_ids: list[str] = []
@@ -62,10 +61,10 @@ class StepBuilder:
         )
         self._launch(request, num_tokens)
 
-    def add_cached(self, request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...]) -> None:
-        """Run tokens of a request that the worker holds; `new_block_ids` may be empty."""
+    def add_cached(self, request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...] | None) -> None:
+        """Run tokens of a request that the worker holds; `new_block_ids` are None if it got none."""
         self._cached_req_ids.append(request.req_id)
-        self._new_block_ids.append(new_block_ids or None)
+        self._new_block_ids.append(new_block_ids)
         self._num_computed_tokens.append(request.num_computed_tokens)
         self._launch(request, num_tokens)
 
@@ -80,7 +79,7 @@ class StepBuilder:
                 num_computed_tokens=self._num_computed_tokens,
             ),
             num_scheduled_tokens=self._num_scheduled_tokens,
-            total_num_scheduled_tokens=self._total_num_scheduled_tokens,
+            total_num_scheduled_tokens=self._token_budget - self.token_budget,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
         )
@@ -89,10 +88,10 @@ class StepBuilder:
         """Move the request ahead as if the step were done; a token that it samples is a placeholder until then."""
         num_computed_tokens = request.num_computed_tokens + num_tokens
         samples = num_computed_tokens == len(request.all_token_ids) + request.num_output_placeholders
+        req_id = request.req_id
         request.num_computed_tokens = num_computed_tokens
         request.num_output_placeholders += samples
         request.num_in_flight_steps += 1
-        self.scheduled[request.req_id] = ScheduledRequest(request, num_computed_tokens, samples)
-        self._num_scheduled_tokens[request.req_id] = num_tokens
-        self._total_num_scheduled_tokens += num_tokens
+        self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, samples)
+        self._num_scheduled_tokens[req_id] = num_tokens
         self.token_budget -= num_tokens
