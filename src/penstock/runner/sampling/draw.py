@@ -8,7 +8,6 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.device import Device
-from penstock.kernels.random import counter_uniform
 from penstock.kernels.sampling import ChosenTokens, draw_tokens, greedy_tokens
 from penstock.runner.sampling.stage import LogitsRows
 from penstock.runner.staging import SlotParameter
@@ -41,8 +40,7 @@ class Draw:
         """The token of each row, by the logits that all stages left."""
         if self.is_all_greedy(rows):
             return greedy_tokens(logits)
-        uniform = counter_uniform(self._seed.tensor.index_select(0, rows.slots), rows.positions)
-        drawn = draw_tokens(logits, uniform)
+        drawn = draw_tokens(logits, self._seed.tensor, rows.slots, rows.positions)
         if not self._is_greedy.host[rows.slots_np].any():
             return drawn
         best = greedy_tokens(logits)

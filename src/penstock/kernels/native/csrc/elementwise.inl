@@ -102,26 +102,33 @@ static void rotary(const RotaryArgs& a) {
   run_parallel(threads_for(a.num_tokens * a.num_heads * a.half * 2, a.num_tokens, a.num_threads), rotary_thread, &args);
 }
 
+// The largest of a row's values that are numbers, and whether there are others.
+PENSTOCK_INLINE void scan(const float* x, int64_t size, float* largest, bool* has_nan) {
+  const int64_t whole = size / kLanes * kLanes;
+  Vec most = splat(-__builtin_inff());
+  IntVec is_nan = {};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Vec v = load(x + i);
+    most = max(v, most);
+    is_nan |= v != v;
+  }
+  *largest = max_lanes(most);
+  *has_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) *has_nan |= is_nan[lane] != 0;
+  for (int64_t i = whole; i < size; ++i) {
+    *has_nan |= x[i] != x[i];
+    if (x[i] > *largest) *largest = x[i];
+  }
+}
+
 static void argmax_thread(void* data, int thread, const Team& team) {
   const auto& a = *static_cast<const ArgmaxArgs*>(data);
   const int64_t begin = a.rows * thread / team.num_threads, end = a.rows * (thread + 1) / team.num_threads;
-  const int64_t whole = a.size / kLanes * kLanes;
   for (int64_t row = begin; row < end; ++row) {
     const float* x = a.x + row * a.size;
-    Vec most = splat(-__builtin_inff());
-    IntVec is_nan = {};
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      const Vec v = load(x + i);
-      most = max(v, most);
-      is_nan |= v != v;
-    }
-    float largest = max_lanes(most);
-    bool has_nan = false;
-    for (int lane = 0; lane < kLanes; ++lane) has_nan |= is_nan[lane] != 0;
-    for (int64_t i = whole; i < a.size; ++i) {
-      has_nan |= x[i] != x[i];
-      if (x[i] > largest) largest = x[i];
-    }
+    float largest;
+    bool has_nan;
+    scan(x, a.size, &largest, &has_nan);
     int64_t index = 0;
     if (has_nan)
       while (x[index] == x[index]) ++index;

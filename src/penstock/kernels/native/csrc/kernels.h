@@ -105,6 +105,19 @@ struct ArgmaxArgs {
   int num_threads;
 };
 
+// A token of each row, drawn by softmax(x) with a number from (seed, position). failed: a row that has no distribution,
+// with what is not a number, plus infinity, or nothing but minus infinity.
+struct DrawArgs {
+  const float* x;            // [rows][size]
+  const int64_t* seeds;      // [slots]
+  const int64_t* slots;      // [rows]
+  const int64_t* positions;  // [rows]
+  int64_t* index;            // [rows]
+  bool* failed;              // [rows]
+  int64_t rows, size;
+  int num_threads;
+};
+
 struct Kernels {
   const char* name;
   // Weights are packed in panels of so many output features: [panel][in_features][panel width].
@@ -119,6 +132,7 @@ struct Kernels {
   void (*silu_and_mul)(const GateArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*draw)(const DrawArgs&);
 };
 
 // nullptr where the library was built for another architecture.

@@ -4,11 +4,13 @@
 #include "linear.inl"
 #include "attention.inl"
 #include "elementwise.inl"
+#include "sampling.inl"
 
 namespace PENSTOCK_NAMESPACE {
 
 static const Kernels kTable = {
     PENSTOCK_NAME, kPanel, pack_weight, unpack_weight, linear, attention, rows, rms_norm, silu_and_mul, rotary, argmax,
+    draw,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -244,6 +244,22 @@ PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->argmax, a) : nullptr;
 }
 
+PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const Kernels* kernels = in.kernels();
+  DrawArgs a;
+  a.x = in.pointer<const float>();
+  a.seeds = in.pointer<const int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.positions = in.pointer<const int64_t>();
+  a.index = in.pointer<int64_t>();
+  a.failed = in.pointer<bool>();
+  a.rows = in.size();
+  a.size = in.size();
+  a.num_threads = in.integer();
+  return in.are_good() ? run(kernels->draw, a) : nullptr;
+}
+
 // The last six arguments are repeated for every KV-cache group.
 PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
@@ -323,6 +339,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(silu_and_mul),
     PENSTOCK_FUNCTION(rotary),
     PENSTOCK_FUNCTION(argmax),
+    PENSTOCK_FUNCTION(draw),
     PENSTOCK_FUNCTION(gather_step),
     PENSTOCK_FUNCTION(step_outcome),
     PENSTOCK_FUNCTION(advance_state),
