@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
+from penstock.kernels.native.attention import HeadShape, StepRequests
 
 AVAILABLE = [found.name for found in available_instruction_sets()]
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
@@ -43,14 +44,13 @@ class Cache:
             heads_THD[:, self.num_heads : self.num_heads + 2],
             heads_THD[:, self.num_heads + 2 :],
             self.kv_cache,
-            torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
-            torch.tensor([stop for _, _, stop in parts], dtype=torch.int32),
-            self.table[[index for index, _, _ in parts]],
-            len(parts),
-            block_size=self.block_size,
-            scale=0.3,
-            sliding_window=self.window,
-            soft_cap=None,
+            StepRequests.of(
+                torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
+                torch.tensor([stop for _, _, stop in parts], dtype=torch.int32),
+                self.table[[index for index, _, _ in parts]],
+                len(parts),
+            ),
+            HeadShape(self.num_heads, 2, self.head_size, self.block_size, 0.3, self.window, None),
         )
         return list(output.split(counts))
 
@@ -82,3 +82,52 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_chunks(
                     assert torch.equal(chunked.step([(index, start, stop)])[0], together[index][start:stop])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize("num_query_heads", [1, 4])
+def test_long_contexts_have_the_same_bits_however_they_are_shared_among_threads(
+    window: int | None, num_query_heads: int
+) -> None:
+    """One thread never splits a context; many threads split one that is long, and less where there is other work."""
+    kernels = load_native_kernels(AVAILABLE[0])
+    assert kernels is not None
+    length, head_size, block_size = 5000, 16, 16
+    generator = torch.Generator().manual_seed(4)
+    heads = torch.randn(length, num_query_heads + 2, head_size, generator=generator)
+    num_blocks = -(-length // block_size)
+    table = torch.randperm(num_blocks, generator=generator).to(torch.int32)[None] + 1
+    shape = HeadShape(num_query_heads, 1, head_size, block_size, 0.3, window, None)
+
+    def step(kv_cache: Tensor, parts: list[tuple[int, int]]) -> Tensor:
+        starts = torch.tensor([0, *np.cumsum([stop - start for start, stop in parts])], dtype=torch.int32)
+        rows = torch.cat([heads[start:stop] for start, stop in parts])
+        seq_lens = torch.tensor([stop for _, stop in parts], dtype=torch.int32)
+        requests = StepRequests.of(starts, seq_lens, table.expand(len(parts), -1), len(parts))
+        parts_of_heads = rows.split([num_query_heads, 1, 1], 1)
+        return kernels.attention(*parts_of_heads, kv_cache, requests, shape)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        kv_cache = torch.full((2, num_blocks + 1, 1, block_size, head_size), float("nan"))
+        whole = step(kv_cache, [(0, length)])
+        for num_threads in (1, 2, 3, 8):
+            torch.set_num_threads(num_threads)
+            for stop in (length, 4097, 2049, 1025, 1024, 1000):
+                # A decode, a few tokens that lie on both sides of a chunk's border, and both beside a long one.
+                assert torch.equal(step(kv_cache, [(stop - 1, stop)])[0], whole[stop - 1])
+                assert torch.equal(step(kv_cache, [(stop - 3, stop)]), whole[stop - 3 : stop])
+                together = step(kv_cache, [(stop - 1, stop), (stop - 6, stop)])
+                assert torch.equal(together, torch.cat([whole[stop - 1 : stop], whole[stop - 6 : stop]]))
+    finally:
+        torch.set_num_threads(before)
+    positions = torch.arange(length)
+    keys, values = heads[:, num_query_heads].double(), heads[:, num_query_heads + 1].double()
+    for position in (1023, 1024, 3000, length - 1):
+        is_seen = positions <= position
+        if window is not None:
+            is_seen &= positions > position - window
+        scores = heads[position, :num_query_heads].double() @ keys[is_seen].T * 0.3
+        expected = scores.softmax(-1) @ values[is_seen]
+        torch.testing.assert_close(whole[position].double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
 """Attention over a paged KV cache: one file per backend, behind one interface."""
 
-from penstock.attention.base import AttentionBackend, AttentionMetadata, LayerAttention, StepGeometry
+from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention, StepGeometry
 from penstock.attention.context import ForwardContext
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "ForwardContext", "LayerAttention", "StepGeometry"]
+__all__ = ["AttentionBackend", "AttentionMetadata", "ForwardContext", "HeadNorm", "LayerAttention", "StepGeometry"]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from penstock.kernels.rotary import Rotation, apply_rotary
 
 # What a backend computes once per step and KV-cache group, for its own `forward`. Each backend has its own type.
 AttentionMetadata = Any
@@ -62,6 +64,16 @@ class StepGeometry:
     block_size: int
 
 
+class HeadNorm(Protocol):
+    """Normalises query and key heads, [T, H + K, D], before they are turned."""
+
+    @property
+    def rms_of_each_head(self) -> tuple[Tensor, float] | None:
+        """The weight [H + K, D] and the epsilon, if this is `rms_norm` of every head by itself."""
+
+    def __call__(self, query_key_THD: Tensor, /) -> Tensor: ...
+
+
 class AttentionBackend(ABC):
     """One way to compute attention over a paged KV cache.
 
@@ -104,3 +116,27 @@ class AttentionBackend(ABC):
 
         Returns [T, H, D] in the query's dtype; rows of padding hold anything finite.
         """
+
+    def forward_projected(
+        self,
+        layer: LayerAttention,
+        qkv_TX: Tensor,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """`forward` from what the projections give; its query and key heads are normalised and turned first.
+
+        qkv_TX: [T, (H + 2 * K) * D], query heads, key heads, value heads; overwritten. Returns [T, H * D].
+        A backend whose kernel does all of it at once has a method of its own.
+        """
+        num_query_key_heads = layer.num_heads + layer.num_kv_heads
+        heads_THD = qkv_TX.view(qkv_TX.shape[0], -1, layer.head_size)
+        query_key_THD = heads_THD[:, :num_query_key_heads]
+        if norm is not None:
+            query_key_THD = norm(query_key_THD)
+        apply_rotary(query_key_THD, rotation)
+        query_THD, key_TKD = query_key_THD.split_with_sizes([layer.num_heads, layer.num_kv_heads], 1)
+        value_TKD = heads_THD[:, num_query_key_heads:]
+        return self.forward(layer, query_THD, key_TKD, value_TKD, kv_cache, metadata).flatten(1)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, AttentionMetadata, LayerAttention
+from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention
+from penstock.kernels.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,12 @@ class ForwardContext:
         """Attention of one layer over this step: [T, H, D] from its queries, keys [T, K, D] and values [T, K, D]."""
         bound = self.layers[layer.name]
         return bound.backend.forward(layer, query_THD, key_TKD, value_TKD, bound.kv_cache, self.metadata[bound.group])
+
+    def attend_projected(
+        self, layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
+    ) -> Tensor:
+        """`attend` from the output of the projections, [T, (H + 2 * K) * D], which it overwrites: [T, H * D]."""
+        bound = self.layers[layer.name]
+        return bound.backend.forward_projected(
+            layer, qkv_TX, norm, rotation, bound.kv_cache, self.metadata[bound.group]
+        )

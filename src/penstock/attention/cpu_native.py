@@ -6,15 +6,32 @@ dimension is the one that the kernel computes many of at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention.base import AttentionBackend, HeadNorm, LayerAttention, StepGeometry
 from penstock.kernels.native import NATIVE
+from penstock.kernels.native.attention import HeadShape, StepRequests
+from penstock.kernels.rotary import Rotation, TableRotation
+
+
+@dataclass(frozen=True, slots=True)
+class CpuNativeMetadata:
+    """The step's requests, and how many of its tokens are no padding."""
+
+    requests: StepRequests
+    num_tokens: int
+    block_size: int
 
 
 class CpuNativeBackend(AttentionBackend):
     name = "cpu_native"
+
+    def __init__(self, layer: LayerAttention) -> None:
+        super().__init__(layer)
+        self._shapes: dict[tuple[str, int], HeadShape] = {}
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
@@ -28,8 +45,11 @@ class CpuNativeBackend(AttentionBackend):
     def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
-    def prepare(self, geometry: StepGeometry) -> StepGeometry:
-        return geometry
+    def prepare(self, geometry: StepGeometry) -> CpuNativeMetadata:
+        requests = StepRequests.of(
+            geometry.query_start_loc, geometry.seq_lens, geometry.block_table, geometry.num_actual_reqs
+        )
+        return CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.block_size)
 
     def forward(
         self,
@@ -38,28 +58,64 @@ class CpuNativeBackend(AttentionBackend):
         key_TKD: Tensor,
         value_TKD: Tensor,
         kv_cache: Tensor,
-        metadata: StepGeometry,
+        metadata: CpuNativeMetadata,
     ) -> Tensor:
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
-        if metadata.num_actual_tokens == 0:
+        if metadata.num_tokens == 0:
             return torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
         output_THD = NATIVE.attention(
             _with_adjacent_heads(query_THD),
             _with_adjacent_heads(key_TKD),
             _with_adjacent_heads(value_TKD),
             kv_cache,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_table,
-            metadata.num_actual_reqs,
-            block_size=metadata.block_size,
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            soft_cap=layer.soft_cap,
+            metadata.requests,
+            self._shape(layer, metadata.block_size),
         )
-        if metadata.num_actual_tokens < output_THD.shape[0]:
-            output_THD[metadata.num_actual_tokens :] = 0
-        return output_THD
+        return _without_padding(output_THD, metadata)
+
+    def forward_projected(
+        self,
+        layer: LayerAttention,
+        qkv_TX: Tensor,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: CpuNativeMetadata,
+    ) -> Tensor:
+        rms = None if norm is None else norm.rms_of_each_head
+        is_more_than_rms = norm is not None and rms is None
+        if is_more_than_rms or not isinstance(rotation, TableRotation) or metadata.num_tokens == 0:
+            return super().forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+        assert NATIVE is not None, "why_not refuses a machine without the kernels"
+        output_TX = NATIVE.attention.from_projection(
+            qkv_TX,
+            kv_cache,
+            metadata.requests,
+            self._shape(layer, metadata.block_size),
+            norm=rms,
+            rotation=rotation.arguments,
+        )
+        return _without_padding(output_TX, metadata)
+
+    def _shape(self, layer: LayerAttention, block_size: int) -> HeadShape:
+        shape = self._shapes.get((layer.name, block_size))
+        if shape is None:
+            shape = self._shapes[layer.name, block_size] = HeadShape(
+                layer.num_heads,
+                layer.num_kv_heads,
+                layer.head_size,
+                block_size,
+                layer.scale,
+                layer.sliding_window,
+                layer.soft_cap,
+            )
+        return shape
+
+
+def _without_padding(output: Tensor, metadata: CpuNativeMetadata) -> Tensor:
+    if metadata.num_tokens < output.shape[0]:
+        output[metadata.num_tokens :] = 0
+    return output
 
 
 def _with_adjacent_heads(heads_THD: Tensor) -> Tensor:

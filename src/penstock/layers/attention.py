@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from penstock.attention import ForwardContext, LayerAttention
+from penstock.attention import ForwardContext, HeadNorm, LayerAttention
 from penstock.contract import FullAttentionSpec, SlidingWindowSpec
+from penstock.kernels.rotary import Rotation
 
 
 class Attention(nn.Module):
@@ -42,6 +43,15 @@ class Attention(nn.Module):
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, context: ForwardContext) -> Tensor:
         """[T, H, D]. The arguments may be strided views; their last dimension is contiguous."""
         return context.attend(self.layer, query_THD, key_TKD, value_TKD)
+
+    def from_projection(
+        self, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation, context: ForwardContext
+    ) -> Tensor:
+        """[T, H * D] from query, key and value heads side by side, [T, (H + 2 * K) * D], which it overwrites.
+
+        Query and key heads are normalised and turned before they attend.
+        """
+        return context.attend_projected(self.layer, qkv_TX, norm, rotation)
 
     def get_kv_cache_spec(self, block_size: int, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
         """What this layer keeps per block. dtype: of the cache, by name."""

@@ -73,6 +73,10 @@ class QueryKeyNorm(nn.Module):
         self.num_heads = num_heads
         self.weight = new_parameter(num_heads + num_kv_heads, head_size)
 
+    @property
+    def rms_of_each_head(self) -> tuple[Tensor, float] | None:
+        return self.weight, self.eps
+
     def forward(self, query_key_THD: Tensor) -> Tensor:
         return rms_norm(query_key_THD, self.weight, self.eps)
 
@@ -90,6 +94,10 @@ class RoundedLastQueryKeyNorm(QueryKeyNorm):
         super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, eps=eps)
         self.weight_offset = weight_offset
 
+    @property
+    def rms_of_each_head(self) -> None:
+        return None
+
     def forward(self, query_key_THD: Tensor) -> Tensor:
         return rms_norm_rounded_last(query_key_THD, self.weight, self.eps, self.weight_offset)
 
@@ -100,6 +108,7 @@ class WholeQueryKeyNorm(nn.Module):
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
         super().__init__()
         self.head_counts = [num_heads, num_kv_heads]
+        self.rms_of_each_head = None
         self.q_norm = RMSNormRoundedLast(num_heads * head_size, eps)
         self.k_norm = RMSNormRoundedLast(num_kv_heads * head_size, eps)
 

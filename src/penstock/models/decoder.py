@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.kernels.activation import GATED_ACTIVATIONS
-from penstock.kernels.rotary import Rotation, apply_rotary
+from penstock.kernels.rotary import Rotation
 from penstock.layers.attention import Attention
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import RMSNorm
+from penstock.layers.norm import QueryKeyNorm, RMSNorm, WholeQueryKeyNorm
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
@@ -129,12 +129,9 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
-        query_key_norm: nn.Module | None = None,
+        query_key_norm: QueryKeyNorm | WholeQueryKeyNorm | None = None,
     ) -> None:
         super().__init__()
-        self.head_counts = [config.num_heads, config.num_kv_heads]
-        self.num_query_key_heads = sum(self.head_counts)
-        self.head_size = config.head_size
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             num_heads=config.num_heads,
@@ -143,7 +140,7 @@ class SelfAttention(nn.Module):
             bias=qkv_bias,
             parallel=parallel,
         )
-        self.query_key_norm = query_key_norm or nn.Identity()
+        self.query_key_norm = query_key_norm
         self.attn = Attention(
             f"model.layers.{layer}.self_attn.attn",
             num_heads=config.num_heads,
@@ -158,13 +155,9 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
-        heads_THD = self.qkv_proj(hidden_TD).view(hidden_TD.shape[0], -1, self.head_size)
-        value_TKD = heads_THD[:, self.num_query_key_heads :]
-        query_key_THD = self.query_key_norm(heads_THD[:, : self.num_query_key_heads])
-        apply_rotary(query_key_THD, rotation)
-        query_THD, key_TKD = query_key_THD.split_with_sizes(self.head_counts, 1)
-        mixed_THD = self.attn(query_THD, key_TKD, value_TKD, context)
-        return self.o_proj(mixed_THD.flatten(1))  # type: ignore[no-any-return]
+        qkv_TX = self.qkv_proj(hidden_TD)
+        mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
+        return self.o_proj(mixed_TX)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.config.env import cpu_kernels
 from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors
+from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.step_state import NativeStep
 
 try:
@@ -44,6 +45,7 @@ class NativeKernels:
         self.instruction_set = instruction_set
         self._index = instruction_set.index
         self._module = module
+        self.attention = NativeAttention(module, instruction_set.index)
 
     def runs(self, tensor: Tensor) -> bool:
         """Whether the kernels take this tensor, as far as its place and dtype go."""
@@ -118,58 +120,6 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return out_TI
-
-    def attention(
-        self,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        num_requests: int,
-        *,
-        block_size: int,
-        scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
-    ) -> Tensor:
-        """Write the step's keys and values, then attend causally: [T, H, D], rows of padding are zero.
-
-        kv_cache: [2, blocks, K, block_size, D]; its first half, the keys, is really [blocks, K, D, block_size].
-        query_start_loc, seq_lens and block_table are int32 and contiguous but for the table's rows; heads of the step's
-        tensors lie side by side.
-        """
-        num_tokens, num_heads, head_size = query_THD.shape
-        out_THD = torch.empty(num_tokens, num_heads, head_size)
-        self._module.attention(
-            self._index,
-            query_THD.data_ptr(),
-            query_THD.stride(0),
-            key_TKD.data_ptr(),
-            key_TKD.stride(0),
-            value_TKD.data_ptr(),
-            value_TKD.stride(0),
-            kv_cache.data_ptr(),
-            kv_cache.data_ptr() + kv_cache.stride(0) * kv_cache.element_size(),
-            query_start_loc.data_ptr(),
-            seq_lens.data_ptr(),
-            block_table.data_ptr(),
-            block_table.stride(0),
-            out_THD.data_ptr(),
-            num_heads * head_size,
-            num_requests,
-            num_heads,
-            key_TKD.shape[1],
-            head_size,
-            block_size,
-            sliding_window or 0,
-            scale,
-            soft_cap or 0.0,
-            torch.get_num_threads(),
-        )
-        return out_THD
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """`kernels.norm.rms_norm` for x [T, D] with weight [D], or x [T, H, D] with weight [D] or [H, D].

@@ -71,30 +71,32 @@ static void silu_and_mul(const GateArgs& a) {
   run_parallel(threads_for(a.rows * a.size * 4, a.rows, a.num_threads), silu_and_mul_thread, &args);
 }
 
+// Turns the first 2 * half dimensions of a head. rotation: its cosines, then its sines.
+PENSTOCK_INLINE void turn(float* head, const float* rotation, int64_t half) {
+  const float* cosines = rotation;
+  const float* sines = rotation + half;
+  float* first = head;
+  float* second = head + half;
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Vec x = load(first + i), y = load(second + i), c = load(cosines + i), s = load(sines + i);
+    store(first + i, x * c - y * s);
+    store(second + i, y * c + x * s);
+  }
+  for (; i < half; ++i) {
+    const float x = first[i], y = second[i];
+    first[i] = x * cosines[i] - y * sines[i];
+    second[i] = y * cosines[i] + x * sines[i];
+  }
+}
+
 static void rotary_thread(void* data, int thread, const Team& team) {
   const auto& a = *static_cast<const RotaryArgs*>(data);
   const int64_t begin = a.num_tokens * thread / team.num_threads;
   const int64_t end = a.num_tokens * (thread + 1) / team.num_threads;
-  const int64_t whole = a.half / kLanes * kLanes;
-  for (int64_t token = begin; token < end; ++token) {
-    const float* cosines = a.table + a.positions[token] * 2 * a.half;
-    const float* sines = cosines + a.half;
-    for (int64_t head = 0; head < a.num_heads; ++head) {
-      float* first = a.heads + token * a.token_stride + head * a.head_stride;
-      float* second = first + a.half;
-      int64_t i = 0;
-      for (; i < whole; i += kLanes) {
-        const Vec x = load(first + i), y = load(second + i), c = load(cosines + i), s = load(sines + i);
-        store(first + i, x * c - y * s);
-        store(second + i, y * c + x * s);
-      }
-      for (; i < a.half; ++i) {
-        const float x = first[i], y = second[i];
-        first[i] = x * cosines[i] - y * sines[i];
-        second[i] = y * cosines[i] + x * sines[i];
-      }
-    }
-  }
+  for (int64_t token = begin; token < end; ++token)
+    for (int64_t head = 0; head < a.num_heads; ++head)
+      turn(a.heads + token * a.token_stride + head * a.head_stride, a.table + a.positions[token] * 2 * a.half, a.half);
 }
 
 static void rotary(const RotaryArgs& a) {

@@ -24,11 +24,15 @@ struct LinearArgs {
   int num_threads;
 };
 
+enum class CacheType : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
 // Writes the step's keys and values into the cache, then attends causally.
 //
-// Keys lie as [block][kv head][dimension][position in block], values as [block][kv head][position in block][dimension].
+// A block of one KV head holds keys as [dimension][position in block], values as [position in block][dimension], and
+// with int8 the scale of each position behind them; blocks lie as [block][kv head].
 // Requests are those of a step: request r has tokens query_start[r] .. query_start[r + 1], which are the last ones of
 // its seq_lens[r] positions. window: positions seen, the current one included; 0 for all. soft_cap: 0 for none.
+// Query and key heads are normalised and turned first where there is a norm's weight and a rotary table.
 struct AttentionArgs {
   const float* query;  // [tokens][heads][head_size]
   int64_t query_stride;
@@ -36,17 +40,23 @@ struct AttentionArgs {
   int64_t key_stride;
   const float* value;
   int64_t value_stride;
-  float* key_cache;
-  float* value_cache;
+  void* key_cache;
+  void* value_cache;
+  CacheType cache_type;
   const int32_t* query_start;
   const int32_t* seq_lens;
   const int32_t* block_table;
   int64_t block_table_stride;
+  int64_t num_requests;
   float* out;  // [tokens][heads][head_size]
   int64_t out_stride;
-  int64_t num_requests;
   int64_t num_heads, num_kv_heads, head_size, block_size, window;
   float scale, soft_cap;
+  const float* norm_weight;  // [heads + kv heads][head_size], or nullptr
+  float norm_eps;
+  const float* rotary_table;  // [positions][cosines, then sines; rotary_half of each], or nullptr
+  int64_t rotary_half;
+  const int64_t* positions;  // [tokens]
   int num_threads;
 };
 

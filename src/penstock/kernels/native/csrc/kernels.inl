@@ -2,9 +2,11 @@
 
 #include "simd.h"
 #include "linear.inl"
-#include "attention.inl"
 #include "elementwise.inl"
 #include "sampling.inl"
+#include "attention_cache.inl"
+#include "attention_tiles.inl"
+#include "attention.inl"
 
 namespace PENSTOCK_NAMESPACE {
 

@@ -165,15 +165,16 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.key_stride = in.size();
   a.value = in.pointer<const float>();
   a.value_stride = in.size();
-  a.key_cache = in.pointer<float>();
-  a.value_cache = in.pointer<float>();
+  a.key_cache = in.pointer<void>();
+  a.value_cache = in.pointer<void>();
+  a.cache_type = static_cast<CacheType>(in.integer());
   a.query_start = in.pointer<const int32_t>();
   a.seq_lens = in.pointer<const int32_t>();
   a.block_table = in.pointer<const int32_t>();
   a.block_table_stride = in.size();
+  a.num_requests = in.size();
   a.out = in.pointer<float>();
   a.out_stride = in.size();
-  a.num_requests = in.size();
   a.num_heads = in.size();
   a.num_kv_heads = in.size();
   a.head_size = in.size();
@@ -181,6 +182,11 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.window = in.size();
   a.scale = in.real();
   a.soft_cap = in.real();
+  a.norm_weight = in.pointer<const float>();
+  a.norm_eps = in.real();
+  a.rotary_table = in.pointer<const float>();
+  a.rotary_half = in.size();
+  a.positions = in.pointer<const int64_t>();
   a.num_threads = in.integer();
   return in.are_good() ? run(kernels->attention, a) : nullptr;
 }

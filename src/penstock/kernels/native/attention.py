@@ -1,0 +1,167 @@
+"""The C++ attention, called with tensors.
+
+Suffixes: T tokens of the step, R requests, H query heads, K KV heads, D head size, B blocks per request, X heads side
+by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequests:
+    """Which tokens and blocks a step's requests have, as the library takes it; one for all layers of a group.
+
+    query_start_loc: int32 [R + 1] or more. seq_lens: int32 [R] or more. block_table: int32 [R, B], contiguous rows.
+    """
+
+    arguments: tuple[int, ...]
+    keeps_alive: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, num_requests: int) -> StepRequests:
+        return cls(
+            (
+                query_start_loc.data_ptr(),
+                seq_lens.data_ptr(),
+                block_table.data_ptr(),
+                block_table.stride(0),
+                num_requests,
+            ),
+            (query_start_loc, seq_lens, block_table),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What a layer computes. sliding_window, soft_cap: None for none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+
+class NativeAttention:
+    """Writes a step's keys and values to the cache, then attends causally.
+
+    Results have the same bits however a request is cut into steps, whatever else runs, on any number of threads.
+    The tensors are float32. The cache is [2, blocks, K, block_size, D] in float32, bfloat16 or int8, where int8 has
+    D + 4 bytes for a position of a head. Its first half, the keys, is really [blocks, K, D, block_size].
+    """
+
+    def __init__(self, module: Any, instruction_set: int) -> None:
+        self._module = module
+        self._index = instruction_set
+
+    def __call__(
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        requests: StepRequests,
+        shape: HeadShape,
+    ) -> Tensor:
+        """[T, H, D] from heads that lie side by side in their token. Rows of padding are anything."""
+        out_THD = torch.empty(query_THD.shape)
+        self._run(
+            query_THD.data_ptr(),
+            query_THD.stride(0),
+            key_TKD.data_ptr(),
+            key_TKD.stride(0),
+            value_TKD.data_ptr(),
+            value_TKD.stride(0),
+            out_THD,
+            kv_cache,
+            requests,
+            shape,
+            (0, 0.0),
+            (0, 0, 0),
+        )
+        return out_THD
+
+    def from_projection(
+        self,
+        qkv_TX: Tensor,
+        kv_cache: Tensor,
+        requests: StepRequests,
+        shape: HeadShape,
+        *,
+        norm: tuple[Tensor, float] | None,
+        rotation: tuple[int, int, int] | None,
+    ) -> Tensor:
+        """[T, H * D] from query, key and value heads side by side: [T, (H + 2 * K) * D], rows contiguous.
+
+        norm: RMSNorm of each query and key head, weight [H + K, D] and epsilon. rotation: `TableRotation.arguments`.
+        """
+        address, stride = qkv_TX.data_ptr(), qkv_TX.stride(0)
+        size = shape.head_size * 4
+        out_TX = torch.empty(qkv_TX.shape[0], shape.num_heads * shape.head_size)
+        self._run(
+            address,
+            stride,
+            address + shape.num_heads * size,
+            stride,
+            address + (shape.num_heads + shape.num_kv_heads) * size,
+            stride,
+            out_TX,
+            kv_cache,
+            requests,
+            shape,
+            (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1]),
+            rotation or (0, 0, 0),
+        )
+        return out_TX
+
+    def _run(
+        self,
+        query: int,
+        query_stride: int,
+        key: int,
+        key_stride: int,
+        value: int,
+        value_stride: int,
+        out: Tensor,
+        kv_cache: Tensor,
+        requests: StepRequests,
+        shape: HeadShape,
+        norm: tuple[int, float],
+        rotation: tuple[int, int, int],
+    ) -> None:
+        cache = kv_cache.data_ptr()
+        self._module.attention(
+            self._index,
+            query,
+            query_stride,
+            key,
+            key_stride,
+            value,
+            value_stride,
+            cache,
+            cache + kv_cache.stride(0) * kv_cache.element_size(),
+            _CACHE_TYPES[kv_cache.dtype],
+            *requests.arguments,
+            out.data_ptr(),
+            out.stride(0),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_size,
+            shape.block_size,
+            shape.sliding_window or 0,
+            shape.scale,
+            shape.soft_cap or 0.0,
+            *norm,
+            *rotation,
+            torch.get_num_threads(),
+        )

@@ -1,0 +1,114 @@
+// The paged cache: how its elements lie, how a step's keys and values are written to it, and how they are read.
+//
+// A block of one KV head holds its keys as [dimension][position], its values as [position][dimension]. int8 has one
+// scale for each position of a head, float32, behind the block's elements: an element times its scale is the value.
+
+namespace PENSTOCK_NAMESPACE {
+
+typedef int8_t ByteVec __attribute__((vector_size(PENSTOCK_LANES)));
+
+// Elements as floats, without their scales.
+PENSTOCK_INLINE Vec widen(const float* from) { return load(from); }
+PENSTOCK_INLINE Vec widen(const uint16_t* from) { return load(from); }
+PENSTOCK_INLINE Vec widen(const int8_t* from) {
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+}
+
+PENSTOCK_INLINE float widen_one(float x) { return x; }
+PENSTOCK_INLINE float widen_one(int8_t x) { return static_cast<float>(x); }
+PENSTOCK_INLINE float widen_one(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+PENSTOCK_INLINE void narrow_one(float x, float, float* to) { *to = x; }
+PENSTOCK_INLINE void narrow_one(float x, float inverse_scale, int8_t* to) {
+  // 1.5 * 2^23: adding it rounds to the nearest integer, to even from halfway.
+  const float magic = 12582912.0f;
+  *to = static_cast<int8_t>(static_cast<int32_t>((x * inverse_scale + magic) - magic));
+}
+PENSTOCK_INLINE void narrow_one(float x, float, uint16_t* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  *to = static_cast<uint16_t>(x == x ? rounded : bits >> 16 | 0x40);
+}
+
+// Bytes of one block of one KV head, of the keys or of the values.
+template <class T>
+PENSTOCK_INLINE int64_t block_bytes(const AttentionArgs& a) {
+  const int64_t scales = sizeof(T) == 1 ? static_cast<int64_t>(sizeof(float)) : 0;
+  return a.block_size * (a.head_size * static_cast<int64_t>(sizeof(T)) + scales);
+}
+
+template <class T>
+PENSTOCK_INLINE T* block_at(const AttentionArgs& a, void* cache, int64_t block, int64_t kv_head) {
+  char* bytes = static_cast<char*>(cache) + (block * a.num_kv_heads + kv_head) * block_bytes<T>(a);
+  return reinterpret_cast<T*>(bytes);
+}
+
+// The scales behind a block's elements, which need not be aligned.
+PENSTOCK_INLINE char* scales_of(const AttentionArgs& a, int8_t* block) {
+  return reinterpret_cast<char*>(block + a.block_size * a.head_size);
+}
+
+// The largest magnitude becomes 127. What is not finite makes the whole vector not a number.
+PENSTOCK_INLINE float int8_scale(const float* x, int64_t size) {
+  float most = 0.0f, poison = 0.0f;
+  for (int64_t i = 0; i < size; ++i) {
+    const float magnitude = __builtin_fabsf(x[i]);
+    most = magnitude > most ? magnitude : most;
+    poison += x[i] * 0.0f;
+  }
+  return (most > 0.0f ? most / 127.0f : 1.0f) + poison;
+}
+
+// Writes one vector to `to`, element d at d * stride; `offset` is the position in the block.
+template <class T>
+PENSTOCK_INLINE void write_vector(const AttentionArgs&, const float* x, int64_t size, int64_t stride, T*, int64_t,
+                                  T* to) {
+  for (int64_t d = 0; d < size; ++d) narrow_one(x[d], 1.0f, to + d * stride);
+}
+PENSTOCK_INLINE void write_vector(const AttentionArgs& a, const float* x, int64_t size, int64_t stride, int8_t* block,
+                                  int64_t offset, int8_t* to) {
+  const float scale = int8_scale(x, size);
+  std::memcpy(scales_of(a, block) + offset * sizeof(float), &scale, sizeof scale);
+  const float inverse_scale = scale == scale ? 1.0f / scale : 0.0f;
+  for (int64_t d = 0; d < size; ++d) narrow_one(scale == scale ? x[d] : 0.0f, inverse_scale, to + d * stride);
+}
+
+// A query or key head as attention takes it: normalised and turned where that is asked for, and times `factor`.
+PENSTOCK_INLINE void prepare_head(const AttentionArgs& a, const float* x, int64_t head, int64_t token, float factor,
+                                  float* out) {
+  const int64_t size = a.head_size;
+  if (a.norm_weight != nullptr)
+    normalise(x, a.norm_weight + head * size, out, size, a.norm_eps);
+  else
+    std::memcpy(out, x, size * sizeof(float));
+  if (a.rotary_table != nullptr) turn(out, a.rotary_table + a.positions[token] * 2 * a.rotary_half, a.rotary_half);
+  for (int64_t d = 0; d < size; ++d) out[d] *= factor;
+}
+
+// Keys and values of one KV head for the request's positions begin .. end, all of them tokens of this step.
+template <class T>
+static void write_positions(const AttentionArgs& a, int64_t request, int64_t kv_head, int64_t begin, int64_t end,
+                            float* key) {
+  const int32_t* blocks = a.block_table + request * a.block_table_stride;
+  const int64_t first_token = a.query_start[request + 1] - a.seq_lens[request];  // that of position 0
+  for (int64_t position = begin; position < end; ++position) {
+    const int64_t token = first_token + position, offset = position % a.block_size;
+    const int64_t block = blocks[position / a.block_size];
+    prepare_head(a, a.key + token * a.key_stride + kv_head * a.head_size, a.num_heads + kv_head, token, 1.0f, key);
+    T* keys = block_at<T>(a, a.key_cache, block, kv_head);
+    write_vector(a, key, a.head_size, a.block_size, keys, offset, keys + offset);
+    T* values = block_at<T>(a, a.value_cache, block, kv_head);
+    write_vector(a, a.value + token * a.value_stride + kv_head * a.head_size, a.head_size, 1, values, offset,
+                 values + offset * a.head_size);
+  }
+}
+
+}  // namespace PENSTOCK_NAMESPACE

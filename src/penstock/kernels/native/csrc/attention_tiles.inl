@@ -1,0 +1,208 @@
+// Products of a few query rows with the keys, and of their weights with the values, of one tile of positions.
+//
+// Every result is one chain of additions over dimensions or positions in rising order, whatever the shape of the
+// register tile that computes it. Up to kFewRows rows wait for memory more than for arithmetic: while they go through a
+// tile, they fetch the next one.
+
+namespace PENSTOCK_NAMESPACE {
+
+constexpr float kMinusInfinity = -__builtin_inff();
+constexpr int kFewRows = 4;
+constexpr int kManyRows = 6;
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+// Keys of a block, and those that come a tile later.
+template <class T>
+struct KeyBlock {
+  const T* keys;
+  const T* next;
+  float* scores;  // of the first row
+};
+
+// Positions of a tile that lie one after the other in memory: `count` of them, from `offset` in the tile.
+template <class T>
+struct Segment {
+  const T* values;
+  const T* next;
+  int64_t offset, count;
+};
+
+// Scores of R rows with B blocks, V vectors of positions each: scores[i][.] = sum over d of x[i][d] * keys[d][.].
+//
+// Few rows take two blocks at once: a single chain of additions per vector would wait for itself.
+template <class T, int R, int B, int V>
+static __attribute__((noinline)) void score(const float* x, const KeyBlock<T>* blocks, int64_t column,
+                                            int64_t block_size, int64_t size, int64_t scores_stride) {
+  Vec sum[R][B][V] = {};
+  for (int64_t d = 0; d < size; ++d) {
+    const int64_t at = d * block_size + column;
+    Vec key[B][V];
+    for (int b = 0; b < B; ++b) {
+      if (R <= kFewRows) __builtin_prefetch(blocks[b].next + at, 0, 2);
+      for (int v = 0; v < V; ++v) key[b][v] = widen(blocks[b].keys + at + v * kLanes);
+    }
+    for (int i = 0; i < R; ++i) {
+      const Vec xi = splat(x[i * size + d]);
+      for (int b = 0; b < B; ++b)
+        for (int v = 0; v < V; ++v) sum[i][b][v] += xi * key[b][v];
+    }
+  }
+  for (int i = 0; i < R; ++i)
+    for (int b = 0; b < B; ++b)
+      for (int v = 0; v < V; ++v) store(blocks[b].scores + i * scores_stride + column + v * kLanes, sum[i][b][v]);
+}
+
+template <class T, int B, int V>
+PENSTOCK_INLINE void score_rows(int64_t rows, const float* x, const KeyBlock<T>* blocks, int64_t column,
+                                int64_t block_size, int64_t size, int64_t scores_stride) {
+  switch (rows) {
+    case 1: return score<T, 1, B, V>(x, blocks, column, block_size, size, scores_stride);
+    case 2: return score<T, 2, B, V>(x, blocks, column, block_size, size, scores_stride);
+    case 3: return score<T, 3, B, V>(x, blocks, column, block_size, size, scores_stride);
+    // Two blocks of more than three rows would not fit into the registers.
+    case 4: return score<T, B == 1 ? 4 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
+    case 5: return score<T, B == 1 ? 5 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
+    default: return score<T, B == 1 ? 6 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
+  }
+}
+
+// Scores of one or two blocks; two for up to three rows only.
+template <class T>
+PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const KeyBlock<T>* blocks, int num_blocks,
+                                  int64_t block_size, int64_t size, int64_t scores_stride) {
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= block_size; column += 2 * kLanes) {
+    if (num_blocks == 2)
+      score_rows<T, 2, 2>(rows, x, blocks, column, block_size, size, scores_stride);
+    else
+      score_rows<T, 1, 2>(rows, x, blocks, column, block_size, size, scores_stride);
+  }
+  for (int b = 0; b < num_blocks; ++b) {
+    int64_t from = column;
+    for (; from + kLanes <= block_size; from += kLanes)
+      score_rows<T, 1, 1>(rows, x, blocks + b, from, block_size, size, scores_stride);
+    for (; from < block_size; ++from)
+      for (int64_t i = 0; i < rows; ++i) {
+        float sum = 0.0f;
+        for (int64_t d = 0; d < size; ++d) sum += x[i * size + d] * widen_one(blocks[b].keys[d * block_size + from]);
+        blocks[b].scores[i * scores_stride + from] = sum;
+      }
+  }
+}
+
+// out[i][.] += sum over positions before `limit` of weights[i][position] * values[position][.], for R rows, V vectors.
+template <class T, int R, int V>
+static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const Segment<T>* segments,
+                                            int64_t limit, int64_t column, int64_t size, float* out) {
+  Vec sum[R][V];
+  for (int i = 0; i < R; ++i)
+    for (int v = 0; v < V; ++v) sum[i][v] = load(out + i * size + column + v * kLanes);
+  for (; segments->offset < limit; ++segments) {
+    const T* values = segments->values + column;
+    const T* next = segments->next + column;
+    const float* weight = weights + segments->offset;
+    const int64_t left = limit - segments->offset, count = left < segments->count ? left : segments->count;
+    for (int64_t k = 0; k < count; ++k) {
+      Vec value[V];
+      for (int v = 0; v < V; ++v) {
+        if (R <= kFewRows && v * kLanes * sizeof(T) % kLine == 0) __builtin_prefetch(next + k * size + v * kLanes, 0, 2);
+        value[v] = widen(values + k * size + v * kLanes);
+      }
+      for (int i = 0; i < R; ++i) {
+        const Vec wi = splat(weight[i * weights_stride + k]);
+        for (int v = 0; v < V; ++v) sum[i][v] += wi * value[v];
+      }
+    }
+  }
+  for (int i = 0; i < R; ++i)
+    for (int v = 0; v < V; ++v) store(out + i * size + column + v * kLanes, sum[i][v]);
+}
+
+// All columns of R rows: few rows in four vectors at once, then two, then one, then single elements.
+template <class T, int R>
+PENSTOCK_INLINE void weigh_columns(const float* weights, int64_t weights_stride, const Segment<T>* segments,
+                                   int64_t limit, int64_t size, float* out) {
+  int64_t column = 0;
+  if (R <= 3)
+    for (; column + 4 * kLanes <= size; column += 4 * kLanes)
+      weigh<T, R, R <= 3 ? 4 : 1>(weights, weights_stride, segments, limit, column, size, out);
+  for (; column + 2 * kLanes <= size; column += 2 * kLanes)
+    weigh<T, R, 2>(weights, weights_stride, segments, limit, column, size, out);
+  for (; column + kLanes <= size; column += kLanes)
+    weigh<T, R, 1>(weights, weights_stride, segments, limit, column, size, out);
+  for (; column < size; ++column)
+    for (int i = 0; i < R; ++i) {
+      float sum = out[i * size + column];
+      for (const Segment<T>* s = segments; s->offset < limit; ++s)
+        for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
+          sum += weights[i * weights_stride + s->offset + k] * widen_one(s->values[k * size + column]);
+      out[i * size + column] = sum;
+    }
+}
+
+template <class T>
+PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const Segment<T>* segments,
+                                int64_t limit, int64_t size, float* out) {
+  switch (rows) {
+    case 1: return weigh_columns<T, 1>(weights, weights_stride, segments, limit, size, out);
+    case 2: return weigh_columns<T, 2>(weights, weights_stride, segments, limit, size, out);
+    case 3: return weigh_columns<T, 3>(weights, weights_stride, segments, limit, size, out);
+    case 4: return weigh_columns<T, 4>(weights, weights_stride, segments, limit, size, out);
+    case 5: return weigh_columns<T, 5>(weights, weights_stride, segments, limit, size, out);
+    default: return weigh_columns<T, 6>(weights, weights_stride, segments, limit, size, out);
+  }
+}
+
+// What a row has summed up: sum of weights times values, sum of weights, and the largest score, which they are relative
+// to.
+struct Sums {
+  float* values;  // [rows][head_size]
+  float* mass;    // [rows]
+  float* peak;    // [rows]
+};
+
+// Scores of one row, of which `from` .. `to` are visible, become weights in place, and zero elsewhere up to `length`;
+// what the row has summed up before is rescaled to the new peak.
+//
+// key_scale, value_scale: of each position, for int8; nullptr otherwise.
+PENSTOCK_INLINE void soften(float soft_cap, float* scores, int64_t from, int64_t to, int64_t length,
+                            const float* key_scale, const float* value_scale, const Sums& sums, int64_t row,
+                            int64_t size) {
+  const int64_t first = from / kLanes * kLanes, last = (to + kLanes - 1) / kLanes * kLanes;
+  if (key_scale != nullptr)
+    for (int64_t i = first; i < last; i += kLanes) store(scores + i, load(scores + i) * load(key_scale + i));
+  for (int64_t i = first; i < from; ++i) scores[i] = kMinusInfinity;
+  for (int64_t i = to; i < last; ++i) scores[i] = kMinusInfinity;
+  Vec most = splat(kMinusInfinity);
+  if (soft_cap != 0.0f) {
+    for (int64_t i = first; i < last; i += kLanes) {
+      const Vec s = load(scores + i);
+      const IntVec is_hidden = s == kMinusInfinity;
+      store(scores + i, is_hidden ? s : soft_cap * tanh(s / soft_cap));
+    }
+  }
+  for (int64_t i = first; i < last; i += kLanes) most = max(load(scores + i), most);
+  const float old_peak = sums.peak[row], tile_peak = max_lanes(most);
+  const float peak = tile_peak > old_peak ? tile_peak : old_peak;
+  float mass = sums.mass[row];
+  if (tile_peak > old_peak && mass != 0.0f) {
+    const float shrink = exp(splat(old_peak - peak))[0];
+    mass *= shrink;
+    float* sum = sums.values + row * size;
+    int64_t d = 0;
+    for (; d + kLanes <= size; d += kLanes) store(sum + d, load(sum + d) * shrink);
+    for (; d < size; ++d) sum[d] *= shrink;
+  }
+  for (int64_t i = 0; i < first; i += kLanes) store(scores + i, Vec{});
+  Vec total = {};
+  for (int64_t i = first; i < last; i += kLanes) {
+    const Vec weight = exp(load(scores + i) - peak);
+    total += weight;
+    store(scores + i, value_scale == nullptr ? weight : weight * load(value_scale + i));
+  }
+  for (int64_t i = last; i < length; i += kLanes) store(scores + i, Vec{});
+  sums.peak[row] = peak;
+  sums.mass[row] = mass + sum_lanes(total);
+}
+
+}  // namespace PENSTOCK_NAMESPACE
