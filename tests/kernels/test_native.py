@@ -23,6 +23,7 @@ from penstock.kernels.rotary import apply_rotary, gather_rotation_reference, rot
 from penstock.kernels.sampling import draw_tokens_reference
 
 AVAILABLE = [found.name for found in available_instruction_sets()]
+WEIGHT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
 
 
@@ -47,7 +48,7 @@ def exact(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return F.linear(x_TI.double(), weight_OI.double(), None if bias_O is None else bias_O.double())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_products_equal_float64(kernels: NativeKernels, dtype: torch.dtype, data: st.DataObject) -> None:
@@ -63,7 +64,7 @@ def test_products_equal_float64(kernels: NativeKernels, dtype: torch.dtype, data
     torch.testing.assert_close(actual.double(), exact(x_TI, weight_OI, bias_O), rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 8), (50, 33), (96, 512), (33, 700), (250, 1100)])
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     kernels: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int
@@ -90,11 +91,35 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
                 assert torch.equal(alone, together[first : first + rows]), (num_threads, first, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 5), (17, 40), (100, 64)])
 def test_unpacking_gives_every_bit_back(kernels: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight_OI = torch.randn(outputs, inputs).to(dtype)
     assert torch.equal(kernels.unpack_weight(kernels.pack_weight(weight_OI), outputs), weight_OI)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES[1:], ids=str)
+def test_every_value_of_a_narrow_dtype_is_widened_exactly(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    weight_OI = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(512, 128)
+    packed = kernels.pack_weight(weight_OI)
+    rows = kernels.rows(torch.arange(512), packed)
+    torch.testing.assert_close(rows, weight_OI.float(), rtol=0, atol=0, equal_nan=True)
+    finite_OI = torch.where(weight_OI.isfinite(), weight_OI, 0.0)
+    unit_vectors = torch.eye(128)
+    product = kernels.linear(unit_vectors, kernels.pack_weight(finite_OI), 512, None)
+    assert torch.equal(product, finite_OI.float().T)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES[1:], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 3), (64, 32), (150, 700)])
+def test_narrow_weights_give_the_bits_of_their_float32_values(
+    kernels: NativeKernels, dtype: torch.dtype, rows: int, outputs: int, inputs: int
+) -> None:
+    x_TI, weight_OI, bias_O = torch.randn(rows, inputs), torch.randn(outputs, inputs).to(dtype), torch.randn(outputs)
+    narrow = kernels.linear(x_TI, kernels.pack_weight(weight_OI), outputs, bias_O)
+    wide = kernels.linear(x_TI, kernels.pack_weight(weight_OI.float()), outputs, bias_O)
+    assert torch.equal(narrow, wide)
 
 
 def test_what_is_not_a_number_stays_in_its_row(kernels: NativeKernels) -> None:

@@ -26,7 +26,7 @@ except ImportError as error:
     _module = None
     _why_not = f"the C++ kernels were not built with this installation: {error}"
 
-_WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class NativeKernels:
         return tensor.is_cpu and tensor.dtype is torch.float32
 
     def pack_weight(self, weight_OI: Tensor) -> Tensor:
-        """The weight in panels: [O rounded up to whole panels, I], an opaque layout. float32 or bfloat16."""
+        """The weight in panels: [O rounded up to whole panels, I], an opaque layout. float32, bfloat16 or float16."""
         weight_OI = weight_OI.contiguous()
         num_outputs, num_inputs = weight_OI.shape
         width = self.instruction_set.panel_width

@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1 };
+enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 // out[m][n] = sum over k of x[m][k] * weight[n][k], plus bias[n] if there is one.
 //

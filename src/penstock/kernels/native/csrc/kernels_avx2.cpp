@@ -10,10 +10,10 @@
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 
 #define PENSTOCK_NAME "avx2"
@@ -21,6 +21,7 @@
 #define PENSTOCK_LANES 8
 #define PENSTOCK_PANEL_VECTORS 2
 #define PENSTOCK_TILE_ROWS 6
+#define PENSTOCK_WIDEN_FLOAT16(h) __builtin_ia32_vcvtph2ps256((short __attribute__((vector_size(16))))(h))
 #include "kernels.inl"
 
 #if defined(__clang__)

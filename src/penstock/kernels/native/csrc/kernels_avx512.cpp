@@ -10,10 +10,10 @@
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 
 #define PENSTOCK_NAME "avx512"
@@ -21,6 +21,8 @@
 #define PENSTOCK_LANES 16
 #define PENSTOCK_PANEL_VECTORS 2
 #define PENSTOCK_TILE_ROWS 12
+#define PENSTOCK_WIDEN_FLOAT16(h) \
+  __builtin_ia32_vcvtph2ps512_mask((short __attribute__((vector_size(32))))(h), penstock::avx512::Vec{}, -1, 4)
 #include "kernels.inl"
 
 #if defined(__clang__)

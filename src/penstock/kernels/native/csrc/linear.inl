@@ -12,6 +12,34 @@ constexpr int64_t kDepth = 256;
 // Floats of packed rows that a thread goes over for every panel: they should stay in the second-level cache.
 constexpr int64_t kRowsInCache = 96 * 1024;
 
+// Panels hold an inner element's weights side by side: the first vector's, then the second's. Those of bfloat16 alternate
+// between the vectors, so that each pair is one lane, and widening a pair takes a shift and a mask.
+static_assert(PENSTOCK_PANEL_VECTORS == 2, "panels are two vectors wide");
+
+template <class W>
+PENSTOCK_INLINE void load_pair(const W* from, Vec (&w)[2]) {
+  w[0] = load(from);
+  w[1] = load(from + kLanes);
+}
+
+// bfloat16 is the upper half of a float.
+PENSTOCK_INLINE void load_pair(const Bfloat16* from, Vec (&w)[2]) {
+  UintVec pairs;
+  std::memcpy(&pairs, from, sizeof pairs);
+  w[0] = (Vec)(pairs << 16);
+  w[1] = (Vec)(pairs & 0xffff0000u);
+}
+
+// Where the weight of a panel's column lies among those of an inner element.
+template <class W>
+constexpr int64_t place_in_panel(int64_t column) {
+  return column;
+}
+template <>
+constexpr int64_t place_in_panel<Bfloat16>(int64_t column) {
+  return 2 * (column % kLanes) + column / kLanes;
+}
+
 // A tile of R rows by P panels: out += x * weight over `depth` inner elements.
 //
 // x: packed, [depth][R]. weight: panels `panel_stride` apart. out: row i, panel p at out + i * out_stride + p * kPanel;
@@ -28,8 +56,7 @@ PENSTOCK_INLINE void multiply_tile(const float* x, const W* weight, int64_t pane
   for (int64_t k = 0; k < depth; ++k) {
     __builtin_prefetch(next + k * next_step);
     Vec w[P][V];
-    for (int p = 0; p < P; ++p)
-      for (int v = 0; v < V; ++v) w[p][v] = load(weight + p * panel_stride + k * kPanel + v * kLanes);
+    for (int p = 0; p < P; ++p) load_pair(weight + p * panel_stride + k * kPanel, w[p]);
     for (int i = 0; i < R; ++i) {
       const Vec xi = splat(x[k * R + i]);
       for (int p = 0; p < P; ++p)
@@ -162,6 +189,11 @@ static void add_bias(const LinearArgs& a, int64_t first_row, int64_t rows, int64
   }
 }
 
+template <class Function>
+static Function for_type(WeightType type, Function float32, Function bfloat16, Function float16) {
+  return type == WeightType::kFloat32 ? float32 : type == WeightType::kBfloat16 ? bfloat16 : float16;
+}
+
 struct LinearJob {
   const LinearArgs* args;
   float* packed;
@@ -202,41 +234,53 @@ static bool linear(const LinearArgs& a) {
     job.packed = scratch.get(static_cast<size_t>(rows_at_once * a.in_features));
     if (job.packed == nullptr) return false;
   }
-  run_parallel(a.num_threads, a.weight_type == WeightType::kBfloat16 ? linear_thread<uint16_t> : linear_thread<float>,
-               &job);
+  run_parallel(a.num_threads,
+               for_type(a.weight_type, linear_thread<float>, linear_thread<Bfloat16>, linear_thread<Float16>), &job);
   return true;
 }
 
 template <class W>
-static void pack_panels(const W* weight, int64_t out_features, int64_t in_features, W* packed) {
+static void pack_panels(const void* from, int64_t out_features, int64_t in_features, void* to) {
+  const W* weight = static_cast<const W*>(from);
+  W* packed = static_cast<W*>(to);
   for (int64_t first = 0; first < out_features; first += kPanel, packed += in_features * kPanel)
     for (int64_t k = 0; k < in_features; ++k)
       for (int64_t n = 0; n < kPanel; ++n)
-        packed[k * kPanel + n] = first + n < out_features ? weight[(first + n) * in_features + k] : W(0);
+        packed[k * kPanel + place_in_panel<W>(n)] =
+            first + n < out_features ? weight[(first + n) * in_features + k] : W{};
 }
 
 template <class W>
-static void unpack_panels(const W* packed, int64_t out_features, int64_t in_features, W* weight) {
+PENSTOCK_INLINE int64_t place(int64_t n, int64_t k, int64_t in_features) {
+  return n / kPanel * in_features * kPanel + k * kPanel + place_in_panel<W>(n % kPanel);
+}
+
+template <class W>
+static void unpack_panels(const void* from, int64_t out_features, int64_t in_features, void* to) {
+  const W* packed = static_cast<const W*>(from);
+  W* weight = static_cast<W*>(to);
   for (int64_t n = 0; n < out_features; ++n)
-    for (int64_t k = 0; k < in_features; ++k)
-      weight[n * in_features + k] = packed[n / kPanel * in_features * kPanel + k * kPanel + n % kPanel];
+    for (int64_t k = 0; k < in_features; ++k) weight[n * in_features + k] = packed[place<W>(n, k, in_features)];
 }
 
 PENSTOCK_INLINE float widen(float x) { return x; }
-PENSTOCK_INLINE float widen(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+PENSTOCK_INLINE float widen(Bfloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float wide;
   std::memcpy(&wide, &bits, sizeof wide);
   return wide;
+}
+PENSTOCK_INLINE float widen(Float16 x) {
+  Float16 lanes[kLanes] = {x};
+  return load(lanes)[0];
 }
 
 template <class W>
 static void rows_thread(void* data, int thread, const Team& team) {
   const auto& a = *static_cast<const RowsArgs*>(data);
-  const W* weight = static_cast<const W*>(a.weight);
   const int64_t begin = a.num_ids * thread / team.num_threads, end = a.num_ids * (thread + 1) / team.num_threads;
   for (int64_t i = begin; i < end; ++i) {
-    const W* column = weight + a.ids[i] / kPanel * a.in_features * kPanel + a.ids[i] % kPanel;
+    const W* column = static_cast<const W*>(a.weight) + place<W>(a.ids[i], 0, a.in_features);
     for (int64_t k = 0; k < a.in_features; ++k) a.out[i * a.in_features + k] = widen(column[k * kPanel]);
   }
 }
@@ -244,21 +288,17 @@ static void rows_thread(void* data, int thread, const Team& team) {
 static void rows(const RowsArgs& a) {
   RowsArgs args = a;
   run_parallel(a.num_ids < 4 ? 1 : a.num_threads,
-               a.weight_type == WeightType::kBfloat16 ? rows_thread<uint16_t> : rows_thread<float>, &args);
+               for_type(a.weight_type, rows_thread<float>, rows_thread<Bfloat16>, rows_thread<Float16>), &args);
 }
 
 static void pack_weight(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed) {
-  if (type == WeightType::kBfloat16)
-    pack_panels(static_cast<const uint16_t*>(weight), out_features, in_features, static_cast<uint16_t*>(packed));
-  else
-    pack_panels(static_cast<const float*>(weight), out_features, in_features, static_cast<float*>(packed));
+  auto pack = for_type(type, pack_panels<float>, pack_panels<Bfloat16>, pack_panels<Float16>);
+  pack(weight, out_features, in_features, packed);
 }
 
 static void unpack_weight(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight) {
-  if (type == WeightType::kBfloat16)
-    unpack_panels(static_cast<const uint16_t*>(packed), out_features, in_features, static_cast<uint16_t*>(weight));
-  else
-    unpack_panels(static_cast<const float*>(packed), out_features, in_features, static_cast<float*>(weight));
+  auto unpack = for_type(type, unpack_panels<float>, unpack_panels<Bfloat16>, unpack_panels<Float16>);
+  unpack(packed, out_features, in_features, weight);
 }
 
 }  // namespace PENSTOCK_NAMESPACE

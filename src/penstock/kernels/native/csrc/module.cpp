@@ -22,7 +22,8 @@ bool can_run(const Kernels* kernels) {
   if (kernels == avx512_kernels())
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (kernels == avx2_kernels()) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (kernels == avx2_kernels())
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // these have F16C too
 #endif
   return kernels == generic_kernels();
 }

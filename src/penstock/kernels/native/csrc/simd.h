@@ -24,11 +24,28 @@ PENSTOCK_INLINE Vec load(const float* from) {
   return v;
 }
 
-// bfloat16 is the upper half of a float.
-PENSTOCK_INLINE Vec load(const uint16_t* from) {
+// Floats of half the size, which widen to float exactly.
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+PENSTOCK_INLINE Vec load(const Float16* from) {
   HalfVec h;
   std::memcpy(&h, from, sizeof h);
-  return (Vec)(__builtin_convertvector(h, UintVec) << 16);
+#if defined(PENSTOCK_WIDEN_FLOAT16)
+  return PENSTOCK_WIDEN_FLOAT16(h);
+#else
+  const UintVec bits = __builtin_convertvector(h, UintVec);
+  const UintVec magnitude = bits & 0x7fff;
+  // The exponent's bias is 112 larger: a multiplication adds it, for subnormal values too.
+  const UintVec finite = (UintVec)((Vec)(magnitude << 13) * 0x1p112f);
+  const UintVec infinite = (magnitude << 13) | 0x7f800000u;
+  const UintVec is_infinite = (UintVec)(magnitude > 0x7bff);
+  return (Vec)((is_infinite & infinite) | (~is_infinite & finite) | (bits & 0x8000) << 16);
+#endif
 }
 
 PENSTOCK_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
