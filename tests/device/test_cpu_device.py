@@ -13,11 +13,27 @@ from penstock.errors import UnsupportedFeature
 DEVICE = create_device(DeviceConfig(device="cpu"))
 
 
-def test_half_precision_checkpoints_are_computed_in_float32_and_it_says_why() -> None:
-    choice = DEVICE.choose_dtype("auto", "bfloat16")
-    assert choice.torch_dtype == torch.float32
+@pytest.mark.parametrize(("requested", "checkpoint"), [("auto", "bfloat16"), ("bfloat16", "float32")])
+def test_half_precision_weights_are_kept_and_computed_in_float32_and_it_says_why(
+    requested: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.device.dtypes.has_native_kernels", lambda: True)
+    choice = DEVICE.choose_dtype(requested, checkpoint)
+    assert (choice.torch_dtype, choice.weights_torch_dtype) == (torch.float32, torch.bfloat16)
     assert "bfloat16" in choice.reason
-    assert DEVICE.choose_dtype("bfloat16", "float32").torch_dtype == torch.bfloat16
+    assert DEVICE.choose_dtype("float32", "bfloat16").weights == "float32"
+
+
+def test_without_the_kernels_that_widen_weights_are_in_what_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.device.dtypes.has_native_kernels", lambda: False)
+    choice = DEVICE.choose_dtype("auto", "bfloat16")
+    assert (choice.name, choice.weights) == ("float32", "float32")
+    assert "bfloat16" in choice.reason
+    asked = DEVICE.choose_dtype("bfloat16", "float32")
+    assert (asked.name, asked.weights) == ("bfloat16", "bfloat16")
+
+
+def test_a_checkpoint_of_a_dtype_that_is_not_known_is_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="float8_e4m3fn"):
         DEVICE.choose_dtype("auto", "float8_e4m3fn")
 

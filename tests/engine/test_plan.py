@@ -222,7 +222,7 @@ def test_a_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     assert (plan.device, plan.dtype.name) == ("cuda", "bfloat16")
     assert plan.memory.budget == int(0.9 * (80 << 30))
     # Half of float32, and no head is packed there.
-    in_float32 = plan_engine("demo", max_num_seqs=8, device="cpu").memory.weights
+    in_float32 = plan_engine("demo", max_num_seqs=8, device="cpu", dtype="float32").memory.weights
     assert plan.memory.weights < 0.55 * in_float32
 
 

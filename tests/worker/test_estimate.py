@@ -103,7 +103,7 @@ def estimate_and_measure(
             LayerTraits.read(headers),
             num_tokens=tokens,
             num_rows=num_rows,
-            dtype=options["dtype"],
+            dtype=worker.dtype.name,
             device="cpu",
             sampling=engine.sampling,
         )

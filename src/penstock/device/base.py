@@ -71,9 +71,10 @@ class Device(ABC):
         """The device in a few words, for the log."""
 
     @abstractmethod
-    def choose_dtype(self, requested: str, checkpoint: str) -> DtypeChoice:
-        """The compute dtype for a request ("auto" or a name) and a checkpoint's dtype.
+    def choose_dtype(self, requested: str, checkpoint: str, stored: str | None = None) -> DtypeChoice:
+        """The dtypes for a request ("auto" or a name) and a checkpoint.
 
+        checkpoint: what config.json names. stored: what the files' matrices are in, where that is known.
         Raises UnsupportedFeature when the device cannot compute in it.
         """
 

@@ -53,8 +53,8 @@ class CpuDevice(Device):
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
         return f"CPU, {threads}, {torch.backends.cpu.get_cpu_capability()}"
 
-    def choose_dtype(self, requested: str, checkpoint: str) -> DtypeChoice:
-        return choose_cpu_dtype(requested, checkpoint)
+    def choose_dtype(self, requested: str, checkpoint: str, stored: str | None = None) -> DtypeChoice:
+        return choose_cpu_dtype(requested, checkpoint, stored)
 
     def memory_snapshot(self) -> MemorySnapshot:
         limit = memory_limit()

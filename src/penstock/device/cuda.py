@@ -62,7 +62,7 @@ class CudaDevice(Device):
         properties = torch.cuda.get_device_properties(self.torch_device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
-    def choose_dtype(self, requested: str, checkpoint: str) -> DtypeChoice:
+    def choose_dtype(self, requested: str, checkpoint: str, stored: str | None = None) -> DtypeChoice:
         choice = choose_cuda_dtype(requested, checkpoint)
         capability = torch.cuda.get_device_capability(self.torch_device)
         if choice.name == "bfloat16" and capability < _BF16_CAPABILITY:

@@ -19,7 +19,7 @@ from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, memory_
 from penstock.device.nvml import gpu_memory
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
-from penstock.loader.headers import TensorHeader, read_all_headers, read_headers
+from penstock.loader.headers import TensorHeader, read_all_headers, read_headers, stored_dtype
 from penstock.loader.weight_files import parts_of_rank, what_is_there
 from penstock.models.shape import ModelShape, read_shape
 from penstock.observability.units import format_bytes
@@ -28,6 +28,7 @@ from penstock.worker.estimate import (
     PROCESS_BYTES,
     LayerTraits,
     count_parameters,
+    count_vector_parameters,
     estimate_step,
     estimate_weights,
     weights_of_shape,
@@ -70,6 +71,7 @@ class EnginePlan:
             "architecture": self.architecture,
             "device": self.device,
             "dtype": self.dtype.name,
+            "weights_dtype": self.dtype.weights,
             "num_parameters": self.num_parameters,
             "max_model_len": self.max_model_len,
             "memory": memory,
@@ -116,13 +118,13 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     folder, hub_headers = _find_model(model, revision)
     config = EngineConfig.create(str(folder), **options)
     device = _choose_device(config.device.device)
-    choose_dtype = choose_cuda_dtype if device == "cuda" else choose_cpu_dtype
-    dtype = choose_dtype(config.model.dtype, config.model.checkpoint_dtype)
     shape = read_shape(config.model)
     headers = hub_headers or _headers(config, shape)
+    dtype = _choose_dtype(config, headers, device)
     num_parameters = count_parameters(headers, shape)
     traits = LayerTraits.read(headers)
-    memory = _plan_memory(config, shape, traits, num_parameters, dtype.name, device)
+    num_vectors = count_vector_parameters(headers, shape)
+    memory = _plan_memory(config, shape, traits, num_parameters, num_vectors, dtype, device)
     specs = shape.kv_cache_specs(config.cache.block_size, dtype.name)
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
@@ -205,8 +207,22 @@ def _choose_device(requested: str) -> str:
     return "cuda" if gpu_memory() is not None else "cpu"
 
 
+def _choose_dtype(config: EngineConfig, headers: Mapping[str, TensorHeader], device: str) -> DtypeChoice:
+    model = config.model
+    if device == "cuda":
+        return choose_cuda_dtype(model.dtype, model.checkpoint_dtype)
+    stored = None if config.load.load_format == "dummy" else stored_dtype(headers)
+    return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, stored)
+
+
 def _plan_memory(
-    config: EngineConfig, shape: ModelShape, traits: LayerTraits, num_parameters: int, dtype: str, device: str
+    config: EngineConfig,
+    shape: ModelShape,
+    traits: LayerTraits,
+    num_parameters: int,
+    num_vectors: int,
+    dtype: DtypeChoice,
+    device: str,
 ) -> MemoryPlan:
     limit = _memory_of(device)
     scheduler, cache = config.scheduler, config.cache
@@ -217,7 +233,7 @@ def _plan_memory(
         traits,
         num_tokens=scheduler.max_num_batched_tokens,
         num_rows=scheduler.max_num_seqs,
-        dtype=dtype,
+        dtype=dtype.name,
         device=device,
         sampling=config.sampling,
     )
@@ -228,7 +244,7 @@ def _plan_memory(
             cache.memory_fraction, DEFAULT_MEMORY_FRACTION[device], free=limit.free_bytes, total=limit.total_bytes
         ),
         process=PROCESS_BYTES[device],
-        weights=estimate_weights(num_parameters, shape, dtype, device, max_model_len),
+        weights=estimate_weights(num_parameters, num_vectors, shape, dtype, device, max_model_len),
         activations=step.activations,
         sampling=step.sampling,
         runner_state=runner_state_bytes(scheduler.max_num_seqs, max_model_len, shape.vocab_size),

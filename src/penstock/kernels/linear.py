@@ -16,8 +16,8 @@ _PACKED_ROWS = 32
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias: [T, O], in the dtype that all three share."""
-    return F.linear(x_TI, weight_OI, bias_O)
+    """x @ weight^T + bias: [T, O], in the dtype that x and the bias share; a weight of another one is converted."""
+    return F.linear(x_TI, weight_OI.to(x_TI.dtype), bias_O)
 
 
 def packing_pays(weight_OI: Tensor) -> bool:

@@ -17,7 +17,13 @@ from penstock.parallel import ParallelContext
 
 
 class VocabEmbedding(nn.Module):
-    """weight: [V, D], a row per token; empty while an output projection that is tied to it keeps it in another form."""
+    """weight: [V, D], a row per token; empty while an output projection that is tied to it keeps it in another form.
+
+    compute_dtype: what rows are widened to, where the weight is kept in a narrower dtype.
+    """
+
+    shares_weight = False
+    compute_dtype: torch.dtype | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext) -> None:
         super().__init__()
@@ -29,18 +35,20 @@ class VocabEmbedding(nn.Module):
         if self.lookup is not None:
             rows_TD = self.lookup(input_ids_T.flatten())
             return rows_TD.view(*input_ids_T.shape, -1)
-        return F.embedding(input_ids_T, self.weight)
+        rows_TD = F.embedding(input_ids_T, self.weight)
+        return rows_TD if self.compute_dtype is None else rows_TD.to(self.compute_dtype)
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
-    """An embedding whose rows are multiplied by `scale`, which is first rounded to the weight's dtype."""
+    """An embedding whose rows are multiplied by `scale`, which is first rounded to their dtype."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float, parallel: ParallelContext) -> None:
         super().__init__(vocab_size, hidden_size, parallel=parallel)
         self.scale = scale
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
-        return super().forward(input_ids_T).mul_(_rounded(self.scale, self.weight.dtype))
+        rows_TD = super().forward(input_ids_T)
+        return rows_TD.mul_(_rounded(self.scale, rows_TD.dtype))
 
 
 class LMHead(ColumnParallelLinear):

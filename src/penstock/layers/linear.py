@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import UnsupportedFeature
@@ -114,9 +115,9 @@ class NativeMethod(PackedMethod):
         return self._kernels.linear(x_TI, packed_OI, output_size, bias_O)
 
 
-def choose_linear_method(weight_OI: Tensor) -> LinearMethod:
-    """The fastest method for this weight where it lies."""
-    if NATIVE is not None and NATIVE.runs(weight_OI):
+def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = None) -> LinearMethod:
+    """The fastest method for this weight where it lies. compute_dtype: None for the weight's."""
+    if NATIVE is not None and weight_OI.is_cpu and (compute_dtype or weight_OI.dtype) is torch.float32:
         return NativeMethod(NATIVE)
     return OneDnnMethod() if packing_pays(weight_OI) else PlainMethod()
 
@@ -128,7 +129,7 @@ def process_weights_after_loading(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, LinearLayer):
-            module.method = choose_linear_method(module.weight)
+            module.method = choose_linear_method(module.weight, module.compute_dtype)
             module.method.process_weights_after_loading(module)
 
 
@@ -154,13 +155,15 @@ class LinearLayer(nn.Module):
     """x @ weight^T + bias.
 
     weight: [O, I]; empty while the method keeps it in another form. bias: [O] or None.
-    shares_weight: another module needs the weight too, as it is. tied_to: embeddings that have the same weight, and can
-    read its rows from another form of it; in a tuple, since a module's attributes become its children.
+    shares_weight: another module needs the weight too, as it is. compute_dtype: of x and of the product, where the
+    weight is kept in a narrower one. tied_to: embeddings that have the same weight, and can read its rows from another
+    form of it; in a tuple, since a module's attributes become its children.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     shares_weight = False
+    compute_dtype: torch.dtype | None = None
     tied_to: tuple[RowReader, ...] = ()
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
@@ -179,7 +182,7 @@ class LinearLayer(nn.Module):
         """Free the weight, of which the method has a form of its own; `lookup` reads rows of that form."""
         if self.shares_weight or (self.tied_to and lookup is None):
             return
-        self.weight = empty_like_weight(self.weight)
+        self.weight = empty_like_weight(self.weight, self.compute_dtype)
         for embedding in self.tied_to:
             embedding.weight, embedding.lookup = self.weight, lookup
 

@@ -20,6 +20,17 @@ class RowReader(Protocol):
     lookup: RowLookup | None
 
 
+@runtime_checkable
+class WidensWeight(Protocol):
+    """A layer whose `weight` may be of a narrower dtype than it computes in.
+
+    compute_dtype: None for the weight's. shares_weight: what else needs the weight takes it in that dtype alone.
+    """
+
+    compute_dtype: torch.dtype | None
+    shares_weight: bool
+
+
 # Names a part of a fused parameter, such as "q" of a fused query, key and value projection.
 Shard = str
 
@@ -65,6 +76,6 @@ def new_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-def empty_like_weight(weight: Tensor) -> nn.Parameter:
+def empty_like_weight(weight: Tensor, dtype: torch.dtype | None = None) -> nn.Parameter:
     """What stands in for a weight that is kept in another form: a parameter of no elements."""
-    return nn.Parameter(weight.new_empty(0), requires_grad=False)
+    return nn.Parameter(weight.new_empty(0, dtype=dtype), requires_grad=False)

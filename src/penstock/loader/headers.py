@@ -16,8 +16,20 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, damaged, find_weight_files
+from penstock.config import LoadConfig
+from penstock.config.load import SHARDED_STATE
+from penstock.errors import CheckpointError
+from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, damaged, find_weight_files, parts_of_rank
 
+# By their names in files.
+_DTYPES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "FloatStorage": "float32",
+    "BFloat16Storage": "bfloat16",
+    "HalfStorage": "float16",
+}
 _LENGTH_BYTES = 8
 # As much as the format's own library accepts.
 _MAX_HEADER_BYTES = 100_000_000
@@ -60,6 +72,23 @@ def read_headers(folder: Path, load_format: str = "auto") -> dict[str, TensorHea
         if files is not None:
             return read_all_headers(files.paths, pytorch_bin_header)
     return None
+
+
+def stored_dtype(headers: Mapping[str, TensorHeader]) -> str | None:
+    """The dtype of a checkpoint's matrices: float32 where they differ, None where it has none of floats."""
+    dtypes = {_DTYPES[header.dtype] for header in headers.values() if len(header.shape) > 1 and header.dtype in _DTYPES}
+    return dtypes.pop() if len(dtypes) == 1 else "float32" if dtypes else None
+
+
+def find_stored_dtype(folder: Path, load_config: LoadConfig) -> str | None:
+    """`stored_dtype` of a folder's weights; None where there are none, or they are damaged, which loading will say."""
+    try:
+        if load_config.load_format == SHARDED_STATE:
+            parts = parts_of_rank(folder, load_config.sharded_state_pattern, rank=0)
+            return stored_dtype(read_all_headers(parts.values()))
+        return stored_dtype(read_headers(folder, load_config.load_format) or {})
+    except CheckpointError:
+        return None
 
 
 def read_all_headers(

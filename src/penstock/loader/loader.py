@@ -14,6 +14,7 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.errors import CheckpointError
 from penstock.layers.linear import process_weights_after_loading
+from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
@@ -32,8 +33,11 @@ def load_model(
     parallel_context: ParallelContext,
     device: torch.device,
     dtype: torch.dtype,
+    weights_dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """The model on `device` in `dtype`, whatever dtype the checkpoint has.
+
+    weights_dtype: what matrices are kept in, where that is narrower than what is computed in.
 
     Needs the model's memory once: it is built without any, and its weights are copied tensor by tensor from the mapped
     files. Raises UnsupportedModel, UnsupportedFeature or ModelError for what `config.json` says, CheckpointError for
@@ -41,14 +45,18 @@ def load_model(
     """
     logger.info("Implementation: %s", describe_implementation(model_config))
     model = build_model(model_config, parallel_context)
-    materialise(model, device, dtype)
+    materialise(model, device, dtype, weights_dtype)
     try:
         if load_config.load_format == SHARDED_STATE:
             files = find_sharded_files(model_config.folder, load_config.sharded_state_pattern, parallel_context)
             weights = _with_progress(iterate_safetensors(files), check_safetensors(files), load_config)
             model.load_weights(weights, state_slots(model))
         else:
-            model.load_weights(open_weights(model, model_config.folder, load_config))
+            weights = open_weights(model, model_config.folder, load_config)
+            is_exact = model_config.dtype == "auto" and load_config.load_format != "dummy"
+            if is_exact and weights_dtype is not None and weights_dtype != dtype:
+                weights = _warn_of_rounding(weights, weights_dtype)
+            model.load_weights(weights)
     except CheckpointError as error:
         raise CheckpointError(f"The weights in {model_config.folder} cannot be loaded. {error}") from error
     process_weights_after_loading(model)
@@ -85,21 +93,46 @@ def open_weights(model: CausalLM, folder: Path, load_config: LoadConfig) -> Iter
     )
 
 
-def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def materialise(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, weights_dtype: torch.dtype | None = None
+) -> None:
     """Give a model that was built on the meta device uninitialised parameters, and move its buffers.
 
-    Parameters that layers share stay shared.
+    Parameters that layers share stay shared. weights_dtype: of the matrices of linear layers and embeddings, which
+    compute in `dtype` all the same.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
+        narrow = None
+        if isinstance(module, WidensWeight):
+            module.compute_dtype = dtype
+            narrow = None if module.shares_weight else weights_dtype
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in made:
-                empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+                kept = narrow if narrow is not None and name == "weight" else dtype
+                empty = torch.empty(parameter.shape, dtype=kept, device=device)
                 made[parameter] = nn.Parameter(empty, requires_grad=False)
             setattr(module, name, made[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             assert not buffer.is_meta, f"{type(module).__name__}.{name} has no value"
             setattr(module, name, buffer.to(device))
+
+
+def _warn_of_rounding(weights: Iterator[tuple[str, Tensor]], narrow: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Say so when the checkpoint's matrices are in another dtype, since they are rounded then."""
+    rounded = []
+    for name, tensor in weights:
+        if tensor.dim() > 1 and tensor.dtype != narrow:
+            rounded.append(f"{name} ({tensor.dtype})")
+        yield name, tensor
+    if rounded:
+        logger.warning(
+            "Weights are kept in %s here, but %d matrices of the checkpoint are in another dtype, such as %s, and are "
+            "rounded. A new engine would keep them exactly.",
+            str(narrow).removeprefix("torch."),
+            len(rounded),
+            rounded[0],
+        )
 
 
 def _with_progress(

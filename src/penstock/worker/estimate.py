@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from penstock.config import SamplingConfig, env
+from penstock.config import SamplingConfig
 from penstock.config.sampling import rows_at_once
 from penstock.contract.kv_cache import DTYPE_BYTES
+from penstock.device.dtypes import DtypeChoice, has_native_kernels
 from penstock.errors import UnsupportedFeature
 from penstock.loader.headers import TensorHeader
 from penstock.models.shape import ModelShape
@@ -47,7 +47,16 @@ def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> 
 
     Raises UnsupportedFeature for a tensor of a dtype that cannot be loaded.
     """
-    num_parameters = 0
+    return sum(_weights_of(headers, shape).values())
+
+
+def count_vector_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> int:
+    """Those of them that are in no matrix: norms and biases, which are kept in the compute dtype."""
+    return sum(count for name, count in _weights_of(headers, shape).items() if len(headers[name].shape) < 2)
+
+
+def _weights_of(headers: Mapping[str, TensorHeader], shape: ModelShape) -> dict[str, int]:
+    counts = {}
     for name, header in headers.items():
         if _NO_WEIGHTS.fullmatch(name) or (shape.ties_embeddings and name in _HEADS):
             continue
@@ -56,25 +65,25 @@ def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> 
                 f"The tensor {name} has the dtype {header.dtype}, which cannot be loaded. Take a checkpoint in "
                 "float32, bfloat16 or float16."
             )
-        num_parameters += header.num_elements
-    return num_parameters
+        counts[name] = header.num_elements
+    return counts
 
 
-def estimate_weights(num_parameters: int, shape: ModelShape, dtype: str, device: str, max_model_len: int) -> int:
-    """Parameters and buffers in the compute dtype, whatever dtype the checkpoint has."""
+def estimate_weights(
+    num_parameters: int, num_vectors: int, shape: ModelShape, dtype: DtypeChoice, device: str, max_model_len: int
+) -> int:
+    """Parameters and buffers, whatever dtype the checkpoint has. num_vectors: `count_vector_parameters`."""
     head = shape.vocab_size * shape.hidden_size
-    is_packed_by_onednn = device == "cpu" and dtype == "float32" and not _is_native(dtype, device)
+    is_packed_by_onednn = device == "cpu" and dtype.name == "float32" and not _is_native(dtype.name, device)
     packed_copy = head if shape.ties_embeddings and is_packed_by_onednn and head >= _MIN_PACKED_ELEMENTS else 0
     rotary_table = max_model_len * shape.rotary_dim * _FLOAT_BYTES
-    return (num_parameters + packed_copy) * DTYPE_BYTES[dtype] + rotary_table
+    matrices = (num_parameters - num_vectors + packed_copy) * DTYPE_BYTES[dtype.weights]
+    return matrices + num_vectors * DTYPE_BYTES[dtype.name] + rotary_table
 
 
 def _is_native(dtype: str, device: str) -> bool:
-    """Whether our C++ kernels compute: they were built and are wanted. Importing them would import torch."""
-    if device != "cpu" or dtype != "float32":
-        return False
-    built = (Path(__file__).parents[1] / "kernels" / "native").glob("_kernels*.*")
-    return env.cpu_kernels() != "torch" and any(built)
+    """Whether our C++ kernels compute."""
+    return device == "cpu" and dtype == "float32" and has_native_kernels()
 
 
 def weights_of_shape(shape: ModelShape) -> dict[str, TensorHeader]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.resolve import resolve_model_folder
-from penstock.device import Device
+from penstock.device import Device, DtypeChoice
 from penstock.errors import ModelError, OutOfMemory
 from penstock.loader.loader import build_model, load_model
 from penstock.models.attention_layers import attention_layers
@@ -46,7 +45,7 @@ def load_replacement(
     load_config: LoadConfig,
     parallel: ParallelContext,
     device: Device,
-    dtype: torch.dtype,
+    dtype: DtypeChoice,
     *,
     max_model_len: int | None,
     size_bytes: int,
@@ -69,7 +68,7 @@ def load_replacement(
             f"Reloading keeps the old weights until the new ones are complete, which takes {format_bytes(size_bytes)} "
             f"more, but only {format_bytes(free)} are free. Create a new engine instead, or give the KV cache less."
         )
-    return load_model(new, load_config, parallel, device.torch_device, dtype)
+    return load_model(new, load_config, parallel, device.torch_device, dtype.torch_dtype, dtype.weights_torch_dtype)
 
 
 def _check_same_shape(current: ModelConfig, new: ModelConfig, parallel: ParallelContext) -> None:

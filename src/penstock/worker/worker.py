@@ -23,6 +23,7 @@ from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import LifecycleError
 from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
+from penstock.loader.headers import find_stored_dtype
 from penstock.loader.loader import load_model
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.attention_layers import attention_layers, kv_cache_specs
@@ -71,8 +72,10 @@ class Worker(WorkerBase):
 
     def init_device(self) -> None:
         self._device = create_device(self.config.device, self.parallel.rank)
-        self._dtype = self._device.choose_dtype(self.config.model.dtype, self.config.model.checkpoint_dtype)
-        _seed_everything(self.config.model.seed)
+        model = self.config.model
+        stored = find_stored_dtype(model.folder, self.config.load)
+        self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)
+        _seed_everything(model.seed)
         self._device.empty_cache()
         self._start = self._device.memory_snapshot()
         kernels = f", {describe_kernels()}" if self._device.kind == "cpu" else ""
@@ -81,11 +84,16 @@ class Worker(WorkerBase):
     def load_model(self) -> None:
         device, dtype = self.device, self.dtype
         self._model = load_model(
-            self.config.model, self.config.load, self.parallel, device.torch_device, dtype.torch_dtype
+            self.config.model,
+            self.config.load,
+            self.parallel,
+            device.torch_device,
+            dtype.torch_dtype,
+            dtype.weights_torch_dtype,
         )
         self._layers = attention_layers(self._model)
         logger.info(
-            "Model: %s, %s of weights in %s (%s)",
+            "Model: %s, %s of weights, computed in %s (%s)",
             self.config.model.architecture,
             format_bytes(weights_size_bytes(self._model)),
             dtype.name,
@@ -196,7 +204,7 @@ class Worker(WorkerBase):
                 new.load,
                 self.parallel,
                 device,
-                self.dtype.torch_dtype,
+                self.dtype,
                 max_model_len=None if self._runner is None else self._runner.limits.max_model_len,
                 size_bytes=weights_size_bytes(model),
             )
