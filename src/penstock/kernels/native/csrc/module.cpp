@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "quantized.h"
 #include "step.h"
 
 namespace {
@@ -332,6 +333,12 @@ PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+}  // namespace
+
+#include "module_quantized.inl"
+
+namespace {
+
 #define PENSTOCK_FUNCTION(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(name)), METH_FASTCALL, nullptr}
 
 PyMethodDef kMethods[] = {
@@ -350,6 +357,12 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(gather_step),
     PENSTOCK_FUNCTION(step_outcome),
     PENSTOCK_FUNCTION(advance_state),
+    {"quantized_instruction_sets", quantized_instruction_sets, METH_NOARGS, nullptr},
+    PENSTOCK_FUNCTION(quantized_packed_bytes),
+    PENSTOCK_FUNCTION(quantized_pack),
+    PENSTOCK_FUNCTION(quantized_unpack),
+    PENSTOCK_FUNCTION(quantized_linear),
+    PENSTOCK_FUNCTION(quantized_rows),
     {nullptr, nullptr, 0, nullptr},
 };
 

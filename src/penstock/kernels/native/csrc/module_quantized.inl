@@ -1,0 +1,100 @@
+// Python functions for products with quantised weights; part of module.cpp.
+
+namespace {
+
+// Best first.
+const QuantizedKernels* quantized_candidate(int index) {
+  const QuantizedKernels* all[] = {quantized_avx512vnni_kernels(), quantized_avx512_kernels(), quantized_avx2_kernels(),
+                                   quantized_generic_kernels()};
+  const Kernels* needed[] = {avx512_kernels(), avx512_kernels(), avx2_kernels(), generic_kernels()};
+  if (index < 0 || index > 3 || !can_run(needed[index])) return nullptr;
+#if defined(__x86_64__)
+  if (index == 0 && !__builtin_cpu_supports("avx512vnni")) return nullptr;
+#endif
+  return all[index];
+}
+
+const QuantizedKernels* quantized_kernels(Arguments& in) {
+  const QuantizedKernels* chosen = quantized_candidate(in.integer());
+  if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this processor cannot run these kernels");
+  return chosen;
+}
+
+QuantizedShape quantized_shape(Arguments& in) {
+  QuantizedShape shape;
+  shape.bits = in.integer();
+  shape.out_features = in.size();
+  shape.in_features = in.size();
+  shape.group_size = in.size();
+  return shape;
+}
+
+PyObject* quantized_instruction_sets(PyObject*, PyObject*) {
+  PyObject* names = PyList_New(0);
+  for (int i = 0; names != nullptr && i < 4; ++i) {
+    if (quantized_candidate(i) == nullptr) continue;
+    PyObject* entry = Py_BuildValue("(is)", i, quantized_candidate(i)->name);
+    if (entry == nullptr || PyList_Append(names, entry) != 0) Py_CLEAR(names);
+    Py_XDECREF(entry);
+  }
+  return names;
+}
+
+PyObject* quantized_packed_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const QuantizedKernels* kernels = quantized_kernels(in);
+  const QuantizedShape shape = quantized_shape(in);
+  return in.are_good() ? PyLong_FromLongLong(kernels->packed_bytes(shape)) : nullptr;
+}
+
+PyObject* quantized_convert(void (*QuantizedKernels::*convert)(const QuantizedPackArgs&), PyObject* const* values,
+                            Py_ssize_t count) {
+  Arguments in(values, count);
+  const QuantizedKernels* kernels = quantized_kernels(in);
+  QuantizedPackArgs a;
+  a.shape = quantized_shape(in);
+  a.values = in.pointer<int8_t>();
+  a.scales = in.pointer<float>();
+  a.zeros = in.pointer<uint8_t>();
+  a.packed = in.pointer<void>();
+  return in.are_good() ? run(kernels->*convert, a) : nullptr;
+}
+
+PyObject* quantized_pack(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return quantized_convert(&QuantizedKernels::pack, values, count);
+}
+
+PyObject* quantized_unpack(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return quantized_convert(&QuantizedKernels::unpack, values, count);
+}
+
+PyObject* quantized_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const QuantizedKernels* kernels = quantized_kernels(in);
+  QuantizedLinearArgs a;
+  a.shape = quantized_shape(in);
+  a.x = in.pointer<const float>();
+  a.x_stride = in.size();
+  a.weight = in.pointer<const void>();
+  a.bias = in.pointer<const float>();
+  a.out = in.pointer<float>();
+  a.out_stride = in.size();
+  a.rows = in.size();
+  a.num_threads = in.integer();
+  return in.are_good() ? run(kernels->linear, a) : nullptr;
+}
+
+PyObject* quantized_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const QuantizedKernels* kernels = quantized_kernels(in);
+  QuantizedRowsArgs a;
+  a.shape = quantized_shape(in);
+  a.weight = in.pointer<const void>();
+  a.ids = in.pointer<const int32_t>();
+  a.out = in.pointer<float>();
+  a.num_ids = in.size();
+  a.num_threads = in.integer();
+  return in.are_good() ? run(kernels->rows, a) : nullptr;
+}
+
+}  // namespace

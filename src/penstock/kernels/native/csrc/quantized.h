@@ -1,0 +1,66 @@
+// Products with weights of 8 or 4 bits, once per instruction set, as plain functions on pointers.
+//
+// Activations are rounded to 8 bits row by row as they come in; sums over the inner dimension are exact integers.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+// A weight as integers: weight[n][k] = (value[n][k] - zero[n][k / group_size]) * scale[n][k / group_size].
+//
+// bits: 8 with any values, one group that is the whole row and no zeros; or 4 with values from 0 to 15.
+// group_size: a multiple of 32; the last group need not be full.
+struct QuantizedShape {
+  int bits;
+  int64_t out_features, in_features, group_size;
+};
+
+struct QuantizedPackArgs {
+  QuantizedShape shape;
+  int8_t* values;  // [out_features][in_features]
+  float* scales;   // [out_features][groups]
+  uint8_t* zeros;  // [out_features][groups]; unused for 8 bits
+  void* packed;    // packed_bytes of the shape, on a cache line
+};
+
+// out[m][n] = sum over k of x[m][k] * weight[n][k], plus bias[n] if there is one.
+struct QuantizedLinearArgs {
+  QuantizedShape shape;
+  const float* x;
+  int64_t x_stride;
+  const void* weight;
+  const float* bias;
+  float* out;
+  int64_t out_stride;
+  int64_t rows;
+  int num_threads;
+};
+
+// out[i] = weight[ids[i]].
+struct QuantizedRowsArgs {
+  QuantizedShape shape;
+  const void* weight;
+  const int32_t* ids;
+  float* out;
+  int64_t num_ids;
+  int num_threads;
+};
+
+struct QuantizedKernels {
+  const char* name;
+  int64_t (*packed_bytes)(const QuantizedShape&);
+  void (*pack)(const QuantizedPackArgs&);
+  void (*unpack)(const QuantizedPackArgs&);
+  // False when there is no memory to work in; the output is undefined then.
+  bool (*linear)(const QuantizedLinearArgs&);
+  void (*rows)(const QuantizedRowsArgs&);
+};
+
+// nullptr where the library was built for another architecture.
+const QuantizedKernels* quantized_generic_kernels();
+const QuantizedKernels* quantized_avx2_kernels();
+const QuantizedKernels* quantized_avx512_kernels();
+const QuantizedKernels* quantized_avx512vnni_kernels();
+
+}  // namespace penstock

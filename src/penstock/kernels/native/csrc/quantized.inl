@@ -1,0 +1,120 @@
+// All kernels for quantised weights of one instruction set, and their table.
+//
+// The file that includes this defines what simd.h needs, PENSTOCK_TILE_ROWS, PENSTOCK_INT4_TILE_ROWS, and
+// PENSTOCK_DOT_QUADS: whether there is an instruction for four products of bytes.
+
+#include "simd.h"
+#include "quantized_simd.h"
+#include "quantized_rows.inl"
+
+// How far ahead of its use, in bytes, few rows fetch a weight.
+#define PENSTOCK_AHEAD 2048
+
+#include "quantized_int8.inl"
+#include "quantized_int4.inl"
+
+namespace PENSTOCK_NAMESPACE {
+
+// Bytes of rounded rows that a thread goes over for every panel: they should stay in the second-level cache.
+constexpr int64_t kQuantizedRowsInCache = 256 * 1024;
+// So few rows are rounded by every thread for itself, which takes less time than waiting for the others.
+constexpr int64_t kFewRows = 2;
+
+struct QuantizedJob {
+  const QuantizedLinearArgs* args;
+  QuantizedRows rows;  // few of them: `rows_at_once` for each thread
+  int64_t rows_at_once;
+};
+
+PENSTOCK_INLINE int64_t tile_rows(const QuantizedShape& s) { return s.bits == 8 ? kInt8TileRows : kInt4TileRows; }
+PENSTOCK_INLINE int64_t row_units(const QuantizedShape& s) {
+  return padded(s.in_features) / unit_size(s.bits == 8 ? kInt8Form : Form::kByte);
+}
+PENSTOCK_INLINE int64_t groups_summed(const QuantizedShape& s) { return s.bits == 4 ? num_groups(s) : 0; }
+
+// Memory for `count` rows; values is nullptr when there is none.
+static QuantizedRows place_rows(Scratch& scratch, const QuantizedShape& s, int64_t count) {
+  const int64_t units = row_units(s);
+  int32_t* memory = reinterpret_cast<int32_t*>(scratch.get(static_cast<size_t>(count * (units + groups_summed(s) + 1))));
+  if (memory == nullptr) return {};
+  return {memory, units, reinterpret_cast<float*>(memory + count * units), memory + count * (units + 1)};
+}
+
+static QuantizedRows rows_from(const QuantizedRows& rows, const QuantizedShape& s, int64_t first) {
+  return {rows.values + first * rows.units, rows.units, rows.scales + first, rows.group_sums + first * groups_summed(s)};
+}
+
+// The row `row` of `count` that lie together, from x.
+static void quantize_one(const QuantizedShape& s, const float* x, const QuantizedRows& rows, int64_t row, int64_t count) {
+  const int64_t start = row / tile_rows(s) * tile_rows(s);
+  const int64_t height = count - start < tile_rows(s) ? count - start : tile_rows(s);
+  int32_t* to = rows.values + start * rows.units + (row - start);
+  rows.scales[row] = s.bits == 8
+                         ? quantize_row<kInt8Form>(x, s.in_features, to, height, padded(s.in_features), nullptr)
+                         : quantize_row<Form::kByte>(x, s.in_features, to, height, s.group_size,
+                                                     rows.group_sums + row * num_groups(s));
+}
+
+static void quantized_linear_thread(void* data, int thread, const Team& team) {
+  const auto& job = *static_cast<const QuantizedJob*>(data);
+  const QuantizedLinearArgs& a = *job.args;
+  const int64_t width = a.shape.bits == 8 ? kInt8Panel : kInt4Panel;
+  const int64_t panels = (a.shape.out_features + width - 1) / width;
+  const int64_t begin = panels * thread / team.num_threads, end = panels * (thread + 1) / team.num_threads;
+  const bool are_few = a.rows <= kFewRows;
+  const QuantizedRows rows = are_few ? rows_from(job.rows, a.shape, thread * job.rows_at_once) : job.rows;
+  for (int64_t first = 0; first < a.rows; first += job.rows_at_once) {
+    const int64_t count = a.rows - first < job.rows_at_once ? a.rows - first : job.rows_at_once;
+    if (are_few) {
+      for (int64_t row = 0; row < count; ++row) quantize_one(a.shape, a.x + row * a.x_stride, rows, row, count);
+    } else {
+      if (first != 0) team.barrier();  // others may still read the rows before these
+      for (int64_t row = thread; row < count; row += team.num_threads)
+        quantize_one(a.shape, a.x + (first + row) * a.x_stride, rows, row, count);
+      team.barrier();
+    }
+    for (int64_t panel = begin; panel < end; ++panel)
+      (a.shape.bits == 8 ? multiply_int8_panel : multiply_int4_panel)(a, rows, first, count, panel);
+  }
+}
+
+static bool quantized_linear(const QuantizedLinearArgs& a) {
+  if (a.rows == 0) return true;
+  const int64_t tile = tile_rows(a.shape);
+  int64_t rows_at_once = kQuantizedRowsInCache / (row_units(a.shape) * 4) / tile * tile;
+  if (rows_at_once < 4 * tile) rows_at_once = 4 * tile;
+  if (rows_at_once > a.rows) rows_at_once = a.rows;
+  static thread_local Scratch scratch;
+  const int64_t copies = a.rows <= kFewRows ? a.num_threads : 1;
+  QuantizedJob job{&a, place_rows(scratch, a.shape, copies * rows_at_once), rows_at_once};
+  if (job.rows.values == nullptr) return false;
+  run_parallel(a.num_threads, quantized_linear_thread, &job);
+  return true;
+}
+
+static int64_t packed_bytes(const QuantizedShape& s) {
+  const int64_t width = s.bits == 8 ? kInt8Panel : kInt4Panel;
+  const int64_t bytes = s.bits == 8 ? int8_panel_bytes(s.in_features) : int4_panel_bytes(s);
+  return (s.out_features + width - 1) / width * bytes;
+}
+
+static void pack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? pack_int8(a) : pack_int4(a); }
+static void unpack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? unpack_int8(a) : unpack_int4(a); }
+
+static void quantized_rows_thread(void* data, int thread, const Team& team) {
+  const auto& a = *static_cast<const QuantizedRowsArgs*>(data);
+  const int64_t begin = a.num_ids * thread / team.num_threads, end = a.num_ids * (thread + 1) / team.num_threads;
+  for (int64_t i = begin; i < end; ++i)
+    (a.shape.bits == 8 ? read_int8_row : read_int4_row)(a.shape, a.weight, a.ids[i], a.out + i * a.shape.in_features);
+}
+
+static void quantized_rows(const QuantizedRowsArgs& a) {
+  QuantizedRowsArgs args = a;
+  run_parallel(a.num_ids < 4 ? 1 : a.num_threads, quantized_rows_thread, &args);
+}
+
+static const QuantizedKernels kQuantizedTable = {
+    PENSTOCK_NAME, packed_bytes, pack, unpack, quantized_linear, quantized_rows,
+};
+
+}  // namespace PENSTOCK_NAMESPACE

@@ -1,0 +1,38 @@
+// Compiled, but not tested yet: no machine with it was at hand. AVX-512 without instructions for bytes: 24 of 32 registers hold sums.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "parallel.h"
+#include "quantized.h"
+#include "scratch.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#endif
+
+#define PENSTOCK_NAME "avx512"
+#define PENSTOCK_NAMESPACE penstock::quantized_avx512
+#define PENSTOCK_LANES 16
+#define PENSTOCK_TILE_ROWS 12
+#define PENSTOCK_INT4_TILE_ROWS 8
+#define PENSTOCK_DOT_QUADS 0
+#include "quantized.inl"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+const penstock::QuantizedKernels* penstock::quantized_avx512_kernels() { return &penstock::quantized_avx512::kQuantizedTable; }
+#else
+const penstock::QuantizedKernels* penstock::quantized_avx512_kernels() { return nullptr; }
+#endif

@@ -1,0 +1,103 @@
+// Rows of activations as integers from -127 to 127, with a scale for each: x is about scale * integer.
+//
+// A row is rounded by itself, so its integers do not depend on the batch.
+
+namespace PENSTOCK_NAMESPACE {
+
+// How the integers of a row lie in units of 32 bits: two of 16 bits, four bytes, or four bytes that are 128 too large.
+enum class Form { kShort, kByte, kOffsetByte };
+
+constexpr int unit_size(Form form) { return form == Form::kShort ? 2 : 4; }
+
+// Rows lie in tiles of [unit][row], the last tile with fewer rows, with zeros up to a multiple of kPadding elements.
+struct QuantizedRows {
+  int32_t* values;
+  int64_t units;  // of a row
+  float* scales;
+  // For 4-bit weights, the sum of the integers of every group: [rows][groups].
+  int32_t* group_sums;
+};
+
+constexpr int64_t kPadding = 32;
+
+PENSTOCK_INLINE int64_t padded(int64_t in_features) { return (in_features + kPadding - 1) / kPadding * kPadding; }
+
+// The largest magnitude in a row, as bits of a float; those of what is not a number are larger than infinity's.
+static int32_t largest_magnitude(const float* x, int64_t size) {
+  IntVec most{};
+  int64_t k = 0;
+  for (; k + kLanes <= size; k += kLanes) {
+    const IntVec bits = (IntVec)load(x + k) & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  int32_t lanes[kLanes], largest = 0;
+  store(lanes, most);
+  for (int i = 0; i < kLanes; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
+  for (; k < size; ++k) {
+    int32_t bits;
+    std::memcpy(&bits, x + k, sizeof bits);
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+// Elements k .. k + kLanes of a row whose units lie `height` apart.
+template <Form form>
+PENSTOCK_INLINE void store_integers(int32_t* row, int64_t height, int64_t k, IntVec q) {
+  constexpr int kUnits = kLanes / unit_size(form);
+  int32_t units[kUnits];
+  if (form == Form::kShort) {
+    typedef int16_t Narrow __attribute__((vector_size(kLanes * 2)));
+    const Narrow narrow = __builtin_convertvector(q, Narrow);
+    std::memcpy(units, &narrow, sizeof narrow);
+  } else {
+    typedef int8_t Narrow __attribute__((vector_size(kLanes)));
+    const Narrow narrow = __builtin_convertvector(form == Form::kOffsetByte ? q + 128 : q, Narrow);
+    std::memcpy(units, &narrow, sizeof narrow);
+  }
+  int32_t* to = row + k / unit_size(form) * height;
+  for (int i = 0; i < kUnits; ++i) to[i * height] = units[i];
+}
+
+// Elements from k on, those beyond the row zero.
+PENSTOCK_INLINE Vec load_padded(const float* x, int64_t size, int64_t k) {
+  if (k + kLanes <= size) return load(x + k);
+  float rest[kLanes] = {};
+  for (int i = 0; k + i < size && i < kLanes; ++i) rest[i] = x[k + i];
+  return load(rest);
+}
+
+PENSTOCK_INLINE int32_t sum_int_lanes(IntVec v) {
+  int32_t lanes[kLanes], sum = 0;
+  store(lanes, v);
+  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+  return sum;
+}
+
+// group_sums: a sum for every `group_size` elements. Returns the row's scale: not a number where the row holds something
+// that is not finite.
+template <Form form>
+static float quantize_row(const float* x, int64_t size, int32_t* row, int64_t height, int64_t group_size,
+                          int32_t* group_sums) {
+  const int32_t bits = largest_magnitude(x, size);
+  float largest, inverse = 0.0f;
+  std::memcpy(&largest, &bits, sizeof largest);
+  const bool is_finite = bits < 0x7f800000;
+  // Below this the inverse is not finite; such a row is as good as zero.
+  if (is_finite && largest > 1e-30f) inverse = 127.0f / largest;
+  const Vec factor = splat(inverse);
+  const int64_t end = padded(size);
+  for (int64_t first = 0; first < end; first += group_size) {
+    IntVec sum{};
+    for (int64_t k = first; k < end && k < first + group_size; k += kLanes) {
+      const IntVec q = round_to_int(load_padded(x, size, k) * factor);
+      store_integers<form>(row, height, k, q);
+      sum += q;
+    }
+    if (group_sums != nullptr) *group_sums++ = sum_int_lanes(sum);
+  }
+  return !is_finite ? __builtin_nanf("") : inverse == 0.0f ? 0.0f : largest / 127.0f;
+}
+
+}  // namespace PENSTOCK_NAMESPACE

@@ -1,0 +1,87 @@
+// Vectors of small integers, beside those of simd.h: sums of products of neighbours.
+#include <cstdint>
+#include <cstring>
+
+namespace PENSTOCK_NAMESPACE {
+
+typedef int16_t ShortVec __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t UnsignedShortVec __attribute__((vector_size(kLanes * 4)));
+typedef int8_t ByteVec __attribute__((vector_size(kLanes * 4)));
+typedef int8_t HalfByteVec __attribute__((vector_size(kLanes * 2)));
+typedef uint8_t QuarterByteVec __attribute__((vector_size(kLanes)));
+
+template <class V>
+PENSTOCK_INLINE V load_bytes(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+PENSTOCK_INLINE void store(int32_t* to, IntVec v) { std::memcpy(to, &v, sizeof v); }
+
+PENSTOCK_INLINE IntVec splat_int(int32_t x) { return x - IntVec{}; }
+
+// What is computed here is needed now. Compilers would else compute many products before they add the first, and run out
+// of registers, or fuse a multiplication with an addition in one place and not in another, which rounds differently.
+#if defined(__x86_64__)
+#define PENSTOCK_NEEDED_NOW(vector) asm volatile("" : "+x"(vector))
+#elif defined(__aarch64__)
+#define PENSTOCK_NEEDED_NOW(vector) asm volatile("" : "+w"(vector))
+#else
+#define PENSTOCK_NEEDED_NOW(vector)
+#endif
+
+PENSTOCK_INLINE ShortVec widen(HalfByteVec x) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 8
+  return (ShortVec)_mm256_cvtepi8_epi16((__m128i)x);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return (ShortVec)_mm512_cvtepi8_epi16((__m256i)x);
+#else
+  return __builtin_convertvector(x, ShortVec);
+#endif
+}
+
+// To the nearest integer, of two the even one; for magnitudes below 2^22.
+PENSTOCK_INLINE IntVec round_to_int(Vec x) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  return (IntVec)(x + magic) - (IntVec)splat(magic);
+}
+
+// Each lane: the sum of its two products of 16-bit numbers.
+PENSTOCK_INLINE IntVec dot_pairs(ShortVec a, ShortVec b) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 4
+  return (IntVec)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 8
+  return (IntVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return (IntVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+  return ((IntVec)a << 16 >> 16) * ((IntVec)b << 16 >> 16) + ((IntVec)a >> 16) * ((IntVec)b >> 16);
+#endif
+}
+
+// Each 16-bit lane: the sum of its two products of an unsigned and a signed byte, which must not exceed 16 bits.
+PENSTOCK_INLINE ShortVec dot_byte_pairs(ByteVec is_unsigned, ByteVec is_signed) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 8
+  return (ShortVec)_mm256_maddubs_epi16((__m256i)is_unsigned, (__m256i)is_signed);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return (ShortVec)_mm512_maddubs_epi16((__m512i)is_unsigned, (__m512i)is_signed);
+#else
+  const UnsignedShortVec u = (UnsignedShortVec)is_unsigned;
+  const ShortVec s = (ShortVec)is_signed;
+  return (ShortVec)(u & 255) * (s << 8 >> 8) + (ShortVec)(u >> 8) * (s >> 8);
+#endif
+}
+
+#if PENSTOCK_DOT_QUADS
+// Each lane: sum, plus its four products of an unsigned and a signed byte.
+PENSTOCK_INLINE IntVec add_dot_quads(IntVec sum, ByteVec is_unsigned, ByteVec is_signed) {
+  return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)is_unsigned, (__m512i)is_signed);
+}
+#endif
+
+// Both halves of every byte as bytes of their own.
+PENSTOCK_INLINE ByteVec low_halves(ByteVec x) { return x & 15; }
+PENSTOCK_INLINE ByteVec high_halves(ByteVec x) { return (ByteVec)((UnsignedShortVec)x >> 4) & 15; }
+
+}  // namespace PENSTOCK_NAMESPACE

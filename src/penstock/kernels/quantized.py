@@ -1,0 +1,151 @@
+"""Weights of 8 or 4 bits, and products with them: the specification in plain torch.
+
+Activations are rounded row by row to integers of -127 to 127, so that sums of products are exact integers within a
+group. Suffixes: T rows (tokens), I input features, O output features, G groups of input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+INT8_LIMIT = 127
+INT4_LEVELS = 16
+# The kernels take 4-bit weights in runs of so many input features.
+GROUP_MULTIPLE = 32
+# Below this a row of activations is taken for zero: the inverse of its scale would not be finite.
+_NEGLIGIBLE = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedShape:
+    """bits: 8 or 4. group_size: input features that share a scale; the last group may have fewer.
+
+    kernel_sizes: all four as the C++ kernels take them, where a group that is the whole row may be larger than that.
+    """
+
+    bits: int
+    output_size: int
+    input_size: int
+    group_size: int
+    kernel_sizes: tuple[int, int, int, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        group_size = -(-self.group_size // GROUP_MULTIPLE) * GROUP_MULTIPLE
+        object.__setattr__(self, "kernel_sizes", (self.bits, self.output_size, self.input_size, group_size))
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.input_size // self.group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight as integers: weight = (values - zeros) * scales.
+
+    values_OI: int8; of 8 bits any, of 4 bits from 0 to 15. scales_OG: float32.
+    zeros_OG: uint8; None for 8 bits. There is one group for 8 bits; for 4 bits its size is a multiple of 32, unless
+    there is only one.
+    """
+
+    shape: QuantizedShape
+    values_OI: Tensor
+    scales_OG: Tensor
+    zeros_OG: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """float32 [O, I]."""
+        centred_OI = self.values_OI.float()
+        if self.zeros_OG is not None:
+            centred_OI -= self._spread(self.zeros_OG.float())
+        return centred_OI.mul_(self._spread(self.scales_OG))
+
+    def _spread(self, per_group_OG: Tensor) -> Tensor:
+        if self.shape.num_groups == 1:
+            return per_group_OG
+        return per_group_OG.repeat_interleave(self.shape.group_size, dim=1)[:, : self.shape.input_size]
+
+
+class QuantizedProducts(Protocol):
+    """Who packs quantised weights and multiplies by them. Packed weights are opaque."""
+
+    def pack(self, weight: QuantizedWeight) -> Tensor:
+        """One tensor of bytes."""
+
+    def unpack(self, packed: Tensor, shape: QuantizedShape) -> QuantizedWeight:
+        """What was packed, bit for bit."""
+
+    def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:
+        """x @ weight^T + bias, with x rounded to 8 bits row by row: float32, as many dimensions as x has."""
+
+    def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape) -> Tensor:
+        """Rows of the weight, such as tokens' embeddings: float32 [T, I]."""
+
+
+def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as integers, int8 [T, I], and their scales, float32 [T, 1]: x is about scale * integer.
+
+    The scale of a row that holds what is not finite is not a number.
+    """
+    x_TI = x_TI.float()
+    largest_T1 = x_TI.abs().amax(dim=1, keepdim=True)
+    is_zero_T1 = largest_T1 <= _NEGLIGIBLE
+    inverse_T1 = torch.where(is_zero_T1, 0.0, INT8_LIMIT / largest_T1)
+    # In float64 the product is exact, so that it is rounded once.
+    values_TI = (x_TI.double() * inverse_T1).round().nan_to_num(0.0, 0.0, 0.0).to(torch.int8)
+    scale_T1 = torch.where(is_zero_T1, 0.0, largest_T1 / INT8_LIMIT)
+    return values_TI, torch.where(largest_T1.isfinite(), scale_T1, torch.nan)
+
+
+def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias: float32 [T, O]."""
+    shape = weight.shape
+    values_TI, scale_T1 = quantize_rows(x_TI)
+    total_TO = torch.zeros(x_TI.shape[0], shape.output_size, device=x_TI.device)
+    for group in range(shape.num_groups):
+        part = slice(group * shape.group_size, (group + 1) * shape.group_size)
+        # Exact in float64, which has fast products everywhere.
+        rows_TI, weight_OI = values_TI[:, part].double(), weight.values_OI[:, part].double()
+        sums_TO = rows_TI @ weight_OI.T
+        if weight.zeros_OG is not None:
+            sums_TO -= rows_TI.sum(dim=1, keepdim=True) * weight.zeros_OG[:, group].double()
+        total_TO += sums_TO.float() * weight.scales_OG[:, group]
+    out_TO = total_TO * scale_T1
+    return out_TO if bias_O is None else out_TO + bias_O
+
+
+class TorchQuantizedProducts:
+    """The specification as it stands, where there are no C++ kernels. Slower than float32."""
+
+    def pack(self, weight: QuantizedWeight) -> Tensor:
+        parts = [weight.values_OI, weight.scales_OG, *([] if weight.zeros_OG is None else [weight.zeros_OG])]
+        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in reversed(parts)])
+
+    def unpack(self, packed: Tensor, shape: QuantizedShape) -> QuantizedWeight:
+        num_scales = shape.output_size * shape.num_groups
+        num_zeros = num_scales if shape.bits == 4 else 0
+        zeros, scales, values = packed.split([num_zeros, 4 * num_scales, shape.output_size * shape.input_size])
+        return QuantizedWeight(
+            shape,
+            values.view(torch.int8).view(shape.output_size, shape.input_size),
+            scales.clone().view(torch.float32).view(shape.output_size, -1),
+            zeros.view(shape.output_size, -1) if num_zeros else None,
+        )
+
+    def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:
+        flat_TI = x_TI.reshape(-1, shape.input_size)
+        out_TO = quantized_linear_reference(flat_TI, self.unpack(packed, shape), bias_O)
+        return out_TO.view(*x_TI.shape[:-1], shape.output_size)
+
+    def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape) -> Tensor:
+        weight = self.unpack(packed, shape)
+        ids_T = ids_T.long()
+        return QuantizedWeight(
+            QuantizedShape(shape.bits, ids_T.shape[0], shape.input_size, shape.group_size),
+            weight.values_OI[ids_T],
+            weight.scales_OG[ids_T],
+            None if weight.zeros_OG is None else weight.zeros_OG[ids_T],
+        ).dequantize()

@@ -1,0 +1,179 @@
+"""Products with quantised weights: of every instruction set that runs here and of plain torch, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels.native.quantized import NativeQuantizedProducts, available_quantized_products
+from penstock.kernels.quantized import (
+    QuantizedProducts,
+    QuantizedShape,
+    QuantizedWeight,
+    TorchQuantizedProducts,
+    quantize_rows,
+)
+
+NATIVE_PRODUCTS = available_quantized_products()
+ALL_PRODUCTS: list[QuantizedProducts] = [*NATIVE_PRODUCTS, TorchQuantizedProducts()]
+NAMES = [getattr(products, "name", "torch") for products in ALL_PRODUCTS]
+
+# First row and number of rows.
+PARTS = [(0, 150), (7, 1), (9, 2), (20, 3), (31, 4), (40, 5), (60, 6), (70, 7), (80, 13), (3, 64)]
+
+any_products = pytest.mark.parametrize("products", ALL_PRODUCTS, ids=NAMES)
+native_products = pytest.mark.parametrize("products", NATIVE_PRODUCTS, ids=NAMES[: len(NATIVE_PRODUCTS)])
+
+
+def random_weight(bits: int, outputs: int, inputs: int, group_size: int, seed: int = 0) -> QuantizedWeight:
+    random = torch.Generator().manual_seed(seed)
+    shape = QuantizedShape(bits, outputs, inputs, inputs if bits == 8 else min(group_size, inputs))
+    scales_OG = torch.rand(outputs, shape.num_groups, generator=random) + 0.01
+    if bits == 8:
+        return QuantizedWeight(shape, integers(-127, 128, (outputs, inputs), random, torch.int8), scales_OG)
+    values_OI = integers(0, 16, (outputs, inputs), random, torch.int8)
+    # A zero point may lie just outside, as some checkpoints have it.
+    zeros_OG = integers(0, 17, (outputs, shape.num_groups), random, torch.uint8)
+    return QuantizedWeight(shape, values_OI, scales_OG, zeros_OG)
+
+
+def integers(low: int, high: int, size: tuple[int, int], random: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.randint(low, high, size, dtype=dtype, generator=random)
+
+
+def exact_rows(inputs: int, rows: int, seed: int = 0) -> Tensor:
+    """Rows that rounding to 8 bits does not change, up to the last bits of their scales."""
+    random = torch.Generator().manual_seed(seed)
+    integers_TI = torch.randint(-127, 128, (rows, inputs), generator=random).float()
+    integers_TI[:, 0] = 127
+    return integers_TI * (torch.rand(rows, 1, generator=random) + 0.1)
+
+
+@any_products
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_products_equal_float64(products: QuantizedProducts, data: st.DataObject) -> None:
+    bits = data.draw(st.sampled_from([8, 4]), label="bits")
+    rows = data.draw(st.integers(0, 30) | st.sampled_from([97, 300]), label="rows")
+    inputs = data.draw(st.integers(1, 140) | st.sampled_from([512, 1000, 2080]), label="inputs")
+    outputs = data.draw(st.integers(1, 80), label="outputs")
+    group_size = data.draw(st.sampled_from([32, 64, 128]), label="group_size")
+    seed = data.draw(st.integers(0, 99), label="seed")
+    weight = random_weight(bits, outputs, inputs, group_size, seed)
+    x_TI = exact_rows(inputs, rows, seed)
+    if data.draw(st.booleans(), label="rows lie apart"):
+        x_TI = torch.cat((x_TI, torch.full((rows, 5), torch.nan)), dim=1)[:, :inputs]
+    bias_O = torch.randn(outputs) if data.draw(st.booleans(), label="bias") else None
+    actual = products.linear(x_TI, products.pack(weight), weight.shape, bias_O)
+    exact = x_TI.double() @ weight.dequantize().double().T + (0 if bias_O is None else bias_O.double())
+    size = (x_TI.double().abs() @ weight.dequantize().double().abs().T).clamp_(min=1)
+    assert actual.shape == (rows, outputs)
+    assert ((actual - exact).abs() / size).max() < 1e-6 if rows else True
+
+
+@native_products
+def test_rounding_of_activations_is_that_of_the_specification(products: NativeQuantizedProducts) -> None:
+    x_TI = torch.randn(40, 300) * torch.logspace(-3, 3, 40).unsqueeze(1)
+    values_TI, scale_T1 = quantize_rows(x_TI)
+    shape = QuantizedShape(8, 300, 300, 300)
+    identity = QuantizedWeight(shape, torch.eye(300, dtype=torch.int8), torch.ones(300, 1))
+    rounded_TI = products.linear(x_TI, products.pack(identity), shape, None) / scale_T1
+    difference_TI = (rounded_TI - values_TI).abs()
+    assert difference_TI.max() < 1.01
+    # Processors without fused multiply-add round a few ties the other way.
+    assert (difference_TI > 0.01).sum() <= (3 if products.name == "generic" else 0)
+
+
+@native_products
+@pytest.mark.parametrize(
+    ("bits", "outputs", "inputs", "group_size"),
+    [(8, 16, 8, 8), (8, 50, 33, 33), (8, 100, 2100, 2100), (4, 16, 64, 32), (4, 50, 200, 128), (4, 33, 2500, 64)],
+)
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    products: NativeQuantizedProducts, bits: int, outputs: int, inputs: int, group_size: int
+) -> None:
+    weight = random_weight(bits, outputs, inputs, group_size)
+    packed, bias_O, x_TI = products.pack(weight), torch.randn(outputs), torch.randn(150, inputs)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = products.linear(x_TI, packed, weight.shape, bias_O)
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            for first, rows in PARTS:
+                alone = products.linear(x_TI[first : first + rows], packed, weight.shape, bias_O)
+                assert torch.equal(alone, together[first : first + rows]), (num_threads, first, rows)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@any_products
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (17, 40), (70, 513)])
+def test_unpacking_gives_every_bit_back(products: QuantizedProducts, bits: int, outputs: int, inputs: int) -> None:
+    weight = random_weight(bits, outputs, inputs, 64)
+    unpacked = products.unpack(products.pack(weight), weight.shape)
+    assert unpacked.shape == weight.shape
+    assert torch.equal(unpacked.values_OI, weight.values_OI)
+    assert torch.equal(unpacked.scales_OG, weight.scales_OG)
+    assert (unpacked.zeros_OG is None) == (bits == 8)
+    if weight.zeros_OG is not None and unpacked.zeros_OG is not None:
+        assert torch.equal(unpacked.zeros_OG, weight.zeros_OG)
+
+
+@any_products
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inputs", [1, 64, 300])
+def test_rows_are_those_of_the_weight(products: QuantizedProducts, bits: int, inputs: int) -> None:
+    weight = random_weight(bits, 50, inputs, 128)
+    ids_T = torch.tensor([0, 49, 7, 7, 16, 31])
+    assert torch.equal(products.rows(ids_T, products.pack(weight), weight.shape), weight.dequantize()[ids_T])
+
+
+@any_products
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_in_its_row(products: QuantizedProducts, bits: int, bad: float) -> None:
+    weight, x_TI = random_weight(bits, 40, 70, 32), torch.randn(9, 70)
+    x_TI[4, 7] = bad
+    product = products.linear(x_TI, products.pack(weight), weight.shape, None)
+    assert product[4].isnan().all()
+    assert product[[row for row in range(9) if row != 4]].isfinite().all()
+
+
+@any_products
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_nothing_and_of_almost_nothing_give_the_bias(products: QuantizedProducts, bits: int) -> None:
+    weight, bias_O = random_weight(bits, 40, 70, 32), torch.randn(40)
+    x_TI = torch.zeros(3, 70)
+    x_TI[1] = 1e-40
+    product = products.linear(x_TI, products.pack(weight), weight.shape, bias_O)
+    assert torch.equal(product, bias_O.expand(3, 40))
+
+
+@any_products
+def test_the_largest_sums_do_not_overflow(products: QuantizedProducts) -> None:
+    for bits, value, zero in [(8, 127, None), (8, -127, None), (4, 15, 0), (4, 0, 16)]:
+        shape = QuantizedShape(bits, 20, 4096, 4096 if bits == 8 else 128)
+        weight = QuantizedWeight(
+            shape,
+            torch.full((20, 4096), value, dtype=torch.int8),
+            torch.ones(20, shape.num_groups),
+            None if zero is None else torch.full((20, shape.num_groups), zero, dtype=torch.uint8),
+        )
+        x_TI = torch.ones(7, 4096)
+        x_TI[3:] = -1
+        exact = x_TI.double() @ weight.dequantize().double().T
+        actual = products.linear(x_TI, products.pack(weight), shape, None)
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
+
+
+@any_products
+def test_more_dimensions_than_two_are_kept(products: QuantizedProducts) -> None:
+    weight, x = random_weight(8, 20, 30, 30), torch.randn(2, 3, 30)
+    packed = products.pack(weight)
+    flat = products.linear(x.view(6, 30), packed, weight.shape, None)
+    assert torch.equal(products.linear(x, packed, weight.shape, None), flat.view(2, 3, 20))
