@@ -16,6 +16,7 @@ Model = Annotated[str, typer.Option("--model", "-m", help="demo, a folder, or a 
 TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help="The same, if not the model's own")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
+Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading")]
 LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, pt, sharded_state, dummy (random)")]
 MaxModelLen = Annotated[str | None, typer.Option(metavar="N|auto", help="Longest context  [default: the model's]")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Requests that run at once")]

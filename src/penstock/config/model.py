@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, ModelError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL_IMPLS = ("auto", "penstock", "transformers")
+QUANTIZATIONS = ("int8", "int4")
 AUTO_LENGTH = "auto"
 # What models call the number of positions that they were made for.
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
@@ -26,6 +27,7 @@ class ModelConfig:
     dtype: as asked for; "auto" is resolved by the device.
     max_model_len: longest context in tokens; None takes the model's own, "auto" what fits into memory.
     model_impl: whose implementation runs; "auto" takes this project's own where there is one, else Transformers'.
+    quantization: what the weights of linear layers are rounded to at loading; None keeps them as they are.
     """
 
     model: str
@@ -37,10 +39,13 @@ class ModelConfig:
     max_model_len: int | str | None = None
     seed: int = 0
     model_impl: str = "auto"
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_integer("seed", self.seed, 0)
         if self.max_model_len is None or self.max_model_len == AUTO_LENGTH:
             return
@@ -66,6 +71,7 @@ class ModelConfig:
         max_model_len: int | str | None = None,
         seed: int = 0,
         model_impl: str = "auto",
+        quantization: str | None = None,
     ) -> ModelConfig:
         """Find the model's folder and read its configuration.
 
@@ -82,6 +88,7 @@ class ModelConfig:
             max_model_len=max_model_len,
             seed=seed,
             model_impl=model_impl,
+            quantization=quantization,
         )
 
     @property

@@ -7,7 +7,7 @@ Suffixes: T tokens, I input features, O output features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -122,14 +122,20 @@ def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = 
     return OneDnnMethod() if packing_pays(weight_OI) else PlainMethod()
 
 
-def process_weights_after_loading(model: nn.Module) -> None:
+def process_weights_after_loading(
+    model: nn.Module, choose: Callable[[LinearLayer], LinearMethod] | None = None
+) -> None:
     """Choose a method for every linear layer and hand it the loaded weight. A layer at a time, to need little memory.
 
+    choose: another choice than the fastest method, such as one that quantises.
     Without this call a loaded model is right, but slower.
     """
     for module in model.modules():
         if isinstance(module, LinearLayer):
-            module.method = choose_linear_method(module.weight, module.compute_dtype)
+            if choose is None:
+                module.method = choose_linear_method(module.weight, module.compute_dtype)
+            else:
+                module.method = choose(module)
             module.method.process_weights_after_loading(module)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import torch
@@ -17,11 +17,13 @@ from penstock.layers.linear import process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
+from penstock.loader.quantized.assembly import assemble, linear_weights
+from penstock.loader.quantized.choose import choose_rounding
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
 from penstock.loader.sharded_state import find_sharded_files, state_slots
 from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, what_is_there
 from penstock.models.causal_lm import CausalLM
-from penstock.models.registry import describe_implementation, find_model_class
+from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
 from penstock.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
@@ -43,23 +45,30 @@ def load_model(
     files. Raises UnsupportedModel, UnsupportedFeature or ModelError for what `config.json` says, CheckpointError for
     weights that are damaged or do not fit.
     """
+    rounding = choose_rounding(model_config, load_config, device)
     logger.info("Implementation: %s", describe_implementation(model_config))
     model = build_model(model_config, parallel_context)
-    materialise(model, device, dtype, weights_dtype)
+    # Layers whose weights become integers take memory one at a time; others take theirs now.
+    late = {} if rounding is None or runs_through_transformers(model_config) else linear_weights(model)
+    materialise(model, device, dtype, weights_dtype, late)
+    slots = None
     try:
         if load_config.load_format == SHARDED_STATE:
             files = find_sharded_files(model_config.folder, load_config.sharded_state_pattern, parallel_context)
             weights = _with_progress(iterate_safetensors(files), check_safetensors(files), load_config)
-            model.load_weights(weights, state_slots(model))
+            slots = state_slots(model)
         else:
             weights = open_weights(model, model_config.folder, load_config)
             is_exact = model_config.dtype == "auto" and load_config.load_format != "dummy"
-            if is_exact and weights_dtype is not None and weights_dtype != dtype:
+            if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
                 weights = _warn_of_rounding(weights, weights_dtype)
-            model.load_weights(weights)
+        if rounding is not None and late:
+            slots = assemble(slots or model.checkpoint_slots(), late, dtype, rounding.method)
+        model.load_weights(weights if rounding is None else rounding.weights(weights), slots)
     except CheckpointError as error:
         raise CheckpointError(f"The weights in {model_config.folder} cannot be loaded. {error}") from error
-    process_weights_after_loading(model)
+    if not late:
+        process_weights_after_loading(model, None if rounding is None else rounding.choose)
     return model.eval()
 
 
@@ -94,12 +103,16 @@ def open_weights(model: CausalLM, folder: Path, load_config: LoadConfig) -> Iter
 
 
 def materialise(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, weights_dtype: torch.dtype | None = None
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype | None = None,
+    late: Container[int] = frozenset(),
 ) -> None:
     """Give a model that was built on the meta device uninitialised parameters, and move its buffers.
 
     Parameters that layers share stay shared. weights_dtype: of the matrices of linear layers and embeddings, which
-    compute in `dtype` all the same.
+    compute in `dtype` all the same. late: ids of parameters that stay as they are.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -108,6 +121,8 @@ def materialise(
             module.compute_dtype = dtype
             narrow = None if module.shares_weight else weights_dtype
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in late:
+                continue
             if parameter not in made:
                 kept = narrow if narrow is not None and name == "weight" else dtype
                 empty = torch.empty(parameter.shape, dtype=kept, device=device)

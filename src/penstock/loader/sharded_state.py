@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.config.load import SHARDED_STATE_PATTERN, check_sharded_state_pattern
 from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights
+from penstock.layers.quantization.method import refuse_quantized
 from penstock.layers.weights import WeightSlot
 from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
 from penstock.parallel import ParallelContext
@@ -51,6 +52,7 @@ def save_sharded_state(
     weights are in their plain form, so no step may run.
     Raises ConfigError for a bad pattern or size, and for a folder that holds such files already.
     """
+    refuse_quantized(model, "save_sharded_state")
     check_sharded_state_pattern(pattern)
     if max_size is not None and (not isinstance(max_size, int) or isinstance(max_size, bool) or max_size < 1):
         raise ConfigError(f"max_size={max_size!r} is not valid. Allowed: a positive number of bytes, or None.")

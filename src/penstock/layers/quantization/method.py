@@ -1,0 +1,90 @@
+"""Multiplies by a weight of integers.
+
+Suffixes: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UnsupportedFeature
+from penstock.kernels.native.quantized import native_quantized_products
+from penstock.kernels.quantized import (
+    QuantizedProducts,
+    QuantizedShape,
+    QuantizedWeight,
+    TorchQuantizedProducts,
+)
+from penstock.layers.linear import LinearLayer, PackedMethod
+from penstock.layers.weights import RowLookup
+
+Rounding = Callable[[Tensor], QuantizedWeight]
+PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProducts()
+
+
+class QuantizedMethod(PackedMethod):
+    """Keeps the weight as `round_weight` makes it, and rounds activations to 8 bits as they come."""
+
+    def __init__(self, round_weight: Rounding, products: QuantizedProducts = PRODUCTS) -> None:
+        super().__init__()
+        self._round_weight = round_weight
+        self._products = products
+        self.shape: QuantizedShape | None = None
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        weight = self._round_weight(weight_OI)
+        self.shape = weight.shape
+        return self._products.pack(weight)
+
+    def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
+        """The weight after rounding, in float32."""
+        assert self.shape is not None, "unpack before pack"
+        return self._products.unpack(packed_OI, self.shape).dequantize()
+
+    def row_lookup(self, packed_OI: Tensor) -> RowLookup:
+        shape = self.shape
+        assert shape is not None, "row_lookup before pack"
+        return lambda ids_T: self._products.rows(ids_T, packed_OI, shape)
+
+    def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
+        assert self.shape is not None, "multiply before pack"
+        if bias_O is not None and bias_O.dtype is not torch.float32:
+            bias_O = bias_O.float()
+        if x_TI.dtype is torch.float32:
+            return self._products.linear(x_TI, packed_OI, self.shape, bias_O)
+        return self._products.linear(x_TI.float(), packed_OI, self.shape, bias_O).to(x_TI.dtype)
+
+
+class ReorderedMethod(QuantizedMethod):
+    """order_I: the inputs, group by group, of a weight whose groups are not inputs that lie side by side."""
+
+    def __init__(self, round_weight: Rounding, order_I: Tensor, products: QuantizedProducts = PRODUCTS) -> None:
+        super().__init__(round_weight, products)
+        self._order_I = order_I
+        self._places_I = torch.argsort(order_I)
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        return super().pack(weight_OI.index_select(1, self._order_I))
+
+    def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
+        return super().unpack(packed_OI, output_size).index_select(1, self._places_I)
+
+    def row_lookup(self, packed_OI: Tensor) -> RowLookup:
+        in_order = super().row_lookup(packed_OI)
+        return lambda ids_T: in_order(ids_T).index_select(1, self._places_I)
+
+    def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
+        return super().multiply(x_TI.index_select(-1, self._order_I), packed_OI, output_size, bias_O)
+
+
+def refuse_quantized(model: nn.Module, action: str) -> None:
+    """Raises UnsupportedFeature when a layer keeps its weight quantised, for which `action` is not built."""
+    for name, module in model.named_modules():
+        if isinstance(module, LinearLayer) and isinstance(module.method, QuantizedMethod):
+            raise UnsupportedFeature(
+                f"{action} is not supported for quantized weights, and {name} has them. Start the engine without "
+                "quantization for it."
+            )

@@ -1,0 +1,89 @@
+"""From weights to integers.
+
+Suffixes: O output features, I input features, G groups of input features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.quantized import INT4_LEVELS, INT8_LIMIT, QuantizedShape, QuantizedWeight
+
+INT4_GROUP_SIZE = 128
+# Shares of a group's range that are tried for its grid.
+_RANGES = tuple(1 - 0.025 * step for step in range(13))
+
+
+def quantize_int8(weight_OI: Tensor) -> QuantizedWeight:
+    """Symmetric, one scale per output feature: the largest magnitude of a row becomes 127."""
+    weight_OI = weight_OI.float()
+    scales_O1 = weight_OI.abs().amax(dim=1, keepdim=True) / INT8_LIMIT
+    return round_to_int8(weight_OI, scales_O1)
+
+
+def round_to_int8(weight_OI: Tensor, scales_O1: Tensor) -> QuantizedWeight:
+    """The nearest integers for these scales; some tools make use of -128 too."""
+    values_OI = (weight_OI.float() / _divisor(scales_O1)).round_().clamp_(-INT8_LIMIT - 1, INT8_LIMIT)
+    num_outputs, num_inputs = weight_OI.shape
+    shape = QuantizedShape(8, num_outputs, num_inputs, num_inputs)
+    return QuantizedWeight(shape, values_OI.to(torch.int8), scales_O1.float())
+
+
+def quantize_int4(weight_OI: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
+    """Asymmetric, a scale and a zero point per group of input features.
+
+    Of several ranges, from a group's full one down, each takes the one with the least squared error.
+    """
+    groups_OGS = _groups(weight_OI.float(), group_size)
+    low_OG = groups_OGS.amin(dim=2).clamp_(max=0)
+    high_OG = groups_OGS.amax(dim=2).clamp_(min=0)
+    best_scale_OG, best_zero_OG = _grid(low_OG, high_OG)
+    least_OG = _squared_error(groups_OGS, best_scale_OG, best_zero_OG)
+    for share in _RANGES[1:]:
+        scale_OG, zero_OG = _grid(low_OG * share, high_OG * share)
+        error_OG = _squared_error(groups_OGS, scale_OG, zero_OG)
+        better_OG = error_OG < least_OG
+        least_OG = torch.where(better_OG, error_OG, least_OG)
+        best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
+        best_zero_OG = torch.where(better_OG, zero_OG, best_zero_OG)
+    return round_to_int4(weight_OI, best_scale_OG, best_zero_OG.to(torch.uint8), group_size)
+
+
+def round_to_int4(weight_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, group_size: int) -> QuantizedWeight:
+    """The nearest integers for these scales and zero points."""
+    num_outputs, num_inputs = weight_OI.shape
+    group_size = min(group_size, num_inputs)
+    values_OGS = _values(_groups(weight_OI.float(), group_size), scales_OG.float(), zeros_OG.float())
+    values_OI = values_OGS.flatten(1)[:, :num_inputs].to(torch.int8)
+    shape = QuantizedShape(4, num_outputs, num_inputs, group_size)
+    return QuantizedWeight(shape, values_OI, scales_OG.float(), zeros_OG)
+
+
+def _groups(weight_OI: Tensor, group_size: int) -> Tensor:
+    """[O, G, S]; zeros fill up the last group, which do not change its range."""
+    num_inputs = weight_OI.shape[1]
+    group_size = min(group_size, num_inputs)
+    padded_OI = F.pad(weight_OI, (0, -num_inputs % group_size))
+    return padded_OI.view(weight_OI.shape[0], -1, group_size)
+
+
+def _grid(low_OG: Tensor, high_OG: Tensor) -> tuple[Tensor, Tensor]:
+    scale_OG = (high_OG - low_OG) / (INT4_LEVELS - 1)
+    return scale_OG, (-low_OG / _divisor(scale_OG)).round_()
+
+
+def _values(groups_OGS: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> Tensor:
+    quotient_OGS = (groups_OGS / _divisor(scale_OG).unsqueeze(2)).round_()
+    return quotient_OGS.add_(zero_OG.unsqueeze(2)).clamp_(0, INT4_LEVELS - 1)
+
+
+def _squared_error(groups_OGS: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> Tensor:
+    rounded_OGS = _values(groups_OGS, scale_OG, zero_OG).sub_(zero_OG.unsqueeze(2)).mul_(scale_OG.unsqueeze(2))
+    return rounded_OGS.sub_(groups_OGS).square_().sum(dim=2)
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """What to divide by: a scale of zero belongs to weights that are all zero."""
+    return torch.where(scales == 0, 1.0, scales.float())

@@ -1,0 +1,172 @@
+"""Rounding of weights, and layers and models that keep them as integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import LLM, SamplingParams
+from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.kernels.quantized import TorchQuantizedProducts
+from penstock.layers.embedding import LMHead, VocabEmbedding
+from penstock.layers.linear import (
+    ColumnParallelLinear,
+    LinearLayer,
+    PlainMethod,
+    process_weights_after_loading,
+    restore_weights,
+    weights_size_bytes,
+)
+from penstock.layers.quantization.choose import choose_method
+from penstock.layers.quantization.method import QuantizedMethod
+from penstock.layers.quantization.rounding import quantize_int4, quantize_int8, round_to_int4
+from penstock.loader.quantized.choose import refuse_quantization_on
+from penstock.parallel import ParallelContext
+
+ONE_RANK = ParallelContext()
+SMALL = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24, "device": "cpu"}
+
+
+def random_layer(input_size: int, output_size: int, *, bias: bool = True) -> ColumnParallelLinear:
+    layer = ColumnParallelLinear(input_size, output_size, bias=bias, parallel=ONE_RANK)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    return layer
+
+
+def test_8_bits_are_within_half_a_step_of_the_weight_and_use_the_whole_range() -> None:
+    weight_OI = torch.randn(30, 100)
+    weight_OI[7] = 0
+    rounded = quantize_int8(weight_OI)
+    assert ((rounded.dequantize() - weight_OI).abs() <= rounded.scales_OG * 0.5001).all()
+    assert (rounded.values_OI[:7].abs().amax(dim=1) == 127).all()
+    assert (rounded.dequantize()[7] == 0).all()
+
+
+@pytest.mark.parametrize("inputs", [20, 128, 300])
+def test_4_bits_are_closer_to_the_weight_than_the_full_range_of_each_group(inputs: int) -> None:
+    weight_OI = torch.randn(40, inputs)
+    rounded = quantize_int4(weight_OI, 128)
+    groups = weight_OI.split(128, dim=1)
+    low = torch.stack([group.amin(dim=1).clamp(max=0) for group in groups], dim=1)
+    high = torch.stack([group.amax(dim=1).clamp(min=0) for group in groups], dim=1)
+    scales = (high - low) / 15
+    plain = round_to_int4(weight_OI, scales, (-low / scales).round().to(torch.uint8), 128)
+    assert (rounded.dequantize() - weight_OI).norm() < (plain.dequantize() - weight_OI).norm()
+    assert rounded.shape.num_groups == len(groups)
+    assert rounded.values_OI.min() >= 0
+    assert rounded.values_OI.max() <= 15
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+def test_4_bits_hold_groups_of_one_sign_and_of_nothing(sign: float) -> None:
+    weight_OI = sign * (torch.rand(10, 64) + 0.5)
+    error = (quantize_int4(weight_OI, 32).dequantize() - weight_OI).norm()
+    assert error <= 0.05 * weight_OI.norm()
+
+
+@pytest.mark.parametrize(("quantization", "bytes_per_weight", "error"), [("int8", 1, 0.02), ("int4", 0.5, 0.2)])
+def test_a_layer_keeps_its_weight_as_integers_only(quantization: str, bytes_per_weight: float, error: float) -> None:
+    layer = random_layer(512, 256)
+    x_TI = torch.randn(5, 512)
+    expected = layer(x_TI)
+    process_weights_after_loading(layer, choose_method(quantization, vocab_size=1000))
+    assert isinstance(layer.method, QuantizedMethod)
+    assert layer.weight.numel() == 0
+    assert weights_size_bytes(layer) < 512 * 256 * bytes_per_weight * 1.1 + 256 * 4
+    assert (layer(x_TI) - expected).norm() < error * expected.norm()
+
+
+def test_restoring_gives_the_rounded_weight_back() -> None:
+    layer = random_layer(96, 40)
+    weight = layer.weight.detach().clone()
+    process_weights_after_loading(layer, choose_method("int4", vocab_size=1000))
+    restore_weights(layer)
+    assert torch.equal(layer.weight, quantize_int4(weight).dequantize())
+    assert isinstance(layer.method, PlainMethod)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_tied_head_has_8_bits_and_the_embedding_reads_its_rows(quantization: str) -> None:
+    embedding = VocabEmbedding(110, 64, parallel=ONE_RANK)
+    embedding.weight.data.normal_()
+    rounded = quantize_int8(embedding.weight.detach()).dequantize()
+    head = LMHead(110, 64, parallel=ONE_RANK, tied_to=embedding)
+    model = nn.ModuleList([embedding, head])
+    process_weights_after_loading(model, choose_method(quantization, vocab_size=110))
+    ids = torch.tensor([0, 5, 109, 17, 5])
+    assert torch.equal(embedding(ids), rounded[ids])
+    assert weights_size_bytes(model) < 112 * 64 + 112 * 4 + 1
+
+
+def test_other_dtypes_are_computed_in_float32_and_keep_theirs() -> None:
+    layer = random_layer(64, 40)
+    weight, bias = layer.weight.detach().clone(), layer.bias
+    x_TI = torch.randn(3, 64).bfloat16()
+    layer.to(torch.bfloat16)
+    process_weights_after_loading(layer, choose_method("int8", vocab_size=1000))
+    assert bias is not None
+    assert layer(x_TI).dtype is torch.bfloat16
+    expected = x_TI.float() @ weight.T + bias
+    assert (layer(x_TI).float() - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_shipped_model_generates_the_same_with_and_without_kernels(
+    quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens() -> list[list[int]]:
+        with LLM("demo", quantization=quantization, **SMALL) as llm:
+            outputs = llm.generate(["ROMEO:", "What is"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with_kernels = tokens()
+    monkeypatch.setattr(QuantizedMethod.__init__, "__defaults__", (TorchQuantizedProducts(),))
+    assert tokens() == with_kernels
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_request_gets_the_same_log_probabilities_alone_and_among_others(quantization: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
+    prompts = [[1, *range(5, 5 + length)] for length in (3, 20, 41, 7, 1)]
+    with LLM("demo", quantization=quantization, max_num_batched_tokens=32, **SMALL) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, expected in zip(prompts, together, strict=True):
+            llm.reset_prefix_cache()
+            (alone,) = llm.generate([prompt], params, use_tqdm=False)
+            assert alone.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+def quantized_layers(model: nn.Module) -> list[str]:
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, LinearLayer) and isinstance(module.method, QuantizedMethod)
+    ]
+
+
+def test_weights_are_reloaded_quantised_and_their_state_is_not_saved(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5)
+    with LLM("demo", quantization="int8", **SMALL) as llm:
+        before = llm.generate(["ROMEO:"], params, use_tqdm=False)[0].outputs[0].token_ids
+        llm.collective_rpc("reload_weights")
+        (layers,) = llm.apply_model(quantized_layers)
+        assert len(layers) == 6 * 4 + 1
+        assert llm.generate(["ROMEO:"], params, use_tqdm=False)[0].outputs[0].token_ids == before
+        with pytest.raises(UnsupportedFeature, match=r"save_sharded_state.*quantized"):
+            llm.collective_rpc("save_sharded_state", args=(str(tmp_path / "state"),))
+    assert not (tmp_path / "state").exists()
+
+
+def test_an_unknown_quantization_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"quantization='int3' is not valid\. Allowed: int8, int4"):
+        LLM("demo", quantization="int3")
+
+
+def test_a_device_without_products_is_refused() -> None:
+    with pytest.raises(UnsupportedFeature, match=r"quantization='int8' is not supported on cuda"):
+        refuse_quantization_on(torch.device("cuda"), "int8")
+    refuse_quantization_on(torch.device("cpu"), "int8")
