@@ -38,7 +38,7 @@ def test_the_unchanged_configuration_is_accepted(family: str) -> None:
     ("family", "changes", "error", "words"),
     [
         ("llama", {"hidden_act": "mish"}, UnsupportedFeature, ["hidden_act", "mish", "silu"]),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, UnsupportedFeature, ["gptq", "some/model"]),
+        ("llama", {"quantization_config": {"quant_method": "hqq"}}, UnsupportedFeature, ["hqq", "some/model"]),
         ("llama", {"rope_parameters": {"rope_type": "axial"}}, UnsupportedFeature, ["axial", "longrope"]),
         ("llama", {"rope_scaling": {"type": "su"}}, UnsupportedFeature, ["su", "llama3"]),
         ("llama", {"partial_rotary_factor": 0.5}, UnsupportedFeature, ["partial_rotary_factor", "0.5"]),
@@ -97,7 +97,7 @@ def test_the_unchanged_configuration_is_accepted(family: str) -> None:
         ("gpt2", {"activation_function": "mish"}, UnsupportedFeature, ["activation_function", "gelu_new"]),
         ("gpt2", {"n_head": 5}, UnsupportedFeature, ["n_head=5", "64"]),
         ("gpt2", {"n_positions": "absent", "max_position_embeddings": "absent"}, ModelError, ["n_positions"]),
-        ("gpt2", {"quantization_config": {"quant_method": "awq"}}, UnsupportedFeature, ["awq"]),
+        ("gpt2", {"quantization_config": {"quant_method": "hqq"}}, UnsupportedFeature, ["hqq"]),
         ("olmo2", {"hidden_act": "mish"}, UnsupportedFeature, ["hidden_act", "mish"]),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": -1, "layer_types": None}, ModelError, ["-1"]),
     ],

@@ -46,6 +46,11 @@ class ModelConfig:
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
+            if self.hf_config.get("quantization_config") is not None:
+                raise ConfigError(
+                    f"quantization={self.quantization!r} is not valid for {self.model}, whose weights are quantized "
+                    "already (quantization_config in config.json). Leave the option out."
+                )
         check_integer("seed", self.seed, 0)
         if self.max_model_len is None or self.max_model_len == AUTO_LENGTH:
             return

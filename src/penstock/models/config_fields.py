@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from penstock.config import ModelConfig
+from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import ModelError, UnsupportedFeature
 
 
@@ -89,13 +90,7 @@ class ConfigFields:
 
     def refuse_unsupported(self) -> None:
         """Raises UnsupportedFeature for what no model here can do."""
-        quantization = self.hf_config.get("quantization_config")
-        if quantization is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise UnsupportedFeature(
-                f"{self.model_config.model} is quantized (quantization_config: quant_method={method!r}), which is not "
-                "supported yet. Take a checkpoint in float32, bfloat16 or float16."
-            )
+        read_quantized_checkpoint(self.hf_config, self.model_config.model)
 
     def unsupported(self, name: str, value: Any, allowed: str) -> UnsupportedFeature:
         """An error to raise for a field whose value this model cannot honour."""

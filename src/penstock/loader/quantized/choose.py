@@ -5,17 +5,31 @@ from __future__ import annotations
 import torch
 
 from penstock.config import LoadConfig, ModelConfig
+from penstock.config.load import SHARDED_STATE
+from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import UnsupportedFeature
 from penstock.layers.quantization.choose import choose_method
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
+from penstock.loader.quantized.stream import QuantizedTensors
 
 
 def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: torch.device) -> Rounding | None:
     """None for weights that stay in floating point.
 
-    Raises UnsupportedFeature for a device that has no products with them.
+    Raises UnsupportedFeature for a checkpoint, a load format or a device that cannot have quantised weights.
     """
+    checkpoint = read_quantized_checkpoint(model_config.hf_config, model_config.model)
     option = model_config.quantization
+    if checkpoint is not None and load_config.load_format == "dummy":  # random weights get as many bits
+        option, checkpoint = f"int{checkpoint.bits}", None
+    if checkpoint is not None:
+        refuse_quantization_on(device, checkpoint.method)
+        if load_config.load_format == SHARDED_STATE:
+            raise UnsupportedFeature(
+                f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
+                f"(quant_method={checkpoint.method!r}). Load the checkpoint itself."
+            )
+        return QuantizedTensors(checkpoint)
     if option is None:
         return None
     refuse_quantization_on(device, option)

@@ -47,7 +47,8 @@ def read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel]
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedFeature(
             f"{model_config.model} is quantized (quantization_config: quant_method={method!r}), which is not "
-            "supported yet. Take a checkpoint in float32, bfloat16 or float16."
+            "supported for models that run through Transformers. Take a checkpoint in float32, bfloat16 or float16, "
+            "with quantization='int8' or 'int4'."
         )
     try:
         config = model_class.config_class.from_dict(_decode_floats(model_config.hf_config))

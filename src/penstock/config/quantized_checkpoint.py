@@ -1,0 +1,200 @@
+"""What `config.json` says about a checkpoint whose weights are integers already.
+
+Formats, as their own tools write them: compressed-tensors (https://github.com/vllm-project/compressed-tensors), GPTQ
+(https://github.com/ModelCloud/GPTQModel), AWQ (https://github.com/casper-hansen/AutoAWQ) and torchao
+(https://github.com/pytorch/ao).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ModelError, UnsupportedFeature
+
+GPTQ = "gptq"
+AWQ = "awq"
+COMPRESSED_TENSORS = "compressed-tensors"
+TORCHAO = "torchao"
+QUANTIZED_CHECKPOINTS = (COMPRESSED_TENSORS, GPTQ, AWQ, TORCHAO)
+INT_QUANTIZED = "int-quantized"
+PACK_QUANTIZED = "pack-quantized"
+GPTQ_V2 = "gptq_v2"
+# torchao's configurations whose weights are plain 8-bit integers, and those that hold 4 bits in such.
+_TORCHAO_INT8 = ("Int8DynamicActivationInt8WeightConfig", "Int8WeightOnlyConfig")
+_TORCHAO_INTX = ("Int8DynamicActivationIntxWeightConfig", "IntxWeightOnlyConfig")
+# The kernels take groups in runs of so many inputs.
+_GROUP_MULTIPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCheckpoint:
+    """method: whose tool wrote it. layout: how its integers lie, where a method has several ways.
+
+    bits: 8 or 4. group_size: inputs that share a scale; None for all of an output. is_symmetric: there are no zero
+    points. is_reordered: the inputs of a group do not lie side by side, and a tensor says which they are.
+    """
+
+    method: str
+    layout: str
+    bits: int
+    group_size: int | None
+    is_symmetric: bool = False
+    is_reordered: bool = False
+
+
+def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> QuantizedCheckpoint | None:
+    """None for a checkpoint in floating point.
+
+    Raises UnsupportedFeature, naming the field, for what cannot be loaded, and ModelError for what makes no sense.
+    """
+    content = hf_config.get("quantization_config")
+    if content is None:
+        return None
+    if not isinstance(content, Mapping):
+        raise ModelError(f"config.json of {model} has quantization_config={content!r}. It must be an object.")
+    fields = _Fields(content, model)
+    method = content.get("quant_method")
+    if method == GPTQ:
+        return _read_gptq(fields)
+    if method == AWQ:
+        return _read_awq(fields)
+    if method == COMPRESSED_TENSORS:
+        return _read_compressed_tensors(fields)
+    if method == TORCHAO:
+        return _read_torchao(fields)
+    raise UnsupportedFeature(
+        f"{model} is quantized (quantization_config: quant_method={method!r}), which is not supported. Supported: "
+        f"{', '.join(QUANTIZED_CHECKPOINTS)}; or a checkpoint in float32, bfloat16 or float16 with quantization='int8' "
+        "or 'int4'."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """An object of quantization_config; path: its place in it, for messages."""
+
+    content: Mapping[str, Any]
+    model: str
+    path: str = ""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.content.get(name)
+        return default if value is None else value
+
+    def section(self, name: str, label: str | None = None) -> _Fields | None:
+        value = self.content.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise ModelError(
+                f"config.json of {self.model} has quantization_config.{self.path}{name}={value!r}. "
+                "It must be an object."
+            )
+        return _Fields(value, self.model, f"{self.path}{label or name}.")
+
+    def require(self, name: str, *allowed: Any, default: Any = None) -> Any:
+        """The field's value, which must be one of these."""
+        value = self.get(name, default)
+        if not any(value == one and type(value) is type(one) for one in allowed):
+            raise self.unsupported(name, value, " or ".join(str(one) for one in allowed))
+        return value
+
+    def group_size(self) -> int | None:
+        value = self.get("group_size", -1)
+        if value == -1:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % _GROUP_MULTIPLE:
+            raise self.unsupported("group_size", value, f"-1, or a multiple of {_GROUP_MULTIPLE}")
+        return value
+
+    def unsupported(self, name: str, value: Any, allowed: str) -> UnsupportedFeature:
+        return UnsupportedFeature(
+            f"config.json of {self.model} has quantization_config.{self.path}{name}={value!r}, which is not supported. "
+            f"Supported: {allowed}."
+        )
+
+
+def _read_gptq(fields: _Fields) -> QuantizedCheckpoint:
+    fields.require("bits", 4)
+    if fields.get("dynamic"):
+        raise fields.unsupported("dynamic", fields.get("dynamic"), "one format for all layers")
+    layout = fields.require("checkpoint_format", GPTQ, GPTQ_V2, default=GPTQ)
+    is_reordered = fields.require("desc_act", True, False, default=False)
+    return QuantizedCheckpoint(GPTQ, layout, 4, fields.group_size(), is_reordered=is_reordered)
+
+
+def _read_awq(fields: _Fields) -> QuantizedCheckpoint:
+    fields.require("bits", 4)
+    version = fields.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise fields.unsupported("version", version, "gemm")
+    fields.require("zero_point", True, default=True)
+    return QuantizedCheckpoint(AWQ, "gemm", 4, fields.group_size())
+
+
+def _read_torchao(fields: _Fields) -> QuantizedCheckpoint:
+    """The tensors say how large groups are."""
+    types = fields.section("quant_type")
+    default = None if types is None else types.section("default")
+    if types is None or default is None or set(types.content) != {"default"}:
+        raise fields.unsupported("quant_type", fields.get("quant_type"), "one configuration for all layers")
+    kind = default.require("_type", *_TORCHAO_INT8, *_TORCHAO_INTX)
+    if kind in _TORCHAO_INT8:
+        return QuantizedCheckpoint(TORCHAO, kind, 8, None, is_symmetric=True)
+    data = default.section("_data")
+    dtype = None if data is None else data.section("weight_dtype")
+    if dtype is None:
+        raise default.unsupported("_data.weight_dtype", None, "int4")
+    dtype.require("_data", "int4")
+    return QuantizedCheckpoint(TORCHAO, kind, 4, None)
+
+
+def _read_compressed_tensors(fields: _Fields) -> QuantizedCheckpoint:
+    sparsity = fields.section("sparsity_config")
+    if sparsity is not None:
+        sparsity.require("format", "dense", default="dense")
+    if fields.get("kv_cache_scheme") is not None:
+        raise fields.unsupported("kv_cache_scheme", fields.get("kv_cache_scheme"), "none")
+    if fields.get("transform_config"):
+        raise fields.unsupported("transform_config", fields.get("transform_config"), "none")
+    groups = fields.section("config_groups")
+    if groups is None or len(groups.content) != 1:
+        names = None if groups is None else sorted(groups.content)
+        raise fields.unsupported("config_groups", names, "one group of layers")
+    (name,) = groups.content
+    group = groups.section(name)
+    weights = None if group is None else group.section("weights")
+    if group is None or weights is None:
+        raise groups.unsupported(name, groups.content[name], "a group with weights")
+    layout = fields.require("format", INT_QUANTIZED, PACK_QUANTIZED)
+    weights.require("type", "int")
+    weights.require("dynamic", False, default=False)
+    activations = group.section("input_activations")
+    if group.get("output_activations") is not None:
+        raise group.unsupported("output_activations", group.get("output_activations"), "none")
+    if layout == INT_QUANTIZED:
+        weights.require("num_bits", 8)
+        weights.require("symmetric", True, default=True)
+        weights.require("strategy", "channel", "tensor")
+        if activations is None:
+            raise group.unsupported("input_activations", None, "8-bit integers, dynamic, per token")
+        activations.require("num_bits", 8)
+        activations.require("type", "int")
+        activations.require("dynamic", True)
+        activations.require("symmetric", True, default=True)
+        activations.require("strategy", "token")
+        return QuantizedCheckpoint(COMPRESSED_TENSORS, layout, 8, None, is_symmetric=True)
+    if activations is not None:
+        raise group.unsupported("input_activations", dict(activations.content), "none")
+    weights.require("num_bits", 4)
+    strategy = weights.require("strategy", "group", "channel")
+    group_size = weights.group_size() if strategy == "group" else None
+    # "weight" and "static" orders leave the inputs where they are.
+    order = weights.get("actorder")
+    if order not in (None, False, True, "group", "weight", "static", "dynamic"):
+        raise weights.unsupported("actorder", order, "group, dynamic, weight, static")
+    is_symmetric = weights.require("symmetric", True, False, default=True)
+    is_reordered = order in (True, "group", "dynamic")
+    return QuantizedCheckpoint(COMPRESSED_TENSORS, layout, 4, group_size, is_symmetric, is_reordered)

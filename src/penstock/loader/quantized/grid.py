@@ -1,0 +1,74 @@
+"""The grid that a checkpoint's integers lie on.
+
+Weights come into the model as floats, exactly as they are meant, and are then rounded to their own grid, which gives
+the checkpoint's integers back. So no model needs to know how a checkpoint names or lays out its integers.
+Suffixes: O output features, I input features, G groups of input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import UnsupportedFeature
+from penstock.kernels.quantized import QuantizedWeight
+from penstock.layers.quantization.rounding import round_to_int4, round_to_int8
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """scales_OG: float32. zeros_OG: uint8, None for 8 bits. order_I: the inputs, group by group, where a group's do not
+    lie side by side.
+    """
+
+    bits: int
+    group_size: int
+    scales_OG: Tensor
+    zeros_OG: Tensor | None = None
+    order_I: Tensor | None = None
+
+    def round(self, weight_OI: Tensor) -> QuantizedWeight:
+        """The integers of a weight that lies on this grid; its inputs are in their order."""
+        if self.zeros_OG is None:
+            return round_to_int8(weight_OI, self.scales_OG)
+        return round_to_int4(weight_OI, self.scales_OG, self.zeros_OG, self.group_size)
+
+
+def join_grids(grids: Sequence[Grid], names: Sequence[str]) -> Grid:
+    """The grid of several weights whose outputs lie side by side. names: of the weights, for messages.
+
+    Raises UnsupportedFeature when they differ in what one product needs alike.
+    """
+    first = grids[0]
+    for name, grid in zip(names, grids, strict=True):
+        same_order = (grid.order_I is None) == (first.order_I is None) and (
+            grid.order_I is None or first.order_I is None or torch.equal(grid.order_I, first.order_I)
+        )
+        if (grid.bits, grid.group_size) != (first.bits, first.group_size) or not same_order:
+            raise UnsupportedFeature(
+                f"{name} and {names[0]} are computed together here, but their bits, groups or order of inputs (g_idx) "
+                "differ. Take a checkpoint that quantizes them alike."
+            )
+    zeros = [grid.zeros_OG for grid in grids if grid.zeros_OG is not None]
+    return Grid(
+        first.bits,
+        first.group_size,
+        torch.cat([grid.scales_OG for grid in grids]),
+        torch.cat(zeros) if zeros else None,
+        first.order_I,
+    )
+
+
+def on_grid(values_OI: Tensor, grid: Grid) -> Tensor:
+    """The weight in float32, its inputs where the model has them. values_OI: integers, group by group."""
+    spread = torch.arange(values_OI.shape[1]) // grid.group_size
+    centred_OI = values_OI.float()
+    if grid.zeros_OG is not None:
+        centred_OI = centred_OI - grid.zeros_OG.float()[:, spread]
+    weight_OI = centred_OI * grid.scales_OG[:, spread]
+    if grid.order_I is None:
+        return weight_OI
+    return weight_OI.index_select(1, torch.argsort(grid.order_I))

@@ -1,0 +1,76 @@
+"""A quantised checkpoint's tensors as those of a float one, and what gives its integers back once they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.config.quantized_checkpoint import QuantizedCheckpoint
+from penstock.errors import CheckpointError, UnsupportedFeature
+from penstock.layers.linear import LinearLayer
+from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod
+from penstock.loader.quantized.formats import format_of
+from penstock.loader.quantized.grid import Grid, join_grids, on_grid
+
+_SHOWN = 8
+
+
+class QuantizedTensors:
+    """Turns the tensors of quantised layers into float weights as they come, and keeps the grid of each."""
+
+    def __init__(self, checkpoint: QuantizedCheckpoint) -> None:
+        self._format = format_of(checkpoint)
+        self._grids: dict[str, Grid] = {}
+
+    def weights(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a float checkpoint: for a quantised layer `NAME.weight` in float32, others as they are.
+
+        Raises CheckpointError when a layer's tensors do not fit together, or some are missing.
+        """
+        required, known = self._format.required, self._format.required | self._format.optional
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            layer, _, kind = name.rpartition(".")
+            if kind not in known or (kind == "weight" and tensor.dtype is not torch.int8):
+                yield name, tensor
+                continue
+            if layer in self._grids or kind in waiting.get(layer, {}):
+                raise CheckpointError(f"{name} is there twice. Remove the files that do not belong to this model.")
+            waiting.setdefault(layer, {})[kind] = tensor
+            if waiting[layer].keys() == known:
+                yield self._finish(layer, waiting.pop(layer))
+        missing = [f"{layer}.{kind}" for layer, found in waiting.items() for kind in required - found.keys()]
+        if missing:
+            shown = ", ".join(sorted(missing)[:_SHOWN])
+            raise CheckpointError(
+                f"Tensors of quantized layers are missing: {shown} ({len(missing)} in all). "
+                "Download the checkpoint again."
+            )
+        for layer, found in waiting.items():
+            yield self._finish(layer, found)
+
+    def method(self, layer: LinearLayer, names: Sequence[str]) -> QuantizedMethod | None:
+        """How a layer multiplies whose weight is these tensors, row by row; None where they were float already.
+
+        Raises UnsupportedFeature when they are not quantised alike.
+        """
+        modules = [name.removesuffix(".weight") for name in names]
+        quantized = [module for module in modules if module in self._grids]
+        if not quantized:
+            return None
+        if quantized != modules:
+            raise UnsupportedFeature(
+                f"{', '.join(quantized)}: quantized, while what is computed together with them here is not. Take a "
+                "checkpoint that quantizes them alike."
+            )
+        grid = join_grids([self._grids[module] for module in modules], modules)
+        return QuantizedMethod(grid.round) if grid.order_I is None else ReorderedMethod(grid.round, grid.order_I)
+
+    def choose(self, layer: LinearLayer) -> QuantizedMethod:
+        raise AssertionError("models that run through Transformers take no quantised checkpoints")
+
+    def _finish(self, layer: str, found: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+        values_OI, self._grids[layer] = self._format.read(layer, found)
+        return f"{layer}.weight", on_grid(values_OI, self._grids[layer])

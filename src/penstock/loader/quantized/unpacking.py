@@ -1,0 +1,50 @@
+"""Integers out of the 32-bit words that checkpoints pack them into, and the shapes that words must have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+
+BITS = 4
+PER_WORD = 32 // BITS
+IN_ORDER = tuple(range(PER_WORD))
+
+
+def unpack_columns(words_RC: Tensor, positions: Sequence[int] = IN_ORDER) -> Tensor:
+    """uint8 [R, 8 * C] from int32 [R, C]. positions: where in a word each of its numbers lies, from the low bits on."""
+    shifts = torch.tensor(positions, dtype=torch.int32) * BITS
+    numbers: Tensor = (words_RC.unsqueeze(2) >> shifts) & (2**BITS - 1)
+    return numbers.to(torch.uint8).flatten(1)
+
+
+def unpack_rows(words_RC: Tensor) -> Tensor:
+    """uint8 [8 * R, C] from int32 [R, C]."""
+    return unpack_columns(words_RC.t().contiguous()).t().contiguous()
+
+
+def check_shape(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """Raises CheckpointError unless the tensor has this dtype and shape."""
+    if tensor.dtype is not dtype or tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}, but quantization_config means {dtype} {list(shape)}."
+        )
+
+
+def input_order(name: str, group_I: Tensor, group_size: int, num_groups: int) -> Tensor | None:
+    """The inputs, group by group, from each input's group; None when they lie so already.
+
+    Raises CheckpointError when a group does not have its number of inputs.
+    """
+    group_I = group_I.long()
+    sizes = torch.full((num_groups,), group_size)
+    sizes[-1] = group_I.numel() - group_size * (num_groups - 1)
+    is_valid = bool((group_I >= 0).all()) and bool((group_I < num_groups).all())
+    if not is_valid or not torch.equal(torch.bincount(group_I, minlength=num_groups), sizes):
+        raise CheckpointError(f"{name} does not give {group_size} inputs to each group.")
+    if torch.equal(group_I, group_I.sort().values):
+        return None
+    return torch.argsort(group_I, stable=True)

@@ -1,0 +1,227 @@
+"""Checkpoints of integers give the weights that they stand for, and models that compute with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import LLM
+from penstock.config import LoadConfig, ModelConfig
+from penstock.config.quantized_checkpoint import read_quantized_checkpoint
+from penstock.errors import CheckpointError, ConfigError, ModelError, PenstockError, UnsupportedFeature
+from penstock.layers.linear import LinearLayer, restore_weights
+from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod
+from penstock.loader.loader import load_model
+from penstock.models.causal_lm import CausalLM
+from penstock.parallel import ParallelContext
+from support.checkpoints import edit_config, load_config
+from support.engines import greedy, make_core, random_prompts, run
+from support.plain_attention import sequence_logits
+from support.quantized_checkpoints import (
+    W8A8,
+    Written,
+    awq_layer,
+    edit_tensors,
+    float_weights,
+    gptq_layer,
+    int8_layer,
+    packed_layer,
+    torchao_config,
+    torchao_int4_layer,
+    torchao_int8_layer,
+    w4a16,
+    write_quantized,
+)
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+INT4 = {"_type": "torch.dtype", "_data": "int4"}
+FORMATS = {
+    "gptq": (gptq_layer(32, desc_act=False), GPTQ),
+    "gptq-one-group": (gptq_layer(64, desc_act=False), {**GPTQ, "group_size": 64}),
+    "gptq-v2": (gptq_layer(32, desc_act=False, version=2), {**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq-desc-act": (gptq_layer(32, desc_act=True), {**GPTQ, "desc_act": True}),
+    "awq": (awq_layer(32), AWQ),
+    "w4a16": (packed_layer(32, symmetric=True), w4a16()),
+    "w4a16-zero-points": (packed_layer(32, symmetric=False), w4a16(symmetric=False)),
+    "w4a16-actorder": (packed_layer(32, symmetric=True, reordered=True), w4a16(actorder="group")),
+    "w8a8": (int8_layer, W8A8),
+    "torchao-int8": (torchao_int8_layer, torchao_config("Int8DynamicActivationInt8WeightConfig")),
+    "torchao-int4": (torchao_int4_layer, torchao_config("IntxWeightOnlyConfig", weight_dtype=INT4)),
+}
+# What rounding activations to 8 bits costs in two layers of random weights; wrong weights cost more than the whole.
+LOGITS_TOLERANCE = 0.06
+
+
+def write(folder: Path, name: str, **overrides: Any) -> Written:
+    quantize, config = FORMATS[name]
+    return write_quantized(folder, quantize, config, **overrides)
+
+
+def load(config: ModelConfig, load_format: str = "auto") -> CausalLM:
+    return load_model(
+        config, LoadConfig(load_format=load_format), ParallelContext(), torch.device("cpu"), torch.float32
+    )
+
+
+def logits_of(model: CausalLM) -> Tensor:
+    return sequence_logits(model, [TOKENS])[0]
+
+
+def methods_of(model: CausalLM) -> dict[str, str]:
+    return {
+        name: type(module.method).__name__ for name, module in model.named_modules() if isinstance(module, LinearLayer)
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_weights_are_those_that_the_integers_stand_for(tmp_path: Path, name: str) -> None:
+    written = write(tmp_path, name)
+    model = load(written.config)
+    restore_weights(model)
+    expected = float_weights(written.float_folder)
+    for tensor, slot in model.checkpoint_slots().items():
+        assert torch.equal(slot.target, expected[tensor]), tensor
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_logits_are_those_of_the_float_twin_up_to_the_rounding_of_activations(tmp_path: Path, name: str) -> None:
+    written = write(tmp_path, name)
+    expected = logits_of(load(load_config(written.float_folder)))
+    difference = logits_of(load(written.config)) - expected
+    assert difference.norm() < LOGITS_TOLERANCE * expected.norm()
+
+
+def test_projections_are_kept_as_integers_and_what_the_checkpoint_has_as_float_is_not(tmp_path: Path) -> None:
+    methods = methods_of(load(write(tmp_path, "gptq").config))
+    head = methods.pop("lm_head")
+    assert set(methods.values()) == {QuantizedMethod.__name__}
+    assert head != QuantizedMethod.__name__
+    reordered = methods_of(load(write(tmp_path / "desc_act", "gptq-desc-act").config))
+    assert set(reordered.values()) - {head} == {ReorderedMethod.__name__}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen2", "gptq"), ("qwen3", "awq"), ("phi3", "w8a8"), ("gemma2", "w4a16")]
+)
+def test_other_families_load_too(tmp_path: Path, family: str, name: str) -> None:
+    written = write(tmp_path, name, family=family)
+    expected = logits_of(load(load_config(written.float_folder)))
+    assert (logits_of(load(written.config)) - expected).norm() < 2 * LOGITS_TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["gptq-desc-act", "w8a8"])
+def test_an_engine_serves_it_and_reloads_it(tmp_path: Path, name: str) -> None:
+    written = write(tmp_path, name)
+    core = make_core(written.config.folder)
+    prompts = random_prompts([3, 9, 20], 97)
+    before = [result.tokens for result in run(core, prompts, greedy(6))]
+    core.collective_rpc("reload_weights")
+    assert [result.tokens for result in run(core, prompts, greedy(6))] == before
+    with pytest.raises(UnsupportedFeature, match="save_sharded_state"):
+        core.collective_rpc("save_sharded_state", args=(str(tmp_path / "state"),))
+
+
+def test_random_weights_are_rounded_to_as_many_bits(tmp_path: Path) -> None:
+    model = load(write(tmp_path, "w8a8").config, load_format="dummy")
+    assert set(methods_of(model).values()) == {QuantizedMethod.__name__}
+
+
+def test_groups_must_be_as_large_as_the_configuration_says(tmp_path: Path) -> None:
+    written = write(tmp_path, "gptq")
+    config = edit_config(written.config.folder, quantization_config={**GPTQ, "group_size": 64})
+    with pytest.raises(CheckpointError, match=r"qzeros is torch\.int32 \[4, 8\].*means torch\.int32 \[2, 8\]"):
+        load(config)
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    written = write(tmp_path, "awq")
+    edit_tensors(written.config.folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"))
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.scales"):
+        load(written.config)
+
+
+def test_an_order_of_inputs_that_is_none_is_refused(tmp_path: Path) -> None:
+    written = write(tmp_path, "gptq-desc-act")
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.self_attn.o_proj.g_idx"] = np.zeros(64, dtype=np.int32)
+
+    edit_tensors(written.config.folder, spoil)
+    with pytest.raises(CheckpointError, match=r"o_proj\.g_idx does not give 32 inputs to each group"):
+        load(written.config)
+
+
+def test_layers_that_are_computed_together_must_be_ordered_alike(tmp_path: Path) -> None:
+    written = write(tmp_path, "gptq-desc-act")
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        name = "model.layers.0.self_attn.k_proj.g_idx"
+        tensors[name] = tensors[name][::-1]
+
+    edit_tensors(written.config.folder, spoil)
+    with pytest.raises(UnsupportedFeature, match=r"k_proj and .*q_proj are computed together"):
+        load(written.config)
+
+
+def test_a_layer_that_is_quantised_in_part_is_refused(tmp_path: Path) -> None:
+    written = write(tmp_path, "awq")
+    name = "model.layers.0.mlp.up_proj"
+    weight = float_weights(written.float_folder)[f"{name}.weight"].numpy()
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        for kind in ("qweight", "qzeros", "scales"):
+            del tensors[f"{name}.{kind}"]
+        tensors[f"{name}.weight"] = weight
+
+    edit_tensors(written.config.folder, spoil)
+    with pytest.raises(UnsupportedFeature, match=r"gate_proj: quantized, while what is computed together"):
+        load(written.config)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+    written = write(tmp_path, "awq")
+    with pytest.raises(ConfigError, match=r"quantization='int8'.*quantized already"):
+        LLM(str(written.config.folder), quantization="int8")
+
+
+def w8a8_with(**changes: Any) -> dict[str, Any]:
+    group = W8A8["config_groups"]["group_0"]
+    return {**W8A8, "config_groups": {"group_0": {**group, **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, UnsupportedFeature, "bitsandbytes.*compressed-tensors, gptq, awq, torchao"),
+        ({**GPTQ, "bits": 3}, UnsupportedFeature, "quantization_config.bits=3.*Supported: 4"),
+        ({**GPTQ, "bits": 8}, UnsupportedFeature, "quantization_config.bits=8"),
+        ({**GPTQ, "group_size": 48}, UnsupportedFeature, "group_size=48.*multiple of 32"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, UnsupportedFeature, "checkpoint_format='marlin'.*gptq or gptq_v2"),
+        ({**GPTQ, "dynamic": {"x": {}}}, UnsupportedFeature, "dynamic"),
+        ({**AWQ, "version": "gemv"}, UnsupportedFeature, "version='gemv'.*gemm"),
+        ({**W8A8, "format": "float-quantized"}, UnsupportedFeature, "format='float-quantized'"),
+        ({**W8A8, "kv_cache_scheme": {"num_bits": 8}}, UnsupportedFeature, "kv_cache_scheme"),
+        ({**W8A8, "config_groups": {}}, UnsupportedFeature, "config_groups"),
+        ({**W8A8, "sparsity_config": {"format": "24"}}, UnsupportedFeature, "sparsity_config.format='24'"),
+        (w8a8_with(input_activations=None), UnsupportedFeature, "group_0.input_activations=None"),
+        (
+            w8a8_with(input_activations={"num_bits": 8, "type": "int", "dynamic": False, "strategy": "tensor"}),
+            UnsupportedFeature,
+            "input_activations.dynamic=False",
+        ),
+        (w4a16(48), UnsupportedFeature, "weights.group_size=48"),
+        (torchao_config("Int4WeightOnlyConfig"), UnsupportedFeature, "default._type='Int4WeightOnlyConfig'"),
+        (torchao_config("IntxWeightOnlyConfig", weight_dtype={"_data": "int2"}), UnsupportedFeature, "'int2'.*int4"),
+        ("gptq", ModelError, "quantization_config='gptq'.*must be an object"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_by_name(config: Any, error: type[PenstockError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_quantized_checkpoint({"quantization_config": config}, "some/model")
