@@ -6,12 +6,13 @@ Reads `config.json` and the headers of the weight files. Imports no torch, so th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.config import EngineConfig, env
 from penstock.config.load import SHARDED_STATE
+from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config.resolve import resolve_metadata_folder
 from penstock.contract import KVCacheConfig
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype
@@ -34,6 +35,7 @@ from penstock.worker.estimate import (
     weights_of_shape,
 )
 from penstock.worker.memory_plan import MemoryPlan, check_plan, choose_memory_fraction, runner_state_bytes
+from penstock.worker.quantized_estimate import quantized_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,13 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     shape = read_shape(config.model)
     headers = hub_headers or _headers(config, shape)
     dtype = _choose_dtype(config, headers, device)
-    num_parameters = count_parameters(headers, shape)
+    checkpoint = read_quantized_checkpoint(config.model.hf_config, config.model.model)
+    integers = quantized_part(headers, shape, config.model.quantization, checkpoint)
+    num_parameters = count_parameters(integers.others, shape)
+    num_vectors = count_vector_parameters(integers.others, shape)
     traits = LayerTraits.read(headers)
-    num_vectors = count_vector_parameters(headers, shape)
     memory = _plan_memory(config, shape, traits, num_parameters, num_vectors, dtype, device)
+    memory = replace(memory, weights=memory.weights + integers.num_bytes)
     specs = shape.kv_cache_specs(config.cache.block_size, dtype.name)
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
@@ -140,7 +145,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
         device=device,
         dtype=dtype,
         shape=shape,
-        num_parameters=num_parameters,
+        num_parameters=num_parameters + integers.num_parameters,
         memory=memory,
         block_size=config.cache.block_size,
         kv_bytes_per_token=kv_bytes_per_token,

@@ -1,0 +1,99 @@
+"""What quantised weights will take, from a checkpoint's headers. Needs no torch. All sizes are bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.config.quantized_checkpoint import QuantizedCheckpoint
+from penstock.loader.headers import TensorHeader
+from penstock.models.shape import ModelShape
+
+# As layers.quantization rounds weights at loading.
+_INT4_GROUP_SIZE = 128
+_SCALE_BYTES = 4
+_ZERO_POINT_BYTES = 1
+_PER_WORD = 8
+_WORD_BYTES = 4
+_EMBEDDINGS = re.compile(r"(.*\.)?(embed_tokens|wte|wpe|embed_positions|embed_in|word_embeddings)(\.weight)?")
+_HEADS = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
+_NO_LAYERS = re.compile(r"(.*\.)?norms?(\.weight)?")
+# Tensors of quantised layers in checkpoints: packed integers, their scales, packed zero points, and what is not kept.
+_PACKED = (".qweight", ".weight_packed")
+_SCALES = (".scales", ".weight_scale", "._weight_scale")
+_ZEROS = (".qzeros", ".weight_zero_point", "._weight_zero_point")
+_NOT_KEPT = (".g_idx", ".weight_g_idx", ".weight_shape")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPart:
+    """num_bytes: of all that is kept as integers, with scales and zero points. num_parameters: weights among it.
+
+    others: the headers of what stays in floating point.
+    """
+
+    num_bytes: int
+    num_parameters: int
+    others: Mapping[str, TensorHeader]
+
+
+def layer_bytes(bits: int, num_outputs: int, num_inputs: int, group_size: int | None = None) -> int:
+    """One linear layer. group_size: inputs that share a scale; None for all of an output."""
+    if bits == 8:
+        return num_outputs * (num_inputs + _SCALE_BYTES)
+    num_groups = -(-num_inputs // (group_size or num_inputs))
+    return num_outputs * (num_inputs // 2 + num_groups * (_SCALE_BYTES + _ZERO_POINT_BYTES))
+
+
+def quantized_part(
+    headers: Mapping[str, TensorHeader],
+    shape: ModelShape,
+    quantization: str | None,
+    checkpoint: QuantizedCheckpoint | None,
+) -> QuantizedPart:
+    """What of a checkpoint is kept as integers: by the option, or because they are integers already."""
+    if checkpoint is not None and any(name.endswith(_SCALES) for name in headers):
+        return _already_quantized(headers, checkpoint)
+    if checkpoint is not None:  # random weights in their place
+        quantization = f"int{checkpoint.bits}"
+    if quantization is None:
+        return QuantizedPart(0, 0, headers)
+    num_bytes = num_parameters = 0
+    others = {}
+    for name, header in headers.items():
+        if shape.ties_embeddings and _HEADS.fullmatch(name):
+            continue
+        is_head = bool(_HEADS.fullmatch(name)) or _is_tied_embedding(name, header, shape)
+        is_layer = len(header.shape) > 1 and not _EMBEDDINGS.fullmatch(name) and not _NO_LAYERS.fullmatch(name)
+        if is_head or is_layer:
+            num_outputs = header.num_elements // header.shape[-1]
+            bits = 8 if is_head or quantization == "int8" else 4
+            num_bytes += layer_bytes(bits, num_outputs, header.shape[-1], _INT4_GROUP_SIZE)
+            num_parameters += header.num_elements
+        else:
+            others[name] = header
+    return QuantizedPart(num_bytes, num_parameters, others)
+
+
+def _is_tied_embedding(name: str, header: TensorHeader, shape: ModelShape) -> bool:
+    is_vocabulary = bool(header.shape) and header.shape[0] == shape.vocab_size
+    return shape.ties_embeddings and is_vocabulary and bool(_EMBEDDINGS.fullmatch(name))
+
+
+def _already_quantized(headers: Mapping[str, TensorHeader], checkpoint: QuantizedCheckpoint) -> QuantizedPart:
+    num_bytes = num_parameters = 0
+    others = {}
+    for name, header in headers.items():
+        if name.endswith(_PACKED):
+            num_bytes += header.num_elements * _WORD_BYTES
+            num_parameters += header.num_elements * _PER_WORD
+        elif name.endswith((".weight", "._weight_qdata")) and header.dtype == "I8":
+            num_bytes += header.num_elements * checkpoint.bits // 8
+            num_parameters += header.num_elements
+        elif name.endswith(_SCALES):
+            # Zero points are kept even where a checkpoint's groups are symmetric and it has none.
+            num_bytes += header.num_elements * (_SCALE_BYTES + (_ZERO_POINT_BYTES if checkpoint.bits == 4 else 0))
+        elif not name.endswith((*_ZEROS, *_NOT_KEPT)):
+            others[name] = header
+    return QuantizedPart(num_bytes, num_parameters, others)

@@ -1,0 +1,50 @@
+"""A plan for quantised weights says what the running engine then holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.plan import plan_engine
+from penstock.kernels.native import NATIVE
+from support.engines import make_core
+from support.quantized_checkpoints import W8A8, int8_layer, packed_layer, w4a16, write_quantized
+
+# Layers are padded to whole panels, which matters at the sizes that tests can afford.
+PADDING = 0.06
+needs_kernels = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+
+
+def compare(folder: Path | str, **options: Any) -> None:
+    plan = plan_engine(str(folder), **options)
+    core = make_core(folder, **options)
+    held = core.memory_plan.weights
+    core.close()
+    assert plan.memory.weights == pytest.approx(held, rel=PADDING)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_that_are_rounded_at_loading(quantization: str) -> None:
+    compare("demo", quantization=quantization)
+    rounded, whole = plan_engine("demo", quantization=quantization), plan_engine("demo")
+    assert rounded.memory.weights < 0.3 * whole.memory.weights
+    assert rounded.num_parameters == whole.num_parameters
+
+
+@needs_kernels
+def test_random_weights() -> None:
+    compare("demo", quantization="int8", load_format="dummy")
+
+
+@needs_kernels
+def test_checkpoints_of_integers(tmp_path: Path) -> None:
+    size = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 97}
+    packed = write_quantized(tmp_path / "w4a16", packed_layer(128, symmetric=True), w4a16(128), **size)
+    compare(packed.config.folder)
+    whole = write_quantized(tmp_path / "w8a8", int8_layer, W8A8, **size)
+    compare(whole.config.folder)
+    plans = [plan_engine(str(written.config.folder)) for written in (packed, whole)]
+    assert plans[0].num_parameters == plans[1].num_parameters == plan_engine(str(whole.float_folder)).num_parameters
