@@ -12,6 +12,8 @@ _WHOLE_VOCABULARY = -1
 # Logits that are worked on at once: 32 MiB of them, beside which stages hold several times as much.
 _MAX_LOGITS = 1 << 23
 _MAX_ROWS = 1024
+# Log-probabilities of a step's prompts that the device holds at once.
+MAX_PROMPT_RESULTS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from penstock.config.sampling import rows_at_once
+from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
 from penstock.contract import LogprobsLists, SamplingParams
 from penstock.device import Device
 from penstock.device.base import PendingCopy
-from penstock.kernels.sampling import top_logprobs
+from penstock.kernels.sampling import LogprobsTensors, top_logprobs
 from penstock.models.interface import LanguageModel
 from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.request_states import RequestStates
@@ -25,7 +26,7 @@ from penstock.runner.waiting import wait_until
 
 _NONE = -1
 # Results beyond this leave the device before more are computed.
-_MAX_RESULTS = 1 << 23
+_MAX_RESULTS = MAX_PROMPT_RESULTS
 _TIMEOUT_S = 300.0
 
 
@@ -132,14 +133,32 @@ class PromptLogprobs:
             return None
         hidden_indices = self._device.upload(rows.hidden_indices)
         targets = self._token_ids_SL.view(-1).index_select(0, self._device.upload(rows.target_indices)).long()
+        num_rows, width = len(rows.hidden_indices), 1 + rows.num_logprobs
+        rows_per_copy = max(1, _MAX_RESULTS // (width * self.max_rows)) * self.max_rows
         copies: list[PendingCopy] = []
-        for start in range(0, len(rows.hidden_indices), self.max_rows):
-            part = slice(start, start + self.max_rows)
-            logits = model.compute_logits(hidden.index_select(0, hidden_indices[part]))
-            copies.append(self._device.download(top_logprobs(logits, targets[part], rows.num_logprobs)))
-            if (start + self.max_rows) * rows.num_logprobs > _MAX_RESULTS:
+        for start in range(0, num_rows, rows_per_copy):
+            if copies:
                 wait_until(copies[-1].is_done, _TIMEOUT_S, _describe_wait)
+            stop = min(start + rows_per_copy, num_rows)
+            results = self._new_results(stop - start, width)
+            for first in range(start, stop, self.max_rows):
+                part = slice(first, min(first + self.max_rows, stop))
+                logits = model.compute_logits(hidden.index_select(0, hidden_indices[part]))
+                found = top_logprobs(logits, targets[part], rows.num_logprobs)
+                del logits
+                for result, values in zip(results, found, strict=True):
+                    result[part.start - start : part.stop - start] = values
+            copies.append(self._device.download(results))
         return PendingPromptLogprobs(rows, copies)
+
+    def _new_results(self, num_rows: int, width: int) -> LogprobsTensors:
+        """Made before the logits of any part: what outlives those would leave gaps where they were."""
+        device = self._device.torch_device
+        return LogprobsTensors(
+            torch.empty(num_rows, width, dtype=torch.int64, device=device),
+            torch.empty(num_rows, width, device=device),
+            torch.empty(num_rows, dtype=torch.int64, device=device),
+        )
 
 
 def _describe_wait() -> str:
