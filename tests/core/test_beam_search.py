@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_without_an_end_token_it_finds_what_transformers_finds(
 
 
 def plain_beam_search(
-    oracle: PreTrainedModel, prompt: list[int], params: BeamSearchParams
+    oracle: PreTrainedModel, prompt: list[int], params: BeamSearchParams, temperature: float = 1.0
 ) -> list[tuple[list[int], float]]:
     """By definition, one sequence after the other: tokens and log-probability of the best, best first."""
     beams: list[tuple[list[int], float]] = [(prompt, 0.0)]
@@ -67,7 +68,7 @@ def plain_beam_search(
     for _ in range(params.max_tokens):
         grown = []
         for tokens, total in beams:
-            logprobs = torch.log_softmax(oracle_logits(oracle, tokens)[-1], dim=-1)
+            logprobs = torch.log_softmax(oracle_logits(oracle, tokens)[-1] / temperature, dim=-1)
             values, ids = logprobs.topk(2 * params.beam_width)
             for value, token_id in zip(values.tolist(), ids.tolist(), strict=True):
                 if token_id in END_TOKENS and not params.ignore_eos:
@@ -97,6 +98,28 @@ def test_sequences_that_end_are_ranked_with_those_that_go_on(
         assert reasons <= {(True, "stop"), (False, "stop"), (False, "length")}
         ended += sum(sequence.finish_reason == "stop" for sequence in output.sequences)
     assert ended > 0 or length_penalty > 0, "no sequence of this model ended, so the test shows nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.005, 0.7, 1.0, 3.0])
+def test_sequences_are_compared_by_the_models_own_logprobs_at_any_temperature(llm: LLM, temperature: float) -> None:
+    greedy = _search(llm, beam_width=5, max_tokens=8)
+    drawn = _search(llm, beam_width=5, max_tokens=8, temperature=temperature)
+    assert [sequence.tokens for sequence in drawn.sequences] == [sequence.tokens for sequence in greedy.sequences]
+    assert [one.cum_logprob for one in drawn.sequences] == pytest.approx([one.cum_logprob for one in greedy.sequences])
+
+
+def test_processed_logprobs_are_those_at_the_temperature(llm: LLM, oracle: PreTrainedModel, tmp_path: Path) -> None:
+    save_checkpoint(oracle, tmp_path)
+    write_tokenizer(tmp_path, byte_level_tokenizer())
+    params = BeamSearchParams(beam_width=4, max_tokens=8, temperature=2.5, length_penalty=0.0, ignore_eos=True)
+    with LLM(str(tmp_path), **SMALL, logprobs_mode="processed_logprobs") as processed:
+        (output,) = processed.beam_search([{"prompt_token_ids": PROMPTS[1]}], params)
+    expected = plain_beam_search(oracle, PROMPTS[1], params, temperature=2.5)
+    assert [sequence.tokens for sequence in output.sequences] == [tokens for tokens, _ in expected]
+    found = [sequence.cum_logprob for sequence in output.sequences]
+    assert found == pytest.approx([total for _, total in expected], abs=1e-3)
+    (raw,) = llm.beam_search([{"prompt_token_ids": PROMPTS[1]}], params)
+    assert raw.sequences[0].cum_logprob > found[0] + 1
 
 
 def _search(llm: LLM, **params: Any) -> BeamSearchOutput:
@@ -145,7 +168,7 @@ def test_nothing_is_left_of_a_search(llm: LLM) -> None:
     [
         ({"beam_width": 0}, "beam_width=0"),
         ({"max_tokens": 0}, "max_tokens=0"),
-        ({"temperature": 0.7}, "temperature=0.7.*0 or 1 with beam search"),
+        ({"temperature": -0.1}, "temperature=-0.1.*0 to 10000"),
         ({"length_penalty": float("nan")}, "length_penalty=nan"),
         ({"ignore_eos": 1}, "ignore_eos=1"),
     ],

@@ -28,7 +28,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     beam_width: sequences that are followed at once, and returned.
     max_tokens: tokens that a sequence gets at most.
     ignore_eos: go on after the end-of-sequence token.
-    temperature: 0 or 1, which mean the same here: sequences are compared by the model's own log-probabilities.
+    temperature: 0 or more; of the steps that ask for the likeliest tokens. Sequences are compared by what such a step
+        reports as log-probabilities: the model's own, whatever the temperature, unless the engine's `logprobs_mode` is
+        "processed_logprobs".
     length_penalty: sequences are ranked by their log-probability, divided by their length (prompt included) to this
         power; more than 0 favours long ones.
     include_stop_str_in_output: whether a sequence keeps the end-of-sequence token that ended it.
@@ -49,8 +51,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check.check_flag("ignore_eos", self.ignore_eos)
         check.check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         check.check_number("length_penalty", self.length_penalty, -math.inf, math.inf, "a finite number")
-        if self.temperature not in (0, 1):
-            raise check.invalid("temperature", self.temperature, "0 or 1 with beam search")
+        check.check_number("temperature", self.temperature, 0.0, 1e4, "0 to 10000")
 
 
 class BeamSearchSequence(msgspec.Struct, kw_only=True):
@@ -119,8 +120,9 @@ class _Search:
                     self._completed.append(_extended(beam, row, token_id, cum_logprob, finish_reason="stop"))
                 else:
                     candidates.append((cum_logprob, index, token_id))
-        # All are equally long, so that the penalty does not change their order.
-        candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        # All are equally long, so that the penalty does not change their order. Ties are broken by what does not depend
+        # on the token that a step happened to draw.
+        candidates.sort(key=lambda candidate: (-candidate[0], candidate[1], candidate[2]))
         self.beams = [
             _extended(self.beams[index], rows[index], token_id, cum_logprob)
             for cum_logprob, index, token_id in candidates[: self.params.beam_width]
@@ -156,7 +158,9 @@ def _start(session: Session, prompt: Prompt, params: BeamSearchParams, name: str
 
 def _step_params(params: BeamSearchParams) -> SamplingParams:
     # Each beam may lose some of its candidates to the end of the text, but no more than there are beams are kept.
-    return SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * params.beam_width, detokenize=False)
+    return SamplingParams(
+        temperature=params.temperature, max_tokens=1, logprobs=2 * params.beam_width, detokenize=False
+    )
 
 
 def _advance(session: Session, searches: Sequence[_Search], params: BeamSearchParams) -> None:
