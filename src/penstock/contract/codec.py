@@ -8,7 +8,8 @@ import msgspec
 
 from penstock.errors import PenstockError
 
-CONTRACT_VERSION = 1
+# Belongs to the form of the messages: tests/contract/test_version.py tells when it has to be raised.
+CONTRACT_VERSION = 2
 _Message = TypeVar("_Message")
 _PREFIX = b"penstock"
 
