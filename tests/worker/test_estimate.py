@@ -19,12 +19,12 @@ from penstock.config import EngineConfig, SamplingConfig
 from penstock.contract import SamplingParams
 from penstock.device.base import PeakMemory
 from penstock.device.cpu import CpuDevice
-from penstock.loader.headers import read_headers
 from penstock.models.shape import read_shape
 from penstock.parallel import ParallelContext
 from penstock.runner.sampling.stage import LogitsRows
-from penstock.worker.estimate import LayerTraits, estimate_step, sampling_bytes
+from penstock.worker.estimate import estimate_step, layer_traits, sampling_bytes
 from penstock.worker.memory_plan import StepMemory
+from penstock.worker.profile import measure_step_memory
 from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
 from support.plain_sampling import HandDriven
@@ -86,31 +86,35 @@ def test_logits(tmp_path: Path, num_tokens: int, num_rows: int, max_logprobs: in
 def estimate_and_measure(
     folder: Path, family: str, changes: dict[str, Any], num_tokens: int, num_rows: int, **options: Any
 ) -> tuple[StepMemory, StepMemory]:
-    """What libraries take for themselves is no tensor, and is not in the estimate here."""
+    """The tensors of a full step, as derived and as torch counts them."""
     config = tiny_checkpoint(folder, family, hidden_size=128, vocab_size=3000, max_position_embeddings=1024, **changes)
     options |= {"max_num_seqs": num_rows, "max_num_batched_tokens": num_tokens, "max_model_len": num_tokens + 1}
     engine = EngineConfig.create(str(folder), device="cpu", **options)
     worker = Worker(engine, ParallelContext())
     worker.init_device()
     worker.load_model()
-    worker._device = CountingDevice(num_threads=1)
-    plan = worker.determine_available_memory()
-    headers = read_headers(folder)
-    assert headers is not None
-    full, idle = (
-        estimate_step(
-            read_shape(config),
-            LayerTraits.read(headers),
-            num_tokens=tokens,
-            num_rows=num_rows,
-            dtype=worker.dtype.name,
-            device="cpu",
-            sampling=engine.sampling,
+    with torch.no_grad():
+        measured = measure_step_memory(
+            CountingDevice(num_threads=1),
+            worker.language_model,
+            worker._layers,
+            worker.get_kv_cache_spec(),
+            worker._limits(num_tokens + 1),
+            None,
+            engine.sampling,
         )
-        for tokens in (num_tokens, 0)
+    dtype = worker.dtype.name
+    worker.shutdown()
+    estimated = estimate_step(
+        read_shape(config),
+        layer_traits(config.architecture),
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        dtype=dtype,
+        device="cpu",
+        sampling=engine.sampling,
     )
-    estimated = StepMemory(activations=full.activations - idle.activations, sampling=full.sampling)
-    return estimated, StepMemory(activations=plan.activations, sampling=plan.sampling)
+    return estimated, measured
 
 
 @pytest.mark.parametrize("num_logprobs", [20, -1])

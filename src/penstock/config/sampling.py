@@ -8,6 +8,8 @@ from penstock.config.checks import check_choice, check_integer
 from penstock.errors import ConfigError
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+# Installed packages name their logits processors in this group of entry points.
+LOGITS_PROCESSORS_GROUP = "penstock.logits_processors"
 _WHOLE_VOCABULARY = -1
 # Logits that are worked on at once: 32 MiB of them, beside which stages hold several times as much.
 _MAX_LOGITS = 1 << 23

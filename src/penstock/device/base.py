@@ -32,7 +32,7 @@ class MemorySnapshot:
 
 @dataclass(slots=True)
 class PeakMemory:
-    """Filled when the block of `Device.measure_peak` ends: bytes above the level at its beginning, at most."""
+    """Filled when the block of `Device.measure_peak` ends: bytes of tensors above the level at its start, at most."""
 
     bytes_above_start: int = 0
 
@@ -55,7 +55,8 @@ class Device(ABC):
 
     kind: "cpu" or "cuda". overlaps_with_host: work is queued, so the host can run ahead of it.
     attention_backends: names of the backends that may work here, best first.
-    max_profile_tokens, max_profile_rows: how large a step may be profiled without making the start slow.
+    max_profile_tokens, max_profile_rows: how large a step may be profiled without making the start slow. A larger one
+        is derived from that, and sampling, where not a row may be profiled, from what it is known to keep.
     """
 
     kind: str
@@ -84,7 +85,7 @@ class Device(ABC):
     @abstractmethod
     @contextmanager
     def measure_peak(self) -> Iterator[PeakMemory]:
-        """Measure how far memory rises above its present level inside the block."""
+        """Measure how far the memory of tensors rises above its present level inside the block."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -15,9 +14,7 @@ from torch import Tensor
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, memory_limit, usable_cores
-
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
+from penstock.device.tensor_memory import TensorMemory
 
 
 class HostCopy(PendingCopy):
@@ -42,7 +39,7 @@ class CpuDevice(Device):
     default_memory_fraction = DEFAULT_MEMORY_FRACTION["cpu"]
     attention_backends = ("cpu_native", "cpu_paged", "reference")
     max_profile_tokens = 128
-    max_profile_rows = 8
+    max_profile_rows = 0
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -65,12 +62,9 @@ class CpuDevice(Device):
     @contextmanager
     def measure_peak(self) -> Iterator[PeakMemory]:
         peak = PeakMemory()
-        # What the allocator keeps in reserve would otherwise be reused, and not show.
-        _return_free_pages()
-        start = psutil.Process().memory_info().rss
-        _reset_peak()
-        yield peak
-        peak.bytes_above_start = max(0, _peak_resident_bytes() - start)
+        with TensorMemory() as memory:
+            yield peak
+        peak.bytes_above_start = memory.peak_bytes
 
     def allocate(self, num_bytes: int) -> Tensor:
         # Unlike torch, numpy gets zeros from the system, which hands out pages on first use.
@@ -94,22 +88,3 @@ def _return_free_pages() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _reset_peak() -> None:
-    """Make the kernel forget the process's highest resident size (proc(5), clear_refs)."""
-    try:
-        _CLEAR_REFS.write_text("5")
-    except OSError:
-        # Without it the peak is that of the whole life so far: too high a figure, never too low.
-        return
-
-
-def _peak_resident_bytes() -> int:
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return int(psutil.Process().memory_info().rss)

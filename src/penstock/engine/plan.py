@@ -6,7 +6,8 @@ Reads `config.json` and the headers of the weight files. Imports no torch, so th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from penstock.config import EngineConfig, env
 from penstock.config.load import SHARDED_STATE
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config.resolve import resolve_metadata_folder
-from penstock.contract import KVCacheConfig
+from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
+from penstock.contract import KVCacheConfig, KVCacheSpec
+from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, memory_limit
 from penstock.device.nvml import gpu_memory
@@ -22,19 +25,28 @@ from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.headers import TensorHeader, read_all_headers, read_headers, stored_dtype
 from penstock.loader.weight_files import parts_of_rank, what_is_there
+from penstock.models.registry import runs_through_transformers
 from penstock.models.shape import ModelShape, read_shape
 from penstock.observability.units import format_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
 from penstock.worker.estimate import (
     PROCESS_BYTES,
-    LayerTraits,
     count_parameters,
     count_vector_parameters,
     estimate_step,
     estimate_weights,
+    layer_traits,
+    logits_bytes,
+    resident_step,
     weights_of_shape,
 )
-from penstock.worker.memory_plan import MemoryPlan, check_plan, choose_memory_fraction, runner_state_bytes
+from penstock.worker.memory_plan import (
+    MemoryPlan,
+    StepMemory,
+    check_plan,
+    choose_memory_fraction,
+    runner_state_bytes,
+)
 from penstock.worker.quantized_estimate import quantized_part
 
 
@@ -123,14 +135,8 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     shape = read_shape(config.model)
     headers = hub_headers or _headers(config, shape)
     dtype = _choose_dtype(config, headers, device)
-    checkpoint = read_quantized_checkpoint(config.model.hf_config, config.model.model)
-    integers = quantized_part(headers, shape, config.model.quantization, checkpoint)
-    num_parameters = count_parameters(integers.others, shape)
-    num_vectors = count_vector_parameters(integers.others, shape)
-    traits = LayerTraits.read(headers)
-    memory = _plan_memory(config, shape, traits, num_parameters, num_vectors, dtype, device)
-    memory = replace(memory, weights=memory.weights + integers.num_bytes)
-    specs = shape.kv_cache_specs(config.cache.block_size, dtype.name)
+    sizes = _measure_sizes(config, shape, headers, dtype, device)
+    memory, specs = _plan_memory(config, shape, sizes, device), sizes.specs
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
         check_plan(memory)
@@ -145,7 +151,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
         device=device,
         dtype=dtype,
         shape=shape,
-        num_parameters=num_parameters + integers.num_parameters,
+        num_parameters=sizes.num_parameters,
         memory=memory,
         block_size=config.cache.block_size,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -193,7 +199,7 @@ def _fetch_headers(model: str, revision: str | None) -> dict[str, TensorHeader]:
 def _headers(config: EngineConfig, shape: ModelShape) -> Mapping[str, TensorHeader]:
     folder, load = config.model.folder, config.load
     if load.load_format == "dummy":
-        return weights_of_shape(shape)
+        return weights_of_shape(shape, layer_traits(config.model.architecture), config.model.longest_context)
     if load.load_format == SHARDED_STATE:
         parts = parts_of_rank(folder, load.sharded_state_pattern, rank=0)
         headers: dict[str, TensorHeader] | None = read_all_headers(parts[number] for number in sorted(parts)) or None
@@ -220,28 +226,55 @@ def _choose_dtype(config: EngineConfig, headers: Mapping[str, TensorHeader], dev
     return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, stored)
 
 
-def _plan_memory(
-    config: EngineConfig,
-    shape: ModelShape,
-    traits: LayerTraits,
-    num_parameters: int,
-    num_vectors: int,
-    dtype: DtypeChoice,
-    device: str,
-) -> MemoryPlan:
-    limit = _memory_of(device)
-    scheduler, cache = config.scheduler, config.cache
-    wanted = config.model.max_model_len
-    max_model_len = wanted if isinstance(wanted, int) else config.model.longest_context
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """num_parameters: values. weights: bytes of them and of buffers. step: bytes of its tensors. specs: by layer."""
+
+    num_parameters: int
+    weights: int
+    step: StepMemory
+    specs: Mapping[str, KVCacheSpec]
+
+
+def _measure_sizes(
+    config: EngineConfig, shape: ModelShape, headers: Mapping[str, TensorHeader], dtype: DtypeChoice, device: str
+) -> _Sizes:
+    """What belongs to the model: from its shape, or where it runs through Transformers from a run without memory."""
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    checkpoint = read_quantized_checkpoint(config.model.hf_config, config.model.model)
+    integers = quantized_part(headers, shape, config.model.quantization, checkpoint)
+    num_parameters = count_parameters(integers.others, shape)
+    if runs_through_transformers(config.model):
+        from penstock.worker.unloaded_model import try_without_memory
+
+        unloaded = try_without_memory(config.model, num_tokens, block_size, dtype.name, dtype.weights)
+        logits = logits_bytes(shape.vocab_size, num_tokens, num_rows, config.sampling, device)
+        step = StepMemory(unloaded.activations, logits)
+        weights = unloaded.weights - integers.num_parameters * DTYPE_BYTES[dtype.weights] + integers.num_bytes
+        return _Sizes(unloaded.num_parameters, weights, step, unloaded.specs)
     step = estimate_step(
         shape,
-        traits,
-        num_tokens=scheduler.max_num_batched_tokens,
-        num_rows=scheduler.max_num_seqs,
+        layer_traits(config.model.architecture),
+        num_tokens=num_tokens,
+        num_rows=num_rows,
         dtype=dtype.name,
         device=device,
         sampling=config.sampling,
     )
+    num_vectors = count_vector_parameters(integers.others, shape)
+    weights = estimate_weights(num_parameters, num_vectors, shape, dtype, device, _longest_context(config))
+    return _Sizes(
+        num_parameters + integers.num_parameters,
+        weights + integers.num_bytes,
+        step,
+        shape.kv_cache_specs(block_size, dtype.name),
+    )
+
+
+def _plan_memory(config: EngineConfig, shape: ModelShape, sizes: _Sizes, device: str) -> MemoryPlan:
+    limit, cache = _memory_of(device), config.cache
+    step = resident_step(sizes.step, device)
     return MemoryPlan(
         total=limit.total_bytes,
         free_at_start=limit.free_bytes,
@@ -249,12 +282,34 @@ def _plan_memory(
             cache.memory_fraction, DEFAULT_MEMORY_FRACTION[device], free=limit.free_bytes, total=limit.total_bytes
         ),
         process=PROCESS_BYTES[device],
-        weights=estimate_weights(num_parameters, num_vectors, shape, dtype, device, max_model_len),
+        weights=sizes.weights,
         activations=step.activations,
         sampling=step.sampling,
-        runner_state=runner_state_bytes(scheduler.max_num_seqs, max_model_len, shape.vocab_size),
+        runner_state=runner_state_bytes(config.scheduler.max_num_seqs, _longest_context(config), shape.vocab_size),
         requested_kv_cache=cache.kv_cache_memory_bytes,
+        logits_processors=_plan_processors(config, shape.vocab_size),
     )
+
+
+def _plan_processors(config: EngineConfig, vocab_size: int) -> int:
+    """What custom logits processors keep; they are imported and made, where there are any, and torch with them."""
+    if not config.sampling.logits_processors and not entry_points(group=LOGITS_PROCESSORS_GROUP):
+        return 0
+    from penstock.device.cpu import CpuDevice
+    from penstock.worker.processor_memory import measure_processors
+
+    return measure_processors(
+        config.sampling,
+        CpuDevice(config.device.num_threads),
+        max_num_reqs=config.scheduler.max_num_seqs,
+        max_model_len=_longest_context(config),
+        vocab_size=vocab_size,
+    )
+
+
+def _longest_context(config: EngineConfig) -> int:
+    wanted = config.model.max_model_len
+    return wanted if isinstance(wanted, int) else config.model.longest_context
 
 
 def _memory_of(device: str) -> MemoryLimit:

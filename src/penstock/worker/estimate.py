@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.config import SamplingConfig
-from penstock.config.sampling import rows_at_once
+from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
 from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.device.dtypes import DtypeChoice, has_native_kernels
 from penstock.errors import UnsupportedFeature
@@ -38,8 +38,16 @@ _LOGPROB_BYTES = (8 + 4) + (8 + 4) + 4
 _KEPT_LOGPROB_BYTES = 8 + 4
 # Of a process that has imported torch and what else an engine needs, before it loads a model.
 PROCESS_BYTES = {"cpu": 230 << 20, "cuda": 0}
-# What libraries take at their first product: code, tables and buffers of the CPU's; cuBLAS's workspace.
-_LIBRARY_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
+# Of a token: its id, its position, and where its key and value are written.
+_INPUT_BYTES = 4 + 8 + 8
+# cuBLAS's, which torch allocates as it does tensors.
+_WORKSPACE_BYTES = {"cpu": 0, "cuda": 32 << 20}
+# What the CPU's libraries take at their first product: code, tables and buffers.
+LIBRARY_BYTES = 8 << 20
+# What the C library holds back of the memory that tensors give back, at most, as measured: three places of the largest
+# size, 32 MiB, that glibc's malloc does not ask the system for by itself. It ends its heap earlier only once twice as
+# much is free at its end, and a place that an aligned tensor left is too small for the next one of its size.
+_MAX_HELD_BACK_BYTES = 96 << 20
 
 
 def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> int:
@@ -86,37 +94,57 @@ def _is_native(dtype: str, device: str) -> bool:
     return device == "cpu" and dtype == "float32" and has_native_kernels()
 
 
-def weights_of_shape(shape: ModelShape) -> dict[str, TensorHeader]:
-    """The tensors of a plain decoder with gated layers, for random weights, which have no checkpoint."""
+@dataclass(frozen=True, slots=True)
+class LayerTraits:
+    """is_gated: the feed-forward network multiplies two projections. normalises_heads: queries and keys are copied
+    when they are normalised, instead of being turned where they lie. normalises_together: all queries at once, and then
+    all keys, rather than head by head. widens: norms of lower precision make float32 copies.
+    kept_in_attention, kept_in_mlp: tensors of the hidden size that are there meanwhile: the residual stream and the
+    normalised input of this layer, and what the layer before it returned.
+    embeds_positions: each position has a learned embedding.
+    """
+
+    is_gated: bool = True
+    normalises_heads: bool = False
+    normalises_together: bool = False
+    widens: bool = True
+    kept_in_attention: int = 3
+    kept_in_mlp: int = 4
+    embeds_positions: bool = False
+
+
+# Of what is added to the residual stream in place, or normalised only afterwards, less is there.
+_TRAITS = {
+    "GPT2LMHeadModel": LayerTraits(
+        is_gated=False, widens=False, kept_in_attention=2, kept_in_mlp=2, embeds_positions=True
+    ),
+    "Gemma3ForCausalLM": LayerTraits(normalises_heads=True),
+    "Olmo2ForCausalLM": LayerTraits(
+        normalises_heads=True, normalises_together=True, kept_in_attention=2, kept_in_mlp=3
+    ),
+    "Qwen3ForCausalLM": LayerTraits(normalises_heads=True),
+}
+
+
+def layer_traits(architecture: str) -> LayerTraits:
+    """What the layers of a native family have of their own."""
+    return _TRAITS.get(architecture, LayerTraits())
+
+
+def weights_of_shape(shape: ModelShape, traits: LayerTraits, num_positions: int) -> dict[str, TensorHeader]:
+    """The tensors of a native family, for random weights, which have no checkpoint. Biases are left out."""
     hidden, inner, layers = shape.hidden_size, shape.intermediate_size, shape.num_layers
     sizes = {
         "embed_tokens": (shape.vocab_size, hidden),
+        "positions": (num_positions if traits.embeds_positions else 0, hidden),
         "qkv_proj": (layers, shape.qkv_size, hidden),
         "o_proj": (layers, hidden, shape.num_heads * shape.head_size),
-        "gate_up_proj": (layers, 2 * inner, hidden),
+        "up_proj": (layers, 2 * inner if traits.is_gated else inner, hidden),
         "down_proj": (layers, hidden, inner),
         "norms": (2 * layers + 1, hidden),
         "lm_head.weight": (shape.vocab_size, hidden),
     }
     return {name: TensorHeader("F32", size) for name, size in sizes.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTraits:
-    """is_gated: the feed-forward network multiplies two projections. normalises_heads: queries and keys are copied
-    when they are normalised, instead of being turned where they lie.
-    """
-
-    is_gated: bool
-    normalises_heads: bool
-
-    @classmethod
-    def read(cls, headers: Mapping[str, TensorHeader]) -> LayerTraits:
-        """What the names of the weights tell."""
-        return cls(
-            is_gated=any(".gate_proj." in name or "gate_up_proj" in name for name in headers),
-            normalises_heads=any(".q_norm." in name or ".query_key_norm." in name for name in headers),
-        )
 
 
 def estimate_step(
@@ -129,23 +157,48 @@ def estimate_step(
     device: str,
     sampling: SamplingConfig,
 ) -> StepMemory:
-    """The heaviest step: `num_tokens` through the layers, and `num_rows` requests to sample for."""
+    """The tensors of the heaviest step: `num_tokens` through the layers, and `num_rows` requests to sample for."""
     value = DTYPE_BYTES[dtype]
     is_native = _is_native(dtype, device)
-    # The residual stream and the normalised input of this layer, and the two that the layer before it returned.
-    kept = 4 * shape.hidden_size * value
+    hidden, rotation = shape.hidden_size * value, 0 if is_native else 2 * shape.rotary_dim * value
+    heads, mixed = _head_bytes(shape, traits, value), shape.num_heads * shape.head_size * value
+    # The backend's result, and its place in the step's, where our own kernel writes its result at once.
+    results = mixed if is_native else 2 * mixed
+    kept = max(traits.kept_in_attention, traits.kept_in_mlp) * hidden
     inside = max(
-        0 if is_native else _norm_bytes(shape.hidden_size, value),
-        _head_norm_bytes(shape, value) if traits.normalises_heads and not is_native else 0,
-        _attention_values(shape, traits, is_native=is_native) * value,
-        _mlp_values(shape, traits) * value,
+        kept + (_norm_bytes(shape.hidden_size, value) if traits.widens and not is_native else 0),
+        kept + (_head_norm_bytes(shape, traits, value) if traits.normalises_heads and not is_native else 0),
+        traits.kept_in_attention * hidden + heads + results,
+        traits.kept_in_attention * hidden + heads + mixed + hidden,
+        traits.kept_in_mlp * hidden + _mlp_values(shape, traits) * value,
     )
     return StepMemory(
-        activations=_LIBRARY_BYTES[device] + num_tokens * (kept + inside),
-        sampling=max(
-            sampling_bytes(shape.vocab_size, num_rows, rows_at_once(shape.vocab_size), sampling),
-            _prompt_logprobs_bytes(shape.vocab_size, num_tokens, sampling),
-        ),
+        activations=_WORKSPACE_BYTES[device] + num_tokens * (_INPUT_BYTES + rotation + inside),
+        sampling=logits_bytes(shape.vocab_size, num_tokens, num_rows, sampling, device),
+    )
+
+
+def resident_step(tensors: StepMemory, device: str) -> StepMemory:
+    """The memory that a step's tensors take from the system."""
+    if device != "cpu":
+        return tensors
+    return StepMemory(
+        activations=LIBRARY_BYTES + _with_held_back(tensors.activations), sampling=_with_held_back(tensors.sampling)
+    )
+
+
+def _with_held_back(tensor_bytes: int) -> int:
+    return tensor_bytes + min(tensor_bytes, _MAX_HELD_BACK_BYTES)
+
+
+def logits_bytes(vocab_size: int, num_tokens: int, num_rows: int, sampling: SamplingConfig, device: str) -> int:
+    """What the logits of a step take, and what is made of them: sampling, or the log-probabilities of a prompt.
+
+    A step computes its prompts' log-probabilities first, and gives that memory back before it samples.
+    """
+    return max(
+        sampling_bytes(vocab_size, num_rows, rows_at_once(vocab_size), sampling),
+        _prompt_logprobs_bytes(vocab_size, num_tokens, sampling, device),
     )
 
 
@@ -164,9 +217,16 @@ def waiting_row_bytes(vocab_size: int, sampling: SamplingConfig) -> int:
     return vocab_size * _FLOAT_BYTES + sampling.most_logprobs(vocab_size) * 2 * _KEPT_LOGPROB_BYTES
 
 
-def _prompt_logprobs_bytes(vocab_size: int, num_tokens: int, sampling: SamplingConfig) -> int:
+def prompt_results_bytes(vocab_size: int, num_tokens: int, sampling: SamplingConfig) -> int:
+    """The log-probabilities of a step's prompts, which wait until all are made; those of whole vocabularies leave."""
+    num_results = num_tokens * (1 + sampling.most_logprobs(vocab_size))
+    return min(num_results, MAX_PROMPT_RESULTS) * _KEPT_LOGPROB_BYTES
+
+
+def _prompt_logprobs_bytes(vocab_size: int, num_tokens: int, sampling: SamplingConfig, device: str) -> int:
     row_bytes = vocab_size * (_FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES
-    return min(num_tokens, rows_at_once(vocab_size)) * row_bytes
+    num_rows = min(num_tokens, rows_at_once(vocab_size))
+    return num_rows * row_bytes + prompt_results_bytes(vocab_size, num_tokens, sampling)
 
 
 def _norm_bytes(num_values: int, value: int) -> int:
@@ -177,17 +237,15 @@ def _norm_bytes(num_values: int, value: int) -> int:
     return num_values * (_FLOAT_BYTES if value == _FLOAT_BYTES else 2 * _FLOAT_BYTES + value)
 
 
-def _head_norm_bytes(shape: ModelShape, value: int) -> int:
-    return shape.qkv_size * value + _norm_bytes((shape.num_heads + shape.num_kv_heads) * shape.head_size, value)
+def _head_norm_bytes(shape: ModelShape, traits: LayerTraits, value: int) -> int:
+    num_heads = shape.num_heads + (0 if traits.normalises_together else shape.num_kv_heads)
+    return shape.qkv_size * value + _norm_bytes(num_heads * shape.head_size, value)
 
 
-def _attention_values(shape: ModelShape, traits: LayerTraits, *, is_native: bool) -> int:
-    """Queries, keys and values, copies of the first two if any; the backend's result, and its place in the step's.
-
-    Our own kernel writes its result there at once.
-    """
+def _head_bytes(shape: ModelShape, traits: LayerTraits, value: int) -> int:
+    """Queries, keys and values, and copies of the first two if any."""
     copies = (shape.num_heads + shape.num_kv_heads) * shape.head_size if traits.normalises_heads else 0
-    return shape.qkv_size + copies + (1 if is_native else 2) * shape.num_heads * shape.head_size
+    return (shape.qkv_size + copies) * value
 
 
 def _mlp_values(shape: ModelShape, traits: LayerTraits) -> int:

@@ -29,6 +29,7 @@ class MemoryPlan:
     fraction: share of `total` that the engine may take. process: held before the model was loaded.
     weights: parameters and buffers. activations: highest level of a step's forward pass above that.
     sampling: highest level of logits, sampling and log-probabilities. runner_state: per-slot tables.
+    logits_processors: tensors that custom ones have made.
     requested_kv_cache: set by option, which then overrides what is left.
     """
 
@@ -41,6 +42,7 @@ class MemoryPlan:
     sampling: int
     runner_state: int
     requested_kv_cache: int | None = None
+    logits_processors: int = 0
 
     @property
     def budget(self) -> int:
@@ -49,7 +51,8 @@ class MemoryPlan:
     @property
     def left_for_kv_cache(self) -> int:
         """What the budget leaves; negative when the model alone exceeds it."""
-        return self.budget - self.process - self.weights - self.activations - self.sampling - self.runner_state
+        step = self.activations + self.sampling
+        return self.budget - self.process - self.weights - step - self.runner_state - self.logits_processors
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -66,6 +69,7 @@ class MemoryPlan:
             ("- activations", self.activations),
             ("- logits and sampling", self.sampling),
             ("- request state", self.runner_state),
+            *([("- custom logits processors", self.logits_processors)] if self.logits_processors else []),
             ("= left for the KV cache", self.left_for_kv_cache),
         ]
         if self.requested_kv_cache is not None:

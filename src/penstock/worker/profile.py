@@ -16,7 +16,7 @@ from penstock.runner.dummy_runs import (
     profile_sampling,
 )
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
-from penstock.worker.estimate import waiting_row_bytes
+from penstock.worker.estimate import logits_bytes, prompt_results_bytes, waiting_row_bytes
 from penstock.worker.memory_plan import StepMemory
 
 
@@ -29,44 +29,46 @@ def measure_step_memory(
     attention_backend: str | None,
     sampling: SamplingConfig,
 ) -> StepMemory:
-    """Run the heaviest steps and watch the memory.
+    """The tensors of the heaviest step.
 
-    Where a full step would take long (the CPU), a smaller one is run and its growth over the smallest possible step
-    is scaled up: both activations and logits grow linearly with tokens and rows.
+    Where a full step would take long (the CPU), two smaller ones are run: what tensors take grows linearly with tokens.
+    Sampling, which is the same for every model, is then not run at all but derived.
     """
     num_tokens, num_rows = limits.max_num_tokens, limits.max_num_reqs
     run_tokens = min(num_tokens, device.max_profile_tokens, limits.max_model_len - 1) or 1
     config = _throwaway_kv_cache(specs, run_tokens)
     runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend, sampling=sampling)
     runner.kv_cache.touch()
-
-    # What libraries take for themselves at their first call does not grow, and must not be scaled up.
-    fixed = _peak(device, lambda: profile_forward(runner, min(2, run_tokens)))
-    activations = _peak(device, lambda: profile_forward(runner, run_tokens)) * -(-num_tokens // run_tokens)
+    activations = _peak_of_tokens(device, runner, run_tokens, num_tokens)
+    if device.max_profile_rows == 0:
+        return StepMemory(activations, logits_bytes(limits.vocab_size, num_tokens, num_rows, sampling, device.kind))
     # Larger batches are sampled in parts: the rows of the other parts wait.
     num_sampled_rows = min(num_rows, runner.sampler.max_rows)
-    sampled = _peak_of_rows(device, lambda rows: profile_sampling(runner, rows), num_sampled_rows)
+    sampled = _peak(device, lambda: profile_sampling(runner, num_sampled_rows))
     sampled += (num_rows - num_sampled_rows) * waiting_row_bytes(limits.vocab_size, sampling)
-    # A step computes its prompts' log-probabilities first, and gives that memory back before it samples.
-    num_prompt_rows = min(runner.prompt_logprobs.max_rows, num_tokens)
-    prompts = _peak_of_rows(device, lambda rows: profile_prompt_logprobs(runner, rows), num_prompt_rows)
-    return StepMemory(activations=fixed + activations, sampling=max(sampled, prompts))
+    num_prompt_rows = min(num_tokens, runner.prompt_logprobs.max_rows)
+    prompts = _peak(device, lambda: profile_prompt_logprobs(runner, num_prompt_rows))
+    prompts += prompt_results_bytes(limits.vocab_size, num_tokens, sampling)
+    return StepMemory(activations, max(sampled, prompts))
+
+
+def _peak_of_tokens(device: Device, runner: ModelRunner, run_tokens: int, num_tokens: int) -> int:
+    """The peak of a step of `num_tokens`, from steps of at most `run_tokens`."""
+    # What libraries and backends take for themselves at their first call does not grow.
+    fixed = _peak(device, lambda: profile_forward(runner, min(2, run_tokens)))
+    full = _peak(device, lambda: profile_forward(runner, run_tokens))
+    if run_tokens == num_tokens:
+        return fixed + full
+    half_tokens = max(1, run_tokens // 2)
+    half = _peak(device, lambda: profile_forward(runner, half_tokens))
+    per_token = (full - half) / (run_tokens - half_tokens) if run_tokens > half_tokens else full
+    return fixed + full + int(per_token * (num_tokens - run_tokens))
 
 
 def _peak(device: Device, run: Callable[[], None]) -> int:
     with device.measure_peak() as peak:
         run()
     return peak.bytes_above_start
-
-
-def _peak_of_rows(device: Device, run: Callable[[int], None], num_rows: int) -> int:
-    """The peak of so many rows, from that of fewer where so many would take long.
-
-    What libraries take for themselves at their first call does not grow with the rows, and is not scaled up.
-    """
-    run_rows = min(num_rows, device.max_profile_rows)
-    first, again = (_peak(device, lambda: run(run_rows)) for _ in range(2))
-    return max(0, first - again) + again * -(-num_rows // run_rows)
 
 
 def _throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVCacheConfig:

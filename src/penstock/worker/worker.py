@@ -35,6 +35,7 @@ from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.base import WorkerBase
 from penstock.worker.capabilities import check_options
+from penstock.worker.estimate import resident_step
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import (
     MemoryPlan,
@@ -44,6 +45,7 @@ from penstock.worker.memory_plan import (
     runner_state_bytes,
 )
 from penstock.worker.no_grad import NoGrad
+from penstock.worker.processor_memory import measure_processors
 from penstock.worker.profile import measure_step_memory
 from penstock.worker.profiler import create_profiler
 from penstock.worker.reload import config_of_replacement, load_replacement
@@ -120,6 +122,13 @@ class Worker(WorkerBase):
             sampling=step.sampling,
             runner_state=runner_state_bytes(limits.max_num_reqs, limits.max_model_len, limits.vocab_size),
             requested_kv_cache=cache.kv_cache_memory_bytes,
+            logits_processors=measure_processors(
+                self.config.sampling,
+                device,
+                max_num_reqs=limits.max_num_reqs,
+                max_model_len=limits.max_model_len,
+                vocab_size=limits.vocab_size,
+            ),
         )
         logger.debug("Memory plan:\n%s", plan.table())
         check_plan(plan)
@@ -298,7 +307,7 @@ class Worker(WorkerBase):
     def _measure_step(self, limits: RunnerLimits) -> StepMemory:
         profiled = replace(limits, max_model_len=min(limits.max_model_len, limits.max_num_tokens + 1))
         with torch.no_grad():
-            return measure_step_memory(
+            tensors = measure_step_memory(
                 self.device,
                 self.language_model,
                 self._layers,
@@ -307,6 +316,7 @@ class Worker(WorkerBase):
                 self.config.device.attention_backend,
                 self.config.sampling,
             )
+        return resident_step(tensors, self.device.kind)
 
 
 def _give_back(device: Device) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
 from penstock.config import env
+from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.errors import ConfigError
 from penstock.runner.sampling.logits_processor import LogitsProcessor
 from penstock.runner.sampling.thinking_budget import ThinkingBudget
 
-GROUP = "penstock.logits_processors"
+GROUP = LOGITS_PROCESSORS_GROUP
 
 
 def load_logits_processors(configured: Iterable[str | type]) -> list[type[LogitsProcessor]]:

@@ -1,0 +1,49 @@
+"""Counts the memory of tensors on devices whose allocator keeps no statistics."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TensorMemory(TorchDispatchMode):
+    """While it lasts, adds up the tensors that operators make, and takes them off when the last reference is gone.
+
+    Exact, where a process's resident memory would show pages, and what an allocator holds back. Not seen is what an
+    operator itself allocates and frees again, and what is no tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        given: Mapping[str, Any] = kwargs or {}
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)}
+        result = func(*args, **given)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, known)
+        return result
+
+    def _note(self, tensor: Tensor, known: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in known or key in self._alive:
+            return
+        self._alive[key] = storage.nbytes()
+        self.num_bytes += self._alive[key]
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.num_bytes -= self._alive.pop(key, 0)
