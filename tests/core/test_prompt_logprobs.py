@@ -135,7 +135,7 @@ def test_a_worker_that_dies_amid_prompts_loses_and_repeats_nothing(
 
 def test_logits_are_held_a_few_rows_at_a_time(model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     oracle, folder = model
-    monkeypatch.setattr("penstock.config.sampling._MAX_LOGITS", 5 * VOCAB_SIZE)
+    monkeypatch.setattr("penstock.config.sampling._MAX_LOGITS", {"cpu": 5 * VOCAB_SIZE})
     monkeypatch.setattr(prompt_logprobs, "_MAX_RESULTS", 10)
     core = make_core(folder, max_num_batched_tokens=50)
     language_model = core.collective_rpc("get_model")[0]

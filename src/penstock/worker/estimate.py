@@ -197,7 +197,7 @@ def logits_bytes(vocab_size: int, num_tokens: int, num_rows: int, sampling: Samp
     A step computes its prompts' log-probabilities first, and gives that memory back before it samples.
     """
     return max(
-        sampling_bytes(vocab_size, num_rows, rows_at_once(vocab_size), sampling),
+        sampling_bytes(vocab_size, num_rows, rows_at_once(vocab_size, device), sampling),
         _prompt_logprobs_bytes(vocab_size, num_tokens, sampling, device),
     )
 
@@ -225,7 +225,7 @@ def prompt_results_bytes(vocab_size: int, num_tokens: int, sampling: SamplingCon
 
 def _prompt_logprobs_bytes(vocab_size: int, num_tokens: int, sampling: SamplingConfig, device: str) -> int:
     row_bytes = vocab_size * (_FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES
-    num_rows = min(num_tokens, rows_at_once(vocab_size))
+    num_rows = min(num_tokens, rows_at_once(vocab_size, device))
     return num_rows * row_bytes + prompt_results_bytes(vocab_size, num_tokens, sampling)
 
 

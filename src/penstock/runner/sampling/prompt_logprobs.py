@@ -85,7 +85,7 @@ class PromptLogprobs:
         # Slots whose requests ask; most steps have none.
         self._asking: set[int] = set()
         self._prompt_len = np.zeros(num_slots, dtype=np.int64)
-        self.max_rows = rows_at_once(vocab_size)
+        self.max_rows = rows_at_once(vocab_size, device.kind)
 
     def add_request(self, slot: int, params: SamplingParams, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Take over a new request. One that comes back with output has had its prompt's log-probabilities."""

@@ -58,7 +58,7 @@ class Sampler:
         self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor, config: SamplingConfig
     ) -> None:
         context = ProcessorContext(device, num_slots, vocab_size, token_ids_SL)
-        self.max_rows = rows_at_once(vocab_size)
+        self.max_rows = rows_at_once(vocab_size, device.kind)
         self._custom = CustomProcessors(context, load_logits_processors(config.logits_processors))
         self.shaping: list[SamplingStage] = [
             AllowedTokens(device, num_slots, vocab_size),
