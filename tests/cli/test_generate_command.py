@@ -123,6 +123,29 @@ def test_logprobs_are_shown_as_json(command: Command) -> None:
     assert result["cumulative_logprob"] == -3.0
 
 
+def test_several_outputs_of_a_prompt_are_shown_as_json(command: Command) -> None:
+    results = command.results("the fox", "--n", "3", "--max-tokens", "4", "--seed", "1")
+    assert [(result["index"], result["sample"]) for result in results] == [(0, 0), (0, 1), (0, 2)]
+    assert len({result["text"] for result in results}) == 3
+    requests = jsonl({"prompt": "a"}, {"prompt": "b", "n": 1})
+    results = command.results("--input", "-", "--n", "2", "--max-tokens", "2", stdin=requests)
+    assert [(result["index"], result["sample"]) for result in results] == [(0, 0), (0, 1), (1, 0)]
+    assert "n=0 is not valid" in command.run("the fox", "--n", "0", exit_code=2)[1]
+
+
+def test_stop_texts_end_the_output(command: Command) -> None:
+    arguments = ("the fox", "--max-tokens", "12", "--seed", "1")
+    text = command.results(*arguments, "--json")[0]["text"]
+    plain = [character for character in text if character.isascii() and character.isalnum()]
+    early, late = plain[1], plain[-1]
+    end = text.find(early)
+    assert 0 < end < text.find(late)
+    (stopped,) = command.results(*arguments, "--json", "--stop", late, "--stop", early)
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == (text[:end], "stop", early)
+    assert command.run(*arguments, "--stop", early)[0] == text[:end] + "\n"
+    assert "stop=('',) is not valid" in command.run("the fox", "--stop", "", exit_code=2)[1]
+
+
 def test_a_prompt_of_broken_text_is_refused(command: Command) -> None:
     assert "no UTF-8 text" in command.run(stdin=b"\xff", exit_code=2)[1]
     process = command.start(os.fsdecode(b"\xff"))

@@ -31,6 +31,8 @@ def generate(
     top_k: Annotated[int, typer.Option(help="This many likeliest tokens; 0: all")] = 0,
     min_p: Annotated[float, typer.Option(help="Tokens this likely, next to the likeliest")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of every request")] = None,
+    n: Annotated[int, typer.Option("--n", help="Outputs per prompt; several imply --json")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to report; implies --json")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token")] = False,
     model: options.Model = "demo",
@@ -61,6 +63,8 @@ def generate(
             "top_k": top_k,
             "min_p": min_p,
             "seed": seed,
+            "n": n,
+            "stop": tuple(stop or ()),
             "logprobs": logprobs,
             "ignore_eos": ignore_eos,
         }
@@ -79,7 +83,7 @@ def generate(
             **options.parse_options(option),
         }
         work = _read_work(prompt, input, sampling)
-        as_json = json or input is not None or output is not None or logprobs is not None
+        as_json = json or input is not None or output is not None or logprobs is not None or n > 1
         _run(work, model, engine, output, as_json=as_json, debug=debug)
 
 
