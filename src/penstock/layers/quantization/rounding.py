@@ -12,6 +12,8 @@ from torch import Tensor
 from penstock.kernels.quantized import INT4_LEVELS, INT8_LIMIT, QuantizedShape, QuantizedWeight
 
 INT4_GROUP_SIZE = 128
+# So many weights stay in the caches while their ranges are tried.
+_ELEMENTS_AT_ONCE = 1 << 18
 # Shares of a group's range that are tried for its grid.
 _RANGES = tuple(1 - 0.025 * step for step in range(13))
 
@@ -36,19 +38,11 @@ def quantize_int4(weight_OI: Tensor, group_size: int = INT4_GROUP_SIZE) -> Quant
 
     Of several ranges, from a group's full one down, each takes the one with the least squared error.
     """
-    groups_OGS = _groups(weight_OI.float(), group_size)
-    low_OG = groups_OGS.amin(dim=2).clamp_(max=0)
-    high_OG = groups_OGS.amax(dim=2).clamp_(min=0)
-    best_scale_OG, best_zero_OG = _grid(low_OG, high_OG)
-    least_OG = _squared_error(groups_OGS, best_scale_OG, best_zero_OG)
-    for share in _RANGES[1:]:
-        scale_OG, zero_OG = _grid(low_OG * share, high_OG * share)
-        error_OG = _squared_error(groups_OGS, scale_OG, zero_OG)
-        better_OG = error_OG < least_OG
-        least_OG = torch.where(better_OG, error_OG, least_OG)
-        best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
-        best_zero_OG = torch.where(better_OG, zero_OG, best_zero_OG)
-    return round_to_int4(weight_OI, best_scale_OG, best_zero_OG.to(torch.uint8), group_size)
+    num_rows = max(1, _ELEMENTS_AT_ONCE // weight_OI.shape[1])
+    grids = [_best_grid(_groups(part_OI.float(), group_size)) for part_OI in weight_OI.split(num_rows)]
+    scales_OG = torch.cat([scale_OG for scale_OG, _ in grids])
+    zeros_OG = torch.cat([zero_OG for _, zero_OG in grids]).to(torch.uint8)
+    return round_to_int4(weight_OI, scales_OG, zeros_OG, group_size)
 
 
 def round_to_int4(weight_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, group_size: int) -> QuantizedWeight:
@@ -67,6 +61,21 @@ def _groups(weight_OI: Tensor, group_size: int) -> Tensor:
     group_size = min(group_size, num_inputs)
     padded_OI = F.pad(weight_OI, (0, -num_inputs % group_size))
     return padded_OI.view(weight_OI.shape[0], -1, group_size)
+
+
+def _best_grid(groups_OGS: Tensor) -> tuple[Tensor, Tensor]:
+    low_OG = groups_OGS.amin(dim=2).clamp_(max=0)
+    high_OG = groups_OGS.amax(dim=2).clamp_(min=0)
+    best_scale_OG, best_zero_OG = _grid(low_OG, high_OG)
+    least_OG = _squared_error(groups_OGS, best_scale_OG, best_zero_OG)
+    for share in _RANGES[1:]:
+        scale_OG, zero_OG = _grid(low_OG * share, high_OG * share)
+        error_OG = _squared_error(groups_OGS, scale_OG, zero_OG)
+        better_OG = error_OG < least_OG
+        least_OG = torch.where(better_OG, error_OG, least_OG)
+        best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
+        best_zero_OG = torch.where(better_OG, zero_OG, best_zero_OG)
+    return best_scale_OG, best_zero_OG
 
 
 def _grid(low_OG: Tensor, high_OG: Tensor) -> tuple[Tensor, Tensor]:

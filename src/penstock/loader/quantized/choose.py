@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from penstock.config import LoadConfig, ModelConfig
@@ -11,6 +13,8 @@ from penstock.errors import UnsupportedFeature
 from penstock.layers.quantization.choose import choose_method
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
 from penstock.loader.quantized.stream import QuantizedTensors
+
+logger = logging.getLogger(__name__)
 
 
 def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: torch.device) -> Rounding | None:
@@ -29,10 +33,12 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: 
                 f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
                 f"(quant_method={checkpoint.method!r}). Load the checkpoint itself."
             )
+        logger.info("Quantized weights: %s, %d bits", checkpoint.method, checkpoint.bits)
         return QuantizedTensors(checkpoint)
     if option is None:
         return None
     refuse_quantization_on(device, option)
+    logger.info("Quantized weights: rounded to %s while loading", option)
     return OptionRounding(choose_method(option, model_config.vocab_size))
 
 
