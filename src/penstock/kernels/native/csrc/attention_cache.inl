@@ -9,7 +9,12 @@ typedef int8_t ByteVec __attribute__((vector_size(PENSTOCK_LANES)));
 
 // Elements as floats, without their scales.
 PENSTOCK_INLINE Vec widen(const float* from) { return load(from); }
-PENSTOCK_INLINE Vec widen(const uint16_t* from) { return load(from); }
+// bfloat16 is the upper half of a float.
+PENSTOCK_INLINE Vec widen(const uint16_t* from) {
+  HalfVec h;
+  std::memcpy(&h, from, sizeof h);
+  return (Vec)(__builtin_convertvector(h, UintVec) << 16);
+}
 PENSTOCK_INLINE Vec widen(const int8_t* from) {
   ByteVec bytes;
   std::memcpy(&bytes, from, sizeof bytes);
