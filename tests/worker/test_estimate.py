@@ -130,6 +130,6 @@ def test_a_batch_that_is_sampled_in_parts_takes_what_a_part_does_and_what_waits(
     with CountingDevice(num_threads=1).measure_peak() as peak:
         driver.sampler.sample(torch.zeros(num_rows, vocab_size), rows)
     config = SamplingConfig(max_logprobs=num_logprobs)
-    estimated = sampling_bytes(vocab_size, num_rows, max_rows, config)
+    estimated = sampling_bytes(vocab_size, num_rows, max_rows, config, "cpu")
     assert estimated == pytest.approx(peak.bytes_above_start, rel=TOLERANCE)
-    assert estimated < 0.7 * sampling_bytes(vocab_size, num_rows, num_rows, config)
+    assert estimated < 0.7 * sampling_bytes(vocab_size, num_rows, num_rows, config, "cpu")

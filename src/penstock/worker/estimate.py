@@ -29,9 +29,11 @@ _HEADS = ("lm_head.weight",)
 _MIN_PACKED_ELEMENTS = 256 * 1024
 # Per logit, when the ranks of log-probabilities are counted: what is compared, as bool and as int64.
 _RANK_BYTES = 1 + 8
-# Per logit, at the fullest moment of the stages, which is top-p: raw and processed logits, the sorted ones, their
-# probabilities and running sum, and what is counted, as bool and as int64.
-_SAMPLING_BYTES = 5 * 4 + 1 + 8
+# Per logit, at the fullest moment of the stages, raw and processed logits among it. Top-p has the sorted ones, their
+# probabilities, two sums of those, and what is counted. The draw, where it is not in C++, has probabilities, and those
+# and their running sum in float64.
+_TOP_P_BYTES = 6 * 4 + 1
+_DRAW_BYTES = 3 * 4 + 2 * 8
 # Per log-probability: its token and logit as found, the same beside the sampled token, and the result.
 _LOGPROB_BYTES = (8 + 4) + (8 + 4) + 4
 # Of these, the token and the result are kept.
@@ -97,7 +99,8 @@ def _is_native(dtype: str, device: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
     """is_gated: the feed-forward network multiplies two projections. normalises_heads: queries and keys are copied
-    when they are normalised, instead of being turned where they lie. normalises_together: all queries at once, and then
+    when they are normalised, instead of being turned where they lie, but for fuses_head_norms: our own kernel normalises
+    them as it attends. normalises_together: all queries at once, and then
     all keys, rather than head by head. widens: norms of lower precision make float32 copies.
     kept_in_attention, kept_in_mlp: tensors of the hidden size that are there meanwhile: the residual stream and the
     normalised input of this layer, and what the layer before it returned.
@@ -106,6 +109,7 @@ class LayerTraits:
 
     is_gated: bool = True
     normalises_heads: bool = False
+    fuses_head_norms: bool = False
     normalises_together: bool = False
     widens: bool = True
     kept_in_attention: int = 3
@@ -122,7 +126,7 @@ _TRAITS = {
     "Olmo2ForCausalLM": LayerTraits(
         normalises_heads=True, normalises_together=True, kept_in_attention=2, kept_in_mlp=3
     ),
-    "Qwen3ForCausalLM": LayerTraits(normalises_heads=True),
+    "Qwen3ForCausalLM": LayerTraits(normalises_heads=True, fuses_head_norms=True),
 }
 
 
@@ -161,7 +165,7 @@ def estimate_step(
     value = DTYPE_BYTES[dtype]
     is_native = _is_native(dtype, device)
     hidden, rotation = shape.hidden_size * value, 0 if is_native else 2 * shape.rotary_dim * value
-    heads, mixed = _head_bytes(shape, traits, value), shape.num_heads * shape.head_size * value
+    heads, mixed = _head_bytes(shape, traits, value, is_native=is_native), shape.num_heads * shape.head_size * value
     # The backend's result, and its place in the step's, where our own kernel writes its result at once.
     results = mixed if is_native else 2 * mixed
     kept = max(traits.kept_in_attention, traits.kept_in_mlp) * hidden
@@ -197,16 +201,16 @@ def logits_bytes(vocab_size: int, num_tokens: int, num_rows: int, sampling: Samp
     A step computes its prompts' log-probabilities first, and gives that memory back before it samples.
     """
     return max(
-        sampling_bytes(vocab_size, num_rows, rows_at_once(vocab_size, device), sampling),
+        sampling_bytes(vocab_size, num_rows, rows_at_once(vocab_size, device), sampling, device),
         _prompt_logprobs_bytes(vocab_size, num_tokens, sampling, device),
     )
 
 
-def sampling_bytes(vocab_size: int, num_rows: int, max_rows: int, sampling: SamplingConfig) -> int:
+def sampling_bytes(vocab_size: int, num_rows: int, max_rows: int, sampling: SamplingConfig, device: str) -> int:
     """What sampling takes for all rows, of which `max_rows` are worked on at once."""
     at_once = min(num_rows, max_rows)
     row_bytes = max(
-        vocab_size * _SAMPLING_BYTES,
+        vocab_size * (_TOP_P_BYTES if _is_native("float32", device) else _DRAW_BYTES),
         vocab_size * (2 * _FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES,
     )
     return at_once * row_bytes + (num_rows - at_once) * waiting_row_bytes(vocab_size, sampling)
@@ -242,9 +246,10 @@ def _head_norm_bytes(shape: ModelShape, traits: LayerTraits, value: int) -> int:
     return shape.qkv_size * value + _norm_bytes(num_heads * shape.head_size, value)
 
 
-def _head_bytes(shape: ModelShape, traits: LayerTraits, value: int) -> int:
+def _head_bytes(shape: ModelShape, traits: LayerTraits, value: int, *, is_native: bool) -> int:
     """Queries, keys and values, and copies of the first two if any."""
-    copies = (shape.num_heads + shape.num_kv_heads) * shape.head_size if traits.normalises_heads else 0
+    is_copied = traits.normalises_heads and not (traits.fuses_head_norms and is_native)
+    copies = (shape.num_heads + shape.num_kv_heads) * shape.head_size if is_copied else 0
     return (shape.qkv_size + copies) * value
 
 

@@ -48,10 +48,11 @@ def try_without_memory(
     context: Any = _Attention(copies_heads=dtype == "float32")
     with torch.no_grad(), meta, TensorMemory() as memory:
         model(torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64), context)
-    materialise(model, meta, TORCH_DTYPES[dtype], TORCH_DTYPES[weights_dtype])
+    as_kept = build_model(model_config, ParallelContext())
+    materialise(as_kept, meta, TORCH_DTYPES[dtype], TORCH_DTYPES[weights_dtype])
     return UnloadedModel(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weights=weights_size_bytes(model),
+        weights=weights_size_bytes(as_kept),
         activations=memory.peak_bytes,
         specs=kv_cache_specs(model, block_size, dtype),
     )
