@@ -47,30 +47,34 @@ class Workload:
         return sum(map(len, self.prompts)) if self.unit == "input tok/s" else sum(self.num_outputs)
 
 
-def _tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(10, VOCAB_SIZE) for _ in range(count)]
+def make_workloads(seed: int = 0, *, vocab_size: int = VOCAB_SIZE, draw: int = 0) -> list[Workload]:
+    """Decode, throughput, prefill and shared prefix; equal for equal arguments.
 
-
-def make_workloads(seed: int = 0) -> list[Workload]:
-    """Decode, throughput, prefill and shared prefix; equal for equal seeds."""
+    draw: prompts of the same lengths but other tokens, which no engine has in a cache of prefixes.
+    """
     rng = random.Random(seed)
     lengths = [rng.randint(16, 256) for _ in range(32)]
     outputs = [rng.randint(16, 128) for _ in range(32)]
-    shared = _tokens(rng, 384)
+    tokens_rng = rng if draw == 0 else random.Random(f"{seed}, draw {draw}")
+
+    def tokens(count: int) -> list[int]:
+        return [tokens_rng.randrange(10, vocab_size) for _ in range(count)]
+
+    shared = tokens(384)
     return [
-        Workload("decode", "1 request, 32 in, 128 out", [_tokens(rng, 32)], [128], "output tok/s"),
+        Workload("decode", "1 request, 32 in, 128 out", [tokens(32)], [128], "output tok/s"),
         Workload(
             "throughput",
             "32 requests at once, 16-256 in, 16-128 out",
-            [_tokens(rng, length) for length in lengths],
+            [tokens(length) for length in lengths],
             outputs,
             "output tok/s",
         ),
-        Workload("prefill", "8 requests, 512 in, 1 out", [_tokens(rng, 512) for _ in range(8)], [1] * 8, "input tok/s"),
+        Workload("prefill", "8 requests, 512 in, 1 out", [tokens(512) for _ in range(8)], [1] * 8, "input tok/s"),
         Workload(
             "shared prefix",
             "32 requests, 384 shared + 16 own in, 32 out",
-            [shared + _tokens(rng, 16) for _ in range(32)],
+            [shared + tokens(16) for _ in range(32)],
             [32] * 32,
             "output tok/s",
         ),
