@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.cli.bench import bench
 from penstock.cli.chat import chat
 from penstock.cli.env import env
 from penstock.cli.generate import generate
@@ -30,6 +31,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(env)
 app.command()(plan)
+app.command()(bench)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -1,0 +1,73 @@
+"""Latency, throughput, prefill and shared prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock.bench.runs import Prompts, Run, run
+from penstock.bench.statistics import summary
+from penstock.bench.workloads import Settings
+from penstock.engine.session import Session
+
+# Told about each run that is over: how many there are, and what it measured.
+Tick = Callable[[], None]
+
+
+def measure(session: Session, prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
+    """Figures of one of this module's workloads; `seconds` of each measured run among them."""
+    if settings.workload == "prefix":
+        return _measure_prefix(session, prompts, settings, tick)
+    assert settings.input_len is not None, "these workloads have a length of input"
+    output_len = settings.output_len or 1
+    runs = []
+    for index in range(settings.num_iters_warmup + settings.num_iters):
+        done = run(session, prompts.many(settings.num_requests, settings.input_len), output_len)
+        if index >= settings.num_iters_warmup:
+            runs.append(done)
+        tick()
+    return {**_of_runs(runs), **_rates(runs, settings.num_requests * settings.input_len)}
+
+
+def _measure_prefix(session: Session, prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
+    """Every run has a new prefix, whose requests come at once; then new requests with the prefix that is known."""
+    assert settings.prefix_len is not None
+    assert settings.input_len is not None
+    assert settings.output_len is not None
+    new, known = [], []
+    for index in range(settings.num_iters_warmup + settings.num_iters):
+        prefix = prompts.one(settings.prefix_len)
+        for runs in (new, known):
+            requests = [prefix + own for own in prompts.many(settings.num_requests, settings.input_len)]
+            done = run(session, requests, settings.output_len)
+            if index >= settings.num_iters_warmup:
+                runs.append(done)
+        tick()
+    num_input_tokens = settings.num_requests * (settings.prefix_len + settings.input_len)
+    return {
+        "new_prefix": {**_of_runs(new), **_rates(new, num_input_tokens)},
+        "known_prefix": {**_of_runs(known), **_rates(known, num_input_tokens)},
+    }
+
+
+def _of_runs(runs: list[Run]) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "seconds": [done.seconds for done in runs],
+        "latency_s": summary([done.seconds for done in runs]),
+        "time_to_first_token_s": summary([value for done in runs for value in done.first_token_seconds]),
+        "cached_tokens_per_run": sum(done.num_cached_tokens for done in runs) / len(runs),
+        "preemptions_per_run": sum(done.num_preemptions for done in runs) / len(runs),
+    }
+    per_token = [value for done in runs for value in done.per_token_seconds]
+    return {**figures, "time_per_output_token_s": summary(per_token)} if per_token else figures
+
+
+def _rates(runs: list[Run], num_input_tokens: int) -> dict[str, Any]:
+    """Tokens per second over whole runs, input and output each for itself."""
+    return {
+        "input_tokens_per_run": num_input_tokens,
+        "output_tokens_per_run": runs[0].num_output_tokens,
+        "input_tokens_per_s": summary([num_input_tokens / done.seconds for done in runs]),
+        "output_tokens_per_s": summary([done.num_output_tokens / done.seconds for done in runs]),
+        "requests_per_s": summary([len(done.outputs) / done.seconds for done in runs]),
+    }

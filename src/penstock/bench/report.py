@@ -1,0 +1,94 @@
+"""The figures of a benchmark as tables for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from penstock.bench.workloads import Settings
+
+
+def tables(settings: Settings, results: Any) -> list[Table]:
+    """What to print for a workload's results, with medians first."""
+    if settings.workload == "long-context":
+        return [_long_context_table(results)]
+    if settings.workload == "startup":
+        return [_figures_table(_title(settings), _startup_rows(results))]
+    if settings.workload == "prefix":
+        return [
+            _figures_table(f"{_title(settings)}, {words}", _rows(results[key], "output_tokens_per_s"))
+            for key, words in (("new_prefix", "prefix not seen before"), ("known_prefix", "prefix served before"))
+        ]
+    rates = {
+        "latency": ("output_tokens_per_s",),
+        "throughput": ("requests_per_s", "input_tokens_per_s", "output_tokens_per_s"),
+        "prefill": ("input_tokens_per_s",),
+    }
+    return [_figures_table(_title(settings), _rows(results, *rates[settings.workload]))]
+
+
+def _title(settings: Settings) -> str:
+    parts = [settings.workload]
+    if settings.workload != "startup":
+        parts.append(f"{settings.num_requests} requests at once")
+    if settings.prefix_len is not None:
+        parts.append(f"{settings.prefix_len} shared")
+    parts.append(f"{settings.input_len} in")
+    parts.append(f"{settings.output_len or 1} out")
+    return ", ".join(parts)
+
+
+def _rows(results: dict[str, Any], *rates: str) -> list[tuple[str, dict[str, Any], float, str]]:
+    """(name, summary, factor, unit)."""
+    rows = [(_RATE_NAMES[name], results[name], 1.0, _RATE_UNITS[name]) for name in rates]
+    rows.append(("all requests", results["latency_s"], 1.0, "s"))
+    rows.append(("time to first token", results["time_to_first_token_s"], 1e3, "ms"))
+    if "time_per_output_token_s" in results:
+        rows.append(("time per output token", results["time_per_output_token_s"], 1e3, "ms"))
+    return rows
+
+
+_RATE_NAMES = {"output_tokens_per_s": "output", "input_tokens_per_s": "input", "requests_per_s": "requests"}
+_RATE_UNITS = {"output_tokens_per_s": "tok/s", "input_tokens_per_s": "tok/s", "requests_per_s": "1/s"}
+
+
+def _startup_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any], float, str]]:
+    stages = [(f"of which {stage}", figures, 1.0, "s") for stage, figures in results["stages_s"].items()]
+    return [("process start to first token", results["startup_s"], 1.0, "s"), *stages]
+
+
+def _figures_table(title: str, rows: list[tuple[str, dict[str, Any], float, str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for heading in ("median", "mean", "10%", "90%", "spread"):
+        table.add_column(heading, justify="right")
+    table.add_column("unit")
+    for name, figures, factor, unit in rows:
+        percentiles = figures["percentiles"]
+        values = [figures["median"], figures["mean"], percentiles["10"], percentiles["90"]]
+        table.add_row(name, *(_number(factor * value) for value in values), f"{100 * figures['spread']:.0f}%", unit)
+    return table
+
+
+def _long_context_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="long-context, decoding", title_justify="left", title_style="bold")
+    for heading in ("context", "requests", "prefill tok/s", "output tok/s", "step ms", "spread", "of memory's speed"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        share = row.get("share_of_memory_speed")
+        table.add_row(
+            f"{row['context']:,}",
+            str(row["batch_size"]),
+            _number(row["prefill_tokens_per_s"]["median"]),
+            _number(row["output_tokens_per_s"]["median"]),
+            _number(1e3 * row["step_s"]["median"]),
+            f"{100 * row['step_s']['spread']:.0f}%",
+            "" if share is None else f"{100 * share['median']:.0f}%",
+        )
+    return table
+
+
+def _number(value: float) -> str:
+    """Three significant digits or more."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"

@@ -1,0 +1,86 @@
+"""One timed run of requests through an engine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from penstock.contract import SamplingParams
+from penstock.engine.outputs import RequestOutput
+from penstock.engine.session import Session
+from penstock.errors import ContextTooLong, PenstockError
+
+
+@dataclass(frozen=True)
+class Run:
+    """seconds: from the first request's admission to the last one's end. outputs: in the prompts' order."""
+
+    seconds: float
+    outputs: list[RequestOutput]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(output.outputs[0].token_ids) for output in self.outputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(output.num_cached_tokens for output in self.outputs)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(output.metrics.num_preemptions for output in self.outputs)
+
+    @property
+    def first_token_seconds(self) -> list[float]:
+        """Per request, from its arrival."""
+        times = [output.metrics.time_to_first_token_s for output in self.outputs]
+        return [value for value in times if value is not None]
+
+    @property
+    def per_token_seconds(self) -> list[float]:
+        """Per request of two tokens or more, the mean time between its tokens."""
+        times = [output.metrics.time_per_output_token_s for output in self.outputs]
+        return [value for value in times if value is not None]
+
+
+def run(session: Session, prompts: Sequence[list[int]], output_len: int) -> Run:
+    """Generate `output_len` tokens for each prompt, all requests at once.
+
+    Raises ContextTooLong when a prompt and its output do not fit, PenstockError when a request fails.
+    """
+    longest = max(map(len, prompts))
+    if longest + output_len > session.max_model_len:
+        raise ContextTooLong(
+            f"Prompts of {longest:,} tokens and {output_len:,} to generate do not fit into a context of "
+            f"{session.max_model_len:,} tokens. Ask for less, or for a longer context (--max-model-len)."
+        )
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    requests = [session.accept({"prompt_token_ids": prompt}, params) for prompt in prompts]
+    outputs: dict[str, RequestOutput] = {}
+    with closing(session.run(requests)) as steps:
+        for progress in steps:
+            if progress.finished:
+                outputs[progress.req_id] = progress.output()
+    seconds = time.perf_counter() - begin
+    for output in outputs.values():
+        if output.error is not None:
+            raise PenstockError(f"A request of the benchmark failed: {output.error}")
+    return Run(seconds, [outputs[accepted.request.req_id] for accepted in requests])
+
+
+class Prompts:
+    """Random token ids; equal seeds give equal sequences of prompts, and no two prompts begin alike."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._vocab_size = vocab_size
+
+    def one(self, length: int) -> list[int]:
+        return [self._rng.randrange(self._vocab_size) for _ in range(length)]
+
+    def many(self, count: int, length: int) -> list[list[int]]:
+        return [self.one(length) for _ in range(count)]

@@ -1,0 +1,79 @@
+"""The workloads: what each is, which of the settings it has, and their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ConfigError
+
+LONG_CONTEXTS = (8192, 16_384)
+LONG_CONTEXT_BATCHES = (1, 8)
+_COMMON = {"num_iters": 5, "num_iters_warmup": 1}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All lengths in tokens. A setting that the workload does not have is None.
+
+    input_len: of a prompt; for "prefix" its own part. output_len: tokens to generate for each prompt.
+    prefix_len: shared by all prompts, before their own part. batch_size, num_prompts: requests at once.
+    num_iters, num_iters_warmup: measured runs, and runs before them. seed: from it come the prompts.
+    """
+
+    workload: str
+    input_len: int | None
+    output_len: int | None
+    prefix_len: int | None
+    batch_size: int | None
+    num_prompts: int | None
+    num_iters: int
+    num_iters_warmup: int
+    seed: int
+
+    @property
+    def num_requests(self) -> int:
+        return self.batch_size or self.num_prompts or 1
+
+
+# By workload: the settings that it has. None: it has it, and several values when none is given.
+WORKLOADS: dict[str, dict[str, int | None]] = {
+    "latency": {"input_len": 32, "output_len": 128, "batch_size": 8, **_COMMON},
+    "throughput": {"input_len": 128, "output_len": 128, "num_prompts": 32, **_COMMON},
+    "prefill": {"input_len": 512, "num_prompts": 8, **_COMMON},
+    "prefix": {"input_len": 16, "output_len": 32, "prefix_len": 384, "num_prompts": 32, **_COMMON},
+    "startup": {"input_len": 32, **_COMMON},
+    "long-context": {"input_len": None, "output_len": 32, "batch_size": None, "num_iters": 3, "num_iters_warmup": 0},
+}
+_LEAST = {"num_iters_warmup": 0}
+
+
+def make_settings(workload: str, seed: int, **given: int | None) -> Settings:
+    """The workload's defaults, replaced by what is given and not None.
+
+    Raises ConfigError for an unknown workload, a setting that it does not have, or a value that is not allowed.
+    """
+    if workload not in WORKLOADS:
+        raise ConfigError(f"There is no workload {workload!r}. Allowed: {', '.join(WORKLOADS)}.")
+    settings: dict[str, Any] = dict(WORKLOADS[workload])
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in settings:
+            having = [other for other, its in WORKLOADS.items() if name in its]
+            raise ConfigError(
+                f"{option(name)} {value} means nothing to {workload}. It is an option of: {', '.join(having)}."
+            )
+        least = _LEAST.get(name, 1)
+        if value < least:
+            raise ConfigError(f"{option(name)} {value} is not valid. Allowed: {least} or more.")
+        settings[name] = value
+    if seed < 0:
+        raise ConfigError(f"--seed {seed} is not valid. Allowed: 0 or more.")
+    absent = dict.fromkeys(("input_len", "output_len", "prefix_len", "batch_size", "num_prompts"))
+    return Settings(workload=workload, seed=seed, **{**absent, **settings})
+
+
+def option(name: str) -> str:
+    """A setting as the command line spells it."""
+    return f"--{name.replace('_', '-')}"

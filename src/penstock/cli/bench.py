@@ -1,0 +1,165 @@
+"""`penstock bench`: how fast an engine is with a model, on this machine."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.failures import file_named, readable_errors
+
+if TYPE_CHECKING:
+    from penstock.bench.long_context import StepBytes
+    from penstock.bench.workloads import Settings
+    from penstock.config import EngineConfig
+
+_NAMES = "latency, throughput, prefill, prefix, startup, long-context"
+
+
+def bench(
+    workload: Annotated[str, typer.Argument(help=_NAMES, metavar="WORKLOAD")],
+    input_len: Annotated[int | None, typer.Option(help="Tokens of a prompt")] = None,
+    output_len: Annotated[int | None, typer.Option(help="Tokens to generate for each")] = None,
+    prefix_len: Annotated[int | None, typer.Option(help="Tokens that all prompts share (prefix)")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Requests at once (latency, long-context)")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="The same, for the other workloads")] = None,
+    num_iters: Annotated[int | None, typer.Option(help="Measured runs")] = None,
+    num_iters_warmup: Annotated[int | None, typer.Option(help="Runs before them")] = None,
+    seed: Annotated[int, typer.Option(help="Makes the prompts")] = 0,
+    output_json: Annotated[Path | None, typer.Option("--output-json", "-o", help="Write all figures here")] = None,
+    model: options.Model = "demo",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    load_format: options.LoadFormat = "auto",
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 256,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
+    memory_fraction: options.MemoryFraction = None,
+    kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
+    option: options.Options = None,
+    debug: options.Debug = False,
+) -> None:
+    """Measure how fast a model runs: random token ids in, a fixed number of tokens out.
+
+    Every workload has defaults of its own. A table is printed; --output-json has every figure, the options and the
+    machine.
+    """
+    with readable_errors(debug=debug):
+        from penstock.bench.workloads import make_settings
+        from penstock.config import EngineConfig
+        from penstock.observability.logging import configure_logging
+
+        configure_logging("debug" if debug else None)
+        settings = make_settings(
+            workload,
+            seed,
+            input_len=input_len,
+            output_len=output_len,
+            prefix_len=prefix_len,
+            batch_size=batch_size,
+            num_prompts=num_prompts,
+            num_iters=num_iters,
+            num_iters_warmup=num_iters_warmup,
+        )
+        engine = {
+            "device": device,
+            "dtype": dtype,
+            "load_format": load_format,
+            "max_model_len": options.parse_max_model_len(max_model_len),
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "memory_fraction": memory_fraction,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            **options.parse_options(option),
+        }
+        config = EngineConfig.create(model, **engine)
+        if output_json is not None:
+            _check_writable(output_json)
+        results = _measure(settings, model, engine, config)
+        _show(settings, results)
+        if output_json is not None:
+            _write(output_json, settings, model, engine, results)
+
+
+def _measure(settings: Settings, model: str, engine: dict[str, Any], config: EngineConfig) -> Any:
+    from penstock.bench import long_context, offline, startup
+    from penstock.bench.runs import Prompts
+    from penstock.engine.progress_bar import ProgressBar
+    from penstock.models.shape import read_shape
+
+    prompts = Prompts(read_shape(config.model).vocab_size, settings.seed)
+    num_runs = settings.num_iters_warmup + settings.num_iters
+    if settings.workload == "startup":
+        with ProgressBar(num_runs, is_wanted=True) as bar:
+            return startup.measure(model, engine, prompts, settings, bar.update)
+    from penstock.engine.session import Session
+
+    step_bytes = _step_bytes(model, engine) if settings.workload == "long-context" else None
+    with closing(Session(config)) as session:
+        if settings.workload == "long-context":
+            num_runs *= len(long_context.cases(settings, session.max_model_len))
+            with ProgressBar(num_runs, is_wanted=True) as bar:
+                return long_context.measure(session, prompts, settings, step_bytes, bar.update)
+        with ProgressBar(num_runs, is_wanted=True) as bar:
+            return offline.measure(session, prompts, settings, bar.update)
+
+
+def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes | None:
+    """What a decode step reads, from the plan; a lookup in an embedding of its own reads next to nothing of it.
+
+    None where a model's layers differ too much for a plan.
+    """
+    from penstock.bench.long_context import StepBytes
+    from penstock.engine.plan import plan_engine
+    from penstock.errors import UnsupportedFeature
+
+    try:
+        planned = plan_engine(model, **engine)
+    except UnsupportedFeature:
+        return None
+    shape = planned.shape
+    element_bytes = {"float32": 4}.get(planned.dtype.name, 2)
+    embedding = 0 if shape.ties_embeddings else shape.vocab_size * shape.hidden_size * element_bytes
+    return StepBytes(weights=planned.memory.weights - embedding, kv_per_token=planned.kv_bytes_per_token)
+
+
+def _show(settings: Settings, results: Any) -> None:
+    from rich.console import Console
+
+    from penstock.bench.report import tables
+    from penstock.cli.output import open_output, write
+
+    with open_output(None, as_json=False) as out:
+        console = Console(file=out, highlight=False)
+        # Written by us, since rich ends the process in its own way when nobody reads.
+        with console.capture() as capture:
+            for table in tables(settings, results):
+                console.print(table)
+        write(out, capture.get())
+
+
+def _check_writable(path: Path) -> None:
+    """A bad path shows before minutes are spent."""
+    with file_named("--output-json", path), path.open("a"):
+        pass
+
+
+def _write(path: Path, settings: Settings, model: str, engine: dict[str, Any], results: Any) -> None:
+    import dataclasses
+
+    from penstock.cli.environment import collect
+
+    report = {
+        "workload": settings.workload,
+        "model": model,
+        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if value is not None},
+        "engine": {name: value for name, value in engine.items() if value is not None},
+        "results": results,
+        "environment": collect(),
+    }
+    with file_named("--output-json", path):
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
