@@ -1,0 +1,86 @@
+"""Penstock beside other engines on CPU, each in its own virtual environment.
+
+python -m benchmarks.peers setup --work-dir FOLDER                  environments, from the package registry
+python -m benchmarks.peers run --work-dir FOLDER --output FOLDER    measures; taken up again where it was stopped
+python -m benchmarks.peers table --output FOLDER                    the table of what there is
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.peers.catalogue import ENGINES
+from benchmarks.peers.environments import ENVIRONMENTS, set_up
+from benchmarks.peers.measure import Runner
+from benchmarks.peers.results import Results
+from benchmarks.peers.shapes import SHAPES
+from benchmarks.peers.table import LETTERS, as_markdown, report
+
+_WORKLOADS = {letter: name for name, letter in LETTERS.items()} | {name: name for name in LETTERS}
+
+
+def main() -> None:
+    arguments = _parse()
+    if arguments.command == "setup":
+        _set_up(arguments)
+        return
+    results = Results(arguments.output)
+    if arguments.command == "run":
+        _run(arguments, results)
+    data = report(results)
+    (arguments.output / "peers.json").write_text(json.dumps(data, indent=1))
+    (arguments.output / "peers.md").write_text(as_markdown(data))
+    print(as_markdown(data))
+
+
+def _set_up(arguments: argparse.Namespace) -> None:
+    wanted = {ENGINES[name].environment for name in arguments.engines} - {None}
+    if "openvino" in wanted:
+        wanted.add("openvino-convert")
+    for name in ENVIRONMENTS:
+        if name in wanted:
+            failure = set_up(arguments.work_dir, name, again=arguments.again)
+            print(f"{name}: {failure or 'installed'}", file=sys.stderr)
+
+
+def _run(arguments: argparse.Namespace, results: Results) -> None:
+    results.add_machine(arguments.threads)
+    runner = Runner(arguments.work_dir, results, arguments.threads, arguments.repeats, budget_s=60 * arguments.budget)
+    workloads = list(dict.fromkeys(_WORKLOADS[name] for name in arguments.workloads))
+    is_done = runner.run(
+        [SHAPES[name] for name in arguments.models], workloads, [ENGINES[name] for name in arguments.engines]
+    )
+    if not is_done:
+        print("The budget is spent; the same command goes on from here.", file=sys.stderr)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    engines = {"nargs": "+", "choices": list(ENGINES), "default": list(ENGINES), "metavar": "NAME"}
+    setup = commands.add_parser("setup", help="make the virtual environments")
+    run = commands.add_parser("run", help="measure")
+    table = commands.add_parser("table", help="write the table of what was measured")
+    for command in (setup, run):
+        command.add_argument("--work-dir", type=Path, required=True, help="environments, models, logs: tens of GB")
+        command.add_argument("--engines", **engines, help=", ".join(ENGINES))
+    setup.add_argument("--again", action="store_true", help="make them once more")
+    run.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    run.add_argument("--workloads", nargs="+", choices=list(_WORKLOADS), default=list(LETTERS), metavar="A-E")
+    run.add_argument("--repeats", type=int, default=5)
+    run.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    run.add_argument("--budget", type=float, default=float("inf"), metavar="MINUTES", help="begin nothing after these")
+    for command in (run, table):
+        command.add_argument("--output", type=Path, required=True, help="peers.jsonl, peers.json and peers.md")
+    arguments = parser.parse_args()
+    if "work_dir" in arguments:
+        arguments.work_dir = arguments.work_dir.resolve()
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

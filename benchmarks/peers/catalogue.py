@@ -1,0 +1,88 @@
+"""The engines, each in the forms that the tables compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """driver: module of `drivers`. environment: None for the one that runs the benchmark (Penstock).
+
+    model_format: what `checkpoints.make` makes for it. options: what the driver's engine is given besides.
+    bits_per_weight: what it reads of each weight, scales included. note: what a reader of the table should know.
+    variables: of its process; {environment} stands for the folder of its virtual environment.
+    """
+
+    name: str
+    title: str
+    driver: str
+    environment: str | None
+    model_format: str
+    bits_per_weight: float
+    options: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+REFERENCE = "penstock-float32"
+_SHARED = "a prefix shared by all prompts is computed once and copied to every sequence by the driver"
+_GROUPED = "one length per call: requests of similar output length run in groups of 8"
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        EngineSpec(REFERENCE, "Penstock float32", "penstock", None, "float32", 32, {"dtype": "float32"}),
+        EngineSpec("penstock-bfloat16", "Penstock bfloat16 weights", "penstock", None, "bfloat16", 16),
+        EngineSpec("penstock-int8", "Penstock int8", "penstock", None, "bfloat16", 8, {"quantization": "int8"}),
+        EngineSpec("penstock-int4", "Penstock int4", "penstock", None, "bfloat16", 4.5, {"quantization": "int4"}),
+        EngineSpec(
+            "generate",
+            "Transformers generate",
+            "transformers_generate",
+            "transformers",
+            "float32",
+            32,
+            note="one left-padded batch, which runs until the longest output is done",
+        ),
+        EngineSpec(
+            "continuous", "Transformers continuous batching", "transformers_continuous", "transformers", "float32", 32
+        ),
+        EngineSpec("vllm-float32", "vLLM CPU float32", "vllm_cpu", "vllm", "float32", 32, {"dtype": "float32"}),
+        EngineSpec("vllm-bfloat16", "vLLM CPU bfloat16", "vllm_cpu", "vllm", "bfloat16", 16, {"dtype": "bfloat16"}),
+        EngineSpec(
+            "openvino-float32",
+            "OpenVINO GenAI float32",
+            "openvino_genai_pipeline",
+            "openvino",
+            "openvino-float32",
+            32,
+        ),
+        EngineSpec("openvino-int8", "OpenVINO GenAI int8", "openvino_genai_pipeline", "openvino", "openvino-int8", 8),
+        EngineSpec("llama.cpp-f32", "llama.cpp f32", "llama_cpp_batches", "llama-cpp", "gguf-f32", 32, note=_SHARED),
+        EngineSpec(
+            "llama.cpp-q8_0", "llama.cpp q8_0", "llama_cpp_batches", "llama-cpp", "gguf-q8_0", 8.5, note=_SHARED
+        ),
+        EngineSpec(
+            "ctranslate2-float32",
+            "CTranslate2 float32",
+            "ctranslate2_generator",
+            "ctranslate2",
+            "ctranslate2-float32",
+            32,
+            {"compute_type": "float32", "group_size": 8},
+            note=_GROUPED,
+        ),
+        EngineSpec(
+            "ctranslate2-int8",
+            "CTranslate2 int8",
+            "ctranslate2_generator",
+            "ctranslate2",
+            "ctranslate2-int8",
+            8,
+            {"compute_type": "int8", "group_size": 8},
+            note=_GROUPED,
+        ),
+    )
+}

@@ -1,0 +1,116 @@
+/* What this machine can do at most: reading memory, and multiply-adds in float32, with all threads given.
+
+   ceilings THREADS -> {"memory_gb_s": median, "memory_gb_s_best": best, "gflop_s": median, "gflop_s_best": best}
+   A vector is as wide as the processor's own (-march=native). */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+
+enum { ACCUMULATORS = 12, STREAMS = 8, PASSES = 15, MAX_THREADS = 256 };
+static const size_t BUFFER_BYTES = (size_t)256 << 20;
+static const long FMA_ROUNDS = 2000000;
+
+typedef struct {
+  pthread_barrier_t *barrier;
+  const Vector *begin;
+  size_t num_vectors;
+  double memory_s[PASSES], flop_s[PASSES];
+  float sink;
+} Job;
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+/* Sums STREAMS neighbouring vectors at a time into as many accumulators: loads bound it, not the additions. */
+static void read_all(Job *job) {
+  Vector sum[STREAMS] = {{0}};
+  for (size_t i = 0; i + STREAMS <= job->num_vectors; i += STREAMS)
+    for (int s = 0; s < STREAMS; s++) sum[s] += job->begin[i + s];
+  for (int s = 0; s < STREAMS; s++) job->sink += sum[s][0];
+}
+
+static void multiply_add(Job *job) {
+  Vector sum[ACCUMULATORS] = {{0}}, a = {0}, b = {0};
+  a += job->sink * 1e-30f + 1.0f;
+  b += 1e-9f;
+  for (int k = 0; k < ACCUMULATORS; k++) sum[k] += (float)k;
+  for (long i = 0; i < FMA_ROUNDS; i++) {
+#pragma GCC unroll 12
+    for (int k = 0; k < ACCUMULATORS; k++) sum[k] = sum[k] * a + b;
+    __asm__ volatile("" : "+x"(a), "+x"(b));
+  }
+  for (int k = 0; k < ACCUMULATORS; k++) job->sink += sum[k][0];
+}
+
+static void *work(void *argument) {
+  Job *job = argument;
+  for (int p = 0; p < PASSES; p++) {
+    pthread_barrier_wait(job->barrier);
+    double begin = now();
+    read_all(job);
+    pthread_barrier_wait(job->barrier);
+    job->memory_s[p] = now() - begin;
+  }
+  for (int p = 0; p < PASSES; p++) {
+    pthread_barrier_wait(job->barrier);
+    double begin = now();
+    multiply_add(job);
+    pthread_barrier_wait(job->barrier);
+    job->flop_s[p] = now() - begin;
+  }
+  return NULL;
+}
+
+static int ascending(const void *a, const void *b) {
+  double d = *(const double *)a - *(const double *)b;
+  return (d > 0) - (d < 0);
+}
+
+int main(int argc, char **argv) {
+  int threads = argc > 1 ? atoi(argv[1]) : 0;
+  if (threads < 1 || threads > MAX_THREADS) {
+    fprintf(stderr, "usage: ceilings THREADS (1 to %d)\n", MAX_THREADS);
+    return 2;
+  }
+  float *buffer = aligned_alloc((size_t)2 << 20, BUFFER_BYTES);
+  if (!buffer) return 1;
+  madvise(buffer, BUFFER_BYTES, MADV_HUGEPAGE);
+  for (size_t i = 0; i < BUFFER_BYTES / 4; i++) buffer[i] = 1.0f;
+  static Job jobs[MAX_THREADS];
+  pthread_t handles[MAX_THREADS];
+  pthread_barrier_t barrier;
+  pthread_barrier_init(&barrier, NULL, threads);
+  size_t vectors = BUFFER_BYTES / sizeof(Vector) / threads;
+  for (int t = 0; t < threads; t++) {
+    jobs[t].barrier = &barrier;
+    jobs[t].begin = (const Vector *)buffer + t * vectors;
+    jobs[t].num_vectors = vectors;
+    if (pthread_create(&handles[t], NULL, work, &jobs[t])) return 1;
+  }
+  for (int t = 0; t < threads; t++) pthread_join(handles[t], NULL);
+  double *memory_s = jobs[0].memory_s, *flop_s = jobs[0].flop_s;
+  qsort(memory_s, PASSES, sizeof(double), ascending);
+  qsort(flop_s, PASSES, sizeof(double), ascending);
+  double gb = vectors * threads * sizeof(Vector) / 1e9;
+  double gflop = 2.0 * FMA_ROUNDS * ACCUMULATORS * LANES * threads / 1e9;
+  printf("{\"memory_gb_s\": %.2f, \"memory_gb_s_best\": %.2f, \"gflop_s\": %.1f, \"gflop_s_best\": %.1f}\n",
+         gb / memory_s[PASSES / 2], gb / memory_s[0], gflop / flop_s[PASSES / 2], gflop / flop_s[0]);
+  float sink = 0;
+  for (int t = 0; t < threads; t++) sink += jobs[t].sink;
+  return sink == 0.12345f;
+}

@@ -1,0 +1,31 @@
+"""Transformers' `generate`: one left-padded batch, which runs until the longest output is done."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.peers.drivers.protocol import serve
+
+
+class Generate:
+    def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int) -> None:
+        torch.set_num_threads(threads)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        self._model.eval()
+        self._model.generation_config.eos_token_id = None
+
+    def generate(self, prompts: list[list[int]], num_outputs: list[int]) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            rows = self._model.generate(
+                ids, attention_mask=mask, max_new_tokens=max(num_outputs), do_sample=False, pad_token_id=0
+            )
+        outputs = rows[:, longest:].tolist()
+        return [row[:count] for row, count in zip(outputs, num_outputs, strict=True)]
+
+
+if __name__ == "__main__":
+    serve(Generate, ["transformers", "torch"])
