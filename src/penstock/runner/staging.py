@@ -68,11 +68,17 @@ class SlotParameter:
         self._device = device
         self._published = device.upload(self.host.copy())
         self._is_stale = False
+        # Slots with another value than the neutral one, whether a request holds them or not.
+        self._set_slots: set[int] = set()
 
     def set(self, slot: int, value: float) -> None:
         if self.host[slot] != value:
             self.host[slot] = value
             self._is_stale = True
+            if self.host[slot] != self._neutral:
+                self._set_slots.add(slot)
+            else:
+                self._set_slots.discard(slot)
 
     @property
     def tensor(self) -> Tensor:
@@ -84,4 +90,4 @@ class SlotParameter:
 
     def any_set(self, slots_np: np.ndarray) -> bool:
         """Whether one of the slots has another value than the neutral one."""
-        return bool((self.host[slots_np] != self._neutral).any())
+        return bool(self._set_slots) and bool((self.host[slots_np] != self._neutral).any())

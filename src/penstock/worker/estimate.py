@@ -99,9 +99,9 @@ def _is_native(dtype: str, device: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
     """is_gated: the feed-forward network multiplies two projections. normalises_heads: queries and keys are copied
-    when they are normalised, instead of being turned where they lie, but for fuses_head_norms: our own kernel normalises
-    them as it attends. normalises_together: all queries at once, and then
-    all keys, rather than head by head. widens: norms of lower precision make float32 copies.
+    when they are normalised, instead of being turned where they lie, but for fuses_head_norms: our own kernel
+    normalises them as it attends. normalises_together: all queries at once, and then all keys, rather than head by
+    head. widens: norms of lower precision make float32 copies.
     kept_in_attention, kept_in_mlp: tensors of the hidden size that are there meanwhile: the residual stream and the
     normalised input of this layer, and what the layer before it returned.
     embeds_positions: each position has a learned embedding.

@@ -19,29 +19,32 @@ class Draw:
     def __init__(self, device: Device, num_slots: int) -> None:
         self._seed = SlotParameter(device, num_slots, np.int64, 0)
         self._is_greedy = SlotParameter(device, num_slots, np.bool_, True)
-        # Where there is none, nothing needs to be looked up.
+        # Where one of these is empty, nothing needs to be looked up.
         self._drawing_slots: set[int] = set()
+        self._greedy_slots: set[int] = set()
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         assert params.seed is not None, "the front end draws a seed for every request that brings none"
         self._seed.set(slot, params.seed)
         self._is_greedy.set(slot, params.is_greedy)
-        self._drawing_slots.discard(slot)
-        if not params.is_greedy:
-            self._drawing_slots.add(slot)
+        self.remove_request(slot)
+        (self._greedy_slots if params.is_greedy else self._drawing_slots).add(slot)
 
     def remove_request(self, slot: int) -> None:
         self._drawing_slots.discard(slot)
+        self._greedy_slots.discard(slot)
 
     def is_all_greedy(self, rows: LogitsRows) -> bool:
-        return not self._drawing_slots or not self._is_greedy.any_set(rows.slots_np)
+        if not self._drawing_slots or not self._greedy_slots:
+            return not self._drawing_slots
+        return not self._is_greedy.any_set(rows.slots_np)
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> ChosenTokens:
         """The token of each row, by the logits that all stages left."""
         if self.is_all_greedy(rows):
             return greedy_tokens(logits)
         drawn = draw_tokens(logits, self._seed.tensor, rows.slots, rows.positions)
-        if not self._is_greedy.host[rows.slots_np].any():
+        if not self._greedy_slots or not self._is_greedy.host[rows.slots_np].any():
             return drawn
         best = greedy_tokens(logits)
         is_greedy = self._is_greedy.tensor.index_select(0, rows.slots)
