@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import SamplingParams
+from penstock.device.base import PendingCopy
+from penstock.device.cpu import CpuDevice
 from penstock.errors import InvalidParameter
 from penstock.runner.sampling.failures import Failure
+from penstock.runner.sampling.min_tokens import MinTokens
 from penstock.runner.sampling.penalties import Penalties
+from penstock.runner.sampling.stage import LogitsRows
 from support import plain_sampling
 from support.plain_sampling import NUM_SLOTS, VOCAB_SIZE, HandDriven, random_logits
 
@@ -144,6 +149,62 @@ def test_tokens_of_unfinished_prefills_are_not_counted() -> None:
     result = driver.step([3], logits).logprobs
     assert result is not None
     assert torch.equal(result.logprobs_RN[0, 1:], logits[0].sort(descending=True).values)
+
+
+def test_the_minimal_length_is_idle_once_every_request_of_the_step_has_passed_it() -> None:
+    driver = HandDriven()
+    stage = next(stage for stage in driver.sampler.shaping if isinstance(stage, MinTokens))
+    stops = {"stop_token_ids": [8], "all_stop_token_ids": [8]}
+    driver.add(1, SamplingParams(temperature=0, seed=0, min_tokens=2, **stops), [5, 6])
+    driver.add(4, SamplingParams(temperature=0, seed=0, min_tokens=4, **stops), [5])
+    wants_to_stop = torch.zeros(2, VOCAB_SIZE)
+    wants_to_stop[:, 8] = 9.0
+    is_needed, tokens = [], []
+    for step in range(7):
+        # An unfinished prefill does not bring a request nearer to its minimum.
+        num_sampled = [0, 0] if step == 0 else None
+        tokens.append(driver.step([1, 4], wants_to_stop, num_sampled=num_sampled).sampled_token_ids.tolist())
+        is_needed.append((stage.is_needed(np.array([1])), stage.is_needed(np.array([4]))))
+    assert [first == 8 for first, _ in tokens] == [False, False, False, True, True, True, True]
+    assert [second == 8 for _, second in tokens] == [False, False, False, False, False, True, True]
+    assert is_needed == [(True, True)] * 3 + [(False, True)] * 2 + [(False, False)] * 2
+    # The slot's next request has a minimum of its own.
+    driver.remove(1)
+    driver.add(1, SamplingParams(temperature=0, seed=0, min_tokens=1, **stops), [5, 6])
+    assert int(driver.step([1], wants_to_stop[:1]).sampled_token_ids[0]) != 8
+
+
+def test_a_report_that_comes_late_says_nothing_about_the_slots_next_request() -> None:
+    device = LateDevice(num_threads=1)
+    stage = MinTokens(device, num_slots=4, vocab_size=VOCAB_SIZE)
+    params = SamplingParams(temperature=0, seed=0, min_tokens=3, stop_token_ids=[8])
+    slots = np.array([2])
+    rows = LogitsRows(torch.from_numpy(slots), slots, positions=torch.tensor([9]))
+    stage.add_request(2, params, [5], [])
+    stage.apply(torch.zeros(1, VOCAB_SIZE), rows)
+    assert stage.is_needed(slots), "nothing is waited for"
+    stage.remove_request(2)
+    stage.add_request(2, params, [5] * 30, [])
+    device.has_arrived = True
+    assert stage.is_needed(slots)
+    assert stage.apply(torch.zeros(1, VOCAB_SIZE), rows)[0, 8] == float("-inf")
+
+
+class LateDevice(CpuDevice):
+    """Its copies to the host arrive when the test says so."""
+
+    has_arrived = False
+
+    def download(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+        copy, device = super().download(tensors), self
+
+        class LateCopy(PendingCopy):
+            tensors = copy.tensors
+
+            def is_done(self) -> bool:
+                return device.has_arrived
+
+        return LateCopy()
 
 
 def test_a_slot_forgets_its_last_owner() -> None:

@@ -19,7 +19,7 @@ class TensorMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, int] = {}

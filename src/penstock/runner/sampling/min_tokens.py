@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.device import Device
+from penstock.device.base import PendingCopy
 from penstock.kernels.logits_shaping import forbid_tokens
 from penstock.runner.sampling.slot_lists import SlotLists, token_id_array
 from penstock.runner.sampling.stage import LogitsRows, SamplingStage
 from penstock.runner.staging import SlotParameter
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Which rows of a step were too short still, on its way to the host. tenants: of its slots, at that time."""
+
+    slots: np.ndarray
+    tenants: np.ndarray
+    is_short: PendingCopy
+
+
 class MinTokens(SamplingStage):
+    """Goes idle once all requests have passed their minimum. The device says when that is, some steps later."""
+
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
+        self._device = device
         self._vocab_size = vocab_size
         # Positions of the last token, from the prompt's first one, at which the output is long enough.
         self._free_from = SlotParameter(device, num_slots, np.int64, 0)
         self._lists = SlotLists(device, num_slots)
+        # Counts the requests that each slot has had.
+        self._tenants = np.zeros(num_slots, dtype=np.int64)
+        self._reports: list[_Report] = []
 
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         is_long_enough = len(output_token_ids) >= params.min_tokens
         stops = () if is_long_enough else sorted({*params.all_stop_token_ids, *params.stop_token_ids})
+        self._tenants[slot] += 1
         self._lists.set(slot, token_id_array("stop_token_ids", stops, self._vocab_size))
         self._free_from.set(slot, len(prompt_token_ids) + params.min_tokens - 1)
 
     def is_needed(self, slots_np: np.ndarray) -> bool:
+        self._release()
         return self._lists.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         lists = self._lists.pack(rows)
         is_short = rows.positions < self._free_from.tensor.index_select(0, rows.slots)
+        self._reports.append(_Report(rows.slots_np, self._tenants[rows.slots_np], self._device.download([is_short])))
         return forbid_tokens(logits, lists.row_of, lists.columns[0], is_short.index_select(0, lists.row_of))
+
+    def _release(self) -> None:
+        """Forget the lists of requests that are known to have passed their minimum, which they never lose again."""
+        while self._reports and self._reports[0].is_short.is_done():
+            report = self._reports.pop(0)
+            has_passed = ~report.is_short.tensors[0].numpy() & (self._tenants[report.slots] == report.tenants)
+            for slot in report.slots[has_passed & self._lists.has_list(report.slots)]:
+                self._lists.set(int(slot))

@@ -46,7 +46,12 @@ class SlotLists:
         self._packed_for = None
 
     def any_set(self, slots_np: np.ndarray) -> bool:
-        return bool(self._has_list[slots_np].any())
+        return bool(self.has_list(slots_np).any())
+
+    def has_list(self, slots_np: np.ndarray) -> np.ndarray:
+        """bool, for each of these slots."""
+        found: np.ndarray = self._has_list[slots_np]
+        return found
 
     def pack(self, rows: LogitsRows) -> PackedLists:
         """The lists of these rows, of which one must have a list."""
