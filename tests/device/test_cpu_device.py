@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -61,3 +64,14 @@ def test_a_missing_gpu_is_named() -> None:
     with pytest.raises(UnsupportedFeature, match="device='cuda'"):
         create_device(DeviceConfig(device="cuda"))
     assert create_device(DeviceConfig(device="auto")).kind == "cpu"
+
+
+def test_counting_tensors_does_not_import_the_compiler() -> None:
+    """It would make every start seconds longer."""
+    code = (
+        "import sys, torch\nfrom penstock.device.tensor_memory import TensorMemory\n"
+        "with TensorMemory() as memory:\n    torch.ones(8) + 1\n"
+        "sys.exit(repr((memory.peak_bytes, 'torch._dynamo' in sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stderr.strip() == "(64, False)"

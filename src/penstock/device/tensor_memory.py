@@ -24,6 +24,11 @@ class TensorMemory(TorchDispatchMode):
         self.peak_bytes = 0
         self._alive: dict[int, int] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to be skipped would import the compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
