@@ -261,11 +261,22 @@ def test_short_requests_of_a_longrope_model_run_with_its_short_frequencies(tmp_p
     assert_matches(load(dataclasses.replace(config, max_model_len=64)), oracle)
 
 
-def test_long_requests_of_a_longrope_model_are_refused(tmp_path: Path) -> None:
-    config = save_for_fallback(tiny_transformers_model("Phi3ForCausalLM", **LONGROPE), tmp_path)
-    for max_model_len in (None, "auto", 65):
-        with pytest.raises(UnsupportedModel, match=r"longrope.*max_model_len=64 or less"):
-            load(dataclasses.replace(config, max_model_len=max_model_len))
+@pytest.mark.parametrize("max_model_len", [None, "auto", 65])
+def test_where_long_requests_of_a_longrope_model_are_served_all_run_with_its_long_frequencies(
+    tmp_path: Path, max_model_len: int | str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the native family, which has the same logits, and as Transformers has them for nothing but long factors."""
+    oracle = tiny_transformers_model("Phi3ForCausalLM", **LONGROPE)
+    config = dataclasses.replace(save_for_fallback(oracle, tmp_path), max_model_len=max_model_len)
+    model = load(config)
+    assert "start with --max-model-len 64 or less" in caplog.text
+    long_factors = LONGROPE_PARAMETERS["long_factor"]
+    always = {**LONGROPE, "rope_parameters": {**LONGROPE_PARAMETERS, "short_factor": long_factors}}
+    assert_matches(model, tiny_transformers_model("Phi3ForCausalLM", **always))
+    native = load(dataclasses.replace(config, model_impl="penstock"))
+    both = zip(sequence_logits(model, SEQUENCES), sequence_logits(native, SEQUENCES), strict=True)
+    for ours, theirs in both:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_a_configuration_that_transformers_does_not_take_is_refused(tmp_path: Path) -> None:

@@ -196,16 +196,21 @@ def longrope_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
     is_long = rope.num_positions > original
     stretch = {name: rope.numbers(name) for name in ("short_factor", "long_factor")}
     if is_long:
-        logger.warning(
-            "The model stretches its rotary embedding (longrope). Since up to %s tokens are served, all sequences use "
-            "its factors for long ones. For best quality on shorter ones, start with --max-model-len %s or less.",
-            f"{rope.num_positions:,}",
-            original,
-        )
+        warn_about_long_factors(rope.num_positions, original)
     periods = stretch["long_factor" if is_long else "short_factor"] * _periods(rope.theta, rope.rotary_dim)
     factor = rope.number("factor", rope.max_position_embeddings / original)
     sharpening = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return 1.0 / periods, rope.number("attention_factor", sharpening)
+
+
+def warn_about_long_factors(num_positions: int, original: int) -> None:
+    """Say which of longrope's factors are in use, and what that costs."""
+    logger.warning(
+        "The model stretches its rotary embedding (longrope). Since up to %s tokens are served, all sequences use "
+        "its factors for long ones. For best quality on shorter ones, start with --max-model-len %s or less.",
+        f"{num_positions:,}",
+        original,
+    )
 
 
 def _yarn_attention_scaling(rope: RopeParameters, factor: float) -> float:
