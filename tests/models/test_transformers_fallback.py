@@ -206,6 +206,26 @@ def test_what_old_checkpoints_hold_beside_the_weights_is_ignored(tmp_path: Path)
     assert_matches(load(config), oracle)
 
 
+@pytest.mark.parametrize("class_name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_experts_load_from_one_tensor_each_and_from_one_for_all(tmp_path: Path, class_name: str) -> None:
+    """The first is how most checkpoints were published, the second how Transformers keeps them in memory."""
+    oracle = tiny_transformers_model(class_name, **wider_overrides(class_name))
+    config = save_for_fallback(oracle, tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert not any(name.endswith("experts.gate_up_proj") for name in load_file(file))
+    assert_matches(load(config), oracle)
+    stacked = {name: tensor.contiguous() for name, tensor in oracle.state_dict().items()}
+    (layer, *_) = [name for name in stacked if name.endswith("experts.gate_up_proj")]
+    save_file(stacked, file)
+    assert_matches(load(config), oracle)
+    save_file({**stacked, layer: stacked[layer][:, 1:].contiguous()}, file)
+    with pytest.raises(CheckpointError, match=r"Misshapen: .*experts\.gate_up_proj \(has .*needs .*all experts of it"):
+        load(config)
+    save_file({name: tensor for name, tensor in stacked.items() if name != layer}, file)
+    with pytest.raises(CheckpointError, match=r"missing: .*experts\.0\."):
+        load(config)
+
+
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     config = save_for_fallback(tiny_family("stablelm"), tmp_path)
     file = tmp_path / "model.safetensors"

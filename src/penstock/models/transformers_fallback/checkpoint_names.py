@@ -7,7 +7,7 @@ its own parameters' names, and these are read here; their weights take the one w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
+from penstock.errors import CheckpointError
 from penstock.layers.weights import WeightSlot
 from penstock.models.transformers_fallback.refusal import CannotRun
 
@@ -32,10 +33,11 @@ class StackedExperts:
     """A parameter that checkpoints hold in pieces, one of each source per expert.
 
     sources: names of the pieces, with `*` for the expert. The experts are stacked along the parameter's first
-    dimension; an expert's sources lie one after the other along its first.
+    dimension; an expert's sources lie one after the other along its first. shape: of the whole parameter.
     """
 
     sources: tuple[str, ...]
+    shape: tuple[int, ...]
 
     def slots(self, parameter: Tensor) -> dict[str, WeightSlot]:
         slots = {}
@@ -44,16 +46,21 @@ class StackedExperts:
                 slots[source.replace("*", str(expert))] = WeightSlot(tuple(part.shape), part)
         return slots
 
+    def pieces(self, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The pieces of a parameter that a checkpoint holds as a whole, as it would hold them one by one."""
+        for name, slot in self.slots(stacked).items():
+            yield name, slot.target
+
 
 class CheckpointNames:
     """Made while the model of Transformers is whole; knows its names after it was taken apart, too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         conversions = get_model_conversion_mapping(model)
-        names = [name for name, _ in checkpoint_tensors(model)]
+        shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model)}
         self._renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         self._prefix = f"{model.base_model_prefix}."
-        self._stacked = _find_stacked(names, [one for one in conversions if isinstance(one, WeightConverter)])
+        self._stacked = _find_stacked(shapes, [one for one in conversions if isinstance(one, WeightConverter)])
         self._ignorable = (*_OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()), *_derived(model))
 
     @property
@@ -74,9 +81,18 @@ class CheckpointNames:
     def renamed(
         self, weights: Iterable[tuple[str, Tensor]], is_slot: Callable[[str], bool]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors under the names of their slots, where they have one."""
+        """The tensors under the names of their slots, where they have one; stacked experts in pieces."""
         for name, tensor in weights:
-            yield self._slot_name(name, is_slot), tensor
+            slot_name = self._slot_name(name, lambda candidate: candidate in self._stacked or is_slot(candidate))
+            stacked = self._stacked.get(slot_name)
+            if stacked is None:
+                yield slot_name, tensor
+            elif tuple(tensor.shape) == stacked.shape:
+                yield from stacked.pieces(tensor)
+            else:
+                raise CheckpointError(
+                    f"Misshapen: {name} (has {list(tensor.shape)}, needs {list(stacked.shape)}, all experts of it)."
+                )
 
     def _slot_name(self, name: str, is_slot: Callable[[str], bool]) -> str:
         if is_slot(name):
@@ -105,13 +121,13 @@ def _derived(model: nn.Module) -> list[str]:
     return [f"^{re.escape(name)}$" for name in sorted(all_names - {name for name, _ in checkpoint_tensors(model)})]
 
 
-def _find_stacked(names: Iterable[str], converters: Iterable[Any]) -> dict[str, StackedExperts]:
+def _find_stacked(shapes: Mapping[str, tuple[int, ...]], converters: Iterable[Any]) -> dict[str, StackedExperts]:
     """By parameter name, those that a converter makes of several tensors.
 
     Raises CannotRun where one makes a parameter in a way that is not known here.
     """
     stacked = {}
-    for name in names:
+    for name, shape in shapes.items():
         for converter in converters:
             target = _plain(converter.target_patterns[0])
             if not name.endswith(target):
@@ -121,7 +137,8 @@ def _find_stacked(names: Iterable[str], converters: Iterable[Any]) -> dict[str, 
                 how = ", ".join(kind.__name__ for kind in kinds)
                 raise CannotRun(f"its checkpoints hold {name} in a form that is not known here ({how})")
             prefix = name.removesuffix(target)
-            stacked[name] = StackedExperts(tuple(prefix + _plain(one) for one in converter.source_patterns))
+            sources = tuple(prefix + _plain(one) for one in converter.source_patterns)
+            stacked[name] = StackedExperts(sources, shape)
     return stacked
 
 
