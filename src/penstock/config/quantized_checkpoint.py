@@ -83,7 +83,7 @@ class _Fields:
         value = self.content.get(name)
         return default if value is None else value
 
-    def section(self, name: str, label: str | None = None) -> _Fields | None:
+    def section(self, name: str) -> _Fields | None:
         value = self.content.get(name)
         if value is None:
             return None
@@ -92,7 +92,7 @@ class _Fields:
                 f"config.json of {self.model} has quantization_config.{self.path}{name}={value!r}. "
                 "It must be an object."
             )
-        return _Fields(value, self.model, f"{self.path}{label or name}.")
+        return _Fields(value, self.model, f"{self.path}{name}.")
 
     def require(self, name: str, *allowed: Any, default: Any = None) -> Any:
         """The field's value, which must be one of these."""

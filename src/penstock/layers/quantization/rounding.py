@@ -15,7 +15,7 @@ INT4_GROUP_SIZE = 128
 # So many weights stay in the caches while their ranges are tried.
 _ELEMENTS_AT_ONCE = 1 << 18
 # Shares of a group's range that are tried for its grid.
-_RANGES = tuple(1 - 0.025 * step for step in range(13))
+_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 def quantize_int8(weight_OI: Tensor) -> QuantizedWeight:
