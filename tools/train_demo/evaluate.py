@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,13 @@ class Evaluation:
     sample_seed: int
     num_parameters: int
     vocab_size: int
+
+
+class Answers(Protocol):
+    """What skills are measured of."""
+
+    def accuracy(self, conversations: Sequence[Sequence[Message]]) -> float:
+        """Share of conversations whose last message the model reproduces exactly."""
 
 
 @dataclass
@@ -121,7 +129,7 @@ def evaluate(folder: Path, held_out_plays: str) -> Evaluation:
     return Evaluation(
         nats_per_token=nats_per_token,
         bits_per_byte=nats_per_token / bytes_per_token / math.log(2),
-        skills=tuple(_skill_scores(demo)),
+        skills=tuple(skill_scores(demo)),
         small_talk=demo.accuracy([messages_of([Turn(*pair)]) for pair in SMALL_TALK]),
         sample=demo.sample(SAMPLE_PROMPT, SEED),
         sample_seed=SEED,
@@ -130,7 +138,8 @@ def evaluate(folder: Path, held_out_plays: str) -> Evaluation:
     )
 
 
-def _skill_scores(demo: DemoModel) -> list[SkillScore]:
+def skill_scores(demo: Answers) -> list[SkillScore]:
+    """Scores on held-out exercises, the same ones for every model."""
     rng = Random(SEED)
     scores = []
     for skill in SKILLS:
