@@ -10,7 +10,9 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import UnsupportedFeature
+from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.quantization.choose import choose_method
+from penstock.layers.quantization.method import PRODUCTS
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
 from penstock.loader.quantized.stream import QuantizedTensors
 
@@ -33,13 +35,19 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: 
                 f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
                 f"(quant_method={checkpoint.method!r}). Load the checkpoint itself."
             )
-        logger.info("Quantized weights: %s, %d bits", checkpoint.method, checkpoint.bits)
+        _log(f"{checkpoint.method}, {checkpoint.bits} bits")
         return QuantizedTensors(checkpoint)
     if option is None:
         return None
     refuse_quantization_on(device, option)
-    logger.info("Quantized weights: rounded to %s while loading", option)
+    _log(f"rounded to {option} while loading")
     return OptionRounding(choose_method(option, model_config.vocab_size))
+
+
+def _log(how: str) -> None:
+    logger.info("Quantized weights: %s", how)
+    if isinstance(PRODUCTS, TorchQuantizedProducts):
+        logger.warning("Without the C++ kernels, products with quantized weights are much slower than with float32.")
 
 
 def refuse_quantization_on(device: torch.device, quantization: str) -> None:
