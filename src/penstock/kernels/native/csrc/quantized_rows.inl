@@ -42,22 +42,25 @@ static int32_t largest_magnitude(const float* x, int64_t size) {
   return largest;
 }
 
-// Elements k .. k + kLanes of a row whose units lie `height` apart.
+// Elements k .. k + kLanes of a row whose units lie `height` apart. Neighbours are joined by shifts, since compilers make
+// many scalar instructions of conversions to narrower integers.
 template <Form form>
 PENSTOCK_INLINE void store_integers(int32_t* row, int64_t height, int64_t k, IntVec q) {
-  constexpr int kUnits = kLanes / unit_size(form);
-  int32_t units[kUnits];
-  if (form == Form::kShort) {
-    typedef int16_t Narrow __attribute__((vector_size(kLanes * 2)));
-    const Narrow narrow = __builtin_convertvector(q, Narrow);
-    std::memcpy(units, &narrow, sizeof narrow);
-  } else {
-    typedef int8_t Narrow __attribute__((vector_size(kLanes)));
-    const Narrow narrow = __builtin_convertvector(form == Form::kOffsetByte ? q + 128 : q, Narrow);
-    std::memcpy(units, &narrow, sizeof narrow);
-  }
+  typedef uint64_t PairVec __attribute__((vector_size(kLanes * 4)));
   int32_t* to = row + k / unit_size(form) * height;
-  for (int i = 0; i < kUnits; ++i) to[i * height] = units[i];
+  uint64_t pairs[kLanes / 2];
+  if (form == Form::kShort) {
+    const PairVec pair = (PairVec)q;
+    const PairVec joined = (pair & 0xffff) | ((pair >> 16) & 0xffff0000);
+    std::memcpy(pairs, &joined, sizeof joined);
+    for (int i = 0; i < kLanes / 2; ++i) to[i * height] = static_cast<int32_t>(pairs[i]);
+  } else {
+    const PairVec pair = (PairVec)(form == Form::kOffsetByte ? q + 128 : q);
+    const PairVec joined = (pair & 0xff) | ((pair >> 24) & 0xff00);
+    std::memcpy(pairs, &joined, sizeof joined);
+    for (int i = 0; i < kLanes / 4; ++i)
+      to[i * height] = static_cast<int32_t>(pairs[2 * i] | pairs[2 * i + 1] << 16);
+  }
 }
 
 // Elements from k on, those beyond the row zero.
