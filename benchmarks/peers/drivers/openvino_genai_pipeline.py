@@ -14,7 +14,7 @@ _BLOCK_SIZE = 32
 class OpenVINO:
     def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int) -> None:
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.kv_blocks = kv_tokens // _BLOCK_SIZE
+        scheduler.num_kv_blocks = kv_tokens // _BLOCK_SIZE
         scheduler.max_num_batched_tokens = 2048
         scheduler.max_num_seqs = 64
         scheduler.dynamic_split_fuse = True
