@@ -105,7 +105,7 @@ def as_markdown(data: dict[str, Any]) -> str:
     for name in dict.fromkeys(row["model"] for row in data["rows"]):
         lines += [f"## {name}", "", f"{SHAPES[name].title}.", ""]
         rows = [row for row in data["rows"] if row["model"] == name]
-        lines += [*_overview(rows), "", *_details(rows), ""]
+        lines += [*_overview(rows), *_ratios(rows), "", *_details(rows), ""]
     return "\n".join([*lines, *_notes(data)]).rstrip() + "\n"
 
 
@@ -113,7 +113,7 @@ def _overview(rows: list[dict[str, Any]]) -> list[str]:
     """One row per engine, one column per workload."""
     workloads = [name for name in LETTERS if any(row["workload"] == name for row in rows)]
     units = {row["workload"]: row["unit"] for row in rows if "unit" in row}
-    heads = [f"{LETTERS[name]} {name}, {units.get(name, '')}" for name in workloads]
+    heads = [f"{LETTERS[name]} {name}" + (f", {units[name]}" if name in units else "") for name in workloads]
     lines = ["| engine | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(workloads)]
     for engine in ENGINES.values():
         by_workload = {row["workload"]: row for row in rows if row["engine"] == engine.name}
@@ -121,6 +121,38 @@ def _overview(rows: list[dict[str, Any]]) -> list[str]:
             cells = [_figure(by_workload.get(name)) for name in workloads]
             lines.append(f"| {engine.title} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _ratios(rows: list[dict[str, Any]]) -> list[str]:
+    """More lines of the overview: how many times as fast Penstock is as the fastest of some others."""
+    workloads = [name for name in LETTERS if any(row["workload"] == name for row in rows)]
+    seconds = {(row["workload"], row["engine"]): row["seconds"] for row in rows if "seconds" in row}
+    lines = []
+    for title, ours, others in _comparisons():
+        cells = []
+        for name in workloads:
+            theirs = [seconds[name, other] for other in others if (name, other) in seconds]
+            is_known = (name, ours) in seconds and theirs
+            cells.append(f"{min(theirs) / seconds[name, ours]:.2f} ×" if is_known else "")
+        if any(cells):
+            lines.append(f"| *{title}* | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _comparisons() -> list[tuple[str, str, list[str]]]:
+    """(what, our engine, the others)."""
+
+    def others(*bits: float) -> list[str]:
+        return [e.name for e in ENGINES.values() if e.environment is not None and e.bits_per_weight in bits]
+
+    return [
+        ("Penstock float32 beside the fastest other in float32", REFERENCE, others(32)),
+        ("Penstock bfloat16 beside the fastest other in bfloat16", "penstock-bfloat16", others(16)),
+        ("Penstock int8 beside the fastest other in 8 bits", "penstock-int8", others(8, 8.5)),
+        ("Penstock bfloat16 beside its float32", "penstock-bfloat16", [REFERENCE]),
+        ("Penstock int8 beside its float32", "penstock-int8", [REFERENCE]),
+        ("Penstock int4 beside its int8", "penstock-int4", ["penstock-int8"]),
+    ]
 
 
 def _details(rows: list[dict[str, Any]]) -> list[str]:

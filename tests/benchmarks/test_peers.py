@@ -47,6 +47,20 @@ def test_a_row_has_the_median_the_spread_and_the_ratio_to_ours(tmp_path: Path) -
     assert (row["same_first_token"], row["same_beginning"]) == (1.0, 0.5)
 
 
+def test_ratios_are_to_the_fastest_other_of_the_same_precision(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    measured(results, REFERENCE, [1.0])
+    measured(results, "penstock-int8", [0.25])
+    measured(results, PEER, [2.0])
+    measured(results, "openvino-float32", [1.5])
+    measured(results, "llama.cpp-q8_0", [0.5])
+    lines = as_markdown(report(results)).splitlines()
+    assert "| *Penstock float32 beside the fastest other in float32* | 1.50 × |" in lines
+    assert "| *Penstock int8 beside the fastest other in 8 bits* | 2.00 × |" in lines
+    assert "| *Penstock int8 beside its float32* | 4.00 × |" in lines
+    assert not any("bfloat16 beside" in line for line in lines)
+
+
 def test_decoding_is_compared_with_reading_every_matrix_once_per_token(tmp_path: Path) -> None:
     results = Results(tmp_path)
     measured(results, REFERENCE, [1.0])
