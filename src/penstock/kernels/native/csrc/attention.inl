@@ -29,7 +29,7 @@ struct Cut {
 struct RequestWork {
   int64_t first_unit;
   int64_t num_splits;  // units of an item; 1 for a whole item at once
-  float* partial;      // [kv heads][num_splits][rows * (head_size + 2)], if it is split
+  float* partial;      // [kv heads][num_splits][rows * sums_size], if it is split
   int32_t* left;       // [kv heads], splits that are not done
 };
 
@@ -59,26 +59,28 @@ struct AttentionBuffers {
   Sums total, chunk;
 };
 
+// Floats that a row's sums take.
+PENSTOCK_INLINE int64_t sums_size(int64_t size) { return size + kLanes + 1; }
+
 PENSTOCK_INLINE Sums sums_at(float* memory, int64_t rows, int64_t size) {
-  return {memory, memory + rows * size, memory + rows * (size + 1)};
+  return {memory, memory + rows * size, memory + rows * (size + kLanes)};
 }
 
 PENSTOCK_INLINE void clear(const Sums& sums, int64_t rows, int64_t size) {
-  for (int64_t row = 0; row < rows; ++row) {
-    sums.peak[row] = kMinusInfinity;
-    sums.mass[row] = 0.0f;
-  }
+  for (int64_t row = 0; row < rows; ++row) sums.peak[row] = kMinusInfinity;
+  std::memset(sums.mass, 0, rows * kLanes * sizeof(float));
   std::memset(sums.values, 0, rows * size * sizeof(float));
 }
 
 // Adds what a later chunk has summed up.
 static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk, int64_t rows, int64_t size) {
   for (int64_t row = 0; row < rows; ++row) {
-    if (chunk.mass[row] == 0.0f) continue;
+    const Vec mass = load(chunk.mass + row * kLanes);
+    if (sum_lanes(mass) == 0.0f) continue;
     const float before = total.peak[row], now = chunk.peak[row], peak = now > before ? now : before;
     const float keep = exp(splat(before - peak))[0], take = exp(splat(now - peak))[0];
     total.peak[row] = peak;
-    total.mass[row] = total.mass[row] * keep + chunk.mass[row] * take;
+    store(total.mass + row * kLanes, load(total.mass + row * kLanes) * keep + mass * take);
     float* to = total.values + row * size;
     const float* from = chunk.values + row * size;
     for (int64_t d = 0; d < size; ++d) to[d] = to[d] * keep + from[d] * take;
@@ -98,7 +100,7 @@ PENSTOCK_INLINE void write_output(const AttentionArgs& a, const Item& item, cons
   const int64_t group = a.num_heads / a.num_kv_heads, size = a.head_size;
   for (int64_t row = 0; row < item.rows; ++row) {
     const int64_t token = item.first_token + row / group, head = item.kv_head * group + row % group;
-    const float scale = 1.0f / sums.mass[row];
+    const float scale = 1.0f / sum_lanes(load(sums.mass + row * kLanes));
     const float* from = sums.values + row * size;
     float* to = a.out + token * a.out_stride + head * size;
     for (int64_t d = 0; d < size; ++d) to[d] = from[d] * scale;
@@ -238,8 +240,8 @@ static void attend_split(const AttentionJob& job, const RequestWork& work, const
     write_positions<T>(a, item.request, item.kv_head, first > item.first_position ? first : item.first_position,
                        end < item.end ? end : item.end, buffers.scores);
   }
-  float* partial = work.partial + item.kv_head * work.num_splits * item.rows * (size + 2);
-  const int64_t stride = item.rows * (size + 2);
+  const int64_t stride = item.rows * sums_size(size);
+  float* partial = work.partial + item.kv_head * work.num_splits * stride;
   attend_chunk<T>(a, job.cut, buffers, sums_at(partial + split * stride, item.rows, size), item, chunk);
   if (__atomic_sub_fetch(work.left + item.kv_head, 1, __ATOMIC_ACQ_REL) != 0) return;
   const Sums total = sums_at(partial, item.rows, size);
@@ -271,7 +273,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
   static thread_local Scratch scratch;
   // The scores' memory holds one key head too, while it is written.
   const int64_t scores = rows * stride > size ? rows * stride : size;
-  float* memory = scratch.get(static_cast<size_t>(rows * (3 * size + 4) + scores + 2 * stride));
+  float* memory = scratch.get(static_cast<size_t>(rows * (size + 2 * sums_size(size)) + scores + 2 * stride));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   AttentionBuffers b;
   b.scores = memory;
@@ -279,7 +281,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
   b.value_scale = b.key_scale + stride;
   b.query = b.value_scale + stride;
   b.total = sums_at(b.query + rows * size, rows, size);
-  b.chunk = sums_at(b.query + rows * (2 * size + 2), rows, size);
+  b.chunk = sums_at(b.query + rows * (size + sums_size(size)), rows, size);
   if (job.writes_first) {
     if (memory != nullptr) write_all<T>(a, thread, team.num_threads, b.scores);
     team.barrier();
@@ -333,7 +335,7 @@ static bool attention(const AttentionArgs& a) {
     const int64_t tokens = a.query_start[r + 1] - a.query_start[r];
     const int64_t chunks = chunks_of(item_at(a, r, 0, 0, tokens), cut);
     if (tokens <= tokens_per_item && chunks > most_chunks)
-      num_partials += a.num_kv_heads * chunks * tokens * group * (size + 2);
+      num_partials += a.num_kv_heads * chunks * tokens * group * sums_size(size);
   }
   const size_t work_floats = (a.num_requests + 1) * (sizeof(RequestWork) / sizeof(float));
   float* memory = scratch.get(work_floats + static_cast<size_t>(a.num_requests * a.num_kv_heads + num_partials));
@@ -350,7 +352,7 @@ static bool attention(const AttentionArgs& a) {
     work[r].partial = partial;
     work[r].left = left;
     for (int64_t head = 0; head < a.num_kv_heads; ++head) left[head] = static_cast<int32_t>(chunks);
-    if (is_split) partial += a.num_kv_heads * chunks * tokens * group * (size + 2);
+    if (is_split) partial += a.num_kv_heads * chunks * tokens * group * sums_size(size);
     const int64_t items = (tokens + tokens_per_item - 1) / tokens_per_item;
     work[r + 1].first_unit = work[r].first_unit + items * work[r].num_splits * a.num_kv_heads;
   }

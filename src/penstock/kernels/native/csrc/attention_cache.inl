@@ -16,9 +16,22 @@ PENSTOCK_INLINE Vec widen(const uint16_t* from) {
   return (Vec)(__builtin_convertvector(h, UintVec) << 16);
 }
 PENSTOCK_INLINE Vec widen(const int8_t* from) {
+#if defined(__GNUC__) && !defined(__clang__) && PENSTOCK_LANES >= 8
+  // GCC takes vectors of less than 16 bytes apart.
+  typedef char Bytes __attribute__((vector_size(16)));
+  typedef int64_t Words __attribute__((vector_size(16)));
+  Words words = {};
+  std::memcpy(&words, from, PENSTOCK_LANES);
+#if PENSTOCK_LANES == 8
+  return __builtin_convertvector((IntVec)__builtin_ia32_pmovsxbd256((Bytes)words), Vec);
+#else
+  return __builtin_convertvector((IntVec)__builtin_ia32_pmovsxbd512_mask((Bytes)words, IntVec{}, -1), Vec);
+#endif
+#else
   ByteVec bytes;
   std::memcpy(&bytes, from, sizeof bytes);
   return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+#endif
 }
 
 PENSTOCK_INLINE float widen_one(float x) { return x; }
@@ -61,7 +74,7 @@ PENSTOCK_INLINE char* scales_of(const AttentionArgs& a, int8_t* block) {
   return reinterpret_cast<char*>(block + a.block_size * a.head_size);
 }
 
-// The largest magnitude becomes 127. What is not finite makes the whole vector not a number.
+// The largest magnitude becomes 127, unless it is next to nothing. What is not finite makes the whole vector not a number.
 PENSTOCK_INLINE float int8_scale(const float* x, int64_t size) {
   float most = 0.0f, poison = 0.0f;
   for (int64_t i = 0; i < size; ++i) {
@@ -69,7 +82,7 @@ PENSTOCK_INLINE float int8_scale(const float* x, int64_t size) {
     most = magnitude > most ? magnitude : most;
     poison += x[i] * 0.0f;
   }
-  return (most > 0.0f ? most / 127.0f : 1.0f) + poison;
+  return (most > 1e-30f ? most / 127.0f : 1.0f) + poison;
 }
 
 // Writes one vector to `to`, element d at d * stride; `offset` is the position in the block.

@@ -6,6 +6,9 @@
 
 namespace PENSTOCK_NAMESPACE {
 
+// Without it, compilers keep a tile's sums in memory before and after the loop that they are in registers for.
+#define PENSTOCK_UNROLL _Pragma("GCC unroll 16")
+
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int kFewRows = 4;
 constexpr int kManyRows = 6;
@@ -37,18 +40,26 @@ static __attribute__((noinline)) void score(const float* x, const KeyBlock<T>* b
   for (int64_t d = 0; d < size; ++d) {
     const int64_t at = d * block_size + column;
     Vec key[B][V];
+    PENSTOCK_UNROLL
     for (int b = 0; b < B; ++b) {
       if (R <= kFewRows) __builtin_prefetch(blocks[b].next + at, 0, 2);
+      PENSTOCK_UNROLL
       for (int v = 0; v < V; ++v) key[b][v] = widen(blocks[b].keys + at + v * kLanes);
     }
+    PENSTOCK_UNROLL
     for (int i = 0; i < R; ++i) {
       const Vec xi = splat(x[i * size + d]);
+      PENSTOCK_UNROLL
       for (int b = 0; b < B; ++b)
+        PENSTOCK_UNROLL
         for (int v = 0; v < V; ++v) sum[i][b][v] += xi * key[b][v];
     }
   }
+  PENSTOCK_UNROLL
   for (int i = 0; i < R; ++i)
+    PENSTOCK_UNROLL
     for (int b = 0; b < B; ++b)
+      PENSTOCK_UNROLL
       for (int v = 0; v < V; ++v) store(blocks[b].scores + i * scores_stride + column + v * kLanes, sum[i][b][v]);
 }
 
@@ -95,7 +106,9 @@ template <class T, int R, int V>
 static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const Segment<T>* segments,
                                             int64_t limit, int64_t column, int64_t size, float* out) {
   Vec sum[R][V];
+  PENSTOCK_UNROLL
   for (int i = 0; i < R; ++i)
+    PENSTOCK_UNROLL
     for (int v = 0; v < V; ++v) sum[i][v] = load(out + i * size + column + v * kLanes);
   for (; segments->offset < limit; ++segments) {
     const T* values = segments->values + column;
@@ -104,17 +117,22 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
     const int64_t left = limit - segments->offset, count = left < segments->count ? left : segments->count;
     for (int64_t k = 0; k < count; ++k) {
       Vec value[V];
+      PENSTOCK_UNROLL
       for (int v = 0; v < V; ++v) {
         if (R <= kFewRows && v * kLanes * sizeof(T) % kLine == 0) __builtin_prefetch(next + k * size + v * kLanes, 0, 2);
         value[v] = widen(values + k * size + v * kLanes);
       }
+      PENSTOCK_UNROLL
       for (int i = 0; i < R; ++i) {
         const Vec wi = splat(weight[i * weights_stride + k]);
+        PENSTOCK_UNROLL
         for (int v = 0; v < V; ++v) sum[i][v] += wi * value[v];
       }
     }
   }
+  PENSTOCK_UNROLL
   for (int i = 0; i < R; ++i)
+    PENSTOCK_UNROLL
     for (int v = 0; v < V; ++v) store(out + i * size + column + v * kLanes, sum[i][v]);
 }
 
@@ -157,7 +175,7 @@ PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weig
 // to.
 struct Sums {
   float* values;  // [rows][head_size]
-  float* mass;    // [rows]
+  float* mass;    // [rows][kLanes], to be added up
   float* peak;    // [rows]
 };
 
@@ -184,8 +202,8 @@ PENSTOCK_INLINE void soften(float soft_cap, float* scores, int64_t from, int64_t
   for (int64_t i = first; i < last; i += kLanes) most = max(load(scores + i), most);
   const float old_peak = sums.peak[row], tile_peak = max_lanes(most);
   const float peak = tile_peak > old_peak ? tile_peak : old_peak;
-  float mass = sums.mass[row];
-  if (tile_peak > old_peak && mass != 0.0f) {
+  Vec mass = load(sums.mass + row * kLanes);
+  if (tile_peak > old_peak && old_peak != kMinusInfinity) {
     const float shrink = exp(splat(old_peak - peak))[0];
     mass *= shrink;
     float* sum = sums.values + row * size;
@@ -194,15 +212,14 @@ PENSTOCK_INLINE void soften(float soft_cap, float* scores, int64_t from, int64_t
     for (; d < size; ++d) sum[d] *= shrink;
   }
   for (int64_t i = 0; i < first; i += kLanes) store(scores + i, Vec{});
-  Vec total = {};
   for (int64_t i = first; i < last; i += kLanes) {
     const Vec weight = exp(load(scores + i) - peak);
-    total += weight;
+    mass += weight;
     store(scores + i, value_scale == nullptr ? weight : weight * load(value_scale + i));
   }
   for (int64_t i = last; i < length; i += kLanes) store(scores + i, Vec{});
   sums.peak[row] = peak;
-  sums.mass[row] = mass + sum_lanes(total);
+  store(sums.mass + row * kLanes, mass);
 }
 
 }  // namespace PENSTOCK_NAMESPACE

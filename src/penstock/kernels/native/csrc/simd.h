@@ -18,11 +18,10 @@ typedef uint16_t HalfVec __attribute__((vector_size(PENSTOCK_LANES * 2)));
 
 #define PENSTOCK_INLINE static inline __attribute__((always_inline))
 
-PENSTOCK_INLINE Vec load(const float* from) {
-  Vec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
+// In memory a vector may lie anywhere. GCC would move the bytes of a memcpy through the stack.
+typedef float LooseVec __attribute__((vector_size(PENSTOCK_LANES * 4), aligned(4), may_alias));
+
+PENSTOCK_INLINE Vec load(const float* from) { return *reinterpret_cast<const LooseVec*>(from); }
 
 // Floats of half the size, which widen to float exactly.
 struct Bfloat16 {
@@ -48,7 +47,7 @@ PENSTOCK_INLINE Vec load(const Float16* from) {
 #endif
 }
 
-PENSTOCK_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+PENSTOCK_INLINE void store(float* to, Vec v) { *reinterpret_cast<LooseVec*>(to) = v; }
 
 // Subtracting zero changes nothing, not even the sign of a zero, so compilers leave only the broadcast of it.
 PENSTOCK_INLINE Vec splat(float x) { return x - Vec{}; }
