@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,14 @@ class Cache:
     """Requests of random tokens over a paged cache, whose steps may be cut anywhere."""
 
     def __init__(
-        self, kernels: NativeKernels, *, group_size: int, head_size: int, block_size: int, window: int | None
+        self,
+        kernels: NativeKernels,
+        *,
+        group_size: int,
+        head_size: int,
+        block_size: int,
+        window: int | None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         generator = torch.Generator().manual_seed(3)
         self.kernels, self.block_size, self.window = kernels, block_size, window
@@ -33,7 +42,9 @@ class Cache:
         for row, count in enumerate(num_blocks):
             first = sum(num_blocks[:row])
             self.table[row, :count] = torch.from_numpy(ids[first : first + count])
-        self.kv_cache = torch.full((2, sum(num_blocks) + 1, 2, block_size, head_size), float("nan"))
+        # What was in memory before is not a number; neither is an int8 block's scale of four bytes of -1.
+        width, stale = (head_size + 4, -1) if dtype is torch.int8 else (head_size, float("nan"))
+        self.kv_cache = torch.full((2, sum(num_blocks) + 1, 2, block_size, width), stale, dtype=dtype)
 
     def step(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
         """Attention of positions start..stop of each (request, start, stop)."""
@@ -59,12 +70,14 @@ class Cache:
 @pytest.mark.parametrize(("group_size", "head_size"), [(1, 64), (3, 20), (8, 16)])
 @pytest.mark.parametrize("block_size", [4, 16, 80])
 @pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_chunks(
-    instruction_set: str, group_size: int, head_size: int, block_size: int, window: int | None
+    instruction_set: str, group_size: int, head_size: int, block_size: int, window: int | None, dtype: torch.dtype
 ) -> None:
     kernels = load_native_kernels(instruction_set)
     assert kernels is not None
-    shape = {"group_size": group_size, "head_size": head_size, "block_size": block_size, "window": window}
+    sizes = {"group_size": group_size, "head_size": head_size, "block_size": block_size}
+    shape: dict[str, Any] = {**sizes, "window": window, "dtype": dtype}
     together = Cache(kernels, **shape).step([(index, 0, length) for index, length in enumerate(LENGTHS)])
     before = torch.get_num_threads()
     try:

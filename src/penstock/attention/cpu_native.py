@@ -1,5 +1,6 @@
 """The CPU backend whose attention is one C++ kernel for any mix of decodes and prefill chunks.
 
+It computes in float32; the cache is float32, bfloat16, or int8 with a scale for each position of each head.
 Keys of the cache are [num_blocks, K, D, block_size], values [num_blocks, K, block_size, D]: either way the innermost
 dimension is the one that the kernel computes many of at once.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from penstock.attention.base import AttentionBackend, HeadNorm, LayerAttention, StepGeometry
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.attention import HeadShape, StepRequests
+from penstock.kernels.native.attention import CACHE_TYPES, HeadShape, StepRequests
 from penstock.kernels.rotary import Rotation, TableRotation
 
 
@@ -39,7 +40,9 @@ class CpuNativeBackend(AttentionBackend):
             return "it runs on the CPU only"
         if NATIVE is None:
             return "the C++ kernels are not there or were turned off"
-        return None if dtype is torch.float32 else f"it computes in float32, not {dtype}"
+        if dtype not in CACHE_TYPES:
+            return f"it keeps keys and values in {', '.join(map(str, CACHE_TYPES))}, not in {dtype}"
+        return None
 
     @staticmethod
     def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
@@ -64,14 +67,14 @@ class CpuNativeBackend(AttentionBackend):
         if metadata.num_tokens == 0:
             return torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
         output_THD = NATIVE.attention(
-            _with_adjacent_heads(query_THD),
-            _with_adjacent_heads(key_TKD),
-            _with_adjacent_heads(value_TKD),
+            _as_the_kernel_takes_it(query_THD),
+            _as_the_kernel_takes_it(key_TKD),
+            _as_the_kernel_takes_it(value_TKD),
             kv_cache,
             metadata.requests,
             self._shape(layer, metadata.block_size),
         )
-        return _without_padding(output_THD, metadata)
+        return _without_padding(output_THD, metadata).to(query_THD.dtype)
 
     def forward_projected(
         self,
@@ -118,7 +121,8 @@ def _without_padding(output: Tensor, metadata: CpuNativeMetadata) -> Tensor:
     return output
 
 
-def _with_adjacent_heads(heads_THD: Tensor) -> Tensor:
-    """The tensor as it is where a token's heads lie side by side; models from elsewhere may have them apart."""
+def _as_the_kernel_takes_it(heads_THD: Tensor) -> Tensor:
+    """In float32, with a token's heads side by side: models may compute in bfloat16, or have their heads apart."""
+    heads_THD = heads_THD.to(torch.float32)
     has_adjacent = heads_THD.stride(2) == 1 and heads_THD.stride(1) == heads_THD.shape[2]
     return heads_THD if has_adjacent else heads_THD.contiguous()

@@ -68,6 +68,8 @@ class CpuPagedBackend(AttentionBackend):
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         if layer.soft_cap is not None:
             return "soft caps"
+        if not dtype.is_floating_point:
+            return f"it keeps no {dtype} cache"
         return None if device.type == "cpu" else "it runs on the CPU only"
 
     @staticmethod
@@ -135,12 +137,16 @@ class CpuPagedBackend(AttentionBackend):
         for prefill in metadata.prefills:
             rows = slice(prefill.start, prefill.stop)
             if prefill.is_whole_prompt:
-                key_LKD, value_LKD = key_TKD[rows], value_TKD[rows]
+                key_LKD, value_LKD = key_TKD[rows].to(kv_cache.dtype), value_TKD[rows].to(kv_cache.dtype)
             else:
                 key_LKD = _gather_context(key_cache, prefill)
                 value_LKD = _gather_context(value_cache, prefill)
             output_THD[rows] = prefill_attention_cpu(
-                query_THD[rows], key_LKD, value_LKD, layer.scale, layer.sliding_window
+                query_THD[rows],
+                key_LKD.to(query_THD.dtype),
+                value_LKD.to(query_THD.dtype),
+                layer.scale,
+                layer.sliding_window,
             )
         output_THD[metadata.num_tokens :] = 0
         return output_THD
@@ -156,7 +162,7 @@ class CpuPagedBackend(AttentionBackend):
     def _write(cache_BKPD: Tensor, new_TKD: Tensor, metadata: CpuPagedMetadata) -> None:
         head_size = new_TKD.shape[-1]
         rows = new_TKD[: metadata.num_tokens].reshape(-1, head_size)
-        cache_BKPD.view(-1, head_size).index_copy_(0, metadata.kv_rows, rows)
+        cache_BKPD.view(-1, head_size).index_copy_(0, metadata.kv_rows, rows.to(cache_BKPD.dtype))
 
 
 def _gather_context(cache_BKPD: Tensor, prefill: Prefill) -> Tensor:

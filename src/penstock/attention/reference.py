@@ -17,7 +17,7 @@ class ReferenceBackend(TokenMajorBackend):
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
-        return None
+        return None if dtype.is_floating_point else f"it keeps no {dtype} cache"
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
         num_reqs = geometry.num_actual_reqs

@@ -34,8 +34,8 @@ class TokenMajorBackend(AttentionBackend):
         if num_tokens > 0:
             rows = metadata.slot_mapping[:num_tokens]
             flat = kv_cache.flatten(1, 2)
-            flat[0].index_copy_(0, rows, key_TKD[:num_tokens])
-            flat[1].index_copy_(0, rows, value_TKD[:num_tokens])
+            flat[0].index_copy_(0, rows, key_TKD[:num_tokens].to(flat.dtype))
+            flat[1].index_copy_(0, rows, value_TKD[:num_tokens].to(flat.dtype))
             output_THD[:num_tokens] = self.attend(layer, query_THD[:num_tokens], kv_cache, metadata)
         return output_THD
 

@@ -46,6 +46,7 @@ def generate(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     memory_fraction: options.MemoryFraction = None,
     kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     engine_seed: options.EngineSeed = 0,
     option: options.Options = None,
     debug: options.Debug = False,
@@ -79,6 +80,7 @@ def generate(
             "max_num_batched_tokens": max_num_batched_tokens,
             "memory_fraction": memory_fraction,
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "kv_cache_dtype": kv_cache_dtype,
             "seed": engine_seed,
             **options.parse_options(option),
         }

@@ -25,6 +25,7 @@ MemoryFraction = Annotated[
     float | None, typer.Option(help="Share of the device's memory (also: --gpu-memory-utilization)")
 ]
 KVCacheMemoryBytes = Annotated[int | None, typer.Option(help="KV cache size, instead of what that leaves")]
+KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16, int8")]
 EngineSeed = Annotated[int, typer.Option(help="Makes the seeds of requests without one")]
 Options = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Any other engine option; repeatable")

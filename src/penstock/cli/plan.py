@@ -25,6 +25,7 @@ def plan(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     memory_fraction: options.MemoryFraction = None,
     kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     option: options.Options = None,
     debug: options.Debug = False,
 ) -> None:
@@ -49,6 +50,7 @@ def plan(
             max_num_batched_tokens=max_num_batched_tokens,
             memory_fraction=memory_fraction,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=kv_cache_dtype,
             **options.parse_options(option),
         )
         try:

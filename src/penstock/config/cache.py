@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.checks import check_flag, check_integer
+from penstock.config.checks import check_choice, check_flag, check_integer
 from penstock.errors import ConfigError
+
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +17,14 @@ class CacheConfig:
         None lets the device choose (0.9 of a GPU, half of what a process may use of a CPU machine).
     kv_cache_memory_bytes: size of the KV cache in bytes, instead of what `memory_fraction` leaves.
     enable_prefix_caching: reuse the KV of prompts that begin alike.
+    kv_cache_dtype: what keys and values are kept in, one of `KV_CACHE_DTYPES`; "auto" is what the model computes in.
     """
 
     block_size: int = 16
     memory_fraction: float | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         check_integer("block_size", self.block_size, 1)
@@ -33,3 +37,4 @@ class CacheConfig:
         if self.kv_cache_memory_bytes is not None:
             check_integer("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)

@@ -10,7 +10,14 @@ import math
 
 import msgspec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+# int8 keys and values have a float32 scale for each position of each head, kept behind its block.
+SCALE_BYTES = {"int8": 4}
+
+
+def head_elements(head_size: int, dtype: str) -> int:
+    """Elements of the dtype that one head's key or value takes at one position, its scale included."""
+    return head_size + SCALE_BYTES.get(dtype, 0) // DTYPE_BYTES[dtype]
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -36,8 +43,13 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
     dtype: str
 
     @property
+    def elements_per_head(self) -> int:
+        """Elements of the dtype that one head's key or value takes at one position."""
+        return head_elements(self.head_size, self.dtype)
+
+    @property
     def page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        return 2 * self.block_size * self.num_kv_heads * self.elements_per_head * DTYPE_BYTES[self.dtype]
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         return math.ceil(max_model_len / self.block_size)
@@ -52,8 +64,13 @@ class SlidingWindowSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
     sliding_window: int
 
     @property
+    def elements_per_head(self) -> int:
+        """Elements of the dtype that one head's key or value takes at one position."""
+        return head_elements(self.head_size, self.dtype)
+
+    @property
     def page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        return 2 * self.block_size * self.num_kv_heads * self.elements_per_head * DTYPE_BYTES[self.dtype]
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         positions = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from penstock.device.dtypes import DtypeChoice
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,  # of a KV cache
+}
 
 
 @dataclass(frozen=True, slots=True)

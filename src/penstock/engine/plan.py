@@ -18,7 +18,7 @@ from penstock.config.resolve import resolve_metadata_folder
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.contract import KVCacheConfig, KVCacheSpec
 from penstock.contract.kv_cache import DTYPE_BYTES
-from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype
+from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, memory_limit
 from penstock.device.nvml import gpu_memory
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
@@ -64,6 +64,7 @@ class EnginePlan:
     num_parameters: int
     memory: MemoryPlan
     block_size: int
+    kv_cache_dtype: str
     kv_bytes_per_token: int
     kv_cache: KVCacheConfig
     max_model_len: int
@@ -91,6 +92,7 @@ class EnginePlan:
             "memory": memory,
             "kv_cache": {
                 "bytes": self.kv_cache.size_bytes,
+                "dtype": self.kv_cache_dtype,
                 "bytes_per_token": self.kv_bytes_per_token,
                 "block_size": self.block_size,
                 "num_blocks": self.kv_cache.num_blocks,
@@ -111,7 +113,7 @@ class EnginePlan:
     def _cache_lines(self) -> list[str]:
         shape = self.shape
         per_token = (
-            f"2 x {shape.num_kv_heads} heads x {shape.head_size} x {shape.num_layers} layers in {self.dtype.name}"
+            f"2 x {shape.num_kv_heads} heads x {shape.head_size} x {shape.num_layers} layers in {self.kv_cache_dtype}"
         )
         rows = [
             ("size", format_bytes(self.kv_cache.size_bytes), ""),
@@ -135,7 +137,8 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     shape = read_shape(config.model)
     headers = hub_headers or _headers(config, shape)
     dtype = _choose_dtype(config, headers, device)
-    sizes = _measure_sizes(config, shape, headers, dtype, device)
+    kv_cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, device)
+    sizes = _measure_sizes(config, shape, headers, dtype, kv_cache_dtype, device)
     memory, specs = _plan_memory(config, shape, sizes, device), sizes.specs
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
@@ -154,6 +157,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
         num_parameters=sizes.num_parameters,
         memory=memory,
         block_size=config.cache.block_size,
+        kv_cache_dtype=kv_cache_dtype,
         kv_bytes_per_token=kv_bytes_per_token,
         kv_cache=kv_cache,
         max_model_len=max_model_len,
@@ -237,7 +241,12 @@ class _Sizes:
 
 
 def _measure_sizes(
-    config: EngineConfig, shape: ModelShape, headers: Mapping[str, TensorHeader], dtype: DtypeChoice, device: str
+    config: EngineConfig,
+    shape: ModelShape,
+    headers: Mapping[str, TensorHeader],
+    dtype: DtypeChoice,
+    kv_cache_dtype: str,
+    device: str,
 ) -> _Sizes:
     """What belongs to the model: from its shape, or where it runs through Transformers from a run without memory."""
     scheduler, block_size = config.scheduler, config.cache.block_size
@@ -248,7 +257,7 @@ def _measure_sizes(
     if runs_through_transformers(config.model):
         from penstock.worker.unloaded_model import try_without_memory
 
-        unloaded = try_without_memory(config.model, num_tokens, block_size, dtype.name, dtype.weights)
+        unloaded = try_without_memory(config.model, num_tokens, block_size, dtype.name, dtype.weights, kv_cache_dtype)
         logits = logits_bytes(shape.vocab_size, num_tokens, num_rows, config.sampling, device)
         step = StepMemory(unloaded.activations, logits)
         weights = unloaded.weights - integers.num_parameters * DTYPE_BYTES[dtype.weights] + integers.num_bytes
@@ -268,7 +277,7 @@ def _measure_sizes(
         num_parameters + integers.num_parameters,
         weights + integers.num_bytes,
         step,
-        shape.kv_cache_specs(block_size, dtype.name),
+        shape.kv_cache_specs(block_size, kv_cache_dtype),
     )
 
 

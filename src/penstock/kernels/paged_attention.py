@@ -146,7 +146,7 @@ def decode_attention_cpu(
     group_size = num_heads // num_kv_heads
     query_NKGD = (query_RHD * scale).view(num_reqs, num_kv_heads, group_size, head_size).index_select(0, blocks.owner_N)
     num_blocks = blocks.block_ids_N.shape[0]
-    key_NKPD = torch.index_select(key_BKPD, 0, blocks.block_ids_N, out=workspace[0][:num_blocks])
+    key_NKPD = torch.index_select(key_BKPD, 0, blocks.block_ids_N, out=workspace[0][:num_blocks]).to(query_RHD.dtype)
     scores_NKGP = torch.matmul(query_NKGD, key_NKPD.transpose(2, 3)).float()
     scores_NKGP += blocks.bias_NP[:, None, None, :]
 
@@ -158,6 +158,7 @@ def decode_attention_cpu(
     weights_NKGP = scores_NKGP.sub_(peak_NKG1).exp_()
 
     value_NKPD = torch.index_select(value_BKPD, 0, blocks.block_ids_N, out=workspace[1][:num_blocks])
+    value_NKPD = value_NKPD.to(query_RHD.dtype)
     partial_NX = torch.matmul(weights_NKGP.to(value_NKPD.dtype), value_NKPD).float().view(-1, num_heads * head_size)
     mass_NH = weights_NKGP.sum(dim=-1).view(-1, num_heads)
     output_RHD = _sum_segments(partial_NX, blocks).view(num_reqs, num_heads, head_size)

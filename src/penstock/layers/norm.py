@@ -95,8 +95,8 @@ class RoundedLastQueryKeyNorm(QueryKeyNorm):
         self.weight_offset = weight_offset
 
     @property
-    def rms_of_each_head(self) -> None:
-        return None
+    def rms_of_each_head(self) -> tuple[Tensor, float] | None:
+        return (self.weight + self.weight_offset if self.weight_offset else self.weight), self.eps
 
     def forward(self, query_key_THD: Tensor) -> Tensor:
         return rms_norm_rounded_last(query_key_THD, self.weight, self.eps, self.weight_offset)

@@ -57,7 +57,9 @@ class PagedKVCache:
             )
             backend = backend_class(layers[group.layer_names[0]])
             self.groups.append(AttentionGroup(backend, refusals))
-            shape = backend.kv_cache_shape(config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+            shape = backend.kv_cache_shape(
+                config.num_blocks, spec.block_size, spec.num_kv_heads, spec.elements_per_head
+            )
             for name in group.layer_names:
                 self._layers[name] = BoundLayer(index, backend, owner[name].view(dtype).view(shape))
 

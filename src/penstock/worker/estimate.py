@@ -122,7 +122,7 @@ _TRAITS = {
     "GPT2LMHeadModel": LayerTraits(
         is_gated=False, widens=False, kept_in_attention=2, kept_in_mlp=2, embeds_positions=True
     ),
-    "Gemma3ForCausalLM": LayerTraits(normalises_heads=True),
+    "Gemma3ForCausalLM": LayerTraits(normalises_heads=True, fuses_head_norms=True),
     "Olmo2ForCausalLM": LayerTraits(
         normalises_heads=True, normalises_together=True, kept_in_attention=2, kept_in_mlp=3
     ),
@@ -166,8 +166,11 @@ def estimate_step(
     is_native = _is_native(dtype, device)
     hidden, rotation = shape.hidden_size * value, 0 if is_native else 2 * shape.rotary_dim * value
     heads, mixed = _head_bytes(shape, traits, value, is_native=is_native), shape.num_heads * shape.head_size * value
-    # The backend's result, and its place in the step's, where our own kernel writes its result at once.
+    # The backend's result, and its place in the step's, where our own kernel writes its result at once. It works in
+    # float32, to which bfloat16 is widened beside it.
     results = mixed if is_native else 2 * mixed
+    if dtype == "bfloat16" and device == "cpu" and has_native_kernels():
+        results = (shape.qkv_size + shape.num_heads * shape.head_size) * _FLOAT_BYTES
     kept = max(traits.kept_in_attention, traits.kept_in_mlp) * hidden
     inside = max(
         kept + (_norm_bytes(shape.hidden_size, value) if traits.widens and not is_native else 0),

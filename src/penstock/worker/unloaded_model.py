@@ -37,7 +37,7 @@ class UnloadedModel:
 
 
 def try_without_memory(
-    model_config: ModelConfig, num_tokens: int, block_size: int, dtype: str, weights_dtype: str
+    model_config: ModelConfig, num_tokens: int, block_size: int, dtype: str, weights_dtype: str, kv_cache_dtype: str
 ) -> UnloadedModel:
     """Count the tensors of a step of `num_tokens`. Raises what building the model raises, such as UnsupportedModel.
 
@@ -54,7 +54,7 @@ def try_without_memory(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights=weights_size_bytes(as_kept),
         activations=memory.peak_bytes,
-        specs=kv_cache_specs(model, block_size, dtype),
+        specs=kv_cache_specs(model, block_size, kv_cache_dtype),
     )
 
 

@@ -20,6 +20,7 @@ from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.config.model import AUTO_LENGTH
 from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
+from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.errors import LifecycleError
 from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
@@ -103,7 +104,9 @@ class Worker(WorkerBase):
         )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        return kv_cache_specs(self.model, self.config.cache.block_size, self.dtype.name)
+        cache = self.config.cache
+        dtype = choose_kv_cache_dtype(cache.kv_cache_dtype, self.dtype.name, self.device.kind)
+        return kv_cache_specs(self.model, cache.block_size, dtype)
 
     def determine_available_memory(self) -> MemoryPlan:
         device, start = self.device, self._required(self._start, "init_device")

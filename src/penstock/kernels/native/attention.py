@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+# What the cache may be kept in, and how the library knows it.
+CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class NativeAttention:
             value_stride,
             cache,
             cache + kv_cache.stride(0) * kv_cache.element_size(),
-            _CACHE_TYPES[kv_cache.dtype],
+            CACHE_TYPES[kv_cache.dtype],
             *requests.arguments,
             out.data_ptr(),
             out.stride(0),
