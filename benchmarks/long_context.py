@@ -1,0 +1,259 @@
+"""Decoding over long contexts: bytes that must be read per second, beside what this machine reads at all.
+
+    python -m benchmarks.long_context [--contexts 8192 16384] [--batches 1 8] [--dtypes float32 bfloat16 int8]
+        [--threads 2] [--repeats 7] [--output FOLDER]
+
+Three kinds of rows. "attention": the attention of one layer after the other, so that no cache of the processor holds
+what is read. "step": a model's whole forward pass and its logits, which read all weights and the KV cache once, over a
+cache of random numbers. "engine": steps of a whole engine after a real prefill (batch 1, the first context and dtype).
+The ceiling is torch's sum over more memory than any cache holds, timed in turns with what stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.offline import machine
+from benchmarks.workloads import LLAMA_60M
+from penstock.attention import LayerAttention, StepGeometry
+from penstock.attention.cpu_native import CpuNativeBackend
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.contract.kv_cache import head_elements
+from penstock.device.base import TORCH_DTYPES
+from penstock.engine.core import EngineCore
+from penstock.engine.messages import EngineRequest
+from penstock.layers.linear import weights_size_bytes
+
+_CEILING_BYTES = 512 << 20
+_BLOCK_SIZE = 16
+# Query heads, KV heads, head size: of the 60M Llama, and of Qwen3-0.6B.
+_SHAPES = {"60M Llama": (8, 4, 64), "Qwen3-0.6B": (16, 8, 128)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """gb_per_s: bytes that must be read, by the median seconds. ceiling_gb_per_s: of its own turns."""
+
+    kind: str
+    model: str
+    dtype: str
+    batch: int
+    context: int
+    ms: float
+    gb_per_s: float
+    ceiling_gb_per_s: float
+
+    @property
+    def share(self) -> float:
+        return self.gb_per_s / self.ceiling_gb_per_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="*", default=[8192, 16384])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16", "int8"])
+    parser.add_argument("--kinds", nargs="*", choices=["attention", "step", "engine"], default=["attention", "step"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    ceiling = _fill(_memory(_CEILING_BYTES).view(torch.float32).view(2, -1))
+    clock = Turns(ceiling, arguments.repeats)
+    rows = []
+    for dtype in arguments.dtypes:
+        for context in arguments.contexts:
+            for batch in arguments.batches:
+                if "attention" in arguments.kinds:
+                    rows += [measure_attention(clock, name, dtype, batch, context) for name in _SHAPES]
+                if "step" in arguments.kinds:
+                    rows.append(measure_step(clock, dtype, batch, context, arguments.threads))
+    if "engine" in arguments.kinds:
+        rows.append(measure_engine(clock, arguments.dtypes[0], arguments.contexts[0], arguments.threads))
+    print(as_markdown(rows, machine(arguments.threads)))
+    if arguments.output is not None:
+        name = f"{datetime.date.today().isoformat()}-cpu-long-context"
+        report = {"machine": machine(arguments.threads), "rows": [asdict(row) | {"share": row.share} for row in rows]}
+        (arguments.output / f"{name}.json").write_text(json.dumps(report, indent=1))
+        (arguments.output / f"{name}.md").write_text(as_markdown(rows, machine(arguments.threads)))
+
+
+class Turns:
+    """Times a function in turns with the reading of plain memory, so that both see the same moments of the machine."""
+
+    def __init__(self, memory: Tensor, repeats: int) -> None:
+        self._memory, self._repeats = memory, repeats
+
+    def time(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Median seconds of `run`, and median bytes per second of plain reading."""
+        run()
+        taken, speeds = [], []
+        for _ in range(self._repeats):
+            begin = time.perf_counter()
+            self._memory.sum()
+            speeds.append(_CEILING_BYTES / (time.perf_counter() - begin))
+            begin = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken), statistics.median(speeds)
+
+
+def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: int) -> Row:
+    num_heads, num_kv_heads, head_size = _SHAPES[name]
+    layer = LayerAttention("layer", num_heads, num_kv_heads, head_size, head_size**-0.5)
+    backend = CpuNativeBackend(layer)
+    geometry = _decodes(batch, context)
+    num_blocks = int(geometry.block_table.max()) + 1
+    elements = head_elements(head_size, dtype)
+    layer_bytes = 2 * batch * context * num_kv_heads * elements * TORCH_DTYPES[dtype].itemsize
+    num_layers = max(2, -(-_CEILING_BYTES // layer_bytes))
+    shape = backend.kv_cache_shape(num_blocks, _BLOCK_SIZE, num_kv_heads, elements)
+    cache_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
+    caches = [_fill(_memory(cache_bytes).view(TORCH_DTYPES[dtype]).view(shape)) for _ in range(num_layers)]
+    query, key, value = torch.randn(batch, num_heads + 2 * num_kv_heads, head_size).split(
+        [num_heads, num_kv_heads, num_kv_heads], 1
+    )
+    metadata = backend.prepare(geometry)
+
+    def run() -> None:
+        for cache in caches:
+            backend.forward(layer, query, key, value, cache, metadata)
+
+    seconds, speed = clock.time(run)
+    return _row("attention", name, dtype, batch, context, seconds / num_layers, layer_bytes, speed)
+
+
+def measure_step(clock: Turns, dtype: str, batch: int, context: int, threads: int) -> Row:
+    num_blocks = batch * -(-context // _BLOCK_SIZE) + 1
+    with tempfile.TemporaryDirectory() as folder:
+        core = _start(folder, dtype, context, threads, num_blocks)
+        (runner,) = core.collective_rpc(lambda worker: worker.runner)
+        for name in runner.kv_cache.config.groups[0].layer_names:
+            _fill(runner.kv_cache.layer_memory(name))
+        geometry = _decodes(batch, context)
+        model = runner.model
+        input_ids, positions = torch.zeros(batch, dtype=torch.int32), torch.full((batch,), context - 1)
+
+        def run() -> None:
+            step = runner.kv_cache.prepare(SimpleNamespace(geometry=[geometry]))
+            model.compute_logits(model(input_ids, positions, step))
+
+        with torch.no_grad():
+            seconds, speed = clock.time(run)
+        num_bytes = _bytes_of_step(model, core, batch, context)
+        core.close()
+    return _row("step", "60M Llama", dtype, batch, context, seconds, num_bytes, speed)
+
+
+def measure_engine(clock: Turns, dtype: str, context: int, threads: int) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        core = _start(folder, dtype, context, threads, -(-context // _BLOCK_SIZE) + 2)
+        (runner,) = core.collective_rpc(lambda worker: worker.runner)
+        prompt = torch.randint(10, 30_000, (context - 64,)).tolist()
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=60, ignore_eos=True)
+        core.add_request(EngineRequest(req_id="long", prompt_token_ids=prompt, sampling_params=params))
+        while not core.step():
+            pass
+        seconds, speed = clock.time(core.step)
+        num_bytes = _bytes_of_step(runner.model, core, 1, context)
+        core.close()
+    return _row("engine", "60M Llama", dtype, 1, context, seconds, num_bytes, speed)
+
+
+def _start(folder: str, dtype: str, context: int, threads: int, num_blocks: int) -> EngineCore:
+    config = {**LLAMA_60M, "max_position_embeddings": context}
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    elements = head_elements(64, dtype) * TORCH_DTYPES[dtype].itemsize
+    block_bytes = 2 * _BLOCK_SIZE * LLAMA_60M["num_key_value_heads"] * elements * LLAMA_60M["num_hidden_layers"]
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "num_threads": threads,
+        "load_format": "dummy",
+        "kv_cache_dtype": dtype,
+        "block_size": _BLOCK_SIZE,
+        "kv_cache_memory_bytes": (num_blocks + 1) * block_bytes,
+    }
+    return EngineCore(EngineConfig.create(folder, **options))
+
+
+def _bytes_of_step(model: torch.nn.Module, core: EngineCore, batch: int, context: int) -> int:
+    """All weights but the embedding, of which a step reads a few rows, and the keys and values of all positions."""
+    embedding = LLAMA_60M["vocab_size"] * LLAMA_60M["hidden_size"] * 4
+    config = core.kv_cache_config
+    per_position = config.size_bytes / config.num_blocks / _BLOCK_SIZE
+    return weights_size_bytes(model) - embedding + int(batch * context * per_position)
+
+
+def _decodes(batch: int, context: int) -> StepGeometry:
+    """One token each, the last of `context`, over blocks in no order."""
+    blocks = -(-context // _BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(batch * blocks) + 1
+    starts = np.arange(batch + 1)
+    return StepGeometry(
+        query_start_loc=torch.from_numpy(starts).int(),
+        query_start_loc_np=starts,
+        seq_lens=torch.full((batch,), context, dtype=torch.int32),
+        block_table=torch.from_numpy(order.reshape(batch, blocks)).int(),
+        slot_mapping=torch.zeros(batch, dtype=torch.int64),
+        num_actual_tokens=batch,
+        num_actual_reqs=batch,
+        max_query_len=1,
+        max_seq_len_upper_bound=context,
+        block_size=_BLOCK_SIZE,
+    )
+
+
+def _memory(num_bytes: int) -> Tensor:
+    """As the engine takes memory for its KV cache: in large pages where the system has them."""
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+
+
+def _fill(cache: Tensor) -> Tensor:
+    """Random numbers, alike in all blocks; as int8 scales too the bytes are small finite numbers."""
+    if cache.dtype is torch.int8:
+        return cache.random_(0, 60)
+    return cache.copy_(torch.randn(cache.shape[2:]))
+
+
+def _row(
+    kind: str, model: str, dtype: str, batch: int, context: int, seconds: float, num_bytes: int, speed: float
+) -> Row:
+    return Row(kind, model, dtype, batch, context, seconds * 1e3, num_bytes / seconds / 1e9, speed / 1e9)
+
+
+def as_markdown(rows: list[Row], facts: dict[str, object]) -> str:
+    lines = [
+        "# Decoding over long contexts, CPU",
+        "",
+        ", ".join(f"{name} {value}" for name, value in facts.items()),
+        "",
+    ]
+    lines += ["| what | shape | KV cache | batch | context | ms | GB/s | plain reading, GB/s | share |"]
+    lines += ["| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    lines += [
+        f"| {row.kind} | {row.model} | {row.dtype} | {row.batch} | {row.context} | {row.ms:.2f} "
+        f"| {row.gb_per_s:.1f} | {row.ceiling_gb_per_s:.1f} | {row.share:.0%} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
