@@ -6,6 +6,7 @@ Each engine lives in a process of its own: the thread pools of one would slow th
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -59,6 +60,16 @@ class PenstockEngine:
 
     def close(self) -> None:
         self._core.close()
+
+
+class PenstockTorchProducts(PenstockEngine):
+    """With torch's matrix products in place of ours: what the rest is worth."""
+
+    name = "Penstock with torch's products"
+
+    def __init__(self, folder: Path, num_threads: int) -> None:
+        os.environ["PENSTOCK_CPU_PRODUCTS"] = "torch"
+        super().__init__(folder, num_threads)
 
 
 class TransformersGenerate:
@@ -156,6 +167,7 @@ def _serve(connection: Connection, name: str, folder: Path, num_threads: int) ->
 
 ENGINES: dict[str, Callable[[Path, int], Engine]] = {
     "penstock": PenstockEngine,
+    "torch-products": PenstockTorchProducts,
     "generate": TransformersGenerate,
     "continuous": TransformersContinuousBatching,
 }

@@ -5,6 +5,7 @@
 | PENSTOCK_LOG_LEVEL | level of Penstock's log: debug, info (default), warning, error |
 | PENSTOCK_PLUGINS | comma-separated names of the entry points to load as plugins; unset loads all, empty none |
 | PENSTOCK_CPU_KERNELS | kernels on the CPU: auto (default), torch, or an instruction set: avx512, avx2, generic |
+| PENSTOCK_CPU_PRODUCTS | matrix products on the CPU: auto (default), or torch for its own beside our other kernels |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1 forbids the network: models come from the local cache only |
 """
 
@@ -12,10 +13,14 @@ from __future__ import annotations
 
 import os
 
+from penstock.errors import ConfigError
+
 # What tells people how an engine was run, and cannot be a secret.
 _REPORTED = (
     "PENSTOCK_LOG_LEVEL",
     "PENSTOCK_PLUGINS",
+    "PENSTOCK_CPU_KERNELS",
+    "PENSTOCK_CPU_PRODUCTS",
     "HF_HUB_OFFLINE",
     "TRANSFORMERS_OFFLINE",
     "OMP_NUM_THREADS",
@@ -36,6 +41,14 @@ def log_level() -> str:
 
 def cpu_kernels() -> str:
     return os.environ.get("PENSTOCK_CPU_KERNELS", "auto").lower()
+
+
+def uses_torch_products() -> bool:
+    """Raises ConfigError for a value that means nothing."""
+    value = os.environ.get("PENSTOCK_CPU_PRODUCTS", "auto").lower()
+    if value not in ("auto", "torch"):
+        raise ConfigError(f"PENSTOCK_CPU_PRODUCTS={value!r} is not valid. Allowed: auto, torch.")
+    return value == "torch"
 
 
 def allowed_plugins() -> list[str] | None:

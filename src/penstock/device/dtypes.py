@@ -50,7 +50,7 @@ def choose_cpu_dtype(requested: str, checkpoint: str, stored: str | None = None)
     weights, reason = (checkpoint, "the checkpoint's own") if requested == "auto" else (requested, "as asked for")
     if weights == "float32":
         return DtypeChoice("float32", reason, "float32")
-    if has_native_kernels():
+    if has_native_kernels() and not env.uses_torch_products():
         return DtypeChoice("float32", f"weights stay in {weights}, {reason}, and products widen them", weights)
     if requested == "auto":
         why = f"exact for {checkpoint} weights, and faster than {checkpoint} on this CPU"
