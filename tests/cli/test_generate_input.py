@@ -129,12 +129,14 @@ def test_options_reach_the_configuration(generate: Generate, cores: list[FakeCor
         "--max-num-batched-tokens": "77",
         "--kv-cache-memory-bytes": "1000000",
         "--engine-seed": "5",
+        "--threads": "3",
     }
     generate("x", *(word for option in options.items() for word in option))
     config = cores[0].config
     assert config is not None
     assert (config.model.dtype, config.device.device, config.load.load_format) == ("float32", "cpu", "dummy")
     assert (config.model.max_model_len, config.model.seed) == (32, 5)
+    assert config.device.num_threads == 3
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 77)
     assert config.cache.kv_cache_memory_bytes == 1_000_000
 

@@ -80,19 +80,24 @@ def _machine() -> dict[str, str]:
 
     import psutil
 
-    from penstock.device.limits import memory_limit, usable_cores
+    from penstock.device.limits import cpu_quota, memory_limit, memory_nodes, usable_cores, usable_cpus
+    from penstock.device.threads import plan_threads
     from penstock.observability.units import format_bytes
 
     limit = memory_limit()
     total, free, host = map(format_bytes, (limit.total_bytes, limit.free_bytes, psutil.virtual_memory().total))
     model, flags = _cpu()
+    cpus = usable_cpus()
+    threads = plan_threads(None, cpus=cpus, quota=cpu_quota())
     return {
         "system": f"{platform.system()} {platform.release()}",
         "distribution": _distribution(),
         "libc": " ".join(platform.libc_ver()).strip() or "unknown",
         "CPU": f"{model} ({platform.machine()})",
         "CPU features": ", ".join(flags) or "unknown",
-        "cores": f"{usable_cores()} that this process may use, {os.cpu_count()} in the machine",
+        "cores": f"{usable_cores()} that this process may use, {os.cpu_count()} logical CPUs in the machine",
+        "NUMA nodes": f"{len(memory_nodes(cpus)) or 1} that these are on",
+        "threads": f"{threads.num_threads} by default ({threads.reason})",
         "memory": f"{total} that this process may use, {free} free, {host} in the machine",
         "shared memory": format_bytes(psutil.disk_usage("/dev/shm").total) if Path("/dev/shm").is_dir() else "none",
     }

@@ -17,6 +17,7 @@ TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help="The same
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads  [default: one per usable core]")]
 LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, pt, sharded_state, dummy (random)")]
 MaxModelLen = Annotated[str | None, typer.Option(metavar="N|auto", help="Longest context  [default: the model's]")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Requests that run at once")]

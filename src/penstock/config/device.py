@@ -12,7 +12,7 @@ DEVICES = ("auto", "cpu", "cuda")
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     """device: "auto" takes CUDA where there is one, else the CPU.
-    num_threads: CPU threads for the model; None takes the cores that this process may use.
+    num_threads: CPU threads for the model; None takes one per physical core that this process may use.
     attention_backend: by name; None takes the best that works on the device.
     """
 

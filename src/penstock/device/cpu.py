@@ -13,8 +13,9 @@ from torch import Tensor
 
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
-from penstock.device.limits import DEFAULT_MEMORY_FRACTION, memory_limit, usable_cores
+from penstock.device.limits import DEFAULT_MEMORY_FRACTION, cpu_quota, memory_limit
 from penstock.device.tensor_memory import TensorMemory
+from penstock.device.threads import bind, plan_threads
 
 
 class HostCopy(PendingCopy):
@@ -32,7 +33,7 @@ class HostCopy(PendingCopy):
 
 
 class CpuDevice(Device):
-    """num_threads: for torch's operators; None takes the cores that this process may use."""
+    """num_threads: for all computing; None takes one per core that this process may use, on one NUMA node."""
 
     kind = "cpu"
     overlaps_with_host = False
@@ -43,12 +44,15 @@ class CpuDevice(Device):
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
-        self.num_threads = num_threads or usable_cores()
+        self.threads = plan_threads(num_threads, quota=cpu_quota())
+        # Before the threads are made, which inherit it. Weights are packed later, so their memory is on the same node.
+        bind(self.threads)
+        self.num_threads = self.threads.num_threads
         torch.set_num_threads(self.num_threads)
 
     def describe(self) -> str:
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
-        return f"CPU, {threads}, {torch.backends.cpu.get_cpu_capability()}"
+        return f"CPU, {threads} ({self.threads.reason}), {torch.backends.cpu.get_cpu_capability()}"
 
     def choose_dtype(self, requested: str, checkpoint: str, stored: str | None = None) -> DtypeChoice:
         return choose_cpu_dtype(requested, checkpoint, stored)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ DEFAULT_MEMORY_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _SELF_CGROUP = Path("/proc/self/cgroup")
+DEVICES = Path("/sys/devices/system")
 # Version 1 writes "no limit" as a number near 2**63.
 _NO_LIMIT = 1 << 60
 
@@ -44,14 +46,53 @@ def memory_limit(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> 
     return MemoryLimit(total, free)
 
 
-def usable_cores(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> int:
-    """Cores within this process's affinity and CPU quota; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder in _groups(root, membership, "cpu"):
-        quota = _cpu_quota(folder)
-        if quota is not None:
-            cores = min(cores, max(1, math.floor(quota)))
-    return cores
+def usable_cores(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP, devices: Path = DEVICES) -> int:
+    """Physical cores within this process's affinity and CPU quota, hardware threads of one counted once; at least 1."""
+    return min(len(physical_cores(usable_cpus(), devices)), cpu_quota(root, membership) or sys.maxsize)
+
+
+def usable_cpus() -> frozenset[int]:
+    """The numbers of the logical CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def physical_cores(cpus: Iterable[int], devices: Path = DEVICES) -> list[frozenset[int]]:
+    """These logical CPUs by the core that they are hardware threads of, in order."""
+    cores: dict[str, set[int]] = {}
+    for cpu in sorted(cpus):
+        topology = devices / "cpu" / f"cpu{cpu}" / "topology"
+        core = _read_text(topology / "core_cpus_list", topology / "thread_siblings_list")
+        cores.setdefault(f"alone {cpu}" if core is None else core, set()).add(cpu)
+    return [frozenset(core) for core in cores.values()]
+
+
+def memory_nodes(cpus: Iterable[int], devices: Path = DEVICES) -> dict[int, frozenset[int]]:
+    """By number, the NUMA nodes that these logical CPUs are of, and which of them; empty where there are no nodes."""
+    wanted = frozenset(cpus)
+    nodes: dict[int, frozenset[int]] = {}
+    for folder in (devices / "node").glob("node[0-9]*"):
+        listed = _read_text(folder / "cpulist")
+        shared = wanted & parse_cpu_list(listed or "")
+        if shared:
+            nodes[int(folder.name.removeprefix("node"))] = shared
+    return dict(sorted(nodes.items()))
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """Numbers as the kernel lists them: "0-3,8"."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+def cpu_quota(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> int | None:
+    """Whole CPUs' worth of time that the control groups grant, at least 1; None without a limit."""
+    quotas = [quota for folder in _groups(root, membership, "cpu") if (quota := _cpu_quota(folder)) is not None]
+    return max(1, math.floor(min(quotas))) if quotas else None
 
 
 def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
@@ -92,6 +133,15 @@ def _read_number(*paths: Path) -> int | None:
         try:
             return int(path.read_text())
         except (OSError, ValueError):
+            continue
+    return None
+
+
+def _read_text(*paths: Path) -> str | None:
+    for path in paths:
+        try:
+            return path.read_text().strip()
+        except OSError:
             continue
     return None
 
