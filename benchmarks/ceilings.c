@@ -35,6 +35,8 @@ static void* work(void* number) {
       for (int c = 0; c < CHAINS; ++c) sum[c] += *(const Vec*)(from + i + c * LANES);
   } else {
     Vec a = sum[0] + 0.999f, b = sum[0] + 1e-3f;
+    // The compiler must not see that the chains are all alike.
+    for (int c = 0; c < CHAINS; ++c) __asm__ volatile("" : "+x"(sum[c]));
     for (int64_t i = 0; i < rounds; ++i) {
       for (int c = 0; c < CHAINS; ++c) sum[c] = sum[c] * a + b;
       __asm__ volatile("" : "+x"(a), "+x"(b));

@@ -7,8 +7,8 @@ namespace PENSTOCK_NAMESPACE {
 
 constexpr int kPanel = PENSTOCK_PANEL_VECTORS * kLanes;
 constexpr int kTileRows = PENSTOCK_TILE_ROWS;
-// Inner elements taken at a time, so that a panel's part stays in the first-level cache while all rows pass over it.
-constexpr int64_t kDepth = 256;
+// Inner elements taken at a time, so that a panel's part stays in a near cache while all rows pass over it.
+constexpr int64_t kDepth = 512;
 // Floats of packed rows that a thread goes over for every panel: they should stay in the second-level cache.
 constexpr int64_t kRowsInCache = 96 * 1024;
 
@@ -54,7 +54,7 @@ PENSTOCK_INLINE void multiply_tile(const float* x, const W* weight, int64_t pane
       for (int v = 0; v < V; ++v)
         sum[i][p][v] = is_first ? Vec{} : load(out + i * out_stride + p * kPanel + v * kLanes);
   for (int64_t k = 0; k < depth; ++k) {
-    __builtin_prefetch(next + k * next_step);
+    __builtin_prefetch(next + k * next_step, 0, 2);  // into the second-level cache: the first is full
     Vec w[P][V];
     for (int p = 0; p < P; ++p) load_pair(weight + p * panel_stride + k * kPanel, w[p]);
     for (int i = 0; i < R; ++i) {
