@@ -145,6 +145,8 @@ class InOwnProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, name, folder, num_threads), daemon=True)
         self._process.start()
+        # Then an engine that dies is the end of its file, and not a wait for ever.
+        theirs.close()
         self.name = self._connection.recv()
 
     def run(self, workload: Workload) -> tuple[list[list[int]], float]:

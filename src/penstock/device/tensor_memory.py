@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,10 +33,10 @@ class TensorMemory(TorchDispatchMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         given: Mapping[str, Any] = kwargs or {}
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)}
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, given)) if _has_storage(leaf)}
         result = func(*args, **given)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if _has_storage(leaf):
                 self._note(leaf, known)
         return result
 
@@ -52,3 +52,8 @@ class TensorMemory(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.num_bytes -= self._alive.pop(key, 0)
+
+
+def _has_storage(leaf: object) -> TypeGuard[Tensor]:
+    """A weight that oneDNN has packed has none that could be asked for; steps make no such tensors."""
+    return isinstance(leaf, Tensor) and not leaf.is_mkldnn
