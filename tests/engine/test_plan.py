@@ -24,7 +24,7 @@ from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
 from support.engines import SMALL, make_core
 from support.transformers_models import FAMILIES as FALLBACK_FAMILIES
-from support.transformers_models import save_for_fallback, tiny_transformers_model
+from support.transformers_models import save_for_fallback, tiny_transformers_model, wider_overrides
 
 MIB = 1 << 20
 # Of each term; tests/worker/test_reserve.py compares with what full steps really take.
@@ -101,6 +101,17 @@ def test_a_plan_for_a_model_of_transformers_is_what_the_engine_uses(tmp_path: Pa
     class_name, overrides = FALLBACK_FAMILIES[name]
     save_for_fallback(tiny_transformers_model(class_name, **overrides), tmp_path)
     compare(tmp_path, **PLANNED, model_impl="transformers")
+
+
+def test_a_mixture_of_experts_is_planned_for_although_it_cannot_run_without_values(tmp_path: Path) -> None:
+    save_for_fallback(tiny_transformers_model("MixtralForCausalLM", **wider_overrides("MixtralForCausalLM")), tmp_path)
+    options = {**PLANNED, "model_impl": "transformers"}
+    plan = plan_engine(str(tmp_path), **options)
+    core = make_core(tmp_path, **options)
+    assert plan.memory.weights == pytest.approx(core.memory_plan.weights, rel=TOLERANCE)
+    assert plan.kv_cache.num_blocks == core.kv_cache_config.num_blocks
+    assert plan.memory.activations > LIBRARY_BYTES
+    core.close()
 
 
 @pytest.mark.parametrize(

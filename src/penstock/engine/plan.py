@@ -5,6 +5,7 @@ Reads `config.json` and the headers of the weight files. Imports no torch, so th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
@@ -16,7 +17,7 @@ from penstock.config.load import SHARDED_STATE
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config.resolve import resolve_metadata_folder
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
-from penstock.contract import KVCacheConfig, KVCacheSpec
+from penstock.contract import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, memory_limit
@@ -47,20 +48,21 @@ from penstock.worker.memory_plan import (
     choose_memory_fraction,
     runner_state_bytes,
 )
-from penstock.worker.quantized_estimate import quantized_part
+from penstock.worker.quantized_estimate import QuantizedPart, quantized_part
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """memory: the arithmetic, as the worker would print it. kv_bytes_per_token: in all layers together, where none has
-    a window. concurrency: requests of `max_model_len` tokens at once. num_tokens: in requests of that length.
+    """layers: what each keeps. memory: the arithmetic, as the worker would print it. kv_bytes_per_token: in all layers
+    together, where none has a window. concurrency: requests of `max_model_len` tokens at once. num_tokens: in requests
+    of that length.
     """
 
     model: str
     architecture: str
     device: str
     dtype: DtypeChoice
-    shape: ModelShape
+    layers: tuple[FullAttentionSpec | SlidingWindowSpec, ...]
     num_parameters: int
     memory: MemoryPlan
     block_size: int
@@ -102,19 +104,17 @@ class EnginePlan:
         }
 
     def _model_lines(self) -> list[str]:
-        shape = self.shape
-        windows = sum(window is not None for window in shape.windows)
-        layers = f"{shape.num_layers} layers" + (f" ({windows} with a window)" if windows else "")
+        windows = sum(isinstance(layer, SlidingWindowSpec) for layer in self.layers)
+        layers = f"{len(self.layers)} layers" + (f" ({windows} with a window)" if windows else "")
         return [
             f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters, {layers}",
             f"on {self.device} in {self.dtype.name} ({self.dtype.reason})",
         ]
 
     def _cache_lines(self) -> list[str]:
-        shape = self.shape
-        per_token = (
-            f"2 x {shape.num_kv_heads} heads x {shape.head_size} x {shape.num_layers} layers in {self.kv_cache_dtype}"
-        )
+        heads = Counter((layer.num_kv_heads, layer.head_size) for layer in self.layers)
+        sizes = [f"2 x {num_heads} heads x {size} x {count} layers" for (num_heads, size), count in heads.items()]
+        per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}"
         rows = [
             ("size", format_bytes(self.kv_cache.size_bytes), ""),
             ("per token", format_bytes(self.kv_bytes_per_token), per_token),
@@ -134,12 +134,12 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     folder, hub_headers = _find_model(model, revision)
     config = EngineConfig.create(str(folder), **options)
     device = _choose_device(config.device.device)
-    shape = read_shape(config.model)
-    headers = hub_headers or _headers(config, shape)
+    has_checkpoint = config.load.load_format != "dummy"
+    headers = hub_headers or (_headers(config) if has_checkpoint else None)
     dtype = _choose_dtype(config, headers, device)
     kv_cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, device)
-    sizes = _measure_sizes(config, shape, headers, dtype, kv_cache_dtype, device)
-    memory, specs = _plan_memory(config, shape, sizes, device), sizes.specs
+    sizes = _measure_sizes(config, headers, dtype, kv_cache_dtype, device)
+    memory, specs = _plan_memory(config, sizes, device), sizes.specs
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
         check_plan(memory)
@@ -153,7 +153,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
         architecture=config.model.architecture,
         device=device,
         dtype=dtype,
-        shape=shape,
+        layers=tuple(specs.values()),
         num_parameters=sizes.num_parameters,
         memory=memory,
         block_size=config.cache.block_size,
@@ -200,10 +200,8 @@ def _fetch_headers(model: str, revision: str | None) -> dict[str, TensorHeader]:
     }
 
 
-def _headers(config: EngineConfig, shape: ModelShape) -> Mapping[str, TensorHeader]:
+def _headers(config: EngineConfig) -> Mapping[str, TensorHeader]:
     folder, load = config.model.folder, config.load
-    if load.load_format == "dummy":
-        return weights_of_shape(shape, layer_traits(config.model.architecture), config.model.longest_context)
     if load.load_format == SHARDED_STATE:
         parts = parts_of_rank(folder, load.sharded_state_pattern, rank=0)
         headers: dict[str, TensorHeader] | None = read_all_headers(parts[number] for number in sorted(parts)) or None
@@ -222,12 +220,11 @@ def _choose_device(requested: str) -> str:
     return "cuda" if gpu_memory() is not None else "cpu"
 
 
-def _choose_dtype(config: EngineConfig, headers: Mapping[str, TensorHeader], device: str) -> DtypeChoice:
+def _choose_dtype(config: EngineConfig, headers: Mapping[str, TensorHeader] | None, device: str) -> DtypeChoice:
     model = config.model
     if device == "cuda":
         return choose_cuda_dtype(model.dtype, model.checkpoint_dtype)
-    stored = None if config.load.load_format == "dummy" else stored_dtype(headers)
-    return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, stored)
+    return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, None if headers is None else stored_dtype(headers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,52 +234,80 @@ class _Sizes:
     num_parameters: int
     weights: int
     step: StepMemory
-    specs: Mapping[str, KVCacheSpec]
+    specs: Mapping[str, FullAttentionSpec | SlidingWindowSpec]
 
 
 def _measure_sizes(
     config: EngineConfig,
-    shape: ModelShape,
-    headers: Mapping[str, TensorHeader],
+    headers: Mapping[str, TensorHeader] | None,
     dtype: DtypeChoice,
     kv_cache_dtype: str,
     device: str,
 ) -> _Sizes:
     """What belongs to the model: from its shape, or where it runs through Transformers from a run without memory."""
-    scheduler, block_size = config.scheduler, config.cache.block_size
-    num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    checkpoint = read_quantized_checkpoint(config.model.hf_config, config.model.model)
-    integers = quantized_part(headers, shape, config.model.quantization, checkpoint)
-    num_parameters = count_parameters(integers.others, shape)
     if runs_through_transformers(config.model):
-        from penstock.worker.unloaded_model import try_without_memory
-
-        unloaded = try_without_memory(config.model, num_tokens, block_size, dtype.name, dtype.weights, kv_cache_dtype)
-        logits = logits_bytes(shape.vocab_size, num_tokens, num_rows, config.sampling, device)
-        step = StepMemory(unloaded.activations, logits)
-        weights = unloaded.weights - integers.num_parameters * DTYPE_BYTES[dtype.weights] + integers.num_bytes
-        return _Sizes(unloaded.num_parameters, weights, step, unloaded.specs)
-    step = estimate_step(
-        shape,
-        layer_traits(config.model.architecture),
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        dtype=dtype.name,
-        device=device,
-        sampling=config.sampling,
-    )
+        return _sizes_without_memory(config, headers, dtype, kv_cache_dtype, device)
+    shape, traits = read_shape(config.model), layer_traits(config.model.architecture)
+    if headers is None:
+        headers = weights_of_shape(shape, traits, config.model.longest_context)
+    integers = _integers(config, headers, shape)
+    num_parameters = count_parameters(integers.others, shape)
     num_vectors = count_vector_parameters(integers.others, shape)
     weights = estimate_weights(num_parameters, num_vectors, shape, dtype, device, _longest_context(config))
     return _Sizes(
         num_parameters + integers.num_parameters,
         weights + integers.num_bytes,
-        step,
-        shape.kv_cache_specs(block_size, kv_cache_dtype),
+        _step_of_shape(config, shape, dtype.name, device),
+        shape.kv_cache_specs(config.cache.block_size, kv_cache_dtype),
     )
 
 
-def _plan_memory(config: EngineConfig, shape: ModelShape, sizes: _Sizes, device: str) -> MemoryPlan:
-    limit, cache = _memory_of(device), config.cache
+def _integers(config: EngineConfig, headers: Mapping[str, TensorHeader], shape: ModelShape) -> QuantizedPart:
+    checkpoint = read_quantized_checkpoint(config.model.hf_config, config.model.model)
+    return quantized_part(headers, shape, config.model.quantization, checkpoint)
+
+
+def _step_of_shape(config: EngineConfig, shape: ModelShape, dtype: str, device: str) -> StepMemory:
+    return estimate_step(
+        shape,
+        layer_traits(config.model.architecture),
+        num_tokens=config.scheduler.max_num_batched_tokens,
+        num_rows=config.scheduler.max_num_seqs,
+        dtype=dtype,
+        device=device,
+        sampling=config.sampling,
+    )
+
+
+def _sizes_without_memory(
+    config: EngineConfig,
+    headers: Mapping[str, TensorHeader] | None,
+    dtype: DtypeChoice,
+    kv_cache_dtype: str,
+    device: str,
+) -> _Sizes:
+    from penstock.worker.unloaded_model import try_without_memory
+
+    scheduler, vocab_size = config.scheduler, config.model.vocab_size
+    num_tokens = scheduler.max_num_batched_tokens
+    unloaded = try_without_memory(
+        config.model, num_tokens, config.cache.block_size, dtype.name, dtype.weights, kv_cache_dtype
+    )
+    if unloaded.activations is None:
+        # As of a decoder without experts: what a mixture takes depends on where its tokens go.
+        step = _step_of_shape(config, read_shape(config.model), dtype.name, device)
+    else:
+        logits = logits_bytes(vocab_size, num_tokens, scheduler.max_num_seqs, config.sampling, device)
+        step = StepMemory(unloaded.activations, logits)
+    weights = unloaded.weights
+    if headers is not None and config.model.quantization is not None:
+        integers = _integers(config, headers, read_shape(config.model))
+        weights += integers.num_bytes - integers.num_parameters * DTYPE_BYTES[dtype.weights]
+    return _Sizes(unloaded.num_parameters, weights, step, unloaded.specs)
+
+
+def _plan_memory(config: EngineConfig, sizes: _Sizes, device: str) -> MemoryPlan:
+    limit, cache, vocab_size = _memory_of(device), config.cache, config.model.vocab_size
     step = resident_step(sizes.step, device)
     return MemoryPlan(
         total=limit.total_bytes,
@@ -294,9 +319,9 @@ def _plan_memory(config: EngineConfig, shape: ModelShape, sizes: _Sizes, device:
         weights=sizes.weights,
         activations=step.activations,
         sampling=step.sampling,
-        runner_state=runner_state_bytes(config.scheduler.max_num_seqs, _longest_context(config), shape.vocab_size),
+        runner_state=runner_state_bytes(config.scheduler.max_num_seqs, _longest_context(config), vocab_size),
         requested_kv_cache=cache.kv_cache_memory_bytes,
-        logits_processors=_plan_processors(config, shape.vocab_size),
+        logits_processors=_plan_processors(config, vocab_size),
     )
 
 

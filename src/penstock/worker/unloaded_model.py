@@ -6,16 +6,17 @@ of them to import Transformers. Suffixes: T tokens, H query heads, K KV heads, D
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from penstock.attention import LayerAttention
 from penstock.config import ModelConfig
-from penstock.contract import KVCacheSpec
+from penstock.contract import FullAttentionSpec, SlidingWindowSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.device.tensor_memory import TensorMemory
 from penstock.layers.linear import weights_size_bytes
@@ -23,17 +24,19 @@ from penstock.loader.loader import build_model, materialise
 from penstock.models.attention_layers import kv_cache_specs
 from penstock.parallel import ParallelContext
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """num_parameters: values. weights: bytes of them and of buffers. activations: bytes of a step's tensors.
-    specs: by layer.
+    """num_parameters: values. weights: bytes of them and of buffers. activations: bytes of a step's tensors; None where
+    their sizes depend on values, as with a mixture of experts. specs: by layer.
     """
 
     num_parameters: int
     weights: int
-    activations: int
-    specs: Mapping[str, KVCacheSpec]
+    activations: int | None
+    specs: Mapping[str, FullAttentionSpec | SlidingWindowSpec]
 
 
 def try_without_memory(
@@ -46,15 +49,20 @@ def try_without_memory(
     model, meta = build_model(model_config, ParallelContext()), torch.device("meta")
     materialise(model, meta, TORCH_DTYPES[dtype])
     context: Any = _Attention(copies_heads=dtype == "float32")
-    with torch.no_grad(), meta, TensorMemory() as memory:
-        model(torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64), context)
+    activations: int | None = None
+    try:
+        with torch.no_grad(), meta, TensorMemory() as memory:
+            model(torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64), context)
+        activations = memory.peak_bytes
+    except Exception as error:  # whatever an operator without values raises; the plan has another way
+        logger.debug("%s cannot run without memory", model_config.architecture, exc_info=error)
     as_kept = build_model(model_config, ParallelContext())
     materialise(as_kept, meta, TORCH_DTYPES[dtype], TORCH_DTYPES[weights_dtype])
     return UnloadedModel(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights=weights_size_bytes(as_kept),
-        activations=memory.peak_bytes,
-        specs=kv_cache_specs(model, block_size, kv_cache_dtype),
+        activations=activations,
+        specs=cast(dict[str, FullAttentionSpec | SlidingWindowSpec], kv_cache_specs(model, block_size, kv_cache_dtype)),
     )
 
 
