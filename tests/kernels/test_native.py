@@ -196,6 +196,32 @@ def test_argmax_fails_where_the_largest_is_not_finite(kernels: NativeKernels, ba
     assert 0 <= index_R[2] < 19
 
 
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 3), (15, 8), (64, 5), (250, 1100), (3001, 33)])
+@settings(deadline=None, max_examples=12)
+@given(data=st.data())
+def test_the_greedy_choice_is_that_of_the_products(
+    kernels: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int, data: st.DataObject
+) -> None:
+    rows = data.draw(st.integers(0, 14) | st.sampled_from([33, 130]), label="rows")
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    # Of few values, so that many products are equal.
+    weight_OI = torch.randint(-1, 2, (outputs, inputs)).to(dtype)
+    x_LI = torch.randint(-2, 3, (rows, 2 * inputs)).float()[:, :inputs]
+    for _ in range(data.draw(st.integers(0, 3))):
+        if rows:
+            bad = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+            x_LI[data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, inputs - 1))] = bad
+        if data.draw(st.booleans()):
+            weight_OI[data.draw(st.integers(0, outputs - 1))] = float("nan")
+    packed = kernels.pack_weight(weight_OI)
+    with threads(data.draw(st.sampled_from([1, 2, 3]))):
+        expected = kernels.argmax(kernels.linear(x_LI, packed, outputs, None))
+        chosen = kernels.greedy(x_LI, packed, outputs)
+    assert chosen[0].tolist() == expected[0].tolist()
+    assert chosen[1].tolist() == expected[1].tolist()
+
+
 OUT_OF_MEMORY = """
 import resource
 from pathlib import Path
@@ -208,6 +234,10 @@ limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpages
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
     kernels.linear(x_TI, packed, 16, None)
+except MemoryError:
+    print("refused")
+try:
+    kernels.greedy(x_TI, packed, 16)
 except MemoryError:
     print("refused")
 """
@@ -269,3 +299,4 @@ def test_draws_follow_the_distribution(kernels: NativeKernels) -> None:
     expected_V = logits_V.double().softmax(-1) * num_draws
     observed_V = drawn_R.bincount(minlength=size)
     assert ((observed_V - expected_V) ** 2 / expected_V).sum() < 402
+    assert done.stdout == "refused\nrefused\n"

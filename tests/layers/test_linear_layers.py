@@ -12,6 +12,7 @@ from torch import nn
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE
+from penstock.kernels.sampling import greedy_tokens
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import (
     ColumnParallelLinear,
@@ -110,6 +111,21 @@ def test_a_tied_head_is_packed_and_the_embedding_stays_what_it_was(packed_method
     assert head.weight is embedding.weight
     assert torch.equal(embedding(ids), weight[ids])
     assert torch.equal(embedding.weight, weight)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_head_chooses_the_tokens_of_its_logits(is_packed: bool, dtype: torch.dtype) -> None:
+    head = LMHead(1100, 64, parallel=ONE_RANK)
+    head.weight = nn.Parameter(torch.randn(1100, 64).round().to(dtype), requires_grad=False)
+    head.compute_dtype = torch.float32
+    if is_packed:
+        process_weights_after_loading(head)
+    hidden_LD = torch.randn(40, 64).round()
+    hidden_LD[7, 3] = float("nan")
+    chosen, expected = head.compute_greedy(hidden_LD), greedy_tokens(head(hidden_LD))
+    assert torch.equal(chosen.token_ids_R, expected.token_ids_R)
+    assert chosen.has_failed_R.tolist() == [row == 7 for row in range(40)]
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")

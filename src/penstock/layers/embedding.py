@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.layers.linear import ColumnParallelLinear, refuse_tensor_parallelism
+from penstock.kernels.sampling import ChosenTokens, greedy_tokens
+from penstock.layers.linear import ColumnParallelLinear, NativeMethod, refuse_tensor_parallelism
 from penstock.layers.weights import RowLookup, new_parameter
 from penstock.parallel import ParallelContext
 
@@ -65,6 +66,15 @@ class LMHead(ColumnParallelLinear):
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits: [L, V]."""
         return super().forward(hidden_LD).to(torch.float32)
+
+    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens:
+        """`greedy_tokens` of the logits, the same tokens, but without the logits where the C++ kernels multiply.
+
+        For rows that need nothing else: no log-probabilities, and nothing that changes logits before the choice.
+        """
+        if isinstance(self.method, NativeMethod):
+            return ChosenTokens(*self.method.argmax(self, hidden_LD))
+        return greedy_tokens(self(hidden_LD))
 
 
 @functools.cache

@@ -115,6 +115,12 @@ class NativeMethod(PackedMethod):
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return self._kernels.linear(x_TI, packed_OI, output_size, bias_O)
 
+    def argmax(self, layer: LinearLayer, x_LI: Tensor) -> tuple[Tensor, Tensor]:
+        """The first of the largest products of a layer without a bias, none written down, and whether a row failed."""
+        assert self.packed_OI is not None, "argmax before process_weights_after_loading"
+        assert layer.bias is None, "a bias would change the largest"
+        return self._kernels.greedy(x_LI, self.packed_OI, layer.output_size)
+
 
 def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = None) -> LinearMethod:
     """The fastest method for this weight where it lies. compute_dtype: None for the weight's."""

@@ -105,6 +105,28 @@ class NativeKernels:
         )
         return out_TO
 
+    def greedy(self, x_LI: Tensor, packed: Tensor, num_outputs: int) -> tuple[Tensor, Tensor]:
+        """`argmax` of `linear` without a bias, bit for bit, in less memory: int64 [L], and bool [L] where it failed."""
+        if x_LI.stride(1) != 1:
+            x_LI = x_LI.contiguous()
+        num_rows, num_inputs = x_LI.shape
+        index_L = torch.empty(num_rows, dtype=torch.int64)
+        failed_L = torch.empty(num_rows, dtype=torch.bool)
+        self._module.greedy(
+            self._index,
+            x_LI.data_ptr(),
+            x_LI.stride(0),
+            packed.data_ptr(),
+            index_L.data_ptr(),
+            failed_L.data_ptr(),
+            num_rows,
+            num_inputs,
+            num_outputs,
+            _WEIGHT_TYPES[packed.dtype],
+            torch.get_num_threads(),
+        )
+        return index_L, failed_L
+
     def rows(self, ids_T: Tensor, packed: Tensor) -> Tensor:
         """Rows of the weight that was packed, such as tokens' embeddings: float32 [T, I]. Ids are within the weight."""
         ids_T = ids_T.to(torch.int32)

@@ -25,6 +25,12 @@ struct LinearArgs {
 };
 
 enum class CacheType : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+// The first of each row's largest products, as ArgmaxArgs has it; the product's bias and output are not used.
+struct GreedyArgs {
+  LinearArgs product;
+  int64_t* index;  // [rows]
+  bool* failed;    // [rows]
+};
 
 // Writes the step's keys and values into the cache, then attends causally.
 //
@@ -134,8 +140,9 @@ struct Kernels {
   int panel_width;
   void (*pack_weight)(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed);
   void (*unpack_weight)(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight);
-  // These two are false when there is no memory to work in; the output is undefined then.
+  // These are false when there is no memory to work in; the output is undefined then.
   bool (*linear)(const LinearArgs&);
+  bool (*greedy)(const GreedyArgs&);
   bool (*attention)(const AttentionArgs&);
   void (*rows)(const RowsArgs&);
   void (*rms_norm)(const NormArgs&);

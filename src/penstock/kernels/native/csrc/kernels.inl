@@ -2,6 +2,7 @@
 
 #include "simd.h"
 #include "linear.inl"
+#include "greedy.inl"
 #include "elementwise.inl"
 #include "sampling.inl"
 #include "attention_cache.inl"
@@ -11,8 +12,8 @@
 namespace PENSTOCK_NAMESPACE {
 
 static const Kernels kTable = {
-    PENSTOCK_NAME, kPanel, pack_weight, unpack_weight, linear, attention, rows, rms_norm, silu_and_mul, rotary, argmax,
-    draw,
+    PENSTOCK_NAME, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
+    rows,          rms_norm, silu_and_mul, rotary,        argmax, draw,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -143,6 +143,23 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->linear, a) : nullptr;
 }
 
+PyObject* greedy(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const Kernels* kernels = in.kernels();
+  GreedyArgs a{};
+  a.product.x = in.pointer<const float>();
+  a.product.x_stride = in.size();
+  a.product.weight = in.pointer<const void>();
+  a.index = in.pointer<int64_t>();
+  a.failed = in.pointer<bool>();
+  a.product.rows = in.size();
+  a.product.in_features = in.size();
+  a.product.out_features = in.size();
+  a.product.weight_type = static_cast<WeightType>(in.integer());
+  a.product.num_threads = in.integer();
+  return in.are_good() ? run(kernels->greedy, a) : nullptr;
+}
+
 PyObject* rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
@@ -347,6 +364,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(pack_weight),
     PENSTOCK_FUNCTION(unpack_weight),
     PENSTOCK_FUNCTION(linear),
+    PENSTOCK_FUNCTION(greedy),
     PENSTOCK_FUNCTION(rows),
     PENSTOCK_FUNCTION(attention),
     PENSTOCK_FUNCTION(rms_norm),
