@@ -52,12 +52,11 @@ def measure(
     """Figures by context and batch size. step_bytes: None leaves out the comparison with the memory's speed."""
     rows = []
     for context, batch_size in cases(settings, session.max_model_len):
-        runs = [
-            _measure_case(session, prompts, context, batch_size, settings)
-            for _ in range(settings.num_iters_warmup + settings.num_iters)
-            if tick() is None
-        ][settings.num_iters_warmup :]
-        rows.append(_row(context, batch_size, runs, step_bytes))
+        runs = []
+        for _ in range(settings.num_iters_warmup + settings.num_iters):
+            runs.append(_measure_case(session, prompts, context, batch_size, settings))
+            tick()
+        rows.append(_row(context, batch_size, runs[settings.num_iters_warmup :], step_bytes))
     return rows
 
 

@@ -34,7 +34,8 @@ def _measure_prefix(session: Session, prompts: Prompts, settings: Settings, tick
     assert settings.prefix_len is not None
     assert settings.input_len is not None
     assert settings.output_len is not None
-    new, known = [], []
+    new: list[Run] = []
+    known: list[Run] = []
     for index in range(settings.num_iters_warmup + settings.num_iters):
         prefix = prompts.one(settings.prefix_len)
         for runs in (new, known):
