@@ -102,6 +102,7 @@ def _wrap_model(session: Session, clock: StageClock) -> None:
     _, runner = _parts(session)
     clock.wrap(runner.model, "forward", "model forward")
     clock.wrap(runner.model, "compute_logits", "logits")
+    clock.wrap(runner.model, "compute_greedy", "logits")
     clock.wrap(session, "_turn", _WHOLE, ends_step=True)
 
 

@@ -33,6 +33,8 @@ class CpuNativeBackend(AttentionBackend):
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
         self._shapes: dict[tuple[str, int], HeadShape] = {}
+        self._geometry: StepGeometry | None = None
+        self._metadata: CpuNativeMetadata | None = None
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
@@ -49,10 +51,14 @@ class CpuNativeBackend(AttentionBackend):
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
     def prepare(self, geometry: StepGeometry) -> CpuNativeMetadata:
+        if geometry is self._geometry and self._metadata is not None:
+            return self._metadata  # the same tensors, whatever they hold by now
         requests = StepRequests.of(
             geometry.query_start_loc, geometry.seq_lens, geometry.block_table, geometry.num_actual_reqs
         )
-        return CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.block_size)
+        self._geometry = geometry
+        self._metadata = CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.block_size)
+        return self._metadata
 
     def forward(
         self,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.bench.long_context import StepBytes
     from penstock.bench.workloads import Settings
     from penstock.config import EngineConfig
+    from penstock.contract.kv_cache import DTYPE_BYTES
 
 _NAMES = "latency, throughput, prefill, prefix, startup, long-context"
 
@@ -116,14 +117,16 @@ def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes | None:
     from penstock.bench.long_context import StepBytes
     from penstock.engine.plan import plan_engine
     from penstock.errors import UnsupportedFeature
+    from penstock.models.shape import read_shape
 
     try:
         planned = plan_engine(model, **engine)
+        shape = read_shape(EngineConfig.create(model, **engine).model)
     except UnsupportedFeature:
         return None
-    shape = planned.shape
-    element_bytes = {"float32": 4}.get(planned.dtype.name, 2)
-    embedding = 0 if shape.ties_embeddings else shape.vocab_size * shape.hidden_size * element_bytes
+    embedding = (
+        0 if shape.ties_embeddings else shape.vocab_size * shape.hidden_size * DTYPE_BYTES[planned.dtype.weights]
+    )
     return StepBytes(weights=planned.memory.weights - embedding, kv_per_token=planned.kv_bytes_per_token)
 
 

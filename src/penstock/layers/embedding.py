@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.sampling import ChosenTokens, greedy_tokens
+from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.linear import ColumnParallelLinear, NativeMethod, refuse_tensor_parallelism
 from penstock.layers.weights import RowLookup, new_parameter
 from penstock.parallel import ParallelContext
@@ -67,14 +67,14 @@ class LMHead(ColumnParallelLinear):
         """float32 logits: [L, V]."""
         return super().forward(hidden_LD).to(torch.float32)
 
-    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens:
-        """`greedy_tokens` of the logits, the same tokens, but without the logits where the C++ kernels multiply.
+    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
+        """`greedy_tokens` of the logits, which are not written down; None where the product is not in C++.
 
         For rows that need nothing else: no log-probabilities, and nothing that changes logits before the choice.
         """
-        if isinstance(self.method, NativeMethod):
-            return ChosenTokens(*self.method.argmax(self, hidden_LD))
-        return greedy_tokens(self(hidden_LD))
+        if not isinstance(self.method, NativeMethod):
+            return None
+        return ChosenTokens(*self.method.argmax(self, hidden_LD))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.errors import UnsupportedFeature
+from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.linear import restore_weights
 from penstock.layers.weights import WeightSlot
 from penstock.models.weights import load_into_slots
@@ -43,6 +44,10 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits [L, V]."""
+
+    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
+        """The greedy choice of those logits without writing them down; None where there is no way to."""
+        return None
 
     @abstractmethod
     def checkpoint_slots(self) -> dict[str, WeightSlot]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.attention import ForwardContext
 from penstock.kernels.activation import GATED_ACTIVATIONS
 from penstock.kernels.rotary import Rotation
+from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.attention import Attention
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -251,6 +252,12 @@ class DecoderForCausalLM(CausalLM):
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
+
+    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
+        # A family that does more to its logits, such as capping them, may make equal ones.
+        if type(self).compute_logits is not DecoderForCausalLM.compute_logits:
+            return None
+        return self.lm_head.compute_greedy(hidden_LD)
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         table = dict(self.weight_table)

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.attention import ForwardContext
+from penstock.kernels.sampling import ChosenTokens
 
 
 class LanguageModel(Protocol):
@@ -17,3 +18,6 @@ class LanguageModel(Protocol):
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits [L, V]."""
+
+    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
+        """The greedy choice of those logits without writing them down; None where the model has no way to."""

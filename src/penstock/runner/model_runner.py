@@ -28,6 +28,8 @@ from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.prompt_logprobs import PromptRows
+from penstock.runner.sampling.sampler import SamplerOutput
+from penstock.runner.sampling.stage import LogitsRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +120,8 @@ class ModelRunner:
             return EmptyOutput(grammar.step_id, step.errors)
         batch = step.batch
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
-        logits = self.model.compute_logits(batch.layout.last_rows(step.hidden))
         rows = batch.logits_rows
-        sampled = self.sampler.sample(logits, rows)
+        sampled = self._sample(batch.layout.last_rows(step.hidden), rows)
         outcome = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
         result = AsyncOutput(
             self.device,
@@ -136,6 +137,13 @@ class ModelRunner:
         batch.step.advance(outcome)
         self.sampler.advance(rows, outcome)
         return result
+
+    def _sample(self, hidden: Tensor, rows: LogitsRows) -> SamplerOutput:
+        if self.sampler.is_plain_greedy(rows):
+            chosen = self.model.compute_greedy(hidden)
+            if chosen is not None:
+                return SamplerOutput(*chosen, None, {})
+        return self.sampler.sample(self.model.compute_logits(hidden), rows)
 
 
 def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, str]:

@@ -106,6 +106,10 @@ class Sampler:
         for stage in (*self.shaping, *self.truncating):
             stage.remove_request(slot)
 
+    def is_plain_greedy(self, rows: LogitsRows) -> bool:
+        """Whether the largest logit of each row is all that these requests want."""
+        return not self._shaped_slots and self._draw.is_all_greedy(rows) and self._logprobs.most(rows) is None
+
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
         """Choose one token per row from float32 logits [rows, vocabulary], which stay as they are."""
         num_rows, num_logprobs = logits.shape[0], self._logprobs.most(rows)
