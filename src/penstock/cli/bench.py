@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from penstock.bench.long_context import StepBytes
     from penstock.bench.workloads import Settings
     from penstock.config import EngineConfig
-    from penstock.contract.kv_cache import DTYPE_BYTES
 
 _NAMES = "latency, throughput, prefill, prefix, startup, long-context"
 
@@ -90,9 +89,8 @@ def _measure(settings: Settings, model: str, engine: dict[str, Any], config: Eng
     from penstock.bench import long_context, offline, startup
     from penstock.bench.runs import Prompts
     from penstock.engine.progress_bar import ProgressBar
-    from penstock.models.shape import read_shape
 
-    prompts = Prompts(read_shape(config.model).vocab_size, settings.seed)
+    prompts = Prompts(config.model.vocab_size, settings.seed)
     num_runs = settings.num_iters_warmup + settings.num_iters
     if settings.workload == "startup":
         with ProgressBar(num_runs, is_wanted=True) as bar:
@@ -115,6 +113,8 @@ def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes | None:
     None where a model's layers differ too much for a plan.
     """
     from penstock.bench.long_context import StepBytes
+    from penstock.config import EngineConfig
+    from penstock.contract.kv_cache import DTYPE_BYTES
     from penstock.engine.plan import plan_engine
     from penstock.errors import UnsupportedFeature
     from penstock.models.shape import read_shape
