@@ -121,8 +121,11 @@ def as_markdown(report: dict[str, Any]) -> str:
     lines = [f"# Host time per step, {NUM_REQUESTS} running requests, demo model", ""]
     lines += [", ".join(f"{name} {value}" for name, value in report["machine"].items()), ""]
     lines += ["| stage | " + " | ".join(report["runs"]) + " |", "| --- |" + " ---: |" * len(report["runs"])]
-    for stage in next(iter(report["runs"].values())):
-        lines.append(f"| {stage} | " + " | ".join(f"{run[stage]:.0f} µs" for run in report["runs"].values()) + " |")
+    runs = report["runs"].values()
+    # The greedy run may have no stage of its own for sampling: the head's product chooses.
+    for stage in max(runs, key=len):
+        cells = [f"{run[stage]:.0f} µs" if stage in run else "in the logits" for run in runs]
+        lines.append(f"| {stage} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

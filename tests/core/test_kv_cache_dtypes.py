@@ -89,9 +89,9 @@ def test_log_probabilities_stay_near_those_of_a_float32_cache(folder: Path, dtyp
 def test_plan_and_engine_count_the_same_bytes(folder: Path, dtype: str, num_bytes: float | None) -> None:
     options: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "max_model_len": 96}
     planned = plan_engine(str(folder), kv_cache_dtype=dtype, **options)
-    shape = planned.shape
-    per_value = num_bytes or 1 + 4 / shape.head_size
-    values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size
+    layer = planned.layers[0]
+    per_value = num_bytes or 1 + 4 / layer.head_size
+    values = 2 * len(planned.layers) * layer.num_kv_heads * layer.head_size
     assert planned.kv_bytes_per_token == values * per_value
     assert planned.to_dict()["kv_cache"]["dtype"] == ("float32" if dtype == "auto" else dtype)
     if NATIVE is None and dtype == "int8":

@@ -124,6 +124,10 @@ def test_a_head_chooses_the_tokens_of_its_logits(is_packed: bool, dtype: torch.d
     hidden_LD = torch.randn(40, 64).round()
     hidden_LD[7, 3] = float("nan")
     chosen, expected = head.compute_greedy(hidden_LD), greedy_tokens(head(hidden_LD))
+    if NATIVE is None or not is_packed:
+        assert chosen is None  # whoever asks computes the logits then
+        return
+    assert chosen is not None
     assert torch.equal(chosen.token_ids_R, expected.token_ids_R)
     assert chosen.has_failed_R.tolist() == [row == 7 for row in range(40)]
 
