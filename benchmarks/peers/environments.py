@@ -13,7 +13,7 @@ from pathlib import Path
 # The registry has a CPU build of this one; asked for by itself, it does not pull CUDA's packages.
 _TORCH = "torch==2.13.0"
 # The registry has them for CUDA only: they come along, fail beside a CPU build of torch, and nothing here needs them.
-_BUILT_FOR_CUDA = ("torchvision", "torchaudio")
+_BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 _DONE = "installed.json"
 
 
