@@ -65,8 +65,7 @@ def test_a_conversation_in_a_terminal(start: Start, tmp_path: Path) -> None:
     # Ctrl-C at the prompt clears the line; Ctrl-D leaves.
     terminal.type("never mind")
     at = terminal.wait_for("never mind", after=at)
-    terminal.type(CTRL_C)
-    at = terminal.wait_for("\n> ", after=at)
+    at = terminal.press_until(CTRL_C, "\n> ", after=at)
     terminal.type("/history\n")
     at = terminal.wait_for("/history\n> ", after=at)
     terminal.type(CTRL_D)

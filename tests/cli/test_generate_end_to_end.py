@@ -83,7 +83,8 @@ def test_ctrl_c_while_starting_ends_cleanly(delay_s: float) -> None:
         process.wait(timeout=delay_s)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    # On a busy machine the interpreter itself may not be up yet: then the signal ends it, which shells call 130 too.
+    assert process.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in err.decode()
 
 

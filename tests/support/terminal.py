@@ -51,6 +51,21 @@ class Terminal:
             assert self._read(0.2) or self.process.poll() is None, f"it ended without {text!r}: {self.screen!r}"
         return position + len(text)
 
+    def press_until(self, key: str, text: str, *, after: int) -> int:
+        """Press a key until the screen has `text`; returns the position behind it.
+
+        A signal that comes just before Python's line editor waits for input is only seen with the next key.
+        """
+        for _ in range(20):
+            self.type(key)
+            deadline = time.monotonic() + 3
+            while time.monotonic() < deadline:
+                self._read(0.2)
+                position = self.screen.find(text, after)
+                if position >= 0:
+                    return position + len(text)
+        raise AssertionError(f"no {text!r} in {self.screen[after:]!r}")
+
     def end(self, timeout_s: float = 60) -> int:
         """Read what it still shows, and return its exit code."""
         deadline = time.monotonic() + timeout_s
