@@ -37,7 +37,7 @@ def theirs(head_size: int, rope: dict[str, Any]) -> LlamaConfig:
 def assert_equal_to_transformers(head_size: int, rope: dict[str, Any]) -> None:
     inv_freq, scaling = rope_frequencies(ours(head_size, rope))
     expected, expected_scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs(head_size, rope), "cpu")
-    torch.testing.assert_close(inv_freq, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(inv_freq, expected, rtol=5e-6, atol=0)
     assert scaling == pytest.approx(expected_scaling, rel=1e-12)
 
 
@@ -119,7 +119,7 @@ def test_longrope_is_transformers_at_the_engine_s_longest_sequence(
     rope = data.draw(longropes(head_size, partial))
     inv_freq, scaling = rope_frequencies(ours(head_size, rope, num_positions))
     expected, expected_scaling = ROPE_INIT_FUNCTIONS["longrope"](theirs(head_size, rope), "cpu", seq_len=num_positions)
-    torch.testing.assert_close(inv_freq, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(inv_freq, expected, rtol=5e-6, atol=0)
     assert scaling == pytest.approx(expected_scaling, rel=1e-12)
 
 
@@ -133,7 +133,7 @@ def test_a_part_of_a_head_turns_as_a_head_of_that_size(rope_type: str) -> None:
     assert scaling == whole_scaling
     if rope_type != "dynamic":
         expected, _ = ROPE_INIT_FUNCTIONS[rope_type](theirs(80, partial), "cpu")
-        torch.testing.assert_close(inv_freq, expected, rtol=2e-6, atol=0)
+        torch.testing.assert_close(inv_freq, expected, rtol=5e-6, atol=0)
 
 
 def test_longrope_says_which_factors_it_takes(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,7 +167,7 @@ def test_dynamic_is_transformers_at_the_engine_s_longest_sequence(
     rope = {"rope_type": "dynamic", "rope_theta": theta, "factor": factor}
     inv_freq, scaling = rope_frequencies(ours(head_size, rope, num_positions))
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs(head_size, rope), "cpu", seq_len=num_positions)
-    torch.testing.assert_close(inv_freq, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(inv_freq, expected, rtol=5e-6, atol=0)
     assert scaling == 1.0
 
 
