@@ -1,90 +1,116 @@
-// What the machine allows: GB/s of reading memory, and GFLOP/s of fused multiply-adds in single precision.
-//
-// ceilings THREADS MEGABYTES: prints both, the best of several passes.
+/* What this machine can do at most: reading memory, and multiply-adds in float32, with all threads given.
+
+   ceilings THREADS -> {"memory_gb_s": median, "memory_gb_s_best": best, "gflop_s": median, "gflop_s_best": best}
+   A vector is as wide as the processor's own (-march=native). */
 #define _GNU_SOURCE
 #include <pthread.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <time.h>
 
 #if defined(__AVX512F__)
-#define LANES 16
+enum { LANES = 16 };
 #elif defined(__AVX__)
-#define LANES 8
+enum { LANES = 8 };
 #else
-#define LANES 4
+enum { LANES = 4 };
 #endif
-#define CHAINS 12
-#define PASSES 5
+typedef float Vector __attribute__((vector_size(4 * LANES)));
 
-typedef float Vec __attribute__((vector_size(LANES * 4)));
+enum { ACCUMULATORS = 12, STREAMS = 8, PASSES = 15, MAX_THREADS = 256 };
+static const size_t BUFFER_BYTES = (size_t)256 << 20;
+static const long FMA_ROUNDS = 2000000;
 
-static const float* buffer;
-static int64_t elements, rounds, num_threads;
-static int is_reading;
+typedef struct {
+  pthread_barrier_t *barrier;
+  const Vector *begin;
+  size_t num_vectors;
+  double memory_s[PASSES], flop_s[PASSES];
+  float sink;
+} Job;
 
-static void* work(void* number) {
-  int64_t thread = (intptr_t)number;
-  Vec sum[CHAINS] = {{0}};
-  if (is_reading) {
-    int64_t step = CHAINS * LANES, share = elements / num_threads / step * step;
-    const float* from = buffer + thread * share;
-    for (int64_t i = 0; i < share; i += step)
-      for (int c = 0; c < CHAINS; ++c) sum[c] += *(const Vec*)(from + i + c * LANES);
-  } else {
-    Vec a = sum[0] + 0.999f, b = sum[0] + 1e-3f;
-    // The compiler must not see that the chains are all alike.
-    for (int c = 0; c < CHAINS; ++c) __asm__ volatile("" : "+x"(sum[c]));
-    for (int64_t i = 0; i < rounds; ++i) {
-      for (int c = 0; c < CHAINS; ++c) sum[c] = sum[c] * a + b;
-      __asm__ volatile("" : "+x"(a), "+x"(b));
-    }
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+/* Sums STREAMS neighbouring vectors at a time into as many accumulators: loads bound it, not the additions. */
+static void read_all(Job *job) {
+  Vector sum[STREAMS] = {{0}};
+  for (size_t i = 0; i + STREAMS <= job->num_vectors; i += STREAMS)
+    for (int s = 0; s < STREAMS; s++) sum[s] += job->begin[i + s];
+  for (int s = 0; s < STREAMS; s++) job->sink += sum[s][0];
+}
+
+static void multiply_add(Job *job) {
+  Vector sum[ACCUMULATORS] = {{0}}, a = {0}, b = {0};
+  a += job->sink * 1e-30f + 1.0f;
+  b += 1e-9f;
+  for (int k = 0; k < ACCUMULATORS; k++) sum[k] += (float)k;
+  for (long i = 0; i < FMA_ROUNDS; i++) {
+#pragma GCC unroll 12
+    for (int k = 0; k < ACCUMULATORS; k++) sum[k] = sum[k] * a + b;
+    __asm__ volatile("" : "+x"(a), "+x"(b));
   }
-  Vec total = sum[0];
-  for (int c = 1; c < CHAINS; ++c) total += sum[c];
-  volatile float kept = total[0];
-  (void)kept;
+  for (int k = 0; k < ACCUMULATORS; k++) job->sink += sum[k][0];
+}
+
+static void *work(void *argument) {
+  Job *job = argument;
+  for (int p = 0; p < PASSES; p++) {
+    pthread_barrier_wait(job->barrier);
+    double begin = now();
+    read_all(job);
+    pthread_barrier_wait(job->barrier);
+    job->memory_s[p] = now() - begin;
+  }
+  for (int p = 0; p < PASSES; p++) {
+    pthread_barrier_wait(job->barrier);
+    double begin = now();
+    multiply_add(job);
+    pthread_barrier_wait(job->barrier);
+    job->flop_s[p] = now() - begin;
+  }
   return NULL;
 }
 
-static double seconds(void) {
-  pthread_t threads[256];
-  struct timespec begin, end;
-  clock_gettime(CLOCK_MONOTONIC, &begin);
-  for (int64_t t = 1; t < num_threads; ++t) pthread_create(&threads[t], NULL, work, (void*)(intptr_t)t);
-  work((void*)0);
-  for (int64_t t = 1; t < num_threads; ++t) pthread_join(threads[t], NULL);
-  clock_gettime(CLOCK_MONOTONIC, &end);
-  return (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+static int ascending(const void *a, const void *b) {
+  double d = *(const double *)a - *(const double *)b;
+  return (d > 0) - (d < 0);
 }
 
-static double best(int reading) {
-  double least = 1e9;
-  is_reading = reading;
-  for (int i = 0; i < PASSES; ++i) {
-    double taken = seconds();
-    least = taken < least ? taken : least;
+int main(int argc, char **argv) {
+  int threads = argc > 1 ? atoi(argv[1]) : 0;
+  if (threads < 1 || threads > MAX_THREADS) {
+    fprintf(stderr, "usage: ceilings THREADS (1 to %d)\n", MAX_THREADS);
+    return 2;
   }
-  return least;
-}
-
-int main(int count, char** arguments) {
-  if (count != 3) return 1;
-  num_threads = atoll(arguments[1]);
-  int64_t bytes = atoll(arguments[2]) << 20;
-  if (num_threads < 1 || num_threads > 256 || bytes < 1) return 1;
-  void* memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) return 1;
-#ifdef MADV_HUGEPAGE
-  madvise(memory, bytes, MADV_HUGEPAGE);
-#endif
-  elements = bytes / 4;
-  for (int64_t i = 0; i < elements; i += 512) ((float*)memory)[i] = 1;
-  buffer = memory;
-  rounds = 4000000;
-  double read_s = best(1), arithmetic_s = best(0);
-  printf("%.3f %.3f\n", bytes / read_s / 1e9, 2e-9 * num_threads * rounds * CHAINS * LANES / arithmetic_s);
-  return 0;
+  float *buffer = aligned_alloc((size_t)2 << 20, BUFFER_BYTES);
+  if (!buffer) return 1;
+  madvise(buffer, BUFFER_BYTES, MADV_HUGEPAGE);
+  for (size_t i = 0; i < BUFFER_BYTES / 4; i++) buffer[i] = 1.0f;
+  static Job jobs[MAX_THREADS];
+  pthread_t handles[MAX_THREADS];
+  pthread_barrier_t barrier;
+  pthread_barrier_init(&barrier, NULL, threads);
+  size_t vectors = BUFFER_BYTES / sizeof(Vector) / threads;
+  for (int t = 0; t < threads; t++) {
+    jobs[t].barrier = &barrier;
+    jobs[t].begin = (const Vector *)buffer + t * vectors;
+    jobs[t].num_vectors = vectors;
+    if (pthread_create(&handles[t], NULL, work, &jobs[t])) return 1;
+  }
+  for (int t = 0; t < threads; t++) pthread_join(handles[t], NULL);
+  double *memory_s = jobs[0].memory_s, *flop_s = jobs[0].flop_s;
+  qsort(memory_s, PASSES, sizeof(double), ascending);
+  qsort(flop_s, PASSES, sizeof(double), ascending);
+  double gb = vectors * threads * sizeof(Vector) / 1e9;
+  double gflop = 2.0 * FMA_ROUNDS * ACCUMULATORS * LANES * threads / 1e9;
+  printf("{\"memory_gb_s\": %.2f, \"memory_gb_s_best\": %.2f, \"gflop_s\": %.1f, \"gflop_s_best\": %.1f}\n",
+         gb / memory_s[PASSES / 2], gb / memory_s[0], gflop / flop_s[PASSES / 2], gflop / flop_s[0]);
+  float sink = 0;
+  for (int t = 0; t < threads; t++) sink += jobs[t].sink;
+  return sink == 0.12345f;
 }

@@ -1,40 +1,34 @@
 """What a CPU allows, measured now: how fast its memory is read, and how fast it multiplies and adds.
 
-A small C program in a process of its own measures both, so that no other thread pool is in its way. Machines drift:
-take a ceiling right beside what is compared with it.
+A small C program in a process of its own measures both (`ceilings.c`), so that no other thread pool is in its way.
+Machines drift: take a ceiling right beside what is compared with it.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import shutil
 import subprocess
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("ceilings.c")
 
 
-@dataclass(frozen=True, slots=True)
-class Ceiling:
-    """read: GB/s from memory, in large pages. multiply_add: GFLOP/s in single precision."""
+class Ceilings:
+    """Compiles the program into a folder once; measures nothing where there is no C compiler."""
 
-    read: float
-    multiply_add: float
+    def __init__(self, folder: Path, threads: int) -> None:
+        self._command = [str(folder / "ceilings"), str(threads)]
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        self.is_available = compiler is not None
+        if compiler is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = ["-O3", "-march=native", "-ffp-contract=fast", "-pthread"]
+            subprocess.run([compiler, *flags, str(_SOURCE), "-o", self._command[0]], check=True)
 
-
-class CeilingMeter:
-    """Compiles the program once; each call of `measure` takes about half a second."""
-
-    def __init__(self, threads: int, megabytes: int = 256) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        program = Path(self._folder.name) / "ceilings"
-        compiler = os.environ.get("CC", "cc")
-        options = ["-O3", "-march=native", "-pthread", "-ffp-contract=fast"]
-        subprocess.run([compiler, *options, str(_SOURCE), "-o", str(program)], check=True)
-        self._command = [str(program), str(threads), str(megabytes)]
-
-    def measure(self) -> Ceiling:
-        printed = subprocess.run(self._command, check=True, capture_output=True, text=True).stdout
-        read, multiply_add = map(float, printed.split())
-        return Ceiling(read, multiply_add)
+    def measure(self) -> dict[str, float] | None:
+        """`memory_gb_s` and `gflop_s`, medians of a quarter of a second each, and the `_best` of each."""
+        if not self.is_available:
+            return None
+        result: dict[str, float] = json.loads(subprocess.check_output(self._command))
+        return result

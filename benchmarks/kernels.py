@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import statistics
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ceilings import Ceiling, CeilingMeter
+from benchmarks.ceilings import Ceilings
 from benchmarks.offline import machine
 from penstock.kernels.native import NATIVE
 
@@ -82,7 +83,7 @@ class Product:
             NATIVE.linear(x_TI, weight, self.outputs, None)
 
 
-def measure(shape: str, rows: list[int], dtypes: list[str], rounds: int, meter: CeilingMeter) -> list[Case]:
+def measure(shape: str, rows: list[int], dtypes: list[str], rounds: int, meter: Ceilings) -> list[Case]:
     """Every combination for one shape. The weights of all dtypes lie in memory together."""
     inputs, outputs = map(int, shape.split("x"))
     products = {dtype: Product(inputs, outputs, dtype, _COLD_BYTES) for dtype in dtypes}
@@ -92,14 +93,22 @@ def measure(shape: str, rows: list[int], dtypes: list[str], rounds: int, meter: 
         seconds: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
         ceilings = []
         for _ in range(rounds):
-            ceilings.append(meter.measure())
+            ceilings.append(_measured(meter))
             for dtype, product in products.items():
                 seconds[dtype].append(product.seconds(x_TI, budget_s=0.3))
         cases += [_case(shape, num_rows, dtype, products[dtype], seconds[dtype], ceilings) for dtype in dtypes]
     return cases
 
 
-def _case(shape: str, rows: int, dtype: str, product: Product, seconds: list[float], ceilings: list[Ceiling]) -> Case:
+def _measured(meter: Ceilings) -> dict[str, float]:
+    ceiling = meter.measure()
+    assert ceiling is not None, "main refuses a machine without a compiler"
+    return ceiling
+
+
+def _case(
+    shape: str, rows: int, dtype: str, product: Product, seconds: list[float], ceilings: list[dict[str, float]]
+) -> Case:
     best = min(seconds)
     gflops = 2e-9 * rows * product.inputs * product.outputs / best
     gbytes = 1e-9 * product.num_bytes / best
@@ -110,8 +119,8 @@ def _case(shape: str, rows: int, dtype: str, product: Product, seconds: list[flo
         microseconds=round(1e6 * best, 1),
         gflops=round(gflops, 1),
         gbytes=round(gbytes, 1),
-        of_read=round(gbytes / max(ceiling.read for ceiling in ceilings), 3),
-        of_multiply_add=round(gflops / max(ceiling.multiply_add for ceiling in ceilings), 3),
+        of_read=round(gbytes / max(ceiling["memory_gb_s_best"] for ceiling in ceilings), 3),
+        of_multiply_add=round(gflops / max(ceiling["gflop_s_best"] for ceiling in ceilings), 3),
     )
 
 
@@ -141,22 +150,25 @@ def main() -> None:
     if NATIVE is None:
         parser.error("the C++ kernels were not built")
     torch.set_num_threads(arguments.threads)
-    meter = CeilingMeter(arguments.threads)
-    first = meter.measure()
+    folder = tempfile.TemporaryDirectory()
+    meter = Ceilings(Path(folder.name), arguments.threads)
+    if not meter.is_available:
+        parser.error("there is no C compiler for the ceilings")
+    first = _measured(meter)
     cases: list[Case] = []
     for shape in arguments.shapes.split(","):
         rows = [int(number) for number in arguments.rows.split(",")]
         found = measure(shape, rows, arguments.dtypes.split(","), arguments.rounds, meter)
         cases += found
         print(table(found), flush=True)
-    last = meter.measure()
-    print(f"ceilings: reading {first.read:.1f} to {last.read:.1f} GB/s, ", end="")
-    print(f"multiply-add {first.multiply_add:.1f} to {last.multiply_add:.1f} GFLOP/s")
+    last = _measured(meter)
+    print(f"ceilings: reading {first['memory_gb_s_best']:.1f} to {last['memory_gb_s_best']:.1f} GB/s, ", end="")
+    print(f"multiply-add {first['gflop_s_best']:.1f} to {last['gflop_s_best']:.1f} GFLOP/s")
     if arguments.output is not None:
         report = {
             "machine": machine(arguments.threads),
             "kernels": NATIVE.instruction_set.name,
-            "ceilings": [asdict(first), asdict(last)],
+            "ceilings": [first, last],
             "cases": [asdict(case) for case in cases],
         }
         name = f"{datetime.date.today().isoformat()}-cpu-kernels"

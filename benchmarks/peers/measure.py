@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.ceilings import Ceilings
 from benchmarks.peers.catalogue import EngineSpec
-from benchmarks.peers.ceilings import Ceilings
 from benchmarks.peers.checkpoints import make
 from benchmarks.peers.environments import failure_of
 from benchmarks.peers.process import EngineFailure, EngineProcess
@@ -48,7 +48,7 @@ class Runner:
     budget_s: float
 
     def __post_init__(self) -> None:
-        self._ceilings = Ceilings(self.work_dir, self.threads)
+        self._ceilings = Ceilings(self.work_dir / "bin", self.threads)
         self._begin = time.monotonic()
         self._processes: dict[str, EngineProcess] = {}
         self._failed: set[tuple[str, str, str]] = set()
