@@ -110,8 +110,7 @@ class NativeKernels:
         if x_LI.stride(1) != 1:
             x_LI = x_LI.contiguous()
         num_rows, num_inputs = x_LI.shape
-        index_L = torch.empty(num_rows, dtype=torch.int64)
-        failed_L = torch.empty(num_rows, dtype=torch.bool)
+        index_L, failed_L = _room_for_choices(num_rows)
         self._module.greedy(
             self._index,
             x_LI.data_ptr(),
@@ -198,8 +197,7 @@ class NativeKernels:
         What is not a number counts as largest. x is contiguous, with one column at least.
         """
         num_rows, size = x_RV.shape
-        index_R = torch.empty(num_rows, dtype=torch.int64)
-        failed_R = torch.empty(num_rows, dtype=torch.bool)
+        index_R, failed_R = _room_for_choices(num_rows)
         self._module.argmax(
             self._index,
             x_RV.data_ptr(),
@@ -217,8 +215,7 @@ class NativeKernels:
         x is contiguous, with one column at least; the others are int64.
         """
         num_rows, size = x_RV.shape
-        index_R = torch.empty(num_rows, dtype=torch.int64)
-        failed_R = torch.empty(num_rows, dtype=torch.bool)
+        index_R, failed_R = _room_for_choices(num_rows)
         self._module.draw(
             self._index,
             x_RV.data_ptr(),
@@ -232,6 +229,11 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return index_R, failed_R
+
+
+def _room_for_choices(num_rows: int) -> tuple[Tensor, Tensor]:
+    """A token per row, and whether the row failed."""
+    return torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
 
 
 def available_instruction_sets() -> list[InstructionSet]:
