@@ -13,7 +13,7 @@ from penstock.config import SamplingConfig
 from penstock.config.sampling import rows_at_once
 from penstock.contract import SamplingParams
 from penstock.device import Device
-from penstock.kernels.sampling import LogprobsTensors, greedy_tokens
+from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.allowed_tokens import AllowedTokens
 from penstock.runner.sampling.bad_words import BadWords
 from penstock.runner.sampling.custom_processors import CustomProcessors
@@ -119,11 +119,8 @@ class Sampler:
         return _join([self._sample(logits[part], rows.part(part), num_logprobs) for part in parts], self.max_rows)
 
     def _sample(self, logits: Tensor, rows: LogitsRows, num_logprobs: int | None) -> SamplerOutput:
-        is_greedy = self._draw.is_all_greedy(rows)
-        if is_greedy and num_logprobs is None and not self._shaped_slots:
-            return SamplerOutput(*greedy_tokens(logits), None, {})
         shaping = self._needed(self.shaping, rows) if self._shaped_slots else []
-        stages = shaping if is_greedy else shaping + self._needed(self.truncating, rows)
+        stages = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
         processed = logits.clone() if stages else logits
         for stage in stages:
             processed = stage.apply(processed, rows)
