@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.kernels.activation import silu_and_mul_reference
+from penstock.kernels.activation import gelu_tanh_and_mul_reference, silu_and_mul_reference
 from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
 from penstock.kernels.norm import rms_norm_reference
 from penstock.kernels.random import counter_uniform
@@ -25,6 +25,8 @@ from penstock.kernels.sampling import draw_tokens_reference
 AVAILABLE = [found.name for found in available_instruction_sets()]
 WEIGHT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
+
+GATED_REFERENCES = {"silu": silu_and_mul_reference, "gelu_tanh": gelu_tanh_and_mul_reference}
 
 
 @pytest.fixture(params=AVAILABLE, scope="module")
@@ -150,11 +152,19 @@ def test_rms_norm_of_heads_that_lie_in_wider_rows(kernels: NativeKernels, shared
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
 @pytest.mark.parametrize("size", [1, 7, 8, 24, 129])
-def test_silu_and_mul(kernels: NativeKernels, num_tokens: int, size: int) -> None:
+@pytest.mark.parametrize("activation", GATED_REFERENCES)
+def test_gate_and_mul(kernels: NativeKernels, num_tokens: int, size: int, activation: str) -> None:
     gate_up_TI = torch.randn(num_tokens, 2 * size) * 20
-    torch.testing.assert_close(
-        kernels.silu_and_mul(gate_up_TI), silu_and_mul_reference(gate_up_TI), rtol=2e-6, atol=1e-7
-    )
+    expected = GATED_REFERENCES[activation](gate_up_TI.double()).float()
+    torch.testing.assert_close(kernels.gate_and_mul(activation, gate_up_TI), expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", GATED_REFERENCES)
+def test_gate_and_mul_at_the_ends(kernels: NativeKernels, activation: str) -> None:
+    gate_T1 = torch.tensor([-1e30, -200.0, -0.0, 200.0, 1e12, float("nan")])[:, None]
+    result_T1 = kernels.gate_and_mul(activation, torch.cat((gate_T1, torch.ones_like(gate_T1)), dim=1))
+    expected_T1 = torch.tensor([0.0, 0.0, 0.0, 200.0, 1e12, float("nan")])[:, None]
+    torch.testing.assert_close(result_T1, expected_T1, equal_nan=True)
 
 
 @pytest.mark.parametrize(("head_size", "rotated"), [(8, 8), (16, 6), (20, 20), (64, 64), (128, 32)])

@@ -1,6 +1,14 @@
 """Attention over a paged KV cache: one file per backend, behind one interface."""
 
 from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention, StepGeometry
-from penstock.attention.context import ForwardContext
+from penstock.attention.context import BoundLayer, ForwardContext
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "ForwardContext", "HeadNorm", "LayerAttention", "StepGeometry"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "BoundLayer",
+    "ForwardContext",
+    "HeadNorm",
+    "LayerAttention",
+    "StepGeometry",
+]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -26,10 +27,13 @@ class ForwardContext:
 
     layers: by layer name; the same in every step.
     metadata: by KV-cache group; this step's.
+    programs: what models record for these layers and for their weights as they are, each under itself; None where
+    nothing is to be recorded.
     """
 
     layers: Mapping[str, BoundLayer]
     metadata: Sequence[AttentionMetadata]
+    programs: MutableMapping[Hashable, Any] | None = None
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
         """Attention of one layer over this step: [T, H, D] from its queries, keys [T, K, D] and values [T, K, D]."""

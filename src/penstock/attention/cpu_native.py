@@ -106,6 +106,10 @@ class CpuNativeBackend(AttentionBackend):
         )
         return _without_padding(output_TX, metadata)
 
+    def head_shape(self, layer: LayerAttention, kv_cache: Tensor) -> HeadShape:
+        """What the kernel is told about a layer with this cache."""
+        return self._shape(layer, kv_cache.shape[3])
+
     def _shape(self, layer: LayerAttention, block_size: int) -> HeadShape:
         shape = self._shapes.get((layer.name, block_size))
         if shape is None:

@@ -17,7 +17,7 @@ from penstock.kernels.native import NATIVE
 def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     """silu(gate) * up."""
     if NATIVE is not None and NATIVE.runs(gate_up_TI) and gate_up_TI.is_contiguous():
-        return NATIVE.silu_and_mul(gate_up_TI)
+        return NATIVE.gate_and_mul("silu", gate_up_TI)
     return silu_and_mul_reference(gate_up_TI)
 
 
@@ -35,6 +35,13 @@ def gelu_and_mul(gate_up_TI: Tensor) -> Tensor:
 
 def gelu_tanh_and_mul(gate_up_TI: Tensor) -> Tensor:
     """gelu(gate) * up, with gelu's approximation by tanh."""
+    if NATIVE is not None and NATIVE.runs(gate_up_TI) and gate_up_TI.is_contiguous():
+        return NATIVE.gate_and_mul("gelu_tanh", gate_up_TI)
+    return gelu_tanh_and_mul_reference(gate_up_TI)
+
+
+def gelu_tanh_and_mul_reference(gate_up_TI: Tensor) -> Tensor:
+    """The specification of `gelu_tanh_and_mul`."""
     gate_TI, up_TI = gate_up_TI.chunk(2, -1)
     return gelu_tanh(gate_TI).mul_(up_TI)
 
@@ -60,4 +67,11 @@ GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu_and_mul,
     "gelu_new": gelu_tanh_and_mul,
     "gelu_pytorch_tanh": gelu_tanh_and_mul,
+}
+# Those that the C++ kernels have, by the names that these have for them.
+NATIVE_GATED_ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }

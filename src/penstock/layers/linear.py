@@ -16,6 +16,8 @@ from penstock.config.env import uses_torch_products
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE, NativeKernels
+from penstock.kernels.native.program import Buffer, NativeProgram
+from penstock.layers.recording import Recorder, Unrecordable
 from penstock.layers.weights import RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelContext
 
@@ -34,6 +36,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
         """x @ weight^T + bias: [T, O]."""
+
+    def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
+        """Record what `apply` does. Raises Unrecordable."""
+        raise Unrecordable(f"{type(self).__name__} has no kernel for programs")
 
 
 class PlainMethod(LinearMethod):
@@ -115,6 +121,11 @@ class NativeMethod(PackedMethod):
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return self._kernels.linear(x_TI, packed_OI, output_size, bias_O)
 
+    def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
+        if program.kernels is not self._kernels or self.packed_OI is None:
+            raise Unrecordable("the weight is packed for other kernels")
+        program.linear(x, self.packed_OI, layer.bias, out)
+
     def argmax(self, layer: LinearLayer, x_LI: Tensor) -> tuple[Tensor, Tensor]:
         """The first of the largest products of a layer without a bias, none written down, and whether a row failed."""
         assert self.packed_OI is not None, "argmax before process_weights_after_loading"
@@ -191,6 +202,11 @@ class LinearLayer(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.method.apply(self, x_TI)
+
+    def record(self, recorder: Recorder, x: Buffer, out: Buffer) -> None:
+        if self.bias is not None and self.bias.dtype is not torch.float32:
+            raise Unrecordable(f"the bias of a {type(self).__name__} is in {self.bias.dtype}")
+        self.method.record(recorder.program, self, x, out)
 
     def drop_weight(self, lookup: RowLookup | None) -> None:
         """Free the weight, of which the method has a form of its own; `lookup` reads rows of that form."""

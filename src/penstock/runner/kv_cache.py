@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -38,6 +39,7 @@ class PagedKVCache:
         self.config = config
         self.groups: list[AttentionGroup] = []
         self._layers: dict[str, BoundLayer] = {}
+        self.programs: dict[Hashable, Any] = {}
         memory = {
             name: device.allocate(tensor.size_bytes) for tensor in config.tensors for name in tensor.shared_by[:1]
         }
@@ -68,7 +70,16 @@ class PagedKVCache:
         metadata: list[AttentionMetadata] = [
             group.backend.prepare(geometry) for group, geometry in zip(self.groups, batch.geometry, strict=True)
         ]
-        return ForwardContext(self._layers, metadata)
+        return ForwardContext(self._layers, metadata, self.programs)
+
+    @property
+    def has_program(self) -> bool:
+        """Whether a model has recorded a program, in which case nothing else of it runs."""
+        return any(program is not None for program in self.programs.values())
+
+    def forget_programs(self) -> None:
+        """Let models record anew what they run: they, or their weights, may be others."""
+        self.programs.clear()
 
     def layer_memory(self, name: str) -> Tensor:
         """One layer's cache, in its backend's layout."""

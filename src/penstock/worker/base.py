@@ -69,6 +69,9 @@ class WorkerBase(ABC):
     def execute_dummy_batch(self) -> None:
         """Run a step that serves no request and touches nothing."""
 
+    def forget_programs(self) -> None:  # noqa: B027 - a worker that records nothing has nothing to forget
+        """Called when the model may have changed: what was recorded of it no longer holds."""
+
     @abstractmethod
     def get_model(self) -> LanguageModel: ...
 

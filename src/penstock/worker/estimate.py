@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config import SamplingConfig
 from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
@@ -47,9 +47,11 @@ _WORKSPACE_BYTES = {"cpu": 0, "cuda": 32 << 20}
 # What the CPU's libraries take at their first product: code, tables and buffers.
 LIBRARY_BYTES = 8 << 20
 # What the C library holds back of the memory that tensors give back, at most, as measured: three places of the largest
-# size, 32 MiB, that glibc's malloc does not ask the system for by itself. It ends its heap earlier only once twice as
-# much is free at its end, and a place that an aligned tensor left is too small for the next one of its size.
-_MAX_HELD_BACK_BYTES = 96 << 20
+# size that glibc's malloc does not ask the system for by itself. It ends its heap earlier only once twice as much is
+# free at its end, and a place that an aligned tensor left is too small for the next one of its size. Of a program's
+# step, only the workspace is large.
+_LARGEST_PLACE_BYTES = 32 << 20
+_NUM_PLACES = 3
 
 
 def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> int:
@@ -105,6 +107,7 @@ class LayerTraits:
     kept_in_attention, kept_in_mlp: tensors of the hidden size that are there meanwhile: the residual stream and the
     normalised input of this layer, and what the layer before it returned.
     embeds_positions: each position has a learned embedding.
+    is_recorded: our own kernels run all layers as one program, in buffers that the layers share.
     """
 
     is_gated: bool = True
@@ -115,16 +118,22 @@ class LayerTraits:
     kept_in_attention: int = 3
     kept_in_mlp: int = 4
     embeds_positions: bool = False
+    is_recorded: bool = True
 
 
 # Of what is added to the residual stream in place, or normalised only afterwards, less is there.
 _TRAITS = {
     "GPT2LMHeadModel": LayerTraits(
-        is_gated=False, widens=False, kept_in_attention=2, kept_in_mlp=2, embeds_positions=True
+        is_gated=False,
+        widens=False,
+        kept_in_attention=2,
+        kept_in_mlp=2,
+        embeds_positions=True,
+        is_recorded=False,
     ),
     "Gemma3ForCausalLM": LayerTraits(normalises_heads=True, fuses_head_norms=True),
     "Olmo2ForCausalLM": LayerTraits(
-        normalises_heads=True, normalises_together=True, kept_in_attention=2, kept_in_mlp=3
+        normalises_heads=True, normalises_together=True, kept_in_attention=2, kept_in_mlp=3, is_recorded=False
     ),
     "Qwen3ForCausalLM": LayerTraits(normalises_heads=True, fuses_head_norms=True),
 }
@@ -179,9 +188,13 @@ def estimate_step(
         traits.kept_in_attention * hidden + heads + mixed + hidden,
         traits.kept_in_mlp * hidden + _mlp_values(shape, traits) * value,
     )
+    is_recorded = is_native and traits.is_recorded
+    if is_recorded:
+        inside = _program_values(shape, traits) * value
     return StepMemory(
         activations=_WORKSPACE_BYTES[device] + num_tokens * (_INPUT_BYTES + rotation + inside),
         sampling=logits_bytes(shape.vocab_size, num_tokens, num_rows, sampling, device),
+        is_recorded=is_recorded,
     )
 
 
@@ -189,13 +202,16 @@ def resident_step(tensors: StepMemory, device: str) -> StepMemory:
     """The memory that a step's tensors take from the system."""
     if device != "cpu":
         return tensors
-    return StepMemory(
-        activations=LIBRARY_BYTES + _with_held_back(tensors.activations), sampling=_with_held_back(tensors.sampling)
+    places = 1 if tensors.is_recorded else _NUM_PLACES
+    return replace(
+        tensors,
+        activations=LIBRARY_BYTES + _with_held_back(tensors.activations, places),
+        sampling=_with_held_back(tensors.sampling, _NUM_PLACES),
     )
 
 
-def _with_held_back(tensor_bytes: int) -> int:
-    return tensor_bytes + min(tensor_bytes, _MAX_HELD_BACK_BYTES)
+def _with_held_back(tensor_bytes: int, num_places: int) -> int:
+    return tensor_bytes + min(tensor_bytes, num_places * _LARGEST_PLACE_BYTES)
 
 
 def logits_bytes(vocab_size: int, num_tokens: int, num_rows: int, sampling: SamplingConfig, device: str) -> int:
@@ -254,6 +270,12 @@ def _head_bytes(shape: ModelShape, traits: LayerTraits, value: int, *, is_native
     is_copied = traits.normalises_heads and not (traits.fuses_head_norms and is_native)
     copies = (shape.num_heads + shape.num_kv_heads) * shape.head_size if is_copied else 0
     return (shape.qkv_size + copies) * value
+
+
+def _program_values(shape: ModelShape, traits: LayerTraits) -> int:
+    """Input, output, a third of the hidden size, and what attention or the feed-forward network needs beside them."""
+    attention = shape.qkv_size + shape.num_heads * shape.head_size
+    return 3 * shape.hidden_size + max(attention, _mlp_values(shape, traits))
 
 
 def _mlp_values(shape: ModelShape, traits: LayerTraits) -> int:

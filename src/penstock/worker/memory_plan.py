@@ -15,10 +15,14 @@ _TOKEN_ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes that a step takes at most, besides weights and persistent state."""
+    """Bytes that a step takes at most, besides weights and persistent state.
+
+    is_recorded: nearly all activations lie in one tensor, the workspace of a program.
+    """
 
     activations: int
     sampling: int
+    is_recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,10 @@ class Worker(WorkerBase):
         with torch.no_grad():
             run_dummy_batch(self.runner, num_tokens=1, num_reqs=1)
 
+    def forget_programs(self) -> None:
+        if self._runner is not None:
+            self._runner.kv_cache.forget_programs()
+
     def get_model(self) -> LanguageModel:
         return self.language_model
 

@@ -18,6 +18,9 @@ from penstock.worker.plugins import load_plugins
 
 logger = logging.getLogger(__name__)
 
+# What is called while the engine serves. Anything else may have changed the model.
+_LEAVE_THE_MODEL = frozenset({"execute_model", "sample_tokens", "execute_dummy_batch", "check_health"})
+
 
 class WorkerWrapperBase:
     """One process's shell. `rpc_rank` is its place among the executor's workers.
@@ -82,6 +85,9 @@ class WorkerWrapperBase:
             return self._bind(method)(*args, **kwargs)
         except Exception as error:
             self.report(_name_of(method), error)
+        finally:
+            if method not in _LEAVE_THE_MODEL and self._worker is not None:
+                self._worker.forget_programs()
 
     def report(self, name: str, error: Exception) -> NoReturn:
         """Raise what a call raised as an error that names the rank, the call and the cause."""

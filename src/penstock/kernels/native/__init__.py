@@ -26,7 +26,9 @@ except ImportError as error:
     _module = None
     _why_not = f"the C++ kernels were not built with this installation: {error}"
 
-_WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# How the library knows them.
+WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class NativeKernels:
     def __init__(self, module: Any, instruction_set: InstructionSet) -> None:
         self.instruction_set = instruction_set
         self._index = instruction_set.index
-        self._module = module
+        self.module = module
         self.attention = NativeAttention(module, instruction_set.index)
 
     def runs(self, tensor: Tensor) -> bool:
@@ -57,12 +59,12 @@ class NativeKernels:
         num_outputs, num_inputs = weight_OI.shape
         width = self.instruction_set.panel_width
         packed = torch.empty(-(-num_outputs // width) * width, num_inputs, dtype=weight_OI.dtype)
-        self._module.pack_weight(
+        self.module.pack_weight(
             self._index,
             weight_OI.data_ptr(),
             num_outputs,
             num_inputs,
-            _WEIGHT_TYPES[weight_OI.dtype],
+            WEIGHT_TYPES[weight_OI.dtype],
             packed.data_ptr(),
         )
         return packed
@@ -70,12 +72,12 @@ class NativeKernels:
     def unpack_weight(self, packed: Tensor, num_outputs: int) -> Tensor:
         """The weight that was packed, bit for bit: [O, I]."""
         weight_OI = packed.new_empty(num_outputs, packed.shape[1])
-        self._module.unpack_weight(
+        self.module.unpack_weight(
             self._index,
             packed.data_ptr(),
             num_outputs,
             packed.shape[1],
-            _WEIGHT_TYPES[packed.dtype],
+            WEIGHT_TYPES[packed.dtype],
             weight_OI.data_ptr(),
         )
         return weight_OI
@@ -89,7 +91,7 @@ class NativeKernels:
             x_TI = x_TI.contiguous()
         num_rows, num_inputs = x_TI.shape
         out_TO = torch.empty(num_rows, num_outputs)
-        self._module.linear(
+        self.module.linear(
             self._index,
             x_TI.data_ptr(),
             x_TI.stride(0),
@@ -100,7 +102,7 @@ class NativeKernels:
             num_rows,
             num_inputs,
             num_outputs,
-            _WEIGHT_TYPES[packed.dtype],
+            WEIGHT_TYPES[packed.dtype],
             torch.get_num_threads(),
         )
         return out_TO
@@ -111,7 +113,7 @@ class NativeKernels:
             x_LI = x_LI.contiguous()
         num_rows, num_inputs = x_LI.shape
         index_L, failed_L = _room_for_choices(num_rows)
-        self._module.greedy(
+        self.module.greedy(
             self._index,
             x_LI.data_ptr(),
             x_LI.stride(0),
@@ -121,7 +123,7 @@ class NativeKernels:
             num_rows,
             num_inputs,
             num_outputs,
-            _WEIGHT_TYPES[packed.dtype],
+            WEIGHT_TYPES[packed.dtype],
             torch.get_num_threads(),
         )
         return index_L, failed_L
@@ -130,14 +132,14 @@ class NativeKernels:
         """Rows of the weight that was packed, such as tokens' embeddings: float32 [T, I]. Ids are within the weight."""
         ids_T = ids_T.to(torch.int32)
         out_TI = torch.empty(ids_T.shape[0], packed.shape[1])
-        self._module.rows(
+        self.module.rows(
             self._index,
             packed.data_ptr(),
             ids_T.data_ptr(),
             out_TI.data_ptr(),
             out_TI.shape[0],
             out_TI.shape[1],
-            _WEIGHT_TYPES[packed.dtype],
+            WEIGHT_TYPES[packed.dtype],
             torch.get_num_threads(),
         )
         return out_TI
@@ -150,7 +152,7 @@ class NativeKernels:
         num_heads = x.shape[1] if x.dim() == 3 else 1
         size = x.shape[-1]
         out = torch.empty(x.shape)
-        self._module.rms_norm(
+        self.module.rms_norm(
             self._index,
             x.data_ptr(),
             x.stride(0),
@@ -166,19 +168,25 @@ class NativeKernels:
         )
         return out
 
-    def silu_and_mul(self, gate_up_TI: Tensor) -> Tensor:
-        """`kernels.activation.silu_and_mul` for a contiguous [T, 2 * I]."""
+    def gate_and_mul(self, activation: str, gate_up_TI: Tensor) -> Tensor:
+        """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
         num_rows, width = gate_up_TI.shape
         out_TI = torch.empty(num_rows, width // 2)
-        self._module.silu_and_mul(
-            self._index, gate_up_TI.data_ptr(), out_TI.data_ptr(), num_rows, width // 2, torch.get_num_threads()
+        self.module.gate_and_mul(
+            self._index,
+            ACTIVATIONS[activation],
+            gate_up_TI.data_ptr(),
+            out_TI.data_ptr(),
+            num_rows,
+            width // 2,
+            torch.get_num_threads(),
         )
         return out_TI
 
     def apply_rotary(self, heads_THD: Tensor, table_PR: Tensor, positions_T: Tensor) -> None:
         """`kernels.rotary.apply_rotary` with the rows of the table at these positions (int64, contiguous)."""
         num_tokens, num_heads, _ = heads_THD.shape
-        self._module.rotary(
+        self.module.rotary(
             self._index,
             heads_THD.data_ptr(),
             heads_THD.stride(0),
@@ -198,7 +206,7 @@ class NativeKernels:
         """
         num_rows, size = x_RV.shape
         index_R, failed_R = _room_for_choices(num_rows)
-        self._module.argmax(
+        self.module.argmax(
             self._index,
             x_RV.data_ptr(),
             index_R.data_ptr(),
@@ -216,7 +224,7 @@ class NativeKernels:
         """
         num_rows, size = x_RV.shape
         index_R, failed_R = _room_for_choices(num_rows)
-        self._module.draw(
+        self.module.draw(
             self._index,
             x_RV.data_ptr(),
             seed_S.data_ptr(),

@@ -52,6 +52,19 @@ class HeadShape:
     sliding_window: int | None
     soft_cap: float | None
 
+    @property
+    def arguments(self) -> tuple[int | float, ...]:
+        """As the library takes it."""
+        return (
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            self.block_size,
+            self.sliding_window or 0,
+            self.scale,
+            self.soft_cap or 0.0,
+        )
+
 
 class NativeAttention:
     """Writes a step's keys and values to the cache, then attends causally.
@@ -155,13 +168,7 @@ class NativeAttention:
             *requests.arguments,
             out.data_ptr(),
             out.stride(0),
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_size,
-            shape.block_size,
-            shape.sliding_window or 0,
-            shape.scale,
-            shape.soft_cap or 0.0,
+            *shape.arguments,
             *norm,
             *rotation,
             torch.get_num_threads(),

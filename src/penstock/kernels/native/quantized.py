@@ -21,11 +21,11 @@ class NativeQuantizedProducts:
 
     def __init__(self, module: Any, index: int, name: str) -> None:
         self.name = name
-        self._index = index
+        self.index = index
         self._module = module
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
-        packed = _aligned_bytes(self._module.quantized_packed_bytes(self._index, *weight.shape.kernel_sizes))
+        packed = _aligned_bytes(self._module.quantized_packed_bytes(self.index, *weight.shape.kernel_sizes))
         self._convert(self._module.quantized_pack, weight, packed)
         return packed
 
@@ -48,7 +48,7 @@ class NativeQuantizedProducts:
         num_rows = x_TI.shape[0]
         out_TO = torch.empty(num_rows, shape.output_size)
         self._module.quantized_linear(
-            self._index,
+            self.index,
             *shape.kernel_sizes,
             x_TI.data_ptr(),
             x_TI.stride(0),
@@ -65,7 +65,7 @@ class NativeQuantizedProducts:
         ids_T = ids_T.to(torch.int32)
         out_TI = torch.empty(ids_T.shape[0], shape.input_size)
         self._module.quantized_rows(
-            self._index,
+            self.index,
             *shape.kernel_sizes,
             packed.data_ptr(),
             ids_T.data_ptr(),
@@ -79,7 +79,7 @@ class NativeQuantizedProducts:
         values_OI, scales_OG = weight.values_OI.contiguous(), weight.scales_OG.contiguous()
         zeros_OG = None if weight.zeros_OG is None else weight.zeros_OG.contiguous()
         function(
-            self._index,
+            self.index,
             *weight.shape.kernel_sizes,
             values_OI.data_ptr(),
             scales_OG.data_ptr(),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UnsupportedFeature
-from penstock.kernels.native.quantized import native_quantized_products
+from penstock.kernels.native.program import Buffer, NativeProgram
+from penstock.kernels.native.quantized import NativeQuantizedProducts, native_quantized_products
 from penstock.kernels.quantized import (
     QuantizedProducts,
     QuantizedShape,
@@ -19,6 +20,7 @@ from penstock.kernels.quantized import (
     TorchQuantizedProducts,
 )
 from penstock.layers.linear import LinearLayer, PackedMethod
+from penstock.layers.recording import Unrecordable
 from penstock.layers.weights import RowLookup
 
 Rounding = Callable[[Tensor], QuantizedWeight]
@@ -57,6 +59,13 @@ class QuantizedMethod(PackedMethod):
             return self._products.linear(x_TI, packed_OI, self.shape, bias_O)
         return self._products.linear(x_TI.float(), packed_OI, self.shape, bias_O).to(x_TI.dtype)
 
+    def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
+        if not isinstance(self._products, NativeQuantizedProducts):
+            raise Unrecordable("the C++ kernels for quantized weights are not there")
+        assert self.packed_OI is not None, "record before process_weights_after_loading"
+        assert self.shape is not None, "record before pack"
+        program.quantized_linear(self._products, x, self.packed_OI, self.shape, layer.bias, out)
+
 
 class ReorderedMethod(QuantizedMethod):
     """order_I: the inputs, group by group, of a weight whose groups are not inputs that lie side by side."""
@@ -78,6 +87,9 @@ class ReorderedMethod(QuantizedMethod):
 
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return super().multiply(x_TI.index_select(-1, self._order_I), packed_OI, output_size, bias_O)
+
+    def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
+        raise Unrecordable("the inputs of a quantized weight are in an order of their own")
 
 
 def refuse_quantized(model: nn.Module, action: str) -> None:

@@ -45,9 +45,20 @@ static void rms_norm(const NormArgs& a) {
   run_parallel(threads_for(a.rows * a.heads * a.size, a.rows, a.num_threads), rms_norm_thread, &args);
 }
 
-PENSTOCK_INLINE Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
+struct Silu {
+  PENSTOCK_INLINE Vec of(Vec x) { return x / (1.0f + exp(-x)); }
+};
 
-static void silu_and_mul_thread(void* data, int thread, const Team& team) {
+// x * (1 + tanh(u)) / 2 is x / (1 + e^-2u).
+struct GeluTanh {
+  PENSTOCK_INLINE Vec of(Vec x) {
+    const Vec u = (x + x * x * x * 0.044715f) * 0.7978845608f;
+    return x / (1.0f + exp(u * -2.0f));
+  }
+};
+
+template <class A>
+static void gate_and_mul_thread(void* data, int thread, const Team& team) {
   const auto& a = *static_cast<const GateArgs*>(data);
   const int64_t begin = a.rows * thread / team.num_threads, end = a.rows * (thread + 1) / team.num_threads;
   const int64_t whole = a.size / kLanes * kLanes, rest = a.size - whole;
@@ -55,20 +66,21 @@ static void silu_and_mul_thread(void* data, int thread, const Team& team) {
     const float* gate = a.x + row * 2 * a.size;
     const float* up = gate + a.size;
     float* out = a.out + row * a.size;
-    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, silu(load(gate + i)) * load(up + i));
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, A::of(load(gate + i)) * load(up + i));
     if (rest > 0) {
       float lanes[2][kLanes] = {};
       std::memcpy(lanes[0], gate + whole, rest * sizeof(float));
       std::memcpy(lanes[1], up + whole, rest * sizeof(float));
-      store(lanes[0], silu(load(lanes[0])) * load(lanes[1]));
+      store(lanes[0], A::of(load(lanes[0])) * load(lanes[1]));
       std::memcpy(out + whole, lanes[0], rest * sizeof(float));
     }
   }
 }
 
-static void silu_and_mul(const GateArgs& a) {
+static void gate_and_mul(const GateArgs& a) {
   GateArgs args = a;
-  run_parallel(threads_for(a.rows * a.size * 4, a.rows, a.num_threads), silu_and_mul_thread, &args);
+  run_parallel(threads_for(a.rows * a.size * 4, a.rows, a.num_threads),
+               a.activation == Activation::kSilu ? gate_and_mul_thread<Silu> : gate_and_mul_thread<GeluTanh>, &args);
 }
 
 // Turns the first 2 * half dimensions of a head. rotation: its cosines, then its sines.

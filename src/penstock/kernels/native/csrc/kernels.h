@@ -82,8 +82,12 @@ struct NormArgs {
   int num_threads;
 };
 
-// silu(gate) * up, for rows that hold gate, then up: [rows][2 * size] to [rows][size].
+// kGeluTanh: gelu's approximation by tanh.
+enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
+
+// activation(gate) * up, for rows that hold gate, then up: [rows][2 * size] to [rows][size].
 struct GateArgs {
+  Activation activation;
   const float* x;
   float* out;
   int64_t rows, size;
@@ -146,7 +150,7 @@ struct Kernels {
   bool (*attention)(const AttentionArgs&);
   void (*rows)(const RowsArgs&);
   void (*rms_norm)(const NormArgs&);
-  void (*silu_and_mul)(const GateArgs&);
+  void (*gate_and_mul)(const GateArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*argmax)(const ArgmaxArgs&);
   void (*draw)(const DrawArgs&);

@@ -7,8 +7,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <new>
+
 #include "kernels.h"
 #include "parallel.h"
+#include "program.h"
 #include "quantized.h"
 #include "step.h"
 
@@ -228,16 +231,17 @@ PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->rms_norm, a) : nullptr;
 }
 
-PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
+PyObject* gate_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   GateArgs a;
+  a.activation = static_cast<Activation>(in.integer());
   a.x = in.pointer<const float>();
   a.out = in.pointer<float>();
   a.rows = in.size();
   a.size = in.size();
   a.num_threads = in.integer();
-  return in.are_good() ? run(kernels->silu_and_mul, a) : nullptr;
+  return in.are_good() ? run(kernels->gate_and_mul, a) : nullptr;
 }
 
 PyObject* rotary(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -353,6 +357,7 @@ PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }  // namespace
 
 #include "module_quantized.inl"
+#include "module_program.inl"
 
 namespace {
 
@@ -368,7 +373,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(rows),
     PENSTOCK_FUNCTION(attention),
     PENSTOCK_FUNCTION(rms_norm),
-    PENSTOCK_FUNCTION(silu_and_mul),
+    PENSTOCK_FUNCTION(gate_and_mul),
     PENSTOCK_FUNCTION(rotary),
     PENSTOCK_FUNCTION(argmax),
     PENSTOCK_FUNCTION(draw),
@@ -381,6 +386,14 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(quantized_unpack),
     PENSTOCK_FUNCTION(quantized_linear),
     PENSTOCK_FUNCTION(quantized_rows),
+    PENSTOCK_FUNCTION(program_new),
+    PENSTOCK_FUNCTION(program_buffer),
+    PENSTOCK_FUNCTION(program_norm),
+    PENSTOCK_FUNCTION(program_gate),
+    PENSTOCK_FUNCTION(program_linear),
+    PENSTOCK_FUNCTION(program_quantized_linear),
+    PENSTOCK_FUNCTION(program_attention),
+    PENSTOCK_FUNCTION(program_run),
     {nullptr, nullptr, 0, nullptr},
 };
 

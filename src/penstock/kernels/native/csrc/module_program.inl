@@ -1,0 +1,162 @@
+// Python functions that make and run programs; part of module.cpp.
+
+namespace {
+
+constexpr char kProgramName[] = "penstock.program";
+constexpr int kMaxGroups = 64;
+
+Program* program_of(PyObject* capsule) {
+  return static_cast<Program*>(PyCapsule_GetPointer(capsule, kProgramName));
+}
+
+void delete_program(PyObject* capsule) { delete program_of(capsule); }
+
+// (kernels) -> program.
+PyObject* program_new(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const Kernels* kernels = in.kernels();
+  if (!in.are_good()) return nullptr;
+  auto* program = new (std::nothrow) Program{kernels, {}, {}};
+  if (program == nullptr) return PyErr_NoMemory();
+  PyObject* capsule = PyCapsule_New(program, kProgramName, delete_program);
+  if (capsule == nullptr) delete program;
+  return capsule;
+}
+
+// The first of a function's arguments, and the others.
+struct ProgramCall {
+  Program* program;
+  Arguments in;
+  ProgramCall(PyObject* const* values, Py_ssize_t count)
+      : program(count < 1 ? nullptr : program_of(values[0])), in(values + 1, count < 1 ? 0 : count - 1) {}
+
+  PyObject* add(const Operation& operation) {
+    if (!in.are_good() || program == nullptr) return nullptr;
+    program->operations.push_back(operation);
+    Py_RETURN_NONE;
+  }
+};
+
+// (program, width, offset) -> number.
+PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Buffer buffer;
+  buffer.width = call.in.size();
+  buffer.offset = call.in.size();
+  if (!call.in.are_good() || call.program == nullptr) return nullptr;
+  call.program->buffers.push_back(buffer);
+  return PyLong_FromLongLong(static_cast<long long>(call.program->buffers.size()) - 1);
+}
+
+PyObject* program_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kNorm;
+  operation.in = call.in.integer();
+  operation.residual = call.in.integer();
+  operation.out = call.in.integer();
+  operation.norm = {};
+  operation.norm.weight = call.in.pointer<const float>();
+  operation.norm.size = call.in.size();
+  operation.norm.eps = call.in.real();
+  operation.norm.heads = 1;
+  return call.add(operation);
+}
+
+PyObject* program_gate(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kGate;
+  operation.in = call.in.integer();
+  operation.out = call.in.integer();
+  operation.gate = {};
+  operation.gate.activation = static_cast<Activation>(call.in.integer());
+  operation.gate.size = call.in.size();
+  return call.add(operation);
+}
+
+PyObject* program_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kLinear;
+  operation.in = call.in.integer();
+  operation.out = call.in.integer();
+  operation.linear = {};
+  operation.linear.weight = call.in.pointer<const void>();
+  operation.linear.bias = call.in.pointer<const float>();
+  operation.linear.in_features = call.in.size();
+  operation.linear.out_features = call.in.size();
+  operation.linear.weight_type = static_cast<WeightType>(call.in.integer());
+  return call.add(operation);
+}
+
+PyObject* program_quantized_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kQuantizedLinear;
+  operation.in = call.in.integer();
+  operation.out = call.in.integer();
+  operation.quantized_kernels = quantized_kernels(call.in);
+  operation.quantized = {};
+  operation.quantized.weight = call.in.pointer<const void>();
+  operation.quantized.bias = call.in.pointer<const float>();
+  operation.quantized.shape = quantized_shape(call.in);
+  return call.add(operation);
+}
+
+PyObject* program_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kAttention;
+  operation.in = call.in.integer();
+  operation.out = call.in.integer();
+  operation.group = call.in.integer();
+  AttentionArgs& a = operation.attention = {};
+  a.key_cache = call.in.pointer<void>();
+  a.value_cache = call.in.pointer<void>();
+  a.cache_type = static_cast<CacheType>(call.in.integer());
+  a.num_heads = call.in.size();
+  a.num_kv_heads = call.in.size();
+  a.head_size = call.in.size();
+  a.block_size = call.in.size();
+  a.window = call.in.size();
+  a.scale = call.in.real();
+  a.soft_cap = call.in.real();
+  a.norm_weight = call.in.pointer<const float>();
+  a.norm_eps = call.in.real();
+  a.rotary_table = call.in.pointer<const float>();
+  a.rotary_half = call.in.size();
+  return call.add(operation);
+}
+
+// The last five arguments are repeated for every KV-cache group.
+PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  ProgramStep step;
+  step.input = call.in.pointer<float>();
+  step.output = call.in.pointer<float>();
+  step.workspace = call.in.pointer<float>();
+  step.positions = call.in.pointer<const int64_t>();
+  step.num_rows = call.in.size();
+  step.num_tokens = call.in.size();
+  step.num_threads = call.in.integer();
+  StepRequests groups[kMaxGroups];
+  int num_groups = 0;
+  for (; call.in.has_more() && num_groups < kMaxGroups; ++num_groups) {
+    groups[num_groups].query_start = call.in.pointer<const int32_t>();
+    groups[num_groups].seq_lens = call.in.pointer<const int32_t>();
+    groups[num_groups].block_table = call.in.pointer<const int32_t>();
+    groups[num_groups].block_table_stride = call.in.size();
+    groups[num_groups].num_requests = call.in.size();
+  }
+  step.groups = groups;
+  if (!call.in.are_good() || call.program == nullptr) return nullptr;
+  bool had_memory;
+  Py_BEGIN_ALLOW_THREADS;
+  had_memory = run_program(*call.program, step);
+  Py_END_ALLOW_THREADS;
+  if (!had_memory) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+}  // namespace

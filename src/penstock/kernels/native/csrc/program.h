@@ -1,0 +1,64 @@
+// A step's kernels one after the other, in one call: Python between small kernels takes longer than they do.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "quantized.h"
+
+namespace penstock {
+
+// Rows of floats, one for every token of a step, contiguous. The input and the output are the caller's; the others lie
+// in its workspace, `offset` floats per token from the beginning. Their lifetimes may let them share a place.
+struct Buffer {
+  int64_t width, offset;
+};
+
+enum : int { kInput = 0, kOutput = 1 };
+
+// Which kernel, its buffers by number, and its arguments but for what a step decides: addresses of buffers, numbers of
+// rows and threads.
+struct Operation {
+  enum class Kind { kNorm, kGate, kLinear, kQuantizedLinear, kAttention } kind;
+  int in, residual, out;  // residual: what a norm adds to its input first, or -1
+  int group;              // of the KV cache, for attention
+  const QuantizedKernels* quantized_kernels;
+  union {
+    NormArgs norm;
+    GateArgs gate;
+    LinearArgs linear;
+    QuantizedLinearArgs quantized;
+    AttentionArgs attention;
+  };
+};
+
+struct Program {
+  const Kernels* kernels;
+  std::vector<Buffer> buffers;
+  std::vector<Operation> operations;
+};
+
+// The requests of a step, in one KV-cache group.
+struct StepRequests {
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  const int32_t* block_table;
+  int64_t block_table_stride, num_requests;
+};
+
+// positions: int64, one per token. Of the tokens, the first num_tokens are no padding.
+struct ProgramStep {
+  float* input;
+  float* output;
+  float* workspace;
+  const int64_t* positions;
+  int64_t num_rows, num_tokens;
+  const StepRequests* groups;
+  int num_threads;
+};
+
+// False when a kernel found no memory to work in; the output is undefined then.
+bool run_program(const Program& program, const ProgramStep& step);
+
+}  // namespace penstock

@@ -1,0 +1,165 @@
+"""Kernels recorded once and run one after the other in one C++ call, as a step's forward pass.
+
+Suffixes: T tokens of the step, D hidden size, O output features, I input features, H query heads, K KV heads, R rotary
+dimensions, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.native import ACTIVATIONS, WEIGHT_TYPES, NativeKernels
+from penstock.kernels.native.attention import CACHE_TYPES, HeadShape, StepRequests
+from penstock.kernels.native.quantized import NativeQuantizedProducts
+from penstock.kernels.quantized import QuantizedShape
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A row of `width` floats for every token of a step."""
+
+    number: int
+    width: int
+
+
+class NativeProgram:
+    """Takes hidden states to hidden states. Holds the weights and caches that it was recorded with.
+
+    Every kernel is the one that the same call would run by itself, so the results have the same bits.
+    """
+
+    def __init__(self, hidden_size: int, kernels: NativeKernels) -> None:
+        self.kernels = kernels
+        self._module = kernels.module
+        self._program = self._module.program_new(kernels.instruction_set.index)
+        self._keeps_alive: list[Tensor] = []
+        self._top = self._workspace_size = 0
+        self._hidden_size = hidden_size
+        self.input = self._buffer(hidden_size, 0)
+        self.output = self._buffer(hidden_size, 0)
+
+    @contextmanager
+    def buffers(self, *widths: int) -> Iterator[list[Buffer]]:
+        """Room for intermediate results; others may have the same room afterwards."""
+        top = self._top
+        made = []
+        for width in widths:
+            made.append(self._buffer(width, self._top))
+            self._top += width
+        self._workspace_size = max(self._workspace_size, self._top)
+        yield made
+        self._top = top
+
+    def rms_norm(self, x: Buffer, weight_D: Tensor, eps: float, out: Buffer, residual: Buffer | None = None) -> None:
+        """`kernels.norm.rms_norm`; with a residual, x becomes x + residual first, in place."""
+        self._module.program_norm(
+            self._program,
+            x.number,
+            -1 if residual is None else residual.number,
+            out.number,
+            self._address(weight_D),
+            weight_D.shape[0],
+            eps,
+        )
+
+    def gate_and_mul(self, activation: str, gate_up: Buffer, out: Buffer) -> None:
+        """activation: a name in `ACTIVATIONS`."""
+        self._module.program_gate(self._program, gate_up.number, out.number, ACTIVATIONS[activation], out.width)
+
+    def linear(self, x: Buffer, packed: Tensor, bias_O: Tensor | None, out: Buffer) -> None:
+        """The product with a weight of `NativeKernels.pack_weight`."""
+        self._module.program_linear(
+            self._program,
+            x.number,
+            out.number,
+            self._address(packed),
+            self._address(bias_O),
+            packed.shape[1],
+            out.width,
+            WEIGHT_TYPES[packed.dtype],
+        )
+
+    def quantized_linear(
+        self,
+        products: NativeQuantizedProducts,
+        x: Buffer,
+        packed: Tensor,
+        shape: QuantizedShape,
+        bias_O: Tensor | None,
+        out: Buffer,
+    ) -> None:
+        """The product with a weight that these `products` packed."""
+        self._module.program_quantized_linear(
+            self._program,
+            x.number,
+            out.number,
+            products.index,
+            self._address(packed),
+            self._address(bias_O),
+            *shape.kernel_sizes,
+        )
+
+    def attention(
+        self,
+        qkv: Buffer,
+        kv_cache: Tensor,
+        group: int,
+        shape: HeadShape,
+        out: Buffer,
+        *,
+        norm: tuple[Tensor, float] | None,
+        table_PR: Tensor,
+    ) -> None:
+        """`NativeAttention.from_projection`. group: the KV-cache group of the layer. table_PR: `rotary_table`."""
+        cache = self._address(kv_cache)
+        self._module.program_attention(
+            self._program,
+            qkv.number,
+            out.number,
+            group,
+            cache,
+            cache + kv_cache.stride(0) * kv_cache.element_size(),
+            CACHE_TYPES[kv_cache.dtype],
+            *shape.arguments,
+            self._address(None if norm is None else norm[0]),
+            0.0 if norm is None else norm[1],
+            self._address(table_PR),
+            table_PR.shape[1] // 2,
+        )
+
+    def __call__(
+        self, input_TD: Tensor, positions_T: Tensor, num_tokens: int, groups: Sequence[StepRequests]
+    ) -> Tensor:
+        """The output, float32 [T, D]; the input is overwritten.
+
+        positions_T: int64, contiguous. num_tokens: those that are no padding, which come first.
+        """
+        num_rows = input_TD.shape[0]
+        output_TD = torch.empty(num_rows, self._hidden_size)
+        workspace = torch.empty(num_rows * self._workspace_size)
+        self._module.program_run(
+            self._program,
+            input_TD.data_ptr(),
+            output_TD.data_ptr(),
+            workspace.data_ptr(),
+            positions_T.data_ptr(),
+            num_rows,
+            num_tokens,
+            torch.get_num_threads(),
+            *[argument for requests in groups for argument in requests.arguments],
+        )
+        return output_TD
+
+    def _buffer(self, width: int, offset: int) -> Buffer:
+        return Buffer(self._module.program_buffer(self._program, width, offset), width)
+
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self._keeps_alive.append(tensor)
+        return tensor.data_ptr()

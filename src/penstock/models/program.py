@@ -1,0 +1,51 @@
+"""A model's layers as one call into the C++ kernels. Suffixes: T tokens of the step, D hidden size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from penstock.attention import BoundLayer, ForwardContext
+from penstock.kernels.native import NATIVE
+from penstock.kernels.native.program import NativeProgram
+from penstock.layers.recording import Recorder, Unrecordable
+
+logger = logging.getLogger(__name__)
+
+
+class ModelProgram:
+    """Hidden states from embedded tokens."""
+
+    def __init__(self, program: NativeProgram) -> None:
+        self._program = program
+
+    @staticmethod
+    def takes(hidden_TD: Tensor) -> bool:
+        """Whether these embedded tokens can go through."""
+        return hidden_TD.dtype is torch.float32 and hidden_TD.is_contiguous()
+
+    def __call__(self, hidden_TD: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
+        """[T, D]; overwrites its input."""
+        metadata = context.metadata
+        return self._program(
+            hidden_TD, positions_T.to(torch.int64), metadata[0].num_tokens, [group.requests for group in metadata]
+        )
+
+
+def record_model(model: nn.Module, hidden_size: int, layers: Mapping[str, BoundLayer]) -> ModelProgram | None:
+    """The program of a model that can be recorded; None for any other, which then runs layer by layer.
+
+    model: its `record` takes a recorder alone.
+    """
+    if NATIVE is None:
+        return None
+    program = NativeProgram(hidden_size, NATIVE)
+    try:
+        Recorder(program, layers).record(model)
+    except Unrecordable as reason:
+        logger.debug("The model runs layer by layer: %s", reason)
+        return None
+    return ModelProgram(program)

@@ -1,0 +1,118 @@
+"""A model's layers as one C++ call, beside the same layers called one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from penstock.contract import SamplingParams
+from penstock.engine.core import EngineCore
+from penstock.kernels.native import NATIVE
+from penstock.models.program import ModelProgram
+from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.engines import make_core, random_prompts, run
+
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
+
+RECORDED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
+PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)
+PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chunked": {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+    "bfloat16 cache": {"kv_cache_dtype": "bfloat16"},
+}
+
+
+def programs(core: EngineCore) -> list[ModelProgram]:
+    (found,) = core.collective_rpc(_recorded)
+    return found
+
+
+def _recorded(worker: Any) -> list[ModelProgram]:
+    # Any call but a step's makes the worker forget: a step records anew.
+    worker.execute_dummy_batch()
+    return [program for program in worker.runner.kv_cache.programs.values() if program is not None]
+
+
+def results(folder: Path, **options: Any) -> tuple[list[Any], int]:
+    """Tokens and all their log-probabilities, and how many programs there were."""
+    core = make_core(folder, dtype="float32", **options)
+    try:
+        num_programs = len(programs(core))
+        found = run(core, PROMPTS, PARAMS)
+        return [(result.tokens, result.logprobs) for result in found], num_programs
+    finally:
+        core.close()
+
+
+def both(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    recorded, num_programs = results(folder, **options)
+    assert num_programs == 1
+    monkeypatch.setattr("penstock.models.decoder.record_model", lambda *_: None)
+    one_by_one, num_programs = results(folder, **options)
+    assert num_programs == 0
+    assert recorded == one_by_one
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    tiny_checkpoint(tmp_path, family)
+    both(tmp_path, monkeypatch, **OPTIONS["chunked"])
+
+
+@pytest.mark.parametrize("option", ["int8", "int4", "int8 cache", "bfloat16 cache"])
+def test_same_bits_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    tiny_checkpoint(tmp_path, "qwen3")
+    both(tmp_path, monkeypatch, **OPTIONS[option])
+
+
+def test_biases_and_untied_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+    both(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("olmo2", {}), ("gpt2", {}), ("gemma2", {"hidden_activation": "gelu"})]
+)
+def test_others_run_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    tiny_checkpoint(tmp_path, family, **overrides)
+    assert results(tmp_path)[1] == 0
+
+
+def test_hooks_are_seen(tmp_path: Path) -> None:
+    """What is done to a model takes effect, though it was recorded before."""
+    tiny_checkpoint(tmp_path)
+    core = make_core(tmp_path, dtype="float32")
+    try:
+        before = run(core, PROMPTS[:1], PARAMS)
+        core.collective_rpc("apply_model", args=(_double_the_norm,))
+        core.reset_prefix_cache()
+        after = run(core, PROMPTS[:1], PARAMS)
+        assert before[0].logprobs != after[0].logprobs
+        assert len(programs(core)) == 1
+
+        seen: list[int] = []
+        core.collective_rpc("apply_model", args=(lambda model: _watch(model, seen),))
+        run(core, PROMPTS[:1], PARAMS)
+        assert seen
+        assert not programs(core)
+    finally:
+        core.close()
+
+
+def _double_the_norm(model: Any) -> None:
+    norm = model.model.layers[0].input_layernorm
+    norm.weight = nn.Parameter(norm.weight * 2, requires_grad=False)
+
+
+def _watch(model: Any, seen: list[int]) -> None:
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(output.shape[0])
+
+    model.model.layers[1].mlp.register_forward_hook(note)
