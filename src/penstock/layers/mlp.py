@@ -38,7 +38,7 @@ class GatedMLP(nn.Module):
         if activation is None:
             raise Unrecordable(f"there is no C++ kernel for the activation {self._activation}")
         size = self.down_proj.input_size
-        with recorder.program.buffers(2 * size, size) as (gate_up, activated):
+        with recorder.program.buffers_of_part(2 * size, size) as (gate_up, activated):
             recorder.record(self.gate_up_proj, hidden, gate_up)
             recorder.program.gate_and_mul(activation, gate_up, activated)
             recorder.record(self.down_proj, activated, out)

@@ -27,6 +27,10 @@ class ModelProgram:
         """Whether these embedded tokens can go through."""
         return hidden_TD.dtype is torch.float32 and hidden_TD.is_contiguous()
 
+    def bytes_spared(self, num_tokens: int) -> int:
+        """How much less a step takes than if all its tokens had room for everything at once."""
+        return self._program.bytes_spared(num_tokens)
+
     def __call__(self, hidden_TD: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         """[T, D]; overwrites its input."""
         metadata = context.metadata

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.config import SamplingConfig
+from penstock.config.program import PROGRAM_ROWS
 from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
 from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.device.dtypes import DtypeChoice, has_native_kernels
@@ -47,11 +48,10 @@ _WORKSPACE_BYTES = {"cpu": 0, "cuda": 32 << 20}
 # What the CPU's libraries take at their first product: code, tables and buffers.
 LIBRARY_BYTES = 8 << 20
 # What the C library holds back of the memory that tensors give back, at most, as measured: three places of the largest
-# size that glibc's malloc does not ask the system for by itself. It ends its heap earlier only once twice as much is
-# free at its end, and a place that an aligned tensor left is too small for the next one of its size. Of a program's
-# step, only the workspace is large.
-_LARGEST_PLACE_BYTES = 32 << 20
-_NUM_PLACES = 3
+# size, 32 MiB, that glibc's malloc does not ask the system for by itself. It ends its heap earlier only once twice as
+# much is free at its end, and a place that an aligned tensor left is too small for the next one of its size. The
+# workspace of a program is one tensor, whose place serves again.
+_MAX_HELD_BACK_BYTES = 96 << 20
 
 
 def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> int:
@@ -188,11 +188,13 @@ def estimate_step(
         traits.kept_in_attention * hidden + heads + mixed + hidden,
         traits.kept_in_mlp * hidden + _mlp_values(shape, traits) * value,
     )
+    activations = num_tokens * (_INPUT_BYTES + rotation + inside)
     is_recorded = is_native and traits.is_recorded
     if is_recorded:
-        inside = _program_values(shape, traits) * value
+        activations = num_tokens * (_INPUT_BYTES + _program_values(shape) * value)
+        activations += min(num_tokens, PROGRAM_ROWS) * _mlp_values(shape, traits) * value
     return StepMemory(
-        activations=_WORKSPACE_BYTES[device] + num_tokens * (_INPUT_BYTES + rotation + inside),
+        activations=_WORKSPACE_BYTES[device] + activations,
         sampling=logits_bytes(shape.vocab_size, num_tokens, num_rows, sampling, device),
         is_recorded=is_recorded,
     )
@@ -202,16 +204,16 @@ def resident_step(tensors: StepMemory, device: str) -> StepMemory:
     """The memory that a step's tensors take from the system."""
     if device != "cpu":
         return tensors
-    places = 1 if tensors.is_recorded else _NUM_PLACES
+    held_back = 0 if tensors.is_recorded else _held_back(tensors.activations)
     return replace(
         tensors,
-        activations=LIBRARY_BYTES + _with_held_back(tensors.activations, places),
-        sampling=_with_held_back(tensors.sampling, _NUM_PLACES),
+        activations=LIBRARY_BYTES + tensors.activations + held_back,
+        sampling=tensors.sampling + _held_back(tensors.sampling),
     )
 
 
-def _with_held_back(tensor_bytes: int, num_places: int) -> int:
-    return tensor_bytes + min(tensor_bytes, num_places * _LARGEST_PLACE_BYTES)
+def _held_back(tensor_bytes: int) -> int:
+    return min(tensor_bytes, _MAX_HELD_BACK_BYTES)
 
 
 def logits_bytes(vocab_size: int, num_tokens: int, num_rows: int, sampling: SamplingConfig, device: str) -> int:
@@ -272,10 +274,9 @@ def _head_bytes(shape: ModelShape, traits: LayerTraits, value: int, *, is_native
     return (shape.qkv_size + copies) * value
 
 
-def _program_values(shape: ModelShape, traits: LayerTraits) -> int:
-    """Input, output, a third of the hidden size, and what attention or the feed-forward network needs beside them."""
-    attention = shape.qkv_size + shape.num_heads * shape.head_size
-    return 3 * shape.hidden_size + max(attention, _mlp_values(shape, traits))
+def _program_values(shape: ModelShape) -> int:
+    """Input, output, what becomes the residual stream between them, and attention's input and result."""
+    return 3 * shape.hidden_size + shape.qkv_size + shape.num_heads * shape.head_size
 
 
 def _mlp_values(shape: ModelShape, traits: LayerTraits) -> int:

@@ -41,6 +41,7 @@ def measure_step_memory(
     runner.kv_cache.touch()
     activations = _peak_of_tokens(device, runner, run_tokens, num_tokens)
     if device.max_profile_rows == 0:
+        activations -= runner.kv_cache.program_bytes_spared(num_tokens)
         logits = logits_bytes(limits.vocab_size, num_tokens, num_rows, sampling, device.kind)
         return StepMemory(activations, logits, is_recorded=runner.kv_cache.has_program)
     # Larger batches are sampled in parts: the rows of the other parts wait.

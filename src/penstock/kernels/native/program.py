@@ -7,24 +7,37 @@ dimensions, P positions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penstock.config.program import PROGRAM_ROWS
 from penstock.kernels.native import ACTIVATIONS, WEIGHT_TYPES, NativeKernels
 from penstock.kernels.native.attention import CACHE_TYPES, HeadShape, StepRequests
 from penstock.kernels.native.quantized import NativeQuantizedProducts
 from penstock.kernels.quantized import QuantizedShape
 
+# Kinds of buffers, as the library knows them.
+_WHOLE, _PART = 0, 1
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A row of `width` floats for every token of a step."""
+    """Rows of `width` floats."""
 
     number: int
     width: int
+
+
+@dataclass(slots=True)
+class _Stack:
+    """Where buffers of a kind lie in a row of the workspace: taken up to `top` now, and to `size` at most."""
+
+    kind: int
+    top: int = 0
+    size: int = 0
 
 
 class NativeProgram:
@@ -36,24 +49,20 @@ class NativeProgram:
     def __init__(self, hidden_size: int, kernels: NativeKernels) -> None:
         self.kernels = kernels
         self._module = kernels.module
-        self._program = self._module.program_new(kernels.instruction_set.index)
+        self._program = self._module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
         self._keeps_alive: list[Tensor] = []
-        self._top = self._workspace_size = 0
+        self._whole, self._part = _Stack(_WHOLE), _Stack(_PART)
         self._hidden_size = hidden_size
-        self.input = self._buffer(hidden_size, 0)
-        self.output = self._buffer(hidden_size, 0)
+        self.input = self._buffer(_WHOLE, hidden_size, 0)
+        self.output = self._buffer(_WHOLE, hidden_size, 0)
 
-    @contextmanager
-    def buffers(self, *widths: int) -> Iterator[list[Buffer]]:
-        """Room for intermediate results; others may have the same room afterwards."""
-        top = self._top
-        made = []
-        for width in widths:
-            made.append(self._buffer(width, self._top))
-            self._top += width
-        self._workspace_size = max(self._workspace_size, self._top)
-        yield made
-        self._top = top
+    def buffers(self, *widths: int) -> AbstractContextManager[list[Buffer]]:
+        """Room for intermediate results of all rows; others may have the same room afterwards."""
+        return self._room(self._whole, widths)
+
+    def buffers_of_part(self, *widths: int) -> AbstractContextManager[list[Buffer]]:
+        """Room for results that are not kept over an attention: of no more than PROGRAM_ROWS rows at once."""
+        return self._room(self._part, widths)
 
     def rms_norm(self, x: Buffer, weight_D: Tensor, eps: float, out: Buffer, residual: Buffer | None = None) -> None:
         """`kernels.norm.rms_norm`; with a residual, x becomes x + residual first, in place."""
@@ -132,6 +141,10 @@ class NativeProgram:
             table_PR.shape[1] // 2,
         )
 
+    def bytes_spared(self, num_tokens: int) -> int:
+        """By buffers that hold a part of the rows."""
+        return max(0, num_tokens - PROGRAM_ROWS) * self._part.size * torch.float32.itemsize
+
     def __call__(
         self, input_TD: Tensor, positions_T: Tensor, num_tokens: int, groups: Sequence[StepRequests]
     ) -> Tensor:
@@ -141,7 +154,7 @@ class NativeProgram:
         """
         num_rows = input_TD.shape[0]
         output_TD = torch.empty(num_rows, self._hidden_size)
-        workspace = torch.empty(num_rows * self._workspace_size)
+        workspace = torch.empty(num_rows * self._whole.size + min(num_rows, PROGRAM_ROWS) * self._part.size)
         self._module.program_run(
             self._program,
             input_TD.data_ptr(),
@@ -155,8 +168,19 @@ class NativeProgram:
         )
         return output_TD
 
-    def _buffer(self, width: int, offset: int) -> Buffer:
-        return Buffer(self._module.program_buffer(self._program, width, offset), width)
+    @contextmanager
+    def _room(self, stack: _Stack, widths: Sequence[int]) -> Iterator[list[Buffer]]:
+        top = stack.top
+        made = []
+        for width in widths:
+            made.append(self._buffer(stack.kind, width, stack.top))
+            stack.top += width
+        stack.size = max(stack.size, stack.top)
+        yield made
+        stack.top = top
+
+    def _buffer(self, kind: int, width: int, offset: int) -> Buffer:
+        return Buffer(self._module.program_buffer(self._program, kind, width, offset), width)
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:

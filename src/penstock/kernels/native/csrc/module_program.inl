@@ -11,12 +11,13 @@ Program* program_of(PyObject* capsule) {
 
 void delete_program(PyObject* capsule) { delete program_of(capsule); }
 
-// (kernels) -> program.
+// (kernels, rows at once) -> program.
 PyObject* program_new(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
+  const int64_t rows_at_once = in.size();
   if (!in.are_good()) return nullptr;
-  auto* program = new (std::nothrow) Program{kernels, {}, {}};
+  auto* program = new (std::nothrow) Program{kernels, rows_at_once, 0, {}, {}};
   if (program == nullptr) return PyErr_NoMemory();
   PyObject* capsule = PyCapsule_New(program, kProgramName, delete_program);
   if (capsule == nullptr) delete program;
@@ -37,13 +38,17 @@ struct ProgramCall {
   }
 };
 
-// (program, width, offset) -> number.
+// (program, kind, width, offset) -> number.
 PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   Buffer buffer;
+  buffer.kind = static_cast<Buffer::Kind>(call.in.integer());
   buffer.width = call.in.size();
   buffer.offset = call.in.size();
   if (!call.in.are_good() || call.program == nullptr) return nullptr;
+  const bool is_whole = buffer.kind == Buffer::Kind::kWhole && call.program->buffers.size() > kOutput;
+  if (is_whole && buffer.offset + buffer.width > call.program->whole_size)
+    call.program->whole_size = buffer.offset + buffer.width;
   call.program->buffers.push_back(buffer);
   return PyLong_FromLongLong(static_cast<long long>(call.program->buffers.size()) - 1);
 }

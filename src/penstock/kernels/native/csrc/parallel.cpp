@@ -1,10 +1,13 @@
 #include "parallel.h"
 
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 
 #if defined(__linux__)
 #include <dlfcn.h>
 #include <link.h>
+#include <sched.h>
 #endif
 
 namespace penstock {
@@ -66,6 +69,109 @@ void enter_region(void* arg) {
 
 void no_barrier() {}
 
+// A turn of a loop that waits: tells the processor at first, and the system when it lasts.
+class Waiting {
+ public:
+  void turn() {
+    if (turns_ < kTurnsAwake) {
+      ++turns_;
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+      return;
+    }
+#if defined(__linux__)
+    sched_yield();
+#endif
+  }
+
+ private:
+  static constexpr int kTurnsAwake = 256;
+  int turns_ = 0;
+};
+
+// Threads of one region that the first one calls to work.
+class Crew {
+ public:
+  // Of the first thread: calls main(data), and then lets the others go.
+  void lead(int size, void (*main)(void*), void* data) {
+    size_ = size;
+    current = this;
+    main(data);
+    current = nullptr;
+    body_ = nullptr;
+    call_.fetch_add(1, std::memory_order_release);
+  }
+
+  // Of the others.
+  void stand_by(int thread) {
+    current = this;
+    for (uint32_t seen = 0;; ++seen) {
+      Waiting waiting;
+      while (call_.load(std::memory_order_acquire) == seen) waiting.turn();
+      if (body_ == nullptr) break;
+      if (thread < team_.num_threads) body_(data_, thread, team_);
+      busy_.fetch_sub(1, std::memory_order_release);
+    }
+    current = nullptr;
+  }
+
+  // Of the first thread: `run_parallel`.
+  void run(int num_threads, void (*body)(void*, int, const Team&), void* data) {
+    team_ = {num_threads < size_ ? num_threads : size_, wait_for_team};
+    body_ = body;
+    data_ = data;
+    busy_.store(size_ - 1, std::memory_order_relaxed);
+    call_.fetch_add(1, std::memory_order_release);
+    body(data, 0, team_);
+    Waiting waiting;
+    while (busy_.load(std::memory_order_acquire) != 0) waiting.turn();
+  }
+
+  // The crew whose first thread this is, or whose work this thread does.
+  static thread_local Crew* current;
+
+ private:
+  // The last one to come lets all go on.
+  static void wait_for_team() {
+    Crew& crew = *current;
+    const uint32_t round = crew.round_.load(std::memory_order_relaxed);
+    if (crew.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == crew.team_.num_threads) {
+      crew.arrived_.store(0, std::memory_order_relaxed);
+      crew.round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    Waiting waiting;
+    while (crew.round_.load(std::memory_order_acquire) == round) waiting.turn();
+  }
+
+  int size_ = 1;
+  void (*body_)(void*, int, const Team&) = nullptr;
+  void* data_ = nullptr;
+  Team team_{1, no_barrier};
+  // On lines of their own: all but one are read while another is written.
+  alignas(64) std::atomic<uint32_t> call_{0};
+  alignas(64) std::atomic<int> busy_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+thread_local Crew* Crew::current = nullptr;
+
+struct StandingBy {
+  void (*main)(void*);
+  void* data;
+  Crew crew;
+};
+
+void enter_crew(void* data, int thread, const Team& team) {
+  auto* job = static_cast<StandingBy*>(data);
+  if (thread == 0)
+    job->crew.lead(team.num_threads, job->main, job->data);
+  else
+    job->crew.stand_by(thread);
+}
+
 }  // namespace
 
 void run_parallel(int num_threads, void (*body)(void*, int, const Team&), void* data) {
@@ -75,8 +181,15 @@ void run_parallel(int num_threads, void (*body)(void*, int, const Team&), void* 
     body(data, 0, alone);
     return;
   }
+  if (Crew::current != nullptr) return Crew::current->run(num_threads, body, data);
   Region region{body, data};
   omp->parallel(enter_region, &region, static_cast<unsigned>(num_threads), 0);
+}
+
+void with_threads_standing_by(int num_threads, void (*main)(void*), void* data) {
+  if (num_threads < 2 || runtime() == nullptr || Crew::current != nullptr) return main(data);
+  StandingBy job{main, data, {}};
+  run_parallel(num_threads, enter_crew, &job);
 }
 
 const char* runtime_name() {

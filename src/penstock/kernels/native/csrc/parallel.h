@@ -16,6 +16,10 @@ struct Team {
 // compete with them. Without such a runtime everything runs on the calling thread.
 void run_parallel(int num_threads, void (*body)(void* data, int thread, const Team& team), void* data);
 
+// Calls main(data) on the calling thread, with `num_threads` threads that stand by: what it runs in parallel meanwhile
+// begins and ends with a word in memory, where opening a region each time would cost several microseconds.
+void with_threads_standing_by(int num_threads, void (*main)(void* data), void* data);
+
 // Name of the library whose threads are used, or nullptr.
 const char* runtime_name();
 

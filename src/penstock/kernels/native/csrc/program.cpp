@@ -2,12 +2,16 @@
 
 #include <cstring>
 
+#include "parallel.h"
+
 namespace penstock {
 namespace {
 
+// Runs operations on some of a step's rows.
 class Runner {
  public:
-  Runner(const Program& program, const ProgramStep& step) : program_(program), step_(step) {}
+  Runner(const Program& program, const ProgramStep& step, int64_t first_row, int64_t num_rows)
+      : program_(program), step_(step), first_row_(first_row), num_rows_(num_rows) {}
 
   bool run(const Operation& operation) const {
     switch (operation.kind) {
@@ -21,12 +25,18 @@ class Runner {
   }
 
  private:
-  float* at(int buffer) const {
-    if (buffer == kInput) return step_.input;
-    if (buffer == kOutput) return step_.output;
-    return step_.workspace + program_.buffers[buffer].offset * step_.num_rows;
+  float* at(int number) const {
+    const Buffer& buffer = program_.buffers[number];
+    if (buffer.kind == Buffer::Kind::kPart) {
+      const int64_t rows = step_.num_rows < program_.rows_at_once ? step_.num_rows : program_.rows_at_once;
+      return step_.workspace + program_.whole_size * step_.num_rows + buffer.offset * rows;
+    }
+    float* begin = number == kInput    ? step_.input
+                   : number == kOutput ? step_.output
+                                       : step_.workspace + buffer.offset * step_.num_rows;
+    return begin + first_row_ * buffer.width;
   }
-  int64_t width(int buffer) const { return program_.buffers[buffer].width; }
+  int64_t width(int number) const { return program_.buffers[number].width; }
 
   bool norm(const Operation& operation) const {
     NormArgs a = operation.norm;
@@ -34,7 +44,7 @@ class Runner {
     a.x_stride = width(operation.in);
     a.residual = operation.residual < 0 ? nullptr : at(operation.residual);
     a.out = at(operation.out);
-    a.rows = step_.num_rows;
+    a.rows = num_rows_;
     a.num_threads = step_.num_threads;
     program_.kernels->rms_norm(a);
     return true;
@@ -44,7 +54,7 @@ class Runner {
     GateArgs a = operation.gate;
     a.x = at(operation.in);
     a.out = at(operation.out);
-    a.rows = step_.num_rows;
+    a.rows = num_rows_;
     a.num_threads = step_.num_threads;
     program_.kernels->gate_and_mul(a);
     return true;
@@ -56,7 +66,7 @@ class Runner {
     a.x_stride = width(operation.in);
     a.out = at(operation.out);
     a.out_stride = width(operation.out);
-    a.rows = step_.num_rows;
+    a.rows = num_rows_;
     a.num_threads = step_.num_threads;
     return program_.kernels->linear(a);
   }
@@ -67,7 +77,7 @@ class Runner {
     a.x_stride = width(operation.in);
     a.out = at(operation.out);
     a.out_stride = width(operation.out);
-    a.rows = step_.num_rows;
+    a.rows = num_rows_;
     a.num_threads = step_.num_threads;
     return operation.quantized_kernels->linear(a);
   }
@@ -98,15 +108,47 @@ class Runner {
 
   const Program& program_;
   const ProgramStep& step_;
+  const int64_t first_row_, num_rows_;
 };
+
+struct Run {
+  const Program& program;
+  const ProgramStep& step;
+  bool had_memory;
+};
+
+bool run_operations(const Program& program, const ProgramStep& step) {
+  const Runner whole(program, step, 0, step.num_rows);
+  const auto& operations = program.operations;
+  for (size_t begin = 0; begin < operations.size();) {
+    if (operations[begin].kind == Operation::Kind::kAttention) {
+      if (!whole.run(operations[begin++])) return false;
+      continue;
+    }
+    size_t end = begin;
+    while (end < operations.size() && operations[end].kind != Operation::Kind::kAttention) ++end;
+    for (int64_t first = 0; first < step.num_rows; first += program.rows_at_once) {
+      const int64_t left = step.num_rows - first;
+      const Runner part(program, step, first, left < program.rows_at_once ? left : program.rows_at_once);
+      for (size_t i = begin; i < end; ++i)
+        if (!part.run(operations[i])) return false;
+    }
+    begin = end;
+  }
+  return true;
+}
+
+void run_on_crew(void* data) {
+  auto* run = static_cast<Run*>(data);
+  run->had_memory = run_operations(run->program, run->step);
+}
 
 }  // namespace
 
 bool run_program(const Program& program, const ProgramStep& step) {
-  const Runner runner(program, step);
-  for (const Operation& operation : program.operations)
-    if (!runner.run(operation)) return false;
-  return true;
+  Run run{program, step, true};
+  with_threads_standing_by(step.num_threads, run_on_crew, &run);
+  return run.had_memory;
 }
 
 }  // namespace penstock

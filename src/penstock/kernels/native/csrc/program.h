@@ -9,9 +9,12 @@
 
 namespace penstock {
 
-// Rows of floats, one for every token of a step, contiguous. The input and the output are the caller's; the others lie
-// in its workspace, `offset` floats per token from the beginning. Their lifetimes may let them share a place.
+// Rows of floats, contiguous. The input and the output are the caller's; the others lie in its workspace, `offset` floats
+// per row from the beginning of their kind's part. Their lifetimes may let them share a place.
+//
+// kWhole: a row for every token of a step. kPart: for those that are worked on at once between two attentions.
 struct Buffer {
+  enum class Kind { kWhole, kPart } kind;
   int64_t width, offset;
 };
 
@@ -33,8 +36,12 @@ struct Operation {
   };
 };
 
+// Between two attentions every row is by itself: no more than `rows_at_once` of them go from kernel to kernel together,
+// so that what one writes is still in a cache when the next one reads it, and takes little memory.
 struct Program {
   const Kernels* kernels;
+  int64_t rows_at_once;
+  int64_t whole_size;  // floats per token of the buffers for whole steps
   std::vector<Buffer> buffers;
   std::vector<Operation> operations;
 };
@@ -47,6 +54,7 @@ struct StepRequests {
   int64_t block_table_stride, num_requests;
 };
 
+// workspace: num_rows times the floats of whole buffers, then the rows at once times those of the others.
 // positions: int64, one per token. Of the tokens, the first num_tokens are no padding.
 struct ProgramStep {
   float* input;
