@@ -162,6 +162,18 @@ def test_nan_in_the_logits_ends_that_request_and_names_it(
     core.close()
 
 
+def test_blocks_before_the_nan_are_not_found_again(tmp_path: Path) -> None:
+    """With a window, finite logits do not show that all blocks before them are finite."""
+    bad = 77
+    core = _poisoned(tmp_path, bad, max_num_batched_tokens=8, block_size=4)
+    healthy, late = list(range(5, 21)), [*range(30, 46), bad, 5]
+    for is_known in (False, True):
+        results = run(core, [healthy, late], greedy(2))
+        assert results[0].num_cached_tokens == (12 if is_known else 0)
+        assert (results[1].finish_reason, results[1].num_cached_tokens) == (FinishReason.ERROR, 0)
+    core.close()
+
+
 def test_parameters_that_leave_no_token_end_that_request_and_say_so(model: tuple[Any, Path]) -> None:
     core = make_core(model[1])
     impossible = SamplingParams(temperature=0, seed=0, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]])

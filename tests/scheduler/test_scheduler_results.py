@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from scheduler_driver import Driver
+from scheduler_driver import Driver, check_block_accounting
 from scheduler_fakes import EOS, cache_config, undisturbed
 
 from penstock.contract import LogprobsLists, ModelRunnerOutput, SamplingParams, SchedulerOutput
@@ -255,3 +255,37 @@ def test_the_oracle_of_these_tests_stops_for_each_reason() -> None:
     assert (len(tokens), reason) == (3, FinishReason.LENGTH)
     stopped, reason = undisturbed(PROMPT, SamplingParams(max_tokens=60, stop_token_ids=(tokens[1],)), None, 64)
     assert (stopped, reason) == (tokens[:2], FinishReason.STOP)
+
+
+@pytest.mark.parametrize("when", ["running", "preempted"])
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_blocks_of_a_request_whose_logits_were_not_finite_are_not_shared(is_finite: bool, when: str) -> None:
+    """Of what it read as a cached prefix too; of a request that fails otherwise they are."""
+    prompt = [token % 9 + 1 for token in range(14)]
+    driver = Driver(max_num_batched_tokens=4, max_num_seqs=2)
+    driver.add("before", prompt[:6], max_tokens=1, ignore_eos=True)
+    driver.drain()
+    driver.add("bad", prompt)
+    for _ in range(2):
+        driver.step()
+        driver.deliver()
+    output = driver.scheduler.schedule()
+    if when == "preempted":
+        driver.scheduler.preempt_all()
+    fields = {"errors": {"bad": "broken"}, "not_finite_req_ids": [] if is_finite else ["bad"]}
+    driver.scheduler.update_from_output(output, answer(output, **fields))
+    check_block_accounting(driver.scheduler.kv_cache)
+    driver.add("after", prompt)
+    [request] = driver.scheduler.schedule().scheduled_new_reqs
+    assert request.num_computed_tokens == (12 if is_finite else 0)
+
+
+def test_other_texts_stay_shared_when_a_request_with_nan_fails() -> None:
+    driver = Driver(max_num_seqs=2)
+    driver.add("other", [7] * 9, max_tokens=1, ignore_eos=True)
+    driver.drain()
+    driver.add("bad", PROMPT)
+    output = driver.scheduler.schedule()
+    driver.scheduler.update_from_output(output, answer(output, errors={"bad": "nan"}, not_finite_req_ids=["bad"]))
+    driver.add("after", [7] * 9)
+    assert driver.scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens == 8

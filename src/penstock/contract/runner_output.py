@@ -42,6 +42,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: for requests that asked, those of the prompt's tokens that follow the ones of this step; a prompt
         that takes several steps has its rows in all of them. Rows may be wider than the request asked for.
     errors: requests that this step could not serve, with the reason; the others are unaffected.
+    not_finite_req_ids: those of them whose logits were not finite, so that their KV may hold NaN.
     """
 
     step_id: int
@@ -50,4 +51,5 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: LogprobsLists | None = None
     prompt_logprobs: dict[str, LogprobsLists] = {}
     errors: dict[str, str] = {}
+    not_finite_req_ids: list[str] = []
     kv_connector_output: KVConnectorOutput | None = None

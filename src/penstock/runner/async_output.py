@@ -62,6 +62,7 @@ class AsyncOutput:
             logprobs=_to_lists(LogprobsTensors(*logprobs)) if self._has_logprobs else None,
             prompt_logprobs={} if self._prompt_logprobs is None else self._prompt_logprobs.by_request(),
             errors=self._errors | self._failed(counts, failures) if any(failures) else self._errors,
+            not_finite_req_ids=self._not_finite(failures) if any(failures) else [],
         )
 
     def _describe_wait(self, timeout_s: float) -> str:
@@ -72,6 +73,9 @@ class AsyncOutput:
 
     def _is_done(self) -> bool:
         return self._copy.is_done() and (self._prompt_logprobs is None or self._prompt_logprobs.is_done())
+
+    def _not_finite(self, failures: list[int]) -> list[str]:
+        return [req_id for req_id, why in zip(self._req_ids, failures, strict=True) if why == Failure.NOT_FINITE]
 
     def _failed(self, num_sampled: list[int], failures: list[int]) -> dict[str, str]:
         if Failure.NOT_FINITE in failures:

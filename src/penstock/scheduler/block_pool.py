@@ -172,6 +172,11 @@ class BlockPool:
             block.key = key
             self._cached.setdefault(key, {})[block.block_id] = block
 
+    def forget(self, key: BlockKey) -> None:
+        """Let no request find this content again; who holds blocks with it keeps them."""
+        for block in self._cached.pop(key, {}).values():
+            block.key = None
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. Does nothing and returns False while any block is held."""
         if self.num_used_blocks > 0:

@@ -139,6 +139,18 @@ class KVCacheManager:
                 held.num_cached[index] = end
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
 
+    def forget(self, request: Request) -> None:
+        """Share nothing of what a request computed or read, whose KV may hold NaN.
+
+        Of a prefix that it shared this may be too much. But finite logits after a block do not show that the block is
+        finite, since a layer with a window does not see all of them.
+        """
+        hashes = request.block_hashes
+        for group in self._groups:
+            num_blocks = len(hashes) * self._hasher.block_size // group.block_size
+            for block in range(num_blocks):
+                self.pool.forget(group.key(hashes, block))
+
     def free(self, request: Request) -> None:
         """Take back all blocks of a request; what they cache can still be found until they are reused."""
         held = self._held.pop(request.req_id)

@@ -335,6 +335,8 @@ class Scheduler:
         if status is _FINISHED:
             return None
         if results.errors and request.req_id in results.errors:
+            if request.req_id in results.not_finite_req_ids:
+                self.kv_cache.forget(request)
             return self._fail(request, results.errors[request.req_id])
         new_token_ids = results.sampled_token_ids[row]
         if len(new_token_ids) != samples:
