@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock import LLM, SamplingParams
+from penstock.config.quantized_checkpoint import refuse_quantization_on
 from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.embedding import LMHead, VocabEmbedding
@@ -23,7 +24,6 @@ from penstock.layers.linear import (
 from penstock.layers.quantization.choose import choose_method
 from penstock.layers.quantization.method import QuantizedMethod
 from penstock.layers.quantization.rounding import quantize_int4, quantize_int8, round_to_int4
-from penstock.loader.quantized.choose import refuse_quantization_on
 from penstock.parallel import ParallelContext
 
 ONE_RANK = ParallelContext()
@@ -168,5 +168,5 @@ def test_an_unknown_quantization_is_refused_with_those_that_are_known() -> None:
 
 def test_a_device_without_products_is_refused() -> None:
     with pytest.raises(UnsupportedFeature, match=r"quantization='int8' is not supported on cuda"):
-        refuse_quantization_on(torch.device("cuda"), "int8")
-    refuse_quantization_on(torch.device("cpu"), "int8")
+        refuse_quantization_on("cuda", "int8")
+    refuse_quantization_on("cpu", "int8")

@@ -71,6 +71,27 @@ def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Quant
     )
 
 
+def refuse_quantization_on(device: str, quantization: str) -> None:
+    """Raises UnsupportedFeature for a kind of device that has no products with quantised weights."""
+    if device != "cpu":
+        raise UnsupportedFeature(
+            f"quantization={quantization!r} is not supported on {device} yet. Use device='cpu', or none."
+        )
+
+
+def refuse_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> None:
+    """Raises UnsupportedFeature for a checkpoint of integers: models that run through Transformers take none."""
+    content = hf_config.get("quantization_config")
+    if content is None:
+        return
+    method = content.get("quant_method") if isinstance(content, Mapping) else content
+    raise UnsupportedFeature(
+        f"{model} is quantized (quantization_config: quant_method={method!r}), which is not supported for models that "
+        "run through Transformers. Take a checkpoint in float32, bfloat16 or float16, with quantization='int8' or "
+        "'int4'."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Fields:
     """An object of quantization_config; path: its place in it, for messages."""

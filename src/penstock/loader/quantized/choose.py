@@ -8,7 +8,7 @@ import torch
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
-from penstock.config.quantized_checkpoint import read_quantized_checkpoint
+from penstock.config.quantized_checkpoint import read_quantized_checkpoint, refuse_quantization_on
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.quantization.choose import choose_method
@@ -29,7 +29,7 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: 
     if checkpoint is not None and load_config.load_format == "dummy":  # random weights get as many bits
         option, checkpoint = f"int{checkpoint.bits}", None
     if checkpoint is not None:
-        refuse_quantization_on(device, checkpoint.method)
+        refuse_quantization_on(device.type, checkpoint.method)
         if load_config.load_format == SHARDED_STATE:
             raise UnsupportedFeature(
                 f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
@@ -39,7 +39,7 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: 
         return QuantizedTensors(checkpoint)
     if option is None:
         return None
-    refuse_quantization_on(device, option)
+    refuse_quantization_on(device.type, option)
     _log(f"rounded to {option} while loading")
     return OptionRounding(choose_method(option, model_config.vocab_size))
 
@@ -48,11 +48,3 @@ def _log(how: str) -> None:
     logger.info("Quantized weights: %s", how)
     if isinstance(PRODUCTS, TorchQuantizedProducts):
         logger.warning("Without the C++ kernels, products with quantized weights are much slower than with float32.")
-
-
-def refuse_quantization_on(device: torch.device, quantization: str) -> None:
-    """Raises UnsupportedFeature where there are no products with quantised weights."""
-    if device.type != "cpu":
-        raise UnsupportedFeature(
-            f"quantization={quantization!r} is not supported on {device.type} yet. Use device='cpu', or none."
-        )

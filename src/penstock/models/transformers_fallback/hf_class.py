@@ -10,7 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.config import ModelConfig
-from penstock.errors import ModelError, UnsupportedFeature, UnsupportedModel
+from penstock.config.quantized_checkpoint import refuse_quantized_checkpoint
+from penstock.errors import ModelError, UnsupportedModel
 from penstock.models.registry import supported_architectures
 from penstock.models.transformers_fallback.refusal import CannotRun
 
@@ -42,14 +43,7 @@ def read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel]
 
     Raises ModelError when Transformers does not take it, UnsupportedFeature for a quantized model.
     """
-    quantization = model_config.hf_config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedFeature(
-            f"{model_config.model} is quantized (quantization_config: quant_method={method!r}), which is not "
-            "supported for models that run through Transformers. Take a checkpoint in float32, bfloat16 or float16, "
-            "with quantization='int8' or 'int4'."
-        )
+    refuse_quantized_checkpoint(model_config.hf_config, model_config.model)
     try:
         config = model_class.config_class.from_dict(_decode_floats(model_config.hf_config))
     except Exception as error:
