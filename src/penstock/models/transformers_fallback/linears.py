@@ -15,7 +15,8 @@ from penstock.parallel import ParallelContext
 def replace_linears(model: nn.Module, parallel: ParallelContext) -> None:
     """Put a `LinearLayer` with the same parameters in place of every `nn.Linear`; subclasses stay as they are.
 
-    An embedding that shares its weight with one of them is replaced too, so that the weight is held once.
+    An embedding that only looks up its rows is replaced too: its weight may then be kept in a narrower dtype, and held
+    once where it is that of a linear layer.
     """
     owners: defaultdict[int, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
@@ -31,6 +32,8 @@ def replace_linears(model: nn.Module, parallel: ParallelContext) -> None:
                 layer.tied_to = (embedding,)
             else:
                 layer.shares_weight = bool(others)
+        elif _only_looks_up(module) and owners[id(module.weight)] == [module]:
+            replacements[module] = _embedding(module, parallel)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if child in replacements:
