@@ -14,9 +14,11 @@ from penstock import LLM
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import CheckpointError, ConfigError, ModelError, PenstockError, UnsupportedFeature
+from penstock.kernels.native import NATIVE
 from penstock.layers.linear import LinearLayer, restore_weights
 from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod
 from penstock.loader.loader import load_model
+from penstock.loader.quantized.formats import format_of
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelContext
 from support.checkpoints import edit_config, load_config
@@ -30,6 +32,7 @@ from support.quantized_checkpoints import (
     float_weights,
     gptq_layer,
     int8_layer,
+    pack_words,
     packed_layer,
     torchao_config,
     torchao_int4_layer,
@@ -185,6 +188,71 @@ def test_a_layer_that_is_quantised_in_part_is_refused(tmp_path: Path) -> None:
         load(written.config)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_any_zero_point_of_gptq_is_read(version: int) -> None:
+    """The first version subtracts a one from each number of a word at once, and a zero borrows from the next."""
+    generator = np.random.default_rng(3)
+    values, zeros = generator.integers(0, 16, (64, 64)), generator.integers(0, 16, (64, 2))
+    words = pack_words(zeros.T)
+    if version == 1:
+        words = (words.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+    config = {**GPTQ, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
+    checkpoint = read_quantized_checkpoint({"quantization_config": config}, "some/model")
+    assert checkpoint is not None
+    tensors = {
+        "qweight": torch.from_numpy(pack_words(values).T.copy()),
+        "qzeros": torch.from_numpy(words),
+        "scales": torch.ones(2, 64),
+    }
+    read, grid = format_of(checkpoint).read("layer", tensors)
+    assert np.array_equal(read.numpy(), values)
+    assert grid.zeros_OG is not None
+    assert np.array_equal(grid.zeros_OG.numpy(), zeros)
+
+
+def test_biases_of_zeros_that_a_model_has_no_place_for_are_left_out(tmp_path: Path) -> None:
+    """Some tools write one for each layer."""
+    written = write(tmp_path, "gptq")
+    expected = logits_of(load(written.config))
+    name = "model.layers.0.self_attn.q_proj.bias"
+    edit_tensors(written.config.folder, lambda tensors: tensors.update({name: np.zeros(64, dtype=np.float16)}))
+    assert torch.equal(logits_of(load(written.config)), expected)
+    edit_tensors(written.config.folder, lambda tensors: tensors.update({name: np.ones(64, dtype=np.float16)}))
+    with pytest.raises(CheckpointError, match=f"unexpected: {name}"):
+        load(written.config)
+
+
+def test_biases_that_a_model_has_are_loaded_even_if_they_are_zero(tmp_path: Path) -> None:
+    written = write(tmp_path, "gptq", family="qwen2")
+
+    def clear(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.self_attn.q_proj.bias"][:] = 0
+
+    edit_tensors(written.config.folder, clear)
+    edit_tensors(written.float_folder, clear)
+    expected = logits_of(load(load_config(written.float_folder)))
+    assert (logits_of(load(written.config)) - expected).norm() < 2 * LOGITS_TOLERANCE * expected.norm()
+
+
+@pytest.mark.skipif(NATIVE is None, reason="weights are kept in a narrower dtype by the C++ kernels only")
+@pytest.mark.parametrize("ties", [False, True])
+def test_what_stays_in_floating_point_is_kept_in_the_dtype_of_weights(tmp_path: Path, ties: bool) -> None:
+    written = write(tmp_path, "gptq", tie_word_embeddings=ties)
+
+    def halve(tensors: dict[str, Any]) -> None:
+        tensors.update({name: one.astype(np.float16) for name, one in tensors.items() if one.dtype == np.float32})
+
+    edit_tensors(written.config.folder, halve)
+    wide = load(written.config)
+    narrow = load_model(
+        written.config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32, torch.float16
+    )
+    heads = [model.get_submodule("lm_head") for model in (wide, narrow)]
+    packed = [head.method.packed_OI for head in heads if isinstance(head, LinearLayer)]  # type: ignore[union-attr]
+    assert [one.dtype for one in packed] == [torch.float32, torch.float16]
+    assert torch.equal(logits_of(narrow), logits_of(wide))
+
+
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
     written = write(tmp_path, "awq")
     with pytest.raises(ConfigError, match=r"quantization='int8'.*quantized already"):
@@ -205,6 +273,7 @@ def w8a8_with(**changes: Any) -> dict[str, Any]:
         ({**GPTQ, "group_size": 48}, UnsupportedFeature, "group_size=48.*multiple of 32"),
         ({**GPTQ, "checkpoint_format": "marlin"}, UnsupportedFeature, "checkpoint_format='marlin'.*gptq or gptq_v2"),
         ({**GPTQ, "dynamic": {"x": {}}}, UnsupportedFeature, "dynamic"),
+        ({**GPTQ, "dynamic": {"-:lm_head": {}, "+:x": {"bits": 8}}}, UnsupportedFeature, "dynamic"),
         ({**AWQ, "version": "gemv"}, UnsupportedFeature, "version='gemv'.*gemm"),
         ({**W8A8, "format": "float-quantized"}, UnsupportedFeature, "format='float-quantized'"),
         ({**W8A8, "kv_cache_scheme": {"num_bits": 8}}, UnsupportedFeature, "kv_cache_scheme"),
@@ -225,3 +294,8 @@ def w8a8_with(**changes: Any) -> dict[str, Any]:
 def test_what_cannot_be_loaded_is_refused_by_name(config: Any, error: type[PenstockError], message: str) -> None:
     with pytest.raises(error, match=message):
         read_quantized_checkpoint({"quantization_config": config}, "some/model")
+
+
+def test_layers_that_gptq_leaves_in_floating_point_may_be_named() -> None:
+    config = {**GPTQ, "dynamic": {"-:.*mlp.gate": {}}}
+    assert read_quantized_checkpoint({"quantization_config": config}, "some/model") is not None

@@ -81,7 +81,7 @@ def int4_grid(weight: Array, group_size: int, *, symmetric: bool = False) -> tup
         zeros = np.full(scales.shape, 8)
     else:
         scales = ((high - low) / 15).astype(np.float16)
-        zeros = np.clip(np.round(-low / scales.astype(np.float32)), 1, 15)
+        zeros = np.clip(np.round(-low / scales.astype(np.float32)), 0, 15)
     quotient = np.round(groups / scales.astype(np.float32)[:, :, None]) + zeros[:, :, None]
     return np.clip(quotient, 0, 15).reshape(weight.shape).astype(np.uint8), scales, zeros.astype(np.uint8)
 
@@ -104,10 +104,12 @@ def gptq_layer(group_size: int, *, desc_act: bool, version: int = 1) -> Callable
         ordered, scales, zeros = int4_grid(weight[:, order], group_size)
         values = np.empty_like(ordered)
         values[:, order] = ordered
-        stored = zeros - 1 if version == 1 else zeros
+        stored = pack_words(zeros.T)
+        if version == 1:
+            stored = (stored.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
         tensors = {
             "qweight": pack_words(values).T,
-            "qzeros": pack_words(stored.T),
+            "qzeros": stored,
             "scales": scales.T,
             "g_idx": group_of.astype(np.int32),
         }

@@ -139,8 +139,10 @@ class _Fields:
 
 def _read_gptq(fields: _Fields) -> QuantizedCheckpoint:
     fields.require("bits", 4)
-    if fields.get("dynamic"):
-        raise fields.unsupported("dynamic", fields.get("dynamic"), "one format for all layers")
+    dynamic = fields.get("dynamic", {})
+    # Layers that are named with "-:" are left in floating point, which their tensors show.
+    if not isinstance(dynamic, Mapping) or any(not str(layers).startswith("-:") for layers in dynamic):
+        raise fields.unsupported("dynamic", dynamic, "one format for all layers that are quantized")
     layout = fields.require("checkpoint_format", GPTQ, GPTQ_V2, default=GPTQ)
     is_reordered = fields.require("desc_act", True, False, default=False)
     return QuantizedCheckpoint(GPTQ, layout, 4, fields.group_size(), is_reordered=is_reordered)

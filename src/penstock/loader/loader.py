@@ -63,8 +63,10 @@ def load_model(
             if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
                 weights = _warn_of_rounding(weights, weights_dtype)
         if rounding is not None and late:
-            slots = assemble(slots or model.checkpoint_slots(), late, dtype, rounding.method)
-        model.load_weights(weights if rounding is None else rounding.weights(weights), slots)
+            slots = assemble(slots or model.checkpoint_slots(), late, weights_dtype or dtype, rounding.method)
+        if rounding is not None:
+            weights = iter(rounding.weights(weights, (slots or {}).__contains__))
+        model.load_weights(weights, slots)
     except CheckpointError as error:
         raise CheckpointError(f"The weights in {model_config.folder} cannot be loaded. {error}") from error
     if not late:

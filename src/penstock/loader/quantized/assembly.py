@@ -23,8 +23,10 @@ LayerMethod = Callable[[LinearLayer, list[str]], LinearMethod | None]
 class Rounding(Protocol):
     """What makes integers of a model's weights while they are loaded."""
 
-    def weights(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The tensors of a checkpoint as those of a float one."""
+    def weights(
+        self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
+    ) -> Iterable[tuple[str, Tensor]]:
+        """The tensors of a checkpoint as those of a float one. has_place: whether the model has one of that name."""
 
     def method(self, layer: LinearLayer, names: list[str]) -> LinearMethod | None:
         """How a layer multiplies, whose weight is these of the tensors, row by row; None for float weights."""
@@ -39,7 +41,9 @@ class OptionRounding:
     def __init__(self, choose: MethodChoice) -> None:
         self.choose = choose
 
-    def weights(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def weights(
+        self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
+    ) -> Iterable[tuple[str, Tensor]]:
         return tensors
 
     def method(self, layer: LinearLayer, names: list[str]) -> LinearMethod:
@@ -60,7 +64,7 @@ def assemble(
 ) -> dict[str, WeightSlot]:
     """Slots that build the weights of these layers, which have none yet, and hand each to its method when it is there.
 
-    dtype: of weights that stay in floating point.
+    dtype: what weights that stay in floating point are kept in.
     """
     assemblies = {weight: _Assembly(layer, dtype, choose) for weight, layer in layers.items()}
     return {name: _assembled(name, slot, assemblies) for name, slot in slots.items()}
@@ -94,7 +98,7 @@ class _Assembly:
         method = self.choose(self.layer, [self.names[row] for row in sorted(self.names)])
         if method is None:
             weight_OI = weight_OI.to(self.dtype)
-            method = choose_linear_method(weight_OI)
+            method = choose_linear_method(weight_OI, self.layer.compute_dtype)
         self.layer.take_weight(weight_OI)
         self.layer.method = method
         method.process_weights_after_loading(self.layer)

@@ -26,6 +26,7 @@ from penstock.loader.quantized.unpacking import PER_WORD, check_shape, input_ord
 
 # A symmetric 4-bit integer is stored with this added.
 _MIDDLE = 8
+_ONE_IN_EACH = 0x11111111
 # Where the numbers of a word of AWQ lie.
 _AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -67,9 +68,9 @@ class GptqFormat(CheckpointFormat):
         check_shape(f"{layer}.qweight", words, torch.int32, num_inputs // PER_WORD, num_outputs)
         check_shape(f"{layer}.qzeros", tensors["qzeros"], torch.int32, num_groups, num_outputs // PER_WORD)
         _check_scales(f"{layer}.scales", tensors["scales"], num_groups, num_outputs)
-        zeros_GO = unpack_columns(tensors["qzeros"])
-        if self.checkpoint.layout != GPTQ_V2:
-            zeros_GO = zeros_GO + 1  # the first version of the format stores one less
+        # The first version of the format stores words that are less by one in each number, so that a zero borrows.
+        less = 0 if self.checkpoint.layout == GPTQ_V2 else _ONE_IN_EACH
+        zeros_GO = unpack_columns(tensors["qzeros"] + less)
         order_I = None
         if "g_idx" in tensors:
             check_shape(f"{layer}.g_idx", tensors["g_idx"], torch.int32, num_inputs)

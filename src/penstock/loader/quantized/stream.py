@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,9 +24,12 @@ class QuantizedTensors:
         self._format = format_of(checkpoint)
         self._grids: dict[str, Grid] = {}
 
-    def weights(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a float checkpoint: for a quantised layer `NAME.weight` in float32, others as they are.
 
+        Biases of zeros, which some tools write for layers that have none, are left out where they have no place.
         Raises CheckpointError when a layer's tensors do not fit together, or some are missing.
         """
         required, known = self._format.required, self._format.required | self._format.optional
@@ -34,7 +37,8 @@ class QuantizedTensors:
         for name, tensor in tensors:
             layer, _, kind = name.rpartition(".")
             if kind not in known or (kind == "weight" and tensor.dtype is not torch.int8):
-                yield name, tensor
+                if kind != "bias" or has_place(name) or tensor.any():
+                    yield name, tensor
                 continue
             if layer in self._grids or kind in waiting.get(layer, {}):
                 raise CheckpointError(f"{name} is there twice. Remove the files that do not belong to this model.")
