@@ -89,6 +89,15 @@ def test_every_native_family_is_compared() -> None:
     assert compared == set(supported_architectures())
 
 
+def test_a_plan_with_the_products_of_torch_is_what_the_engine_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which hold the head of a tied model once more, for the products, beside the embedding."""
+    monkeypatch.setenv("PENSTOCK_CPU_PRODUCTS", "torch")
+    tiny_checkpoint(tmp_path, tie_word_embeddings=True, vocab_size=5000)
+    compare(tmp_path, **PLANNED)
+
+
 @pytest.mark.parametrize("family", sorted({family for family, _ in FAMILIES}))
 def test_random_weights_are_planned_for_without_a_checkpoint(tmp_path: Path, family: str) -> None:
     # Norms and biases, which are not counted one by one, are small beside this.
@@ -103,15 +112,10 @@ def test_a_plan_for_a_model_of_transformers_is_what_the_engine_uses(tmp_path: Pa
     compare(tmp_path, **PLANNED, model_impl="transformers")
 
 
-def test_a_mixture_of_experts_is_planned_for_although_it_cannot_run_without_values(tmp_path: Path) -> None:
-    save_for_fallback(tiny_transformers_model("MixtralForCausalLM", **wider_overrides("MixtralForCausalLM")), tmp_path)
-    options = {**PLANNED, "model_impl": "transformers"}
-    plan = plan_engine(str(tmp_path), **options)
-    core = make_core(tmp_path, **options)
-    assert plan.memory.weights == pytest.approx(core.memory_plan.weights, rel=TOLERANCE)
-    assert plan.kv_cache.num_blocks == core.kv_cache_config.num_blocks
-    assert plan.memory.activations > LIBRARY_BYTES
-    core.close()
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"])
+def test_a_plan_for_a_mixture_of_experts_is_what_the_engine_uses(tmp_path: Path, name: str) -> None:
+    save_for_fallback(tiny_transformers_model(name, **wider_overrides(name)), tmp_path)
+    compare(tmp_path, **PLANNED, model_impl="transformers")
 
 
 @pytest.mark.parametrize(
@@ -282,6 +286,10 @@ def test_a_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     plan = plan_engine("demo", max_num_seqs=8)
     assert (plan.device, plan.dtype.name) == ("cuda", "bfloat16")
     assert plan.memory.budget == int(0.9 * (80 << 30))
+    with pytest.raises(
+        UnsupportedFeature, match=r"quantization='int8' is not supported on cuda yet\. Use device='cpu'"
+    ):
+        plan_engine("demo", device="cuda", quantization="int8")
     # Half of float32, and no head is packed there.
     in_float32 = plan_engine("demo", max_num_seqs=8, device="cpu", dtype="float32").memory.weights
     assert plan.memory.weights < 0.55 * in_float32

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.engine.plan import plan_engine
 from penstock.kernels.native import NATIVE
 from support.engines import make_core
-from support.quantized_checkpoints import W8A8, int8_layer, packed_layer, w4a16, write_quantized
+from support.quantized_checkpoints import W8A8, edit_tensors, int8_layer, packed_layer, w4a16, write_quantized
 
 # Layers are padded to whole panels, which matters at the sizes that tests can afford.
 PADDING = 0.06
@@ -39,12 +40,19 @@ def test_random_weights() -> None:
     compare("demo", quantization="int8", load_format="dummy")
 
 
+def _halve(tensors: dict[str, Any]) -> None:
+    tensors.update({name: tensor.astype(np.float16) for name, tensor in tensors.items() if tensor.dtype == np.float32})
+
+
 @needs_kernels
 def test_checkpoints_of_integers(tmp_path: Path) -> None:
-    size = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 97}
+    size = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
     packed = write_quantized(tmp_path / "w4a16", packed_layer(128, symmetric=True), w4a16(128), **size)
     compare(packed.config.folder)
     whole = write_quantized(tmp_path / "w8a8", int8_layer, W8A8, **size)
     compare(whole.config.folder)
+    halved = write_quantized(tmp_path / "halved", packed_layer(128, symmetric=True), w4a16(128), **size)
+    edit_tensors(halved.config.folder, _halve)
+    compare(halved.config.folder)
     plans = [plan_engine(str(written.config.folder)) for written in (packed, whole)]
     assert plans[0].num_parameters == plans[1].num_parameters == plan_engine(str(whole.float_folder)).num_parameters

@@ -1,6 +1,7 @@
 """The memory of an engine that is not running: the arithmetic of `worker/memory_plan.py` without a worker.
 
-Reads `config.json` and the headers of the weight files. Imports no torch, so that it takes a fraction of a second.
+Reads `config.json` and the headers of the weight files. Imports no torch, so that it takes a fraction of a second; only
+a model of which nothing is known beforehand is built without memory.
 """
 
 from __future__ import annotations
@@ -14,48 +15,30 @@ from typing import Any
 
 from penstock.config import EngineConfig, env
 from penstock.config.load import SHARDED_STATE
-from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config.resolve import resolve_metadata_folder
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.contract import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
-from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
-from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, memory_limit
+from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, cpu_quota, memory_limit
 from penstock.device.nvml import gpu_memory
+from penstock.device.threads import plan_threads
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
+from penstock.engine.model_sizes import ModelSizes, PlannedModel, size_model
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.headers import TensorHeader, read_all_headers, read_headers, stored_dtype
 from penstock.loader.weight_files import parts_of_rank, what_is_there
-from penstock.models.registry import runs_through_transformers
-from penstock.models.shape import ModelShape, read_shape
 from penstock.observability.units import format_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
-from penstock.worker.estimate import (
-    PROCESS_BYTES,
-    count_parameters,
-    count_vector_parameters,
-    estimate_step,
-    estimate_weights,
-    layer_traits,
-    logits_bytes,
-    resident_step,
-    weights_of_shape,
-)
-from penstock.worker.memory_plan import (
-    MemoryPlan,
-    StepMemory,
-    check_plan,
-    choose_memory_fraction,
-    runner_state_bytes,
-)
-from penstock.worker.quantized_estimate import QuantizedPart, quantized_part
+from penstock.worker.estimate import PROCESS_BYTES, resident_step
+from penstock.worker.memory_plan import MemoryPlan, check_plan, choose_memory_fraction, runner_state_bytes
+from penstock.worker.split_contexts import split_context_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """layers: what each keeps. memory: the arithmetic, as the worker would print it. kv_bytes_per_token: in all layers
     together, where none has a window. concurrency: requests of `max_model_len` tokens at once. num_tokens: in requests
-    of that length.
+    of that length. remark: where weights and activations come from, if not from config.json and headers; or "".
     """
 
     model: str
@@ -72,6 +55,7 @@ class EnginePlan:
     max_model_len: int
     num_tokens: int
     concurrency: float
+    remark: str
 
     def table(self) -> str:
         """All of it, for a person to check."""
@@ -90,6 +74,7 @@ class EnginePlan:
             "dtype": self.dtype.name,
             "weights_dtype": self.dtype.weights,
             "num_parameters": self.num_parameters,
+            "remark": self.remark,
             "max_model_len": self.max_model_len,
             "memory": memory,
             "kv_cache": {
@@ -109,6 +94,7 @@ class EnginePlan:
         return [
             f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters, {layers}",
             f"on {self.device} in {self.dtype.name} ({self.dtype.reason})",
+            *([self.remark] if self.remark else []),
         ]
 
     def _cache_lines(self) -> list[str]:
@@ -138,7 +124,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     headers = hub_headers or (_headers(config) if has_checkpoint else None)
     dtype = _choose_dtype(config, headers, device)
     kv_cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, device)
-    sizes = _measure_sizes(config, headers, dtype, kv_cache_dtype, device)
+    sizes = size_model(PlannedModel(config, headers, dtype, kv_cache_dtype, device, _longest_context(config)))
     memory, specs = _plan_memory(config, sizes, device), sizes.specs
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
@@ -163,6 +149,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
         max_model_len=max_model_len,
         num_tokens=num_tokens_that_fit(kv_cache, **limits),
         concurrency=max_concurrency(kv_cache, **limits),
+        remark=sizes.remark,
     )
 
 
@@ -227,88 +214,16 @@ def _choose_dtype(config: EngineConfig, headers: Mapping[str, TensorHeader] | No
     return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, None if headers is None else stored_dtype(headers))
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """num_parameters: values. weights: bytes of them and of buffers. step: bytes of its tensors. specs: by layer."""
-
-    num_parameters: int
-    weights: int
-    step: StepMemory
-    specs: Mapping[str, FullAttentionSpec | SlidingWindowSpec]
-
-
-def _measure_sizes(
-    config: EngineConfig,
-    headers: Mapping[str, TensorHeader] | None,
-    dtype: DtypeChoice,
-    kv_cache_dtype: str,
-    device: str,
-) -> _Sizes:
-    """What belongs to the model: from its shape, or where it runs through Transformers from a run without memory."""
-    if runs_through_transformers(config.model):
-        return _sizes_without_memory(config, headers, dtype, kv_cache_dtype, device)
-    shape, traits = read_shape(config.model), layer_traits(config.model.architecture)
-    if headers is None:
-        headers = weights_of_shape(shape, traits, config.model.longest_context)
-    integers = _integers(config, headers, shape)
-    num_parameters = count_parameters(integers.others, shape)
-    num_vectors = count_vector_parameters(integers.others, shape)
-    weights = estimate_weights(num_parameters, num_vectors, shape, dtype, device, _longest_context(config))
-    return _Sizes(
-        num_parameters + integers.num_parameters,
-        weights + integers.num_bytes,
-        _step_of_shape(config, shape, dtype.name, device),
-        shape.kv_cache_specs(config.cache.block_size, kv_cache_dtype),
-    )
-
-
-def _integers(config: EngineConfig, headers: Mapping[str, TensorHeader], shape: ModelShape) -> QuantizedPart:
-    checkpoint = read_quantized_checkpoint(config.model.hf_config, config.model.model)
-    return quantized_part(headers, shape, config.model.quantization, checkpoint)
-
-
-def _step_of_shape(config: EngineConfig, shape: ModelShape, dtype: str, device: str) -> StepMemory:
-    return estimate_step(
-        shape,
-        layer_traits(config.model.architecture),
-        num_tokens=config.scheduler.max_num_batched_tokens,
-        num_rows=config.scheduler.max_num_seqs,
-        dtype=dtype,
-        device=device,
-        sampling=config.sampling,
-    )
-
-
-def _sizes_without_memory(
-    config: EngineConfig,
-    headers: Mapping[str, TensorHeader] | None,
-    dtype: DtypeChoice,
-    kv_cache_dtype: str,
-    device: str,
-) -> _Sizes:
-    from penstock.worker.unloaded_model import try_without_memory
-
-    scheduler, vocab_size = config.scheduler, config.model.vocab_size
-    num_tokens = scheduler.max_num_batched_tokens
-    unloaded = try_without_memory(
-        config.model, num_tokens, config.cache.block_size, dtype.name, dtype.weights, kv_cache_dtype
-    )
-    if unloaded.activations is None:
-        # As of a decoder without experts: what a mixture takes depends on where its tokens go.
-        step = _step_of_shape(config, read_shape(config.model), dtype.name, device)
-    else:
-        logits = logits_bytes(vocab_size, num_tokens, scheduler.max_num_seqs, config.sampling, device)
-        step = StepMemory(unloaded.activations, logits)
-    weights = unloaded.weights
-    if headers is not None and config.model.quantization is not None:
-        integers = _integers(config, headers, read_shape(config.model))
-        weights += integers.num_bytes - integers.num_parameters * DTYPE_BYTES[dtype.weights]
-    return _Sizes(unloaded.num_parameters, weights, step, unloaded.specs)
-
-
-def _plan_memory(config: EngineConfig, sizes: _Sizes, device: str) -> MemoryPlan:
+def _plan_memory(config: EngineConfig, sizes: ModelSizes, device: str) -> MemoryPlan:
     limit, cache, vocab_size = _memory_of(device), config.cache, config.model.vocab_size
-    step = resident_step(sizes.step, device)
+    split = split_context_bytes(
+        sizes.specs.values(),
+        sizes.num_heads,
+        max_model_len=_longest_context(config),
+        num_threads=plan_threads(config.device.num_threads, quota=cpu_quota()).num_threads,
+        device=device,
+    )
+    step = resident_step(sizes.step, device, split)
     return MemoryPlan(
         total=limit.total_bytes,
         free_at_start=limit.free_bytes,

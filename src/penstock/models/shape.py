@@ -45,6 +45,7 @@ _TIED_BY_DEFAULT = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Cohere2ForCausalLM",
+    "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
 )
 _KINDS_WITH_WINDOW = ("sliding_attention", "sliding")
@@ -135,9 +136,9 @@ def _integer(fields: ConfigFields, names: tuple[str, ...], default: int | None =
 def _read_windows(fields: ConfigFields, architecture: str, num_layers: int) -> list[int | None]:
     if architecture in _QWEN:
         return read_qwen_windows(fields, num_layers)
-    window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW.get(architecture))
-    if not fields.flag("use_sliding_window", default=True):
-        window = None
+    window = None
+    if fields.flag("use_sliding_window", default=True):  # some write a window of 0 where it is not used
+        window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW.get(architecture))
     kinds = fields.layer_types(num_layers)
     if kinds is not None:
         unknown = sorted({str(kind) for kind in kinds if kind not in _KINDS})

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.config import SamplingConfig
+from penstock.config import SamplingConfig, env
 from penstock.config.program import PROGRAM_ROWS
 from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
 from penstock.contract.kv_cache import DTYPE_BYTES
@@ -20,11 +20,11 @@ from penstock.loader.headers import TensorHeader
 from penstock.models.shape import ModelShape
 from penstock.worker.memory_plan import StepMemory
 
-_FLOAT_BYTES = 4
+FLOAT_BYTES = 4
 _FLOAT_DTYPES = ("F32", "BF16", "F16", "FloatStorage", "BFloat16Storage", "HalfStorage")
 # What checkpoints hold although it follows from the configuration: rotary frequencies and causal masks.
 _NO_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.(attn|attention)\.(masked_)?bias")
-_HEADS = ("lm_head.weight",)
+_HEADS = ("lm_head.weight", "embed_out.weight")
 # Where kernels.linear packs a float32 weight for oneDNN; a head that is tied to the embedding is then there twice. Our
 # own kernels hold it once.
 _MIN_PACKED_ELEMENTS = 256 * 1024
@@ -42,9 +42,9 @@ _KEPT_LOGPROB_BYTES = 8 + 4
 # Of a process that has imported torch and what else an engine needs, before it loads a model.
 PROCESS_BYTES = {"cpu": 230 << 20, "cuda": 0}
 # Of a token: its id, its position, and where its key and value are written.
-_INPUT_BYTES = 4 + 8 + 8
+INPUT_BYTES = 4 + 8 + 8
 # cuBLAS's, which torch allocates as it does tensors.
-_WORKSPACE_BYTES = {"cpu": 0, "cuda": 32 << 20}
+WORKSPACE_BYTES = {"cpu": 0, "cuda": 32 << 20}
 # What the CPU's libraries take at their first product: code, tables and buffers.
 LIBRARY_BYTES = 8 << 20
 # What the C library holds back of the memory that tensors give back, at most, as measured: three places of the largest
@@ -59,15 +59,16 @@ def count_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> 
 
     Raises UnsupportedFeature for a tensor of a dtype that cannot be loaded.
     """
-    return sum(_weights_of(headers, shape).values())
+    return sum(weights_of(headers, shape).values())
 
 
 def count_vector_parameters(headers: Mapping[str, TensorHeader], shape: ModelShape) -> int:
     """Those of them that are in no matrix: norms and biases, which are kept in the compute dtype."""
-    return sum(count for name, count in _weights_of(headers, shape).items() if len(headers[name].shape) < 2)
+    return sum(count for name, count in weights_of(headers, shape).items() if len(headers[name].shape) < 2)
 
 
-def _weights_of(headers: Mapping[str, TensorHeader], shape: ModelShape) -> dict[str, int]:
+def weights_of(headers: Mapping[str, TensorHeader], shape: ModelShape) -> dict[str, int]:
+    """By name, the values of each weight. Raises UnsupportedFeature as `count_parameters` does."""
     counts = {}
     for name, header in headers.items():
         if _NO_WEIGHTS.fullmatch(name) or (shape.ties_embeddings and name in _HEADS):
@@ -85,12 +86,18 @@ def estimate_weights(
     num_parameters: int, num_vectors: int, shape: ModelShape, dtype: DtypeChoice, device: str, max_model_len: int
 ) -> int:
     """Parameters and buffers, whatever dtype the checkpoint has. num_vectors: `count_vector_parameters`."""
-    head = shape.vocab_size * shape.hidden_size
-    is_packed_by_onednn = device == "cpu" and dtype.name == "float32" and not _is_native(dtype.name, device)
-    packed_copy = head if shape.ties_embeddings and is_packed_by_onednn and head >= _MIN_PACKED_ELEMENTS else 0
-    rotary_table = max_model_len * shape.rotary_dim * _FLOAT_BYTES
-    matrices = (num_parameters - num_vectors + packed_copy) * DTYPE_BYTES[dtype.weights]
+    rotary_table = max_model_len * shape.rotary_dim * FLOAT_BYTES
+    matrices = (num_parameters - num_vectors) * DTYPE_BYTES[dtype.weights] + head_copy_bytes(shape, dtype, device)
     return matrices + num_vectors * DTYPE_BYTES[dtype.name] + rotary_table
+
+
+def head_copy_bytes(shape: ModelShape, dtype: DtypeChoice, device: str) -> int:
+    """The head of a tied model once more, where oneDNN packs it."""
+    num_values = shape.vocab_size * shape.hidden_size
+    has_own_products = has_native_kernels() and not env.uses_torch_products()
+    is_packed_by_onednn = device == "cpu" and dtype.name == "float32" and not has_own_products
+    has_copy = shape.ties_embeddings and is_packed_by_onednn and num_values >= _MIN_PACKED_ELEMENTS
+    return num_values * DTYPE_BYTES[dtype.weights] if has_copy else 0
 
 
 def _is_native(dtype: str, device: str) -> bool:
@@ -179,7 +186,7 @@ def estimate_step(
     # float32, to which bfloat16 is widened beside it.
     results = mixed if is_native else 2 * mixed
     if dtype == "bfloat16" and device == "cpu" and has_native_kernels():
-        results = (shape.qkv_size + shape.num_heads * shape.head_size) * _FLOAT_BYTES
+        results = (shape.qkv_size + shape.num_heads * shape.head_size) * FLOAT_BYTES
     kept = max(traits.kept_in_attention, traits.kept_in_mlp) * hidden
     inside = max(
         kept + (_norm_bytes(shape.hidden_size, value) if traits.widens and not is_native else 0),
@@ -188,26 +195,26 @@ def estimate_step(
         traits.kept_in_attention * hidden + heads + mixed + hidden,
         traits.kept_in_mlp * hidden + _mlp_values(shape, traits) * value,
     )
-    activations = num_tokens * (_INPUT_BYTES + rotation + inside)
+    activations = num_tokens * (INPUT_BYTES + rotation + inside)
     is_recorded = is_native and traits.is_recorded
     if is_recorded:
-        activations = num_tokens * (_INPUT_BYTES + _program_values(shape) * value)
+        activations = num_tokens * (INPUT_BYTES + _program_values(shape) * value)
         activations += min(num_tokens, PROGRAM_ROWS) * _mlp_values(shape, traits) * value
     return StepMemory(
-        activations=_WORKSPACE_BYTES[device] + activations,
+        activations=WORKSPACE_BYTES[device] + activations,
         sampling=logits_bytes(shape.vocab_size, num_tokens, num_rows, sampling, device),
         is_recorded=is_recorded,
     )
 
 
-def resident_step(tensors: StepMemory, device: str) -> StepMemory:
-    """The memory that a step's tensors take from the system."""
+def resident_step(tensors: StepMemory, device: str, split_contexts: int = 0) -> StepMemory:
+    """The memory that a step takes from the system. split_contexts: what attention keeps of them."""
     if device != "cpu":
         return tensors
     held_back = 0 if tensors.is_recorded else _held_back(tensors.activations)
     return replace(
         tensors,
-        activations=LIBRARY_BYTES + tensors.activations + held_back,
+        activations=LIBRARY_BYTES + tensors.activations + held_back + split_contexts,
         sampling=tensors.sampling + _held_back(tensors.sampling),
     )
 
@@ -232,14 +239,14 @@ def sampling_bytes(vocab_size: int, num_rows: int, max_rows: int, sampling: Samp
     at_once = min(num_rows, max_rows)
     row_bytes = max(
         vocab_size * (_TOP_P_BYTES if _is_native("float32", device) else _DRAW_BYTES),
-        vocab_size * (2 * _FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES,
+        vocab_size * (2 * FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES,
     )
     return at_once * row_bytes + (num_rows - at_once) * waiting_row_bytes(vocab_size, sampling)
 
 
 def waiting_row_bytes(vocab_size: int, sampling: SamplingConfig) -> int:
     """What a row keeps while others are worked on: its logits, and log-probabilities, twice when all are joined."""
-    return vocab_size * _FLOAT_BYTES + sampling.most_logprobs(vocab_size) * 2 * _KEPT_LOGPROB_BYTES
+    return vocab_size * FLOAT_BYTES + sampling.most_logprobs(vocab_size) * 2 * _KEPT_LOGPROB_BYTES
 
 
 def prompt_results_bytes(vocab_size: int, num_tokens: int, sampling: SamplingConfig) -> int:
@@ -249,7 +256,7 @@ def prompt_results_bytes(vocab_size: int, num_tokens: int, sampling: SamplingCon
 
 
 def _prompt_logprobs_bytes(vocab_size: int, num_tokens: int, sampling: SamplingConfig, device: str) -> int:
-    row_bytes = vocab_size * (_FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES
+    row_bytes = vocab_size * (FLOAT_BYTES + _RANK_BYTES) + sampling.most_logprobs(vocab_size) * _LOGPROB_BYTES
     num_rows = min(num_tokens, rows_at_once(vocab_size, device))
     return num_rows * row_bytes + prompt_results_bytes(vocab_size, num_tokens, sampling)
 
@@ -259,7 +266,7 @@ def _norm_bytes(num_values: int, value: int) -> int:
 
     Those of our own kernels hold nothing but the result.
     """
-    return num_values * (_FLOAT_BYTES if value == _FLOAT_BYTES else 2 * _FLOAT_BYTES + value)
+    return num_values * (FLOAT_BYTES if value == FLOAT_BYTES else 2 * FLOAT_BYTES + value)
 
 
 def _head_norm_bytes(shape: ModelShape, traits: LayerTraits, value: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.config.quantized_checkpoint import QuantizedCheckpoint
@@ -46,13 +46,22 @@ def layer_bytes(bits: int, num_outputs: int, num_inputs: int, group_size: int | 
     return num_outputs * (num_inputs // 2 + num_groups * (_SCALE_BYTES + _ZERO_POINT_BYTES))
 
 
+def rounded_layer_bytes(quantization: str, num_outputs: int, num_inputs: int, *, is_head: bool) -> int:
+    """One linear layer that is rounded at loading."""
+    return layer_bytes(8 if is_head or quantization == "int8" else 4, num_outputs, num_inputs, _INT4_GROUP_SIZE)
+
+
 def quantized_part(
     headers: Mapping[str, TensorHeader],
     shape: ModelShape,
     quantization: str | None,
     checkpoint: QuantizedCheckpoint | None,
+    stays_in_float: Callable[[str], bool] = lambda _name: False,
 ) -> QuantizedPart:
-    """What of a checkpoint is kept as integers: by the option, or because they are integers already."""
+    """What of a checkpoint is kept as integers: by the option, or because they are integers already.
+
+    stays_in_float: whether the matrix of that name belongs to no linear layer.
+    """
     if checkpoint is not None and any(name.endswith(_SCALES) for name in headers):
         return _already_quantized(headers, checkpoint)
     if checkpoint is not None:  # random weights in their place
@@ -66,10 +75,10 @@ def quantized_part(
             continue
         is_head = bool(_HEADS.fullmatch(name)) or _is_tied_embedding(name, header, shape)
         is_layer = len(header.shape) > 1 and not _EMBEDDINGS.fullmatch(name) and not _NO_LAYERS.fullmatch(name)
-        if is_head or is_layer:
-            num_outputs = header.num_elements // header.shape[-1]
-            bits = 8 if is_head or quantization == "int8" else 4
-            num_bytes += layer_bytes(bits, num_outputs, header.shape[-1], _INT4_GROUP_SIZE)
+        if is_head or (is_layer and not stays_in_float(name)):
+            num_inputs = header.shape[-1]
+            num_outputs = header.num_elements // num_inputs
+            num_bytes += rounded_layer_bytes(quantization, num_outputs, num_inputs, is_head=is_head)
             num_parameters += header.num_elements
         else:
             others[name] = header

@@ -1,28 +1,29 @@
 """What a model that runs through Transformers will need: it is built and run without memory, on the meta device.
 
-Each of its classes has a forward pass of its own, so nothing general can be said about them. This takes seconds, most
+For classes of which `transformers_estimate` knows nothing: each has a forward pass of its own. This takes seconds, most
 of them to import Transformers. Suffixes: T tokens, H query heads, K KV heads, D head size.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.attention import LayerAttention
 from penstock.config import ModelConfig
 from penstock.contract import FullAttentionSpec, SlidingWindowSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.device.tensor_memory import TensorMemory
-from penstock.layers.linear import weights_size_bytes
+from penstock.layers.linear import LinearLayer, weights_size_bytes
 from penstock.loader.loader import build_model, materialise
-from penstock.models.attention_layers import kv_cache_specs
+from penstock.models.attention_layers import attention_layers, kv_cache_specs
 from penstock.parallel import ParallelContext
+from penstock.worker.quantized_estimate import rounded_layer_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +31,16 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
     """num_parameters: values. weights: bytes of them and of buffers. activations: bytes of a step's tensors; None where
-    their sizes depend on values, as with a mixture of experts. specs: by layer.
+    the model does not run without values, and then why_not says why. specs: by layer. num_heads: of the queries in the
+    layer that has the most.
     """
 
     num_parameters: int
     weights: int
     activations: int | None
+    why_not: str
     specs: Mapping[str, FullAttentionSpec | SlidingWindowSpec]
+    num_heads: int
 
 
 def try_without_memory(
@@ -49,21 +53,56 @@ def try_without_memory(
     model, meta = build_model(model_config, ParallelContext()), torch.device("meta")
     materialise(model, meta, TORCH_DTYPES[dtype])
     context: Any = _Attention(copies_heads=dtype == "float32")
-    activations: int | None = None
+    activations, why_not = None, ""
     try:
-        with torch.no_grad(), meta, TensorMemory() as memory:
+        with torch.no_grad(), meta, _MemoryWithoutValues() as memory:
             model(torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64), context)
         activations = memory.peak_bytes
-    except Exception as error:  # whatever an operator without values raises; the plan has another way
-        logger.debug("%s cannot run without memory", model_config.architecture, exc_info=error)
+    except Exception as error:
+        # Whatever an operator without values raises. A worker runs the model with values, so this ends no plan.
+        why_not = f"{model_config.architecture} does not run without values: {_first_line(error)}"
+        logger.warning("%s", why_not, exc_info=logger.isEnabledFor(logging.DEBUG))
     as_kept = build_model(model_config, ParallelContext())
     materialise(as_kept, meta, TORCH_DTYPES[dtype], TORCH_DTYPES[weights_dtype])
     return UnloadedModel(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weights=weights_size_bytes(as_kept),
+        weights=weights_size_bytes(as_kept)
+        + _saved_by_rounding(as_kept, model_config.quantization, model_config.vocab_size),
         activations=activations,
+        why_not=why_not,
         specs=cast(dict[str, FullAttentionSpec | SlidingWindowSpec], kv_cache_specs(model, block_size, kv_cache_dtype)),
+        num_heads=max(layer.num_heads for layer in attention_layers(model).values()),
     )
+
+
+def _saved_by_rounding(model: nn.Module, quantization: str | None, vocab_size: int) -> int:
+    """What integers take more than the weights in their place: a negative number, or 0 without quantisation."""
+    if quantization is None:
+        return 0
+    layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
+    return sum(
+        rounded_layer_bytes(quantization, layer.output_size, layer.input_size, is_head=layer.output_size == vocab_size)
+        - layer.weight.numel() * layer.weight.element_size()
+        for layer in layers
+    )
+
+
+class _MemoryWithoutValues(TensorMemory):
+    """Counts tensors that have no values, of operators too that refuse such, although their sizes are known."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_dispatch__(_WITHOUT_VALUES.get(func, func), types, args, kwargs)
+
+
+def _grouped_products(rows_SI: Tensor, weight_EIO: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The products of rows that are ordered by expert, each with its expert's weight: [S, O]."""
+    return rows_SI.new_empty(rows_SI.shape[0], weight_EIO.shape[-1])
+
+
+# Without values, torch takes the products of a mixture of experts for a GPU's, and refuses float32.
+_WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_products}
 
 
 class _Attention:
@@ -78,3 +117,7 @@ class _Attention:
         mixed_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
         del kept
         return mixed_THD
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -50,6 +50,7 @@ from penstock.worker.processor_memory import measure_processors
 from penstock.worker.profile import measure_step_memory
 from penstock.worker.profiler import create_profiler
 from penstock.worker.reload import config_of_replacement, load_replacement
+from penstock.worker.split_contexts import split_context_bytes
 from penstock.worker.update_config import updated_config
 
 logger = logging.getLogger(__name__)
@@ -323,7 +324,14 @@ class Worker(WorkerBase):
                 self.config.device.attention_backend,
                 self.config.sampling,
             )
-        return resident_step(tensors, self.device.kind)
+        split = split_context_bytes(
+            self.get_kv_cache_spec().values(),  # type: ignore[arg-type]
+            max(layer.num_heads for layer in self._layers.values()),
+            max_model_len=limits.max_model_len,
+            num_threads=torch.get_num_threads(),
+            device=self.device.kind,
+        )
+        return resident_step(tensors, self.device.kind, split)
 
 
 def _give_back(device: Device) -> None:

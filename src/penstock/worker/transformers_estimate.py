@@ -1,0 +1,222 @@
+"""What a model that runs through Transformers will need, from `config.json` and the headers alone.
+
+Its classes have forward passes of their own, so each that is known here has a table of its fullest moments: which
+tensors are alive then, per token. They were read off runs in which every tensor was recorded, and
+`tests/worker/test_transformers_estimate.py` compares with such runs. Needs no torch. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.config import ModelConfig
+from penstock.contract.kv_cache import DTYPE_BYTES
+from penstock.device.dtypes import DtypeChoice
+from penstock.loader.headers import TensorHeader
+from penstock.worker.estimate import FLOAT_BYTES, INPUT_BYTES, WORKSPACE_BYTES, head_copy_bytes, weights_of
+from penstock.worker.transformers_shape import TransformersShape, read_transformers_shape
+
+# Values of a token, alive at one moment: a number of tensors, and of what size.
+#   H hidden state    Q queries of all heads    R what of the queries turns    N one value per query head
+#   I inner state     K keys of all heads       S what of the keys turns
+#   X hidden and Y inner states of its experts together    Z inner state of the shared expert
+# Small letters are float32 beside a narrower dtype.
+Moment = str
+_TERM = re.compile(r"(\d+)([A-Za-z])")
+
+# Attention that turns whole heads, by the rotation of queries, of keys, and by the copies that attention takes.
+_WHOLE_HEADS = ("3H 4Q 2K", "3H 2Q 5K", "3H 3Q 3K", "4H 2Q 2K")
+# Attention that turns a part of each head and joins it with the rest.
+_PARTS_OF_HEADS = ("7H 4K 1R 1S", "5H 5K 1R 1S")
+_RMS_NORM = ("3H 2h", "4H 1h")
+_WIDE_LAYER_NORM = ("2H 3h",)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMoments:
+    """attention: its moments where all is float32. narrow: those that a lower precision has instead.
+    kept: hidden states that are alive beside the feed-forward network. gate: how that makes its two projections, None
+    with one. kept_without_parallel: `kept` where `use_parallel_residual` is not set.
+    """
+
+    attention: tuple[Moment, ...]
+    narrow: tuple[Moment, ...]
+    kept: int = 4
+    gate: str | None = "apart"
+    kept_without_parallel: int | None = None
+
+
+_LIKE_LLAMA = LayerMoments(_WHOLE_HEADS, (*_WHOLE_HEADS, "3H 3Q 2K 1n", *_RMS_NORM))
+_MOMENTS = {
+    "Cohere2ForCausalLM": LayerMoments(
+        _WHOLE_HEADS,
+        ("3H 1Q 2K 4q 1k", "3H 1Q 2K 2q 4k", "3H 1Q 2K 3q 2k", "3H 2Q 3K 2q 2k", *_WIDE_LAYER_NORM),
+    ),
+    "GPTNeoXForCausalLM": LayerMoments(("12H",), ("10H 1n",), gate=None),
+    "Glm4ForCausalLM": LayerMoments(
+        ("3H 3Q 3K", "4H 2Q 2K"), ("3H 3Q 2K 1n", "4H 2Q 2K", "4H 2h", "6H 1h"), gate="together"
+    ),
+    "GraniteForCausalLM": _LIKE_LLAMA,
+    "MixtralForCausalLM": _LIKE_LLAMA,
+    "OPTForCausalLM": LayerMoments(("9H",), ("9H 1n",), gate=None),
+    "OlmoeForCausalLM": _LIKE_LLAMA,
+    "PhiForCausalLM": LayerMoments(_PARTS_OF_HEADS, ("7H 3K 1R 1S 1n", "5H 5K 1R 1S"), gate=None),
+    "Qwen2MoeForCausalLM": _LIKE_LLAMA,
+    "Qwen3MoeForCausalLM": _LIKE_LLAMA,
+    "SmolLM3ForCausalLM": _LIKE_LLAMA,
+    "StableLmForCausalLM": LayerMoments(_PARTS_OF_HEADS, ("7H 3K 1R 1S 1n", "5H 5K 1R 1S"), kept_without_parallel=6),
+    "Starcoder2ForCausalLM": LayerMoments(_WHOLE_HEADS, (*_WHOLE_HEADS, "3H 3Q 2K 1n"), gate=None),
+}
+# Inner states that an activation has alive, its input and its result among them. Those of Transformers in plain torch
+# hold what they add up.
+_ACTIVATION_TENSORS = {
+    "gelu": 2,
+    "gelu_fast": 5,
+    "gelu_new": 4,
+    "gelu_pytorch_tanh": 2,
+    "quick_gelu": 3,
+    "relu": 2,
+    "silu": 2,
+    "swish": 2,
+}
+# Whose experts' outputs meet weights in float32.
+_WIDE_ROUTING = ("MixtralForCausalLM",)
+# Per chosen expert of a token: places, the same in order, their numbers, weights and weights in order.
+_ROUTE_BYTES = 4 * 8 + 3 * 4
+# Kept in the compute dtype although they are matrices: Transformers multiplies by them itself, or looks rows up.
+_AS_COMPUTED = re.compile(r".*\.(experts\..*|(mlp|block_sparse_moe)\.gate\.weight|embed_positions\.weight)")
+# Rows that OPT's table of positions has beside its positions.
+_EXTRA_POSITIONS = 2
+
+
+def why_not_derived(model_config: ModelConfig) -> str | None:
+    """Why nothing here says what this model needs, or None where something does."""
+    architecture = model_config.architecture
+    if architecture not in _MOMENTS:
+        return f"the layers of {architecture} are not known beforehand"
+    activation = read_transformers_shape(model_config).activation
+    if activation not in _ACTIVATION_TENSORS:
+        return f"the activation {activation!r} is not known beforehand"
+    return None
+
+
+def is_kept_as_computed(name: str) -> bool:
+    """Whether a checkpoint's matrix of this name stays in the compute dtype, and is never quantised."""
+    return _AS_COMPUTED.fullmatch(name) is not None
+
+
+def estimate_transformers_weights(
+    headers: Mapping[str, TensorHeader], shape: TransformersShape, dtype: DtypeChoice, device: str
+) -> int:
+    """Parameters: matrices as they are kept, the rest in the compute dtype."""
+    narrow = as_computed = 0
+    for name, count in weights_of(headers, shape.decoder).items():
+        if len(headers[name].shape) < 2 or is_kept_as_computed(name):
+            as_computed += count
+        else:
+            narrow += count
+    copy = head_copy_bytes(shape.decoder, dtype, device)
+    return narrow * DTYPE_BYTES[dtype.weights] + as_computed * DTYPE_BYTES[dtype.name] + copy
+
+
+def transformers_weights_of_shape(model_config: ModelConfig, shape: TransformersShape) -> dict[str, TensorHeader]:
+    """The tensors of a model with random weights, which has no checkpoint. Biases are left out."""
+    decoder, experts = shape.decoder, shape.experts
+    hidden, layers = decoder.hidden_size, decoder.num_layers
+    num_projections = 3 if _MOMENTS[model_config.architecture].gate else 2
+    num_sparse = 0 if experts is None else experts.num_layers
+    embedded = model_config.hf_config.get("word_embed_proj_dim") or hidden
+    has_positions = model_config.architecture == "OPTForCausalLM"
+    positions = model_config.longest_context + _EXTRA_POSITIONS if has_positions else 0
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (decoder.vocab_size, embedded),
+        "model.embed_positions.weight": (positions, hidden),
+        "model.projections_in_and_out": (0 if embedded == hidden else 2 * embedded, hidden),
+        "model.qkv_proj": (layers, decoder.qkv_size, hidden),
+        "model.o_proj": (layers, hidden, decoder.num_heads * decoder.head_size),
+        "model.mlp": (layers - num_sparse, num_projections * decoder.intermediate_size, hidden),
+        "model.norms": (2 * layers + 1, hidden),
+        "lm_head.weight": (decoder.vocab_size, embedded),
+    }
+    if experts is not None:
+        sizes |= {
+            "model.mlp.experts.all": (num_sparse, experts.num_experts, 3 * experts.intermediate_size, hidden),
+            "model.mlp.gate.weight": (num_sparse, experts.num_experts, hidden),
+            "model.mlp.shared": (num_sparse, 3 * experts.shared_size, hidden),
+        }
+    return {name: TensorHeader("F32", size) for name, size in sizes.items()}
+
+
+def estimate_transformers_activations(
+    model_config: ModelConfig, shape: TransformersShape, *, num_tokens: int, dtype: str, device: str
+) -> int:
+    """The tensors of a step of `num_tokens` through the layers."""
+    value = DTYPE_BYTES[dtype]
+    rotation = 2 * shape.decoder.rotary_dim * value
+    fullest = max(_moment_bytes(moment, shape, value) for moment in _moments(model_config, shape, is_narrow=value < 4))
+    routing = 0
+    if shape.experts is not None:
+        routing = shape.experts.num_selected * _ROUTE_BYTES + shape.experts.num_experts * FLOAT_BYTES
+    return WORKSPACE_BYTES[device] + num_tokens * (INPUT_BYTES + rotation + fullest + routing)
+
+
+def _moments(model_config: ModelConfig, shape: TransformersShape, *, is_narrow: bool) -> list[Moment]:
+    architecture = model_config.architecture
+    known = _MOMENTS[architecture]
+    is_parallel = model_config.hf_config.get("use_parallel_residual", False)
+    kept = known.kept if is_parallel or known.kept_without_parallel is None else known.kept_without_parallel
+    attention = known.narrow if is_narrow else known.attention
+    if architecture == "OPTForCausalLM" and not model_config.hf_config.get("do_layer_norm_before", True):
+        attention = tuple(moment.replace("9H", "8H") for moment in attention)
+    moments = [*attention]
+    if shape.experts is None or shape.experts.num_layers < shape.decoder.num_layers:
+        moments += _network_moments(kept, "I", _ACTIVATION_TENSORS[shape.activation], known.gate)
+    if shape.experts is not None:
+        moments += _expert_moments(shape, has_wide_routing=is_narrow and architecture in _WIDE_ROUTING)
+    return moments
+
+
+def _network_moments(kept: int, inner: str, num_activation: int, gate: str | None) -> list[Moment]:
+    if gate == "together":
+        return [f"{kept}H {max(4, 1 + num_activation)}{inner}", f"{kept + 1}H 3{inner}"]
+    num_inner = num_activation if gate is None else max(3, num_activation)
+    return [f"{kept}H {num_inner}{inner}", f"{kept + 1}H 1{inner}"]
+
+
+def _expert_moments(shape: TransformersShape, *, has_wide_routing: bool) -> list[Moment]:
+    """Both projections of all chosen experts lie side by side, as do their outputs before they are added up."""
+    assert shape.experts is not None
+    num_activation, kept = _ACTIVATION_TENSORS[shape.activation], 4
+    shared = []
+    if shape.experts.shared_size:
+        shared = _network_moments(kept, "Z", num_activation, "apart")
+        kept += 1
+    weighted = [f"{kept}H 2X 2x", f"{kept + 1}H 2X 1x 1h"] if has_wide_routing else [f"{kept}H 4X", f"{kept + 1}H 3X"]
+    return [f"{kept}H 1X {max(4, 1 + num_activation)}Y", f"{kept}H 2X 1Y", *weighted, *shared]
+
+
+def _moment_bytes(moment: Moment, shape: TransformersShape, value: int) -> int:
+    sizes = _sizes(shape)
+    return sum(
+        int(count) * sizes[what.upper()] * (value if what.isupper() else FLOAT_BYTES)
+        for count, what in _TERM.findall(moment)
+    )
+
+
+def _sizes(shape: TransformersShape) -> dict[str, int]:
+    decoder, experts = shape.decoder, shape.experts
+    num_selected = 0 if experts is None else experts.num_selected
+    return {
+        "H": decoder.hidden_size,
+        "I": decoder.intermediate_size,
+        "Q": decoder.num_heads * decoder.head_size,
+        "K": decoder.num_kv_heads * decoder.head_size,
+        "R": decoder.num_heads * decoder.rotary_dim,
+        "S": decoder.num_kv_heads * decoder.rotary_dim,
+        "N": decoder.num_heads,
+        "X": num_selected * decoder.hidden_size,
+        "Y": 0 if experts is None else num_selected * experts.intermediate_size,
+        "Z": 0 if experts is None else experts.shared_size,
+    }
