@@ -1,6 +1,6 @@
-"""Where a step's host time goes, stage by stage, outside the model's forward pass: 32 running requests, all decoding.
+"""Where a step's host time goes, stage by stage, outside the model's forward pass, while all running requests decode.
 
-    python -m benchmarks.host_time [--steps 300] [--threads 2] [--output FOLDER]
+    python -m benchmarks.host_time [--model demo] [--batch-sizes 32] [--steps 300] [--threads 2] [--output FOLDER]
 
 Each stage is timed by wrapping the one method that is that stage. "Outside the model" counts everything between the
 request's tokens being scheduled and its new text being ready, except the model's forward pass and its logits; it comes
@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,28 @@ from penstock.engine.core import EngineCore
 from penstock.engine.session import Session
 from penstock.runner.model_runner import ModelRunner
 
-NUM_REQUESTS = 32
 # Prefills, and a few steps for caches to settle.
 _SKIPPED_STEPS = 20
 _MODEL = ("model forward", "logits")
 _WHOLE = "whole step"
+_OUTSIDE = "outside the model"
+_SHARE = "share of the step"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One column of the table."""
+
+    model: str
+    num_requests: int
+    steps: int
+    threads: int
+    temperature: float
+
+    @property
+    def title(self) -> str:
+        sampling = f"temperature {self.temperature:g}" if self.temperature else "greedy"
+        return f"{self.num_requests} requests, {sampling}"
 
 
 class StageClock:
@@ -58,29 +76,32 @@ class StageClock:
         setattr(owner, method, timed)
 
 
-def measure(steps: int, threads: int, temperature: float) -> dict[str, float]:
-    """Median microseconds per step of each stage, once all requests decode."""
-    stages = _medians(_run(steps, threads, temperature, _wrap_stages))
+def measure(case: Case) -> dict[str, float]:
+    """Median microseconds per step of each stage, once all requests decode; and the share of what is not the model."""
+    stages = _medians(_run(case, _wrap_stages))
     named = sum(value for stage, value in stages.items() if stage not in (*_MODEL, _WHOLE))
-    whole = _run(steps, threads, temperature, _wrap_model)
+    whole = _run(case, _wrap_model)
     outside = [step[_WHOLE] - sum(step[stage] for stage in _MODEL) for step in whole]
-    stages["outside the model"] = statistics.median(outside) * 1e6
-    stages["of which not in a stage above"] = stages["outside the model"] - named
+    stages[_WHOLE] = statistics.median(step[_WHOLE] for step in whole) * 1e6
+    stages[_OUTSIDE] = statistics.median(outside) * 1e6
+    stages["of which not in a stage above"] = stages[_OUTSIDE] - named
+    stages[_SHARE] = stages[_OUTSIDE] / stages[_WHOLE]
     return stages
 
 
-def _run(
-    steps: int, threads: int, temperature: float, wrap: Callable[[Session, StageClock], None]
-) -> list[dict[str, float]]:
+def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[str, float]]:
     """Seconds of each stage that `wrap` has timed, step by step."""
-    session = Session(EngineConfig.create("demo", num_threads=threads, max_num_seqs=NUM_REQUESTS, device="cpu"))
-    params = SamplingParams(temperature=temperature, max_tokens=steps + 2 * _SKIPPED_STEPS, ignore_eos=True, seed=1)
-    requests = [session.accept(f"ROMEO {index}:\n", params) for index in range(NUM_REQUESTS)]
+    session = Session(
+        EngineConfig.create(case.model, num_threads=case.threads, max_num_seqs=case.num_requests, device="cpu")
+    )
+    max_tokens = case.steps + 2 * _SKIPPED_STEPS
+    params = SamplingParams(temperature=case.temperature, max_tokens=max_tokens, ignore_eos=True, seed=1)
+    requests = [session.accept(f"ROMEO {index}:\n", params) for index in range(case.num_requests)]
     clock = StageClock()
     wrap(session, clock)
     with closing(session.run(requests)) as progress:
         for _ in progress:
-            if len(clock.steps) > steps + _SKIPPED_STEPS:
+            if len(clock.steps) > case.steps + _SKIPPED_STEPS:
                 break
     session.close()
     return clock.steps[_SKIPPED_STEPS:]
@@ -118,28 +139,37 @@ def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    lines = [f"# Host time per step, {NUM_REQUESTS} running requests, demo model", ""]
+    lines = [f"# Host time per step, model {report['model']}", ""]
     lines += [", ".join(f"{name} {value}" for name, value in report["machine"].items()), ""]
     lines += ["| stage | " + " | ".join(report["runs"]) + " |", "| --- |" + " ---: |" * len(report["runs"])]
     runs = report["runs"].values()
-    # The greedy run may have no stage of its own for sampling: the head's product chooses.
+    # A greedy run may have no stage of its own for sampling: the head's product chooses.
     for stage in max(runs, key=len):
-        cells = [f"{run[stage]:.0f} µs" if stage in run else "in the logits" for run in runs]
+        cells = [_cell(stage, run[stage]) if stage in run else "in the logits" for run in runs]
         lines.append(f"| {stage} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
+def _cell(stage: str, value: float) -> str:
+    return f"{100 * value:.1f}%" if stage == _SHARE else f"{value:.0f} µs"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    runs = {
-        name: measure(arguments.steps, arguments.threads, temperature)
-        for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0))
-    }
-    report = {"machine": machine(arguments.threads), "runs": runs}
+    cases = [
+        Case(arguments.model, num_requests, arguments.steps, arguments.threads, temperature)
+        for num_requests in arguments.batch_sizes
+        for temperature in arguments.temperatures
+    ]
+    runs = {case.title: measure(case) for case in cases}
+    report = {"model": Path(arguments.model).name, "machine": machine(arguments.threads), "runs": runs}
     print(as_markdown(report))
     if arguments.output is not None:
         name = f"{datetime.date.today().isoformat()}-cpu-host-time"
