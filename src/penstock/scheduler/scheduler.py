@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.errors import ContextTooLong, InvalidRequest, LifecycleError
+from penstock.scheduler.decode_steps import DecodeStep, DecodeSteps
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.kv_cache_plan import longest_request
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
@@ -65,7 +66,9 @@ class Scheduler:
         self._running: list[Request] = []
         # Requests that the worker holds although they ended.
         self._finished_req_ids: set[str] = set()
-        self._in_flight: dict[int, dict[str, ScheduledRequest]] = {}
+        self._in_flight: dict[int, dict[str, ScheduledRequest] | DecodeStep] = {}
+        # Goes on from the last step; None unless all that the next one can do is to decode the same requests.
+        self._decodes: DecodeSteps | None = None
         self._next_step_id = 0
         self._first_valid_step_id = 0
         self._num_added = 0
@@ -119,6 +122,7 @@ class Scheduler:
         self._num_added += 1
         self._requests[request.req_id] = request
         self._waiting.add(request)
+        self._decodes = None
 
     def finish_requests(
         self, req_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
@@ -137,8 +141,16 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. It may have no tokens, when all requests wait for results or for blocks."""
-        step = StepBuilder(self._next_step_id, self._max_num_batched_tokens)
+        step_id = self._next_step_id
         self._next_step_id += 1
+        decodes = self._decodes
+        if decodes is not None and decodes.num_left > 0 and (self._runs_ahead or not self._in_flight):
+            rows = decodes.rows_due()
+            new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
+            if rows is None or new_block_ids is not None:
+                output, self._in_flight[step_id] = decodes.next(step_id, new_block_ids)
+                return output
+        step = StepBuilder(step_id, self._max_num_batched_tokens)
         self._schedule_running(step)
         # Who was preempted just now would only be in the way of those who need the blocks.
         if not step.preempted_req_ids:
@@ -146,6 +158,7 @@ class Scheduler:
         if step.scheduled:
             self._in_flight[step.step_id] = step.scheduled
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        self._decodes = self._continue_decodes(step)
         return step.build(finished_req_ids)
 
     def update_from_output(
@@ -159,6 +172,10 @@ class Scheduler:
         scheduled = self._take_in_flight(scheduler_output, model_runner_output)
         if scheduled is None:
             return []
+        if isinstance(scheduled, DecodeStep):
+            if scheduled.has_plain_results(model_runner_output):
+                return self._take_tokens(scheduled, model_runner_output)
+            scheduled = scheduled.by_request()
         outputs = []
         for row, req_id in enumerate(model_runner_output.req_ids):
             entry = scheduled.pop(req_id, None)
@@ -176,6 +193,7 @@ class Scheduler:
         and will be sampled again.
         """
         self._in_flight.clear()
+        self._decodes = None
         self._first_valid_step_id = self._next_step_id
         self._finished_req_ids = set()
         while self._running:
@@ -292,6 +310,21 @@ class Scheduler:
         step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id))
         return True
 
+    def _continue_decodes(self, step: StepBuilder) -> DecodeSteps | None:
+        """How to go on from this step, if the next one can only do the same again."""
+        num_running = len(self._running)
+        runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
+        can_admit = num_running < self._max_num_seqs and len(self._waiting) > 0
+        return DecodeSteps(self._running.copy()) if runs_all and not can_admit else None
+
+    def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
+        """A block of each group for the requests of these rows; None where somebody would have to give way."""
+        if len(rows) * len(self._kv_cache_config.groups) > self.kv_cache.pool.num_free_blocks:
+            return None
+        new_block_ids = {row: self.kv_cache.allocate_slots(decodes.requests[row], 1) for row in rows}
+        assert all(blocks is not None for blocks in new_block_ids.values())
+        return new_block_ids  # type: ignore[return-value]
+
     def _note_first_run(self, request: Request, num_cached_tokens: int) -> None:
         if request.num_cached_tokens >= 0:
             return
@@ -302,6 +335,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Make a request, which was just taken out of the running ones, wait with nothing but its tokens."""
+        self._decodes = None
         self.kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -311,7 +345,7 @@ class Scheduler:
 
     def _take_in_flight(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[str, ScheduledRequest] | None:
+    ) -> dict[str, ScheduledRequest] | DecodeStep | None:
         """The requests of a step whose results are due; None when there is nothing to take in."""
         step_id = scheduler_output.step_id
         if model_runner_output.step_id != step_id:
@@ -326,6 +360,28 @@ class Scheduler:
                 "steps, each once."
             )
         return self._in_flight.pop(step_id)
+
+    def _take_tokens(self, step: DecodeStep, results: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take in a step of which every request got a token: at once where it is a token and nothing else."""
+        outputs = []
+        num_computed_tokens = step.num_computed_tokens
+        for row, (request, new_token_ids) in enumerate(zip(step.requests, results.sampled_token_ids, strict=True)):
+            token_ids = request.all_token_ids
+            if (
+                len(new_token_ids) == 1
+                and request.status is _RUNNING
+                and new_token_ids[0] not in request.end_token_ids
+                and len(token_ids) + 1 < request.length_limit
+                and num_computed_tokens[row] + 1 < request.next_cache_at
+                and not request.has_news
+            ):
+                request.num_in_flight_steps -= 1
+                request.num_output_placeholders -= 1
+                token_ids.append(new_token_ids[0])
+                outputs.append(EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids))
+            elif (output := self._take_result(step.part(row), results, row)) is not None:
+                outputs.append(output)
+        return outputs
 
     def _take_result(self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int) -> EngineCoreOutput | None:
         """Take in one request's part of a step."""
@@ -380,6 +436,7 @@ class Scheduler:
         return make_output(request, [], FinishReason.ERROR, error=error)
 
     def _finish(self, request: Request) -> None:
+        self._decodes = None
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
             self.kv_cache.free(request)

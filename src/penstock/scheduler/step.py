@@ -21,7 +21,10 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepBuilder:
-    """Collects what one step runs, within its budget of tokens."""
+    """Collects what one step runs, within its budget of tokens.
+
+    is_all_decodes: whether every request so far has run a single token, and sampled one.
+    """
 
     __slots__ = (
         "_cached_req_ids",
@@ -30,6 +33,7 @@ class StepBuilder:
         "_num_computed_tokens",
         "_num_scheduled_tokens",
         "_token_budget",
+        "is_all_decodes",
         "preempted_req_ids",
         "scheduled",
         "step_id",
@@ -39,6 +43,7 @@ class StepBuilder:
     def __init__(self, step_id: int, token_budget: int) -> None:
         self.step_id = step_id
         self.token_budget = self._token_budget = token_budget
+        self.is_all_decodes = True
         self.scheduled: dict[str, ScheduledRequest] = {}
         self.preempted_req_ids: set[str] = set()
         self._num_scheduled_tokens: dict[str, int] = {}
@@ -95,3 +100,5 @@ class StepBuilder:
         self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, samples)
         self._num_scheduled_tokens[req_id] = num_tokens
         self.token_budget -= num_tokens
+        if num_tokens != 1 or not samples:
+            self.is_all_decodes = False

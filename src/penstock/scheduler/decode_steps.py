@@ -1,0 +1,115 @@
+"""Steps that follow one another with nothing in between: the same requests, each with one more token.
+
+What such a step's messages have in common is made once and shared by them: messages are never changed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.contract import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from penstock.scheduler.request import Request
+from penstock.scheduler.step import ScheduledRequest
+
+
+class DecodeStep(msgspec.Struct, frozen=True, gc=False):
+    """A step in flight in which every request samples its next token.
+
+    num_computed_tokens: per request, before the step.
+    """
+
+    requests: list[Request]
+    req_ids: list[str]
+    num_computed_tokens: list[int]
+
+    def has_plain_results(self, results: ModelRunnerOutput) -> bool:
+        """Whether the results are a token for each request, in this order, and nothing else."""
+        return (
+            results.req_ids == self.req_ids
+            and results.logprobs is None
+            and not results.prompt_logprobs
+            and not results.errors
+        )
+
+    def part(self, row: int) -> ScheduledRequest:
+        """One request's part in the step."""
+        return ScheduledRequest(self.requests[row], self.num_computed_tokens[row] + 1, samples=True)
+
+    def by_request(self) -> dict[str, ScheduledRequest]:
+        """All parts, by request id."""
+        return {req_id: self.part(row) for row, req_id in enumerate(self.req_ids)}
+
+
+class DecodeSteps:
+    """Continues a step in which all running requests decoded.
+
+    Good for as long as no request comes, goes or is preempted, and none of them reaches its limit, which is known
+    beforehand: `num_left` steps. Every request must have sampled one token in the step before.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_due",
+        "_no_blocks",
+        "_num_computed_tokens",
+        "_num_steps",
+        "_req_ids",
+        "num_left",
+        "requests",
+    )
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self._req_ids = [request.req_id for request in requests]
+        self._no_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
+        self._counts = dict.fromkeys(self._req_ids, 1)
+        self._num_computed_tokens = [request.num_computed_tokens for request in requests]
+        self._num_steps = 0
+        self.num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
+        # Rows by the step in which their request needs a block.
+        self._due: dict[int, list[int]] = {}
+        for row in range(len(requests)):
+            self._note_capacity(row)
+
+    def rows_due(self) -> list[int] | None:
+        """Rows whose requests need a block for the next step; most steps have none."""
+        return self._due.get(self._num_steps)
+
+    def next(
+        self, step_id: int, new_block_ids: dict[int, tuple[list[int], ...]] | None = None
+    ) -> tuple[SchedulerOutput, DecodeStep]:
+        """The next step, for the worker and to be remembered; moves the requests ahead as if it were done.
+
+        new_block_ids: of the rows that are due.
+        """
+        blocks = self._no_blocks if new_block_ids is None else self._take_blocks(new_block_ids)
+        self.num_left -= 1
+        self._num_steps += 1
+        num_computed_tokens = self._num_computed_tokens
+        self._num_computed_tokens = [count + 1 for count in num_computed_tokens]
+        for request in self.requests:
+            request.num_computed_tokens += 1
+            request.num_output_placeholders += 1
+            request.num_in_flight_steps += 1
+        output = SchedulerOutput(
+            step_id=step_id,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=self._req_ids, new_block_ids=blocks, num_computed_tokens=num_computed_tokens
+            ),
+            num_scheduled_tokens=self._counts,
+            total_num_scheduled_tokens=len(self._req_ids),
+        )
+        return output, DecodeStep(self.requests, self._req_ids, num_computed_tokens)
+
+    def _take_blocks(self, new_block_ids: dict[int, tuple[list[int], ...]]) -> list[tuple[list[int], ...] | None]:
+        del self._due[self._num_steps]
+        blocks = self._no_blocks.copy()
+        for row, block_ids in new_block_ids.items():
+            blocks[row] = block_ids
+            self._note_capacity(row)
+        return blocks
+
+    def _note_capacity(self, row: int) -> None:
+        request = self.requests[row]
+        num_steps = request.kv_capacity - request.num_computed_tokens
+        self._due.setdefault(self._num_steps + num_steps, []).append(row)
