@@ -45,16 +45,18 @@ class DecodeSteps:
 
     Good for as long as no request comes, goes or is preempted, and none of them reaches its limit, which is known
     beforehand: `num_left` steps. Every request must have sampled one token in the step before.
+
+    num_steps: steps since then. due: by that number, the rows whose requests need a block for the step that comes next.
     """
 
     __slots__ = (
         "_counts",
-        "_due",
         "_no_blocks",
         "_num_computed_tokens",
-        "_num_steps",
         "_req_ids",
+        "due",
         "num_left",
+        "num_steps",
         "requests",
     )
 
@@ -64,27 +66,22 @@ class DecodeSteps:
         self._no_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
         self._counts = dict.fromkeys(self._req_ids, 1)
         self._num_computed_tokens = [request.num_computed_tokens for request in requests]
-        self._num_steps = 0
+        self.num_steps = 0
         self.num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
-        # Rows by the step in which their request needs a block.
-        self._due: dict[int, list[int]] = {}
+        self.due: dict[int, list[int]] = {}
         for row in range(len(requests)):
             self._note_capacity(row)
-
-    def rows_due(self) -> list[int] | None:
-        """Rows whose requests need a block for the next step; most steps have none."""
-        return self._due.get(self._num_steps)
 
     def next(
         self, step_id: int, new_block_ids: dict[int, tuple[list[int], ...]] | None = None
     ) -> tuple[SchedulerOutput, DecodeStep]:
         """The next step, for the worker and to be remembered; moves the requests ahead as if it were done.
 
-        new_block_ids: of the rows that are due.
+        new_block_ids: of the rows that are due; None if none are.
         """
         blocks = self._no_blocks if new_block_ids is None else self._take_blocks(new_block_ids)
         self.num_left -= 1
-        self._num_steps += 1
+        self.num_steps += 1
         num_computed_tokens = self._num_computed_tokens
         self._num_computed_tokens = [count + 1 for count in num_computed_tokens]
         for request in self.requests:
@@ -102,7 +99,7 @@ class DecodeSteps:
         return output, DecodeStep(self.requests, self._req_ids, num_computed_tokens)
 
     def _take_blocks(self, new_block_ids: dict[int, tuple[list[int], ...]]) -> list[tuple[list[int], ...] | None]:
-        del self._due[self._num_steps]
+        del self.due[self.num_steps]
         blocks = self._no_blocks.copy()
         for row, block_ids in new_block_ids.items():
             blocks[row] = block_ids
@@ -112,4 +109,4 @@ class DecodeSteps:
     def _note_capacity(self, row: int) -> None:
         request = self.requests[row]
         num_steps = request.kv_capacity - request.num_computed_tokens
-        self._due.setdefault(self._num_steps + num_steps, []).append(row)
+        self.due.setdefault(self.num_steps + num_steps, []).append(row)

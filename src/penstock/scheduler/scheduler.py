@@ -145,7 +145,7 @@ class Scheduler:
         self._next_step_id += 1
         decodes = self._decodes
         if decodes is not None and decodes.num_left > 0 and (self._runs_ahead or not self._in_flight):
-            rows = decodes.rows_due()
+            rows = decodes.due.get(decodes.num_steps)
             new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
             if rows is None or new_block_ids is not None:
                 output, self._in_flight[step_id] = decodes.next(step_id, new_block_ids)

@@ -1,0 +1,93 @@
+"""Steps that continue the one before are those that would be put together anew."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from scheduler_driver import Driver
+from scheduler_fakes import cache_config
+from test_scheduler_properties import LAYOUTS, MOVES, REQUESTS, SETUPS, play
+
+from penstock.contract import SchedulerOutput
+from penstock.scheduler.scheduler import Scheduler
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def _driver(setup: dict[str, Any]) -> Driver:
+    setup = dict(setup)
+    specs = LAYOUTS[setup.pop("layout")](setup.pop("block_size"))
+    return Driver(cache_config(setup.pop("num_blocks"), *specs), **setup)
+
+
+@settings(max_examples=150, deadline=None)
+@given(setup=SETUPS, wanted=st.lists(REQUESTS, min_size=3, max_size=8), moves=st.lists(MOVES, min_size=8, max_size=40))
+def test_every_message_equals_that_of_a_scheduler_that_never_continues(
+    setup: dict[str, Any], wanted: list[dict[str, Any]], moves: list[tuple[str, int]]
+) -> None:
+    continuing, plain = _driver(setup), _driver(setup)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_continue_decodes", lambda self, step: None)
+        play(plain, wanted, moves)
+        plain.drain()
+    play(continuing, wanted, moves)
+    continuing.drain()
+    assert continuing.steps == plain.steps
+    assert (continuing.tokens, continuing.ends) == (plain.tokens, plain.ends)
+    if any(_continues(step, after) for step, after in pairwise(continuing.steps)):
+        event("continued")
+
+
+def _continues(step: SchedulerOutput, after: SchedulerOutput) -> bool:
+    return after.num_scheduled_tokens is step.num_scheduled_tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_decodes_share_what_their_messages_have_in_common(depth: int) -> None:
+    driver = Driver(cache_config(40), depth=depth)
+    for name in ("a", "b"):
+        driver.add(name, PROMPT, max_tokens=12, ignore_eos=True)
+    for _ in range(4):
+        driver.turn()
+    before, after = driver.turn(), driver.turn()
+    assert _continues(before, after)
+    assert after.scheduled_cached_reqs.req_ids is before.scheduled_cached_reqs.req_ids
+    computed = before.scheduled_cached_reqs.num_computed_tokens
+    assert after.scheduled_cached_reqs.num_computed_tokens == [count + 1 for count in computed]
+    driver.drain()
+
+
+def test_a_block_that_is_due_does_not_end_it() -> None:
+    driver = Driver(cache_config(40))
+    driver.add("a", [1] * 5, max_tokens=20, ignore_eos=True)
+    driver.add("b", [2] * 7, max_tokens=20, ignore_eos=True)
+    driver.turn()
+    driver.turn()
+    steps = [driver.turn() for _ in range(10)]
+    assert all(_continues(step, after) for step, after in pairwise(steps))
+    given = [[blocks is not None for blocks in step.scheduled_cached_reqs.new_block_ids] for step in steps]
+    assert [row for row in given if any(row)] == [[False, True], [True, False]] * 2 + [[False, True]]
+    driver.drain()
+
+
+@pytest.mark.parametrize("event_name", ["add", "abort", "end"])
+def test_what_comes_or_goes_is_seen_in_the_next_step(event_name: str) -> None:
+    driver = Driver(cache_config(40))
+    driver.add("a", PROMPT, max_tokens=20, ignore_eos=True)
+    driver.add("b", PROMPT, max_tokens=6 if event_name == "end" else 20, ignore_eos=True)
+    for _ in range(5):
+        driver.turn()
+    if event_name == "add":
+        driver.add("c", PROMPT, max_tokens=5, ignore_eos=True)
+    elif event_name == "abort":
+        driver.abort("b")
+    else:
+        driver.turn()
+    output = driver.turn()
+    assert set(output.num_scheduled_tokens) == ({"a", "b", "c"} if event_name == "add" else {"a"})
+    assert output.finished_req_ids == (set() if event_name == "add" else {"b"})
+    driver.drain()
