@@ -103,8 +103,9 @@ def test_chunked_prefill_advances_as_in_the_worked_trace(bind: Bind) -> None:
         assert inputs.positions_T.tolist() == positions
         assert inputs.seq_lens_R.tolist() == [seq_len]
         assert inputs.input_ids_T.tolist() == [int(state.all_token_ids_SL[0, position]) for position in positions]
-        outcome = step.outcome(_long([sampled_token]), torch.tensor([False]))
+        outcome, on_host = step.outcome(_long([sampled_token]), torch.tensor([False]))
         assert outcome.tolist() == [[sampled_token], [num_sampled], [0]]
+        assert on_host in (None, ([[sampled_token] if num_sampled else []], None))
         step.advance(outcome)
         assert state.num_computed_tokens_S.tolist()[0] == computed_after
         assert state.total_len_S.tolist()[0] == total_after
@@ -130,11 +131,16 @@ def test_a_bound_step_goes_on_for_as_many_steps_as_the_layout_lasts(bind: Bind) 
         blocks = [[1, 2, 3, 4][(8 + number) // 4], [5, 6, 7, 8][(4 + number) // 4]]
         assert inputs.slot_mappings_T[0].tolist() == [blocks[0] * 4 + number % 4, blocks[1] * 4 + number % 4]
         failures = _long([0, 2]) if number % 2 else torch.tensor([False, True])
-        outcomes.append(step.outcome(_long([100 + number, 200 + number]), failures))
-        step.advance(outcomes[-1])
-        assert (state.num_computed_tokens_S[:2] == state.total_len_S[:2] - 1).all()
-    for number, outcome in enumerate(outcomes):
+        outcome, on_host = step.outcome(_long([100 + number, 200 + number]), failures)
+        step.advance(outcome)
         assert outcome.tolist() == [[100 + number, 200 + number], [1, 1], [0, 2 if number % 2 else 1]]
+        outcomes.append((outcome, on_host))
+        assert (state.num_computed_tokens_S[:2] == state.total_len_S[:2] - 1).all()
+    for number, (outcome, on_host) in enumerate(outcomes):
+        if on_host is None:
+            assert outcome.tolist() == [[100 + number, 200 + number], [1, 1], [0, 2 if number % 2 else 1]]
+        else:
+            assert on_host == ([[100 + number], [200 + number]], [0, 2 if number % 2 else 1])
 
 
 @FUNCTIONS

@@ -17,7 +17,8 @@ STEP_TIMEOUT_S = 300.0
 class StepHandle(Protocol):
     """A step that has been launched."""
 
-    step_id: int
+    @property
+    def step_id(self) -> int: ...
 
     def get_output(self, timeout_s: float = STEP_TIMEOUT_S) -> ModelRunnerOutput:
         """Wait for the step's result.

@@ -7,7 +7,7 @@ changes from one call to the next. Suffixes are those of `kernels.step_state`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -50,6 +50,10 @@ class StepTensors(NamedTuple):
     slot_mappings_T: tuple[Tensor, ...]
 
 
+# Per request its token, in a list that is empty where it does not count; and its failure, None if there is none at all.
+TokensOnHost: TypeAlias = tuple[list[list[int]], list[int] | None]
+
+
 class BoundStep(ABC):
     """The calls of a step, in their order. The tensors must stay where they are as long as this is in use."""
 
@@ -62,11 +66,13 @@ class BoundStep(ABC):
         """
 
     @abstractmethod
-    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> Tensor:
-        """What the host is told, int64 [3, num_reqs], a new tensor: sampled token, whether it counts, failure.
+    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> tuple[Tensor, TokensOnHost | None]:
+        """What came of the step, int64 [3, num_reqs]: sampled token, whether it counts, failure.
 
         A token counts where the step reached the end of the known tokens: 1, else 0. sampled_token_ids_R: int64.
         failures_R: bool or int64.
+        Where the host can read the tensors at once it comes with what the host wants of it; then, and only then, the
+        next outcome may overwrite the tensor.
         """
 
     @abstractmethod

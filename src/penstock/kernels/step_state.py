@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors
+from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors, TokensOnHost
 from penstock.kernels.native import bind_native_step
 
 PAD_SLOT_ID = -1
@@ -217,10 +217,10 @@ class PlainStep(BoundStep):
             )
         return StepTensors(*inputs, tuple(tables), tuple(slot_mappings))
 
-    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> Tensor:
+    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> tuple[Tensor, TokensOnHost | None]:
         assert self._seq_lens is not None, "gather comes first"
         num_sampled_R = self._kernels.count_sampled(self._seq_lens, self._state.prefill_len_S, self._slots)
-        return torch.stack([sampled_token_ids_R, num_sampled_R, failures_R.to(torch.int64)])
+        return torch.stack([sampled_token_ids_R, num_sampled_R, failures_R.to(torch.int64)]), None
 
     def advance(self, outcome_3R: Tensor) -> None:
         self._kernels.advance_state(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 from torch import Tensor
 
 from penstock.contract import LogprobsLists, ModelRunnerOutput
 from penstock.device import Device
+from penstock.kernels.bound_step import TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
@@ -31,6 +33,7 @@ class AsyncOutput:
         step_id: int,
         req_ids: list[str],
         outcome: Tensor,
+        on_host: TokensOnHost | None = None,
         logprobs: LogprobsTensors | None,
         prompt_logprobs: PendingPromptLogprobs | None = None,
         errors: dict[str, str],
@@ -44,7 +47,8 @@ class AsyncOutput:
         self._has_logprobs = logprobs is not None
         self._prompt_logprobs = prompt_logprobs
         self._on_not_finite = on_not_finite
-        self._copy = device.download((outcome, *(logprobs or ())))
+        self._on_host = on_host
+        self._copy = device.download((*(logprobs or ()), *((outcome,) if on_host is None else ())))
 
     def get_output(self, timeout_s: float) -> ModelRunnerOutput:
         """The step's result.
@@ -53,16 +57,16 @@ class AsyncOutput:
         """
         if not self._is_done():
             wait_until(self._is_done, timeout_s, lambda: self._describe_wait(timeout_s))
-        outcome, *logprobs = self._copy.tensors
-        token_ids, counts, failures = outcome.tolist()
+        tensors = self._copy.tensors
+        token_ids, failures = _to_host(tensors[-1]) if self._on_host is None else self._on_host
         return ModelRunnerOutput(
             step_id=self.step_id,
             req_ids=self._req_ids,
-            sampled_token_ids=_token_lists(token_ids, counts),
-            logprobs=_to_lists(LogprobsTensors(*logprobs)) if self._has_logprobs else None,
+            sampled_token_ids=token_ids,
+            logprobs=_to_lists(LogprobsTensors(*tensors[:3])) if self._has_logprobs else None,
             prompt_logprobs={} if self._prompt_logprobs is None else self._prompt_logprobs.by_request(),
-            errors=self._errors | self._failed(counts, failures) if any(failures) else self._errors,
-            not_finite_req_ids=self._not_finite(failures) if any(failures) else [],
+            errors=self._errors if failures is None else self._errors | self._failed(token_ids, failures),
+            not_finite_req_ids=[] if failures is None else self._not_finite(failures),
         )
 
     def _describe_wait(self, timeout_s: float) -> str:
@@ -77,33 +81,66 @@ class AsyncOutput:
     def _not_finite(self, failures: list[int]) -> list[str]:
         return [req_id for req_id, why in zip(self._req_ids, failures, strict=True) if why == Failure.NOT_FINITE]
 
-    def _failed(self, num_sampled: list[int], failures: list[int]) -> dict[str, str]:
+    def _failed(self, token_ids: list[list[int]], failures: list[int]) -> dict[str, str]:
         if Failure.NOT_FINITE in failures:
             self._on_not_finite()
         # An unfinished prefill's token is void, but with NaN in its logits there is NaN in its KV, and it is lost.
         return {
             req_id: describe_failure(why)
-            for req_id, count, why in zip(self._req_ids, num_sampled, failures, strict=True)
-            if why == Failure.NOT_FINITE or (why and count)
+            for req_id, sampled, why in zip(self._req_ids, token_ids, failures, strict=True)
+            if why == Failure.NOT_FINITE or (why and sampled)
         }
 
 
-class EmptyOutput:
-    """The result of a step that ran no token."""
+def start_output(
+    device: Device,
+    *,
+    step_id: int,
+    req_ids: list[str],
+    outcome: Tensor,
+    on_host: TokensOnHost | None,
+    logprobs: LogprobsTensors | None,
+    prompt_logprobs: PendingPromptLogprobs | None,
+    errors: dict[str, str],
+    on_not_finite: Callable[[], None],
+    rank: int,
+) -> AsyncOutput | ReadyOutput:
+    """A step's result: at once where tokens are all of it and the host has them, else on its way."""
+    if on_host is not None and on_host[1] is None and logprobs is None and prompt_logprobs is None:
+        return ReadyOutput(
+            ModelRunnerOutput(step_id=step_id, req_ids=req_ids, sampled_token_ids=on_host[0], errors=errors)
+        )
+    return AsyncOutput(
+        device,
+        step_id=step_id,
+        req_ids=req_ids,
+        outcome=outcome,
+        on_host=on_host,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        errors=errors,
+        on_not_finite=on_not_finite,
+        rank=rank,
+    )
 
-    def __init__(self, step_id: int, errors: dict[str, str]) -> None:
-        self.step_id = step_id
-        self._errors = errors
 
-    def get_output(self, timeout_s: float) -> ModelRunnerOutput:
-        return ModelRunnerOutput(step_id=self.step_id, errors=self._errors)
+class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
+    """A result that is there already: of a step that ran no token, or whose tokens are in the host's memory."""
+
+    output: ModelRunnerOutput
+
+    @property
+    def step_id(self) -> int:
+        return self.output.step_id
+
+    def get_output(self, timeout_s: float = 0.0) -> ModelRunnerOutput:
+        return self.output
 
 
-def _token_lists(token_ids: list[int], num_sampled: list[int]) -> list[list[int]]:
-    """A list per request: its token, or nothing if it sampled none."""
-    if 0 not in num_sampled:
-        return [[token_id] for token_id in token_ids]
-    return [[token_id] if count else [] for token_id, count in zip(token_ids, num_sampled, strict=True)]
+def _to_host(outcome_3R: Tensor) -> TokensOnHost:
+    token_ids, counts, failures = outcome_3R.tolist()
+    sampled = [[token_id] if count else [] for token_id, count in zip(token_ids, counts, strict=True)]
+    return sampled, failures if any(failures) else None
 
 
 def _to_lists(logprobs: LogprobsTensors) -> LogprobsLists:

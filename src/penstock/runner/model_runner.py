@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from penstock.attention import LayerAttention
 from penstock.config import SamplingConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.device import Device
 from penstock.errors import LifecycleError
 from penstock.models.interface import LanguageModel
-from penstock.runner.async_output import AsyncOutput, EmptyOutput
+from penstock.runner.async_output import AsyncOutput, ReadyOutput, start_output
 from penstock.runner.batch_plan import Planner
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_batch import BatchBuilder, InputBatch
@@ -42,7 +42,7 @@ class RunnerLimits:
     vocab_size: int
 
 
-class PendingStep(NamedTuple):
+class PendingStep(msgspec.Struct, frozen=True, gc=False):
     """A step that has been run and not yet sampled. `batch` is None when no token was run."""
 
     batch: InputBatch | None
@@ -93,9 +93,9 @@ class ModelRunner:
             raise LifecycleError(f"Step {output.step_id} was executed before and is still waiting for sample_tokens.")
         errors = self.lifecycle.apply(output)
         self.poisoned_blocks.clear(output)
-        scheduled = _without(output.num_scheduled_tokens, errors)
+        scheduled = _without(output.num_scheduled_tokens, errors) if errors else output.num_scheduled_tokens
         plan = self.planner.plan(scheduled)
-        if plan.is_empty:
+        if plan.num_tokens == 0:
             self._pending[output.step_id] = PendingStep(None, None, errors)
             return
 
@@ -105,7 +105,7 @@ class ModelRunner:
         prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests)
         self._pending[output.step_id] = PendingStep(batch, hidden, errors, prompt_rows)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
         """Choose the tokens of an executed step and advance the state on the device.
 
         Raises LifecycleError when that step was never executed, or was sampled before.
@@ -117,20 +117,23 @@ class ModelRunner:
                 f"Waiting: {sorted(self._pending) or 'none'}. Every step is executed once, then sampled once."
             )
         if step.batch is None or step.hidden is None:
-            return EmptyOutput(grammar.step_id, step.errors)
-        batch = step.batch
+            return ReadyOutput(ModelRunnerOutput(step_id=grammar.step_id, errors=step.errors))
+        batch, errors = step.batch, step.errors
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
         rows = batch.logits_rows
         sampled = self._sample(batch.layout.last_rows(step.hidden), rows)
-        outcome = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
-        result = AsyncOutput(
+        outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
+        if sampled.errors:
+            errors = _by_request(sampled.errors, batch.layout.req_ids) | errors
+        result = start_output(
             self.device,
             step_id=grammar.step_id,
             req_ids=batch.layout.req_ids,
             outcome=outcome,
+            on_host=on_host,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
-            errors=_by_request(sampled.errors, batch.layout.req_ids) | step.errors if sampled.errors else step.errors,
+            errors=errors,
             on_not_finite=self.poisoned_blocks.note_failure,
             rank=self._rank,
         )
@@ -151,6 +154,4 @@ def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, 
 
 
 def _without(num_scheduled_tokens: dict[str, int], errors: Mapping[str, str]) -> dict[str, int]:
-    if not errors:
-        return num_scheduled_tokens
     return {req_id: count for req_id, count in num_scheduled_tokens.items() if req_id not in errors}

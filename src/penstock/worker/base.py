@@ -10,7 +10,7 @@ from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.models.interface import LanguageModel
 from penstock.parallel import ParallelContext
-from penstock.runner.async_output import AsyncOutput, EmptyOutput
+from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.worker.capabilities import require
 from penstock.worker.memory_plan import MemoryPlan
 
@@ -62,7 +62,7 @@ class WorkerBase(ABC):
         """Run a step's forward pass; the caller must call `sample_tokens` for the same step."""
 
     @abstractmethod
-    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
         """Choose the tokens of an executed step."""
 
     @abstractmethod

@@ -31,7 +31,7 @@ from penstock.models.attention_layers import attention_layers, kv_cache_specs
 from penstock.models.interface import LanguageModel
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
-from penstock.runner.async_output import AsyncOutput, EmptyOutput
+from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.base import WorkerBase
@@ -168,7 +168,7 @@ class Worker(WorkerBase):
         with self._no_grad, self._profiler.around_step(output, runner.requests.prefill_length):
             runner.execute_model(output)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | EmptyOutput:
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
         with self._no_grad:
             return self.runner.sample_tokens(grammar)
 

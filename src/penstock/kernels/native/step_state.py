@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors
+from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors, TokensOnHost
 
 
 class NativeStep(BoundStep):
     """Fills the same tensors in every step, and works out no address twice. All tensors are contiguous CPU tensors."""
 
     def __init__(self, module: Any, state: SlotTensors, layout: LayoutTensors) -> None:
-        self._module = module
+        self._gather = module.gather_step
+        self._count = module.step_outcome
+        self._record = module.advance_state
         self._state = state
         self._layout = layout
         num_rows, num_tokens = layout.idx_mapping_R.shape[0], layout.token_to_req_T.shape[0]
@@ -26,42 +29,48 @@ class NativeStep(BoundStep):
             slot_mappings_T=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in state.block_sizes),
         )
         self._num_columns: tuple[int, ...] | None = None
-        self._gather_arguments: list[int] = []
-        self._outcome_arguments = [
-            self._tensors.seq_lens_R.data_ptr(),
-            state.prefill_len_S.data_ptr(),
-            layout.idx_mapping_R.data_ptr(),
-            layout.num_reqs,
-        ]
-        self._advance_arguments = [
-            state.all_token_ids_SL.data_ptr(),
-            state.all_token_ids_SL.shape[1],
-            state.total_len_S.data_ptr(),
-            state.num_computed_tokens_S.data_ptr(),
-            layout.idx_mapping_R.data_ptr(),
-            layout.num_scheduled_R.data_ptr(),
-            layout.num_reqs,
-        ]
+        self._gather_arguments = _Arguments([])
+        self._outcome_3R = torch.empty(3, layout.num_reqs, dtype=torch.int64)
+        self._outcome_arguments = _Arguments(
+            [
+                self._tensors.seq_lens_R.data_ptr(),
+                state.prefill_len_S.data_ptr(),
+                layout.idx_mapping_R.data_ptr(),
+                layout.num_reqs,
+                self._outcome_3R.data_ptr(),
+            ]
+        )
+        self._advance_arguments = _Arguments(
+            [
+                state.all_token_ids_SL.data_ptr(),
+                state.all_token_ids_SL.shape[1],
+                state.total_len_S.data_ptr(),
+                state.num_computed_tokens_S.data_ptr(),
+                layout.idx_mapping_R.data_ptr(),
+                layout.num_scheduled_R.data_ptr(),
+                layout.num_reqs,
+                self._outcome_3R.data_ptr(),
+            ]
+        )
 
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
         if num_columns != self._num_columns:
             self._take_columns(num_columns)
-        self._module.gather_step(*self._gather_arguments)
+        self._gather(self._gather_arguments.address)
         return self._tensors
 
-    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> Tensor:
-        outcome_3R = torch.empty(3, self._layout.num_reqs, dtype=torch.int64)
-        self._module.step_outcome(
-            *self._outcome_arguments,
+    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> tuple[Tensor, TokensOnHost | None]:
+        on_host: TokensOnHost = self._count(
+            self._outcome_arguments.address,
             sampled_token_ids_R.data_ptr(),
             failures_R.data_ptr(),
             failures_R.element_size(),
-            outcome_3R.data_ptr(),
         )
-        return outcome_3R
+        return self._outcome_3R, on_host
 
     def advance(self, outcome_3R: Tensor) -> None:
-        self._module.advance_state(*self._advance_arguments, outcome_3R.data_ptr())
+        assert outcome_3R is self._outcome_3R, "a step records what it counted"
+        self._record(self._advance_arguments.address)
 
     def _take_columns(self, num_columns: tuple[int, ...]) -> None:
         state, layout = self._state, self._layout
@@ -69,7 +78,7 @@ class NativeStep(BoundStep):
         tables = tuple(torch.empty(num_rows, width, dtype=torch.int32) for width in num_columns)
         self._tensors = tensors = self._tensors._replace(block_tables_RB=tables)
         self._num_columns = num_columns
-        self._gather_arguments = [
+        arguments = [
             state.all_token_ids_SL.data_ptr(),
             state.all_token_ids_SL.shape[1],
             state.num_computed_tokens_S.data_ptr(),
@@ -83,10 +92,11 @@ class NativeStep(BoundStep):
             tensors.input_ids_T.data_ptr(),
             tensors.positions_T.data_ptr(),
             tensors.seq_lens_R.data_ptr(),
+            len(tables),
         ]
         groups = zip(state.block_tables_SB, state.block_sizes, tables, tensors.slot_mappings_T, strict=True)
         for all_blocks, block_size, blocks, slot_mapping in groups:
-            self._gather_arguments += [
+            arguments += [
                 all_blocks.data_ptr(),
                 all_blocks.shape[1],
                 block_size,
@@ -94,3 +104,14 @@ class NativeStep(BoundStep):
                 blocks.shape[1],
                 slot_mapping.data_ptr(),
             ]
+        self._gather_arguments = _Arguments(arguments)
+
+
+class _Arguments:
+    """Integers side by side in memory, for a call that takes their address."""
+
+    __slots__ = ("_values", "address")
+
+    def __init__(self, values: list[int]) -> None:
+        self._values = np.array(values, dtype=np.int64)
+        self.address: int = self._values.ctypes.data

@@ -289,75 +289,11 @@ PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->draw, a) : nullptr;
 }
 
-// The last six arguments are repeated for every KV-cache group.
-PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  GatherArgs a;
-  a.all_token_ids = in.pointer<const int32_t>();
-  a.width = in.size();
-  a.num_computed = in.pointer<const int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_scheduled = in.pointer<const int64_t>();
-  a.token_rows = in.pointer<const int64_t>();
-  a.token_offsets = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.num_tokens = in.size();
-  a.num_actual_tokens = in.size();
-  a.input_ids = in.pointer<int32_t>();
-  a.positions = in.pointer<int64_t>();
-  a.seq_lens = in.pointer<int32_t>();
-  if (PyErr_Occurred()) return nullptr;
-  gather_step(a);
-  while (in.has_more()) {
-    TableArgs table;
-    table.all_blocks = in.pointer<const int32_t>();
-    table.width = in.size();
-    table.block_size = in.size();
-    table.blocks = in.pointer<int32_t>();
-    table.columns = in.size();
-    table.slot_mapping = in.pointer<int64_t>();
-    if (PyErr_Occurred()) return nullptr;
-    gather_blocks(a, table);
-  }
-  Py_RETURN_NONE;
-}
-
-PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  OutcomeArgs a;
-  a.seq_lens = in.pointer<const int32_t>();
-  a.prefill_lens = in.pointer<const int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.sampled = in.pointer<const int64_t>();
-  a.failures = in.pointer<const void>();
-  a.failure_size = in.size();
-  a.outcome = in.pointer<int64_t>();
-  if (!in.are_good()) return nullptr;
-  step_outcome(a);
-  Py_RETURN_NONE;
-}
-
-PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  AdvanceArgs a;
-  a.all_token_ids = in.pointer<int32_t>();
-  a.width = in.size();
-  a.total_len = in.pointer<int64_t>();
-  a.num_computed = in.pointer<int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_scheduled = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.outcome = in.pointer<const int64_t>();
-  if (!in.are_good()) return nullptr;
-  advance_state(a);
-  Py_RETURN_NONE;
-}
-
 }  // namespace
 
 #include "module_quantized.inl"
 #include "module_program.inl"
+#include "module_step.inl"
 
 namespace {
 

@@ -1,0 +1,137 @@
+// A step's bookkeeping as Python functions. What stays the same from step to step comes as the address of an array:
+// a dozen integers in Python are a dozen objects, and after a forward pass none of them is in a cache.
+
+namespace {
+
+// Values that were written down once, as int64.
+class StoredArguments {
+ public:
+  explicit StoredArguments(const int64_t* values) : values_(values) {}
+
+  template <class T>
+  T* pointer() {
+    return reinterpret_cast<T*>(static_cast<uintptr_t>(size()));
+  }
+  int64_t size() { return *values_++; }
+
+ private:
+  const int64_t* values_;
+};
+
+// (address of [GatherArgs, number of groups, TableArgs of each])
+PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments given(values, count);
+  StoredArguments in(given.pointer<const int64_t>());
+  if (!given.are_good()) return nullptr;
+  GatherArgs a;
+  a.all_token_ids = in.pointer<const int32_t>();
+  a.width = in.size();
+  a.num_computed = in.pointer<const int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_scheduled = in.pointer<const int64_t>();
+  a.token_rows = in.pointer<const int64_t>();
+  a.token_offsets = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.num_tokens = in.size();
+  a.num_actual_tokens = in.size();
+  a.input_ids = in.pointer<int32_t>();
+  a.positions = in.pointer<int64_t>();
+  a.seq_lens = in.pointer<int32_t>();
+  gather_step(a);
+  for (int64_t groups = in.size(); groups > 0; --groups) {
+    TableArgs table;
+    table.all_blocks = in.pointer<const int32_t>();
+    table.width = in.size();
+    table.block_size = in.size();
+    table.blocks = in.pointer<int32_t>();
+    table.columns = in.size();
+    table.slot_mapping = in.pointer<int64_t>();
+    gather_blocks(a, table);
+  }
+  Py_RETURN_NONE;
+}
+
+// A list per request: its token, or nothing where that does not count.
+PyObject* token_lists(const OutcomeArgs& a) {
+  const int64_t *tokens = a.outcome, *counts = tokens + a.num_rows;
+  PyObject* lists = PyList_New(a.num_rows);
+  for (int64_t r = 0; lists != nullptr && r < a.num_rows; ++r) {
+    PyObject* list = PyList_New(counts[r] > 0 ? 1 : 0);
+    PyObject* token = list != nullptr && counts[r] > 0 ? PyLong_FromLongLong(tokens[r]) : nullptr;
+    if (list == nullptr || (counts[r] > 0 && token == nullptr)) {
+      Py_XDECREF(list);
+      Py_CLEAR(lists);
+      break;
+    }
+    if (token != nullptr) PyList_SetItem(list, 0, token);
+    PyList_SetItem(lists, r, list);
+  }
+  return lists;
+}
+
+// A number per request; None where all are zero.
+PyObject* failure_list(const OutcomeArgs& a) {
+  const int64_t* failures = a.outcome + 2 * a.num_rows;
+  bool any = false;
+  for (int64_t r = 0; r < a.num_rows; ++r) any |= failures[r] != 0;
+  if (!any) Py_RETURN_NONE;
+  PyObject* list = PyList_New(a.num_rows);
+  for (int64_t r = 0; list != nullptr && r < a.num_rows; ++r) {
+    PyObject* failure = PyLong_FromLongLong(failures[r]);
+    if (failure == nullptr) {
+      Py_CLEAR(list);
+      break;
+    }
+    PyList_SetItem(list, r, failure);
+  }
+  return list;
+}
+
+// (address of the first part of OutcomeArgs and its outcome, sampled, failures, failure_size)
+// -> (token_lists, failure_list)
+PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments given(values, count);
+  StoredArguments in(given.pointer<const int64_t>());
+  OutcomeArgs a;
+  a.sampled = given.pointer<const int64_t>();
+  a.failures = given.pointer<const void>();
+  a.failure_size = given.size();
+  if (!given.are_good()) return nullptr;
+  a.seq_lens = in.pointer<const int32_t>();
+  a.prefill_lens = in.pointer<const int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.outcome = in.pointer<int64_t>();
+  step_outcome(a);
+  PyObject* tokens = token_lists(a);
+  PyObject* failures = tokens != nullptr ? failure_list(a) : nullptr;
+  PyObject* both = failures != nullptr ? PyTuple_New(2) : nullptr;
+  if (both == nullptr) {
+    Py_XDECREF(tokens);
+    Py_XDECREF(failures);
+    return nullptr;
+  }
+  PyTuple_SetItem(both, 0, tokens);
+  PyTuple_SetItem(both, 1, failures);
+  return both;
+}
+
+// (address of AdvanceArgs)
+PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments given(values, count);
+  StoredArguments in(given.pointer<const int64_t>());
+  if (!given.are_good()) return nullptr;
+  AdvanceArgs a;
+  a.all_token_ids = in.pointer<int32_t>();
+  a.width = in.size();
+  a.total_len = in.pointer<int64_t>();
+  a.num_computed = in.pointer<int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_scheduled = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.outcome = in.pointer<const int64_t>();
+  advance_state(a);
+  Py_RETURN_NONE;
+}
+
+}  // namespace
