@@ -83,6 +83,8 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    # Whether what `prepare` made of a geometry stays good when its tensors, the same ones, hold the next step's values.
+    keeps_metadata = False
 
     def __init__(self, layer: LayerAttention) -> None:
         self.sliding_window = layer.sliding_window

@@ -29,12 +29,11 @@ class CpuNativeMetadata:
 
 class CpuNativeBackend(AttentionBackend):
     name = "cpu_native"
+    keeps_metadata = True
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
         self._shapes: dict[tuple[str, int], HeadShape] = {}
-        self._geometry: StepGeometry | None = None
-        self._metadata: CpuNativeMetadata | None = None
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
@@ -51,14 +50,10 @@ class CpuNativeBackend(AttentionBackend):
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
     def prepare(self, geometry: StepGeometry) -> CpuNativeMetadata:
-        if geometry is self._geometry and self._metadata is not None:
-            return self._metadata  # the same tensors, whatever they hold by now
         requests = StepRequests.of(
             geometry.query_start_loc, geometry.seq_lens, geometry.block_table, geometry.num_actual_reqs
         )
-        self._geometry = geometry
-        self._metadata = CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.block_size)
-        return self._metadata
+        return CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.block_size)
 
     def forward(
         self,

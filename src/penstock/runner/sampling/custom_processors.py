@@ -84,7 +84,8 @@ class CustomProcessors(SamplingStage):
         part = LogitsRows(
             rows.slots.index_select(0, index), rows.slots_np[which], rows.positions.index_select(0, index)
         )
-        after = processor.apply(before, part)
+        with torch.no_grad():
+            after = processor.apply(before, part)
         if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != torch.float32:
             found = f"{after.dtype} {list(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
             raise TypeError(f"it returned {found} instead of float32 logits {list(before.shape)}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from penstock.runner.sampling.temperature import Temperature
 from penstock.runner.sampling.top_k_top_p import TopKTopP
 
 
-class SamplerOutput(NamedTuple):
+class SamplerOutput(msgspec.Struct, frozen=True):
     """sampled_token_ids: int64 [rows], on the device; any token where the row failed.
 
     failures: [rows], on the device: a `Failure` per row, as an integer or a bool.
@@ -75,6 +75,8 @@ class Sampler:
         ]
         # Slots whose requests need shaping; most steps have none.
         self._shaped_slots: set[int] = set()
+        # Slots whose requests want anything but the largest logit.
+        self._demanding_slots: set[int] = set()
         self._draw = Draw(device, num_slots)
         self._logprobs = Logprobs(num_slots, vocab_size, config.logprobs_mode)
 
@@ -97,10 +99,14 @@ class Sampler:
         self._shaped_slots.discard(slot)
         if any(stage.is_needed(slots_np) for stage in self.shaping):
             self._shaped_slots.add(slot)
+        self._demanding_slots.discard(slot)
+        if slot in self._shaped_slots or not params.is_greedy or params.logprobs is not None:
+            self._demanding_slots.add(slot)
 
     def remove_request(self, slot: int) -> None:
         """Forget the slot's request."""
         self._shaped_slots.discard(slot)
+        self._demanding_slots.discard(slot)
         self._draw.remove_request(slot)
         self._logprobs.remove_request(slot)
         for stage in (*self.shaping, *self.truncating):
@@ -108,6 +114,8 @@ class Sampler:
 
     def is_plain_greedy(self, rows: LogitsRows) -> bool:
         """Whether the largest logit of each row is all that these requests want."""
+        if not self._demanding_slots:
+            return True
         return not self._shaped_slots and self._draw.is_all_greedy(rows) and self._logprobs.most(rows) is None
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
@@ -135,7 +143,8 @@ class Sampler:
     def advance(self, rows: LogitsRows, outcome: Tensor) -> None:
         """Let the stages take note of a step's outcome (`BoundStep.outcome`); nothing is waited for."""
         if self._shaped_slots:
-            sampled, num_sampled, _ = outcome.unbind(0)
+            # The next step may overwrite the outcome, and a stage may look at it later.
+            sampled, num_sampled, _ = outcome.clone().unbind(0)
             for stage in self.shaping:
                 stage.advance(rows, sampled, num_sampled)
 
