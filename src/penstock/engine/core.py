@@ -89,7 +89,8 @@ class EngineCore:
 
         Raises EngineDead when workers keep failing; the requests are lost then.
         """
-        self._require_alive()
+        if self._engine is None:
+            self._require_alive()
         try:
             outputs = self._turn()
         except (WorkerError, WaitTimeout) as error:
@@ -157,19 +158,17 @@ class EngineCore:
         if len(self._in_flight) >= self._max_steps_in_flight or not self.scheduler.has_work():
             return False
         output = self.scheduler.schedule()
-        if output.is_empty:
+        if not output.num_scheduled_tokens and output.is_empty:
             return False
-        self._in_flight.append((output, self._launch(output)))
-        return True
-
-    def _launch(self, output: SchedulerOutput) -> StepHandle:
-        executor = self._require_alive().executor
+        executor = (self._engine or self._require_alive()).executor
         try:
             executor.execute_model(output)
-            return executor.sample_tokens(GrammarOutput(step_id=output.step_id))
+            handle = executor.sample_tokens(GrammarOutput(step_id=output.step_id))
         except WorkerError:
             logger.error("The failed step was %s", output.anonymous())
             raise
+        self._in_flight.append((output, handle))
+        return True
 
     def _recover(self, error: PenstockError) -> None:
         """Replace the workers and go on; give up when that does not help."""

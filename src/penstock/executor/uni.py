@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
+from penstock.runner.async_output import ReadyOutput
 from penstock.worker import WorkerWrapperBase
+
+if TYPE_CHECKING:
+    from penstock.worker import WorkerBase
 
 
 class _ReportingHandle:
@@ -32,10 +36,13 @@ class UniProcExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._wrapper = WorkerWrapperBase(rpc_rank=0)
+        # Its worker, for the calls of every step; None before it is ready and after shutdown.
+        self._worker: WorkerBase | None = None
         try:
             self._wrapper.init_worker(config)
             self.collective_rpc("init_device")
             self.collective_rpc("load_model")
+            self._worker = self._wrapper.worker
         except BaseException:
             self.shutdown()
             raise
@@ -53,14 +60,23 @@ class UniProcExecutor(Executor):
     def overlaps_with_host(self) -> bool:
         return bool(self._wrapper.worker.device.overlaps_with_host)
 
+    # As `execute_method` does it, without looking anything up in every step.
     def execute_model(self, output: SchedulerOutput) -> None:
-        self._wrapper.execute_method("execute_model", output)
+        try:
+            (self._worker or self._wrapper.worker).execute_model(output)
+        except Exception as error:
+            self._wrapper.report("execute_model", error)
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
-        return _ReportingHandle(self._wrapper, self._wrapper.execute_method("sample_tokens", grammar))
+        try:
+            handle: StepHandle = (self._worker or self._wrapper.worker).sample_tokens(grammar)
+        except Exception as error:
+            self._wrapper.report("sample_tokens", error)
+        return handle if isinstance(handle, ReadyOutput) else _ReportingHandle(self._wrapper, handle)
 
     def check_health(self) -> None:
         self.collective_rpc("check_health")
 
     def shutdown(self) -> None:
+        self._worker = None
         self._wrapper.shutdown()

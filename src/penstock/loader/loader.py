@@ -71,7 +71,8 @@ def load_model(
         raise CheckpointError(f"The weights in {model_config.folder} cannot be loaded. {error}") from error
     if not late:
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
-    return model.eval()
+    # Nothing in a step asks for a gradient then, so that steps need not turn them off.
+    return model.eval().requires_grad_(False)
 
 
 def build_model(model_config: ModelConfig, parallel_context: ParallelContext) -> CausalLM:

@@ -6,7 +6,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from penstock.errors import ConfigError, LifecycleError
 from penstock.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
-_NOTHING: AbstractContextManager[None] = nullcontext()
 # How many tokens a request had when the worker took it over, by request id; None if the worker does not hold it.
 PrefillLength = Callable[[str], int | None]
+RunStep = Callable[[SchedulerOutput], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,8 @@ class StepProfiler(ABC):
         """End the recording and write it; returns the trace."""
 
     @abstractmethod
-    def around_step(self, output: SchedulerOutput, prefill_length: PrefillLength) -> AbstractContextManager[None]:
-        """Run a step inside this, so that the trace shows what it ran."""
+    def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
+        """Run a step, so that the trace shows what it ran."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -87,8 +86,8 @@ class NoProfiler(StepProfiler):
     def stop(self) -> Path:
         raise _not_configured()
 
-    def around_step(self, output: SchedulerOutput, prefill_length: PrefillLength) -> AbstractContextManager[None]:
-        return _NOTHING
+    def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
+        run(output)
 
     def shutdown(self) -> None: ...
 
@@ -133,10 +132,12 @@ class TorchProfiler(StepProfiler):
         logger.info("Profile written to %s", path)
         return path
 
-    def around_step(self, output: SchedulerOutput, prefill_length: PrefillLength) -> AbstractContextManager[None]:
+    def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
         if self._profile is None:
-            return _NOTHING
-        return record_function(count_step(output, prefill_length).label)
+            run(output)
+            return
+        with record_function(count_step(output, prefill_length).label):
+            run(output)
 
     def shutdown(self) -> None:
         if self._profile is None:

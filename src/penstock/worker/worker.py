@@ -45,7 +45,6 @@ from penstock.worker.memory_plan import (
     choose_memory_fraction,
     runner_state_bytes,
 )
-from penstock.worker.no_grad import NoGrad
 from penstock.worker.processor_memory import measure_processors
 from penstock.worker.profile import measure_step_memory
 from penstock.worker.profiler import create_profiler
@@ -66,7 +65,6 @@ class Worker(WorkerBase):
         # Options for the next reload; `config` has those of the weights that serve.
         self._next_config = config
         self._profiler = create_profiler(config.profiler, parallel)
-        self._no_grad = NoGrad()
         self._device: Device | None = None
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
@@ -164,13 +162,11 @@ class Worker(WorkerBase):
         self.device.synchronize()
 
     def execute_model(self, output: SchedulerOutput) -> None:
-        runner = self.runner
-        with self._no_grad, self._profiler.around_step(output, runner.requests.prefill_length):
-            runner.execute_model(output)
+        runner = self._runner or self.runner
+        self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
-        with self._no_grad:
-            return self.runner.sample_tokens(grammar)
+        return (self._runner or self.runner).sample_tokens(grammar)
 
     def execute_dummy_batch(self) -> None:
         with torch.no_grad():
