@@ -108,7 +108,8 @@ class Served:
 
     def push(self, token_id: int, finish_reason: FinishReason | None = None) -> None:
         output = EngineCoreOutput(req_id="r", new_token_ids=[token_id], finish_reason=finish_reason)
-        self.aborted += self.processor.process([output]).req_ids_to_abort
+        follow_up = self.processor.process([output])
+        self.aborted += [] if follow_up is None else follow_up.req_ids_to_abort
         self.pieces.append(self.progress.take_text())
 
     def read(self, text: str, last: FinishReason | None = None) -> None:

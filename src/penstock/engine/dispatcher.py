@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
@@ -68,7 +69,7 @@ class Dispatcher:
     ) -> None:
         self.core = core
         self._processor = processor
-        self._lock = nullcontext() if lock is None else lock
+        self._lock = threading.RLock() if lock is None else lock
 
     def admit(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> Progress:
         """Give a request to the core, and follow it.
@@ -106,7 +107,8 @@ class Dispatcher:
     def _take(self, outputs: Iterable[EngineCoreOutput]) -> None:
         with self._lock:
             follow_up = self._processor.process(outputs)
-        self._follow(follow_up)
+        if follow_up is not None:
+            self._follow(follow_up)
 
     def _follow(self, follow_up: FollowUp) -> None:
         if follow_up.req_ids_to_abort:

@@ -65,6 +65,7 @@ class RequestProgress:
         "_first_token_time",
         "_includes_stop",
         "_last_token_time",
+        "_num_detokenized",
         "_num_pieces_taken",
         "_num_preemptions",
         "_num_tokens_taken",
@@ -112,6 +113,7 @@ class RequestProgress:
         self._finished_time: float | None = None
         self._num_preemptions = 0
         self._pieces: list[str] = []
+        self._num_detokenized = 0
         self._num_pieces_taken = 0
         self._num_tokens_taken = 0
         self._includes_stop = params.include_stop_str_in_output
@@ -131,10 +133,12 @@ class RequestProgress:
 
     @property
     def text(self) -> str:
+        self._detokenize(len(self.token_ids))
         return "".join(self._pieces)
 
     def take_text(self) -> str:
         """The text that is new since the last call."""
+        self._detokenize(len(self.token_ids))
         new = self._pieces[self._num_pieces_taken :]
         self._num_pieces_taken = len(self._pieces)
         return "".join(new)
@@ -192,15 +196,8 @@ class RequestProgress:
         new_token_ids = output.new_token_ids
         if new_token_ids:
             self.token_ids += new_token_ids
-            if output.finish_reason is _STOP and not self._includes_stop:
-                new_token_ids = new_token_ids[:-1]
             if self._scanner is not None:
-                self._add_scanned(new_token_ids, self._scanner)
-            else:
-                for token_id in new_token_ids:
-                    piece = self._push(token_id)
-                    if piece:
-                        self._pieces.append(piece)
+                self._add_scanned(self._with_text(new_token_ids, output), self._scanner)
             if self._first_token_time is None:
                 self._first_token_time = now
             self._last_token_time = now
@@ -215,6 +212,25 @@ class RequestProgress:
         has_found_stop = self._scanner is not None and self._scanner.found is not None
         if output.finish_reason is not None or has_found_stop:
             self._finish(output, now)
+
+    def _with_text(self, new_token_ids: list[int], output: EngineCoreOutput) -> list[int]:
+        """Those of an output's tokens that are a part of the text."""
+        is_stop_hidden = output.finish_reason is _STOP and not self._includes_stop
+        return new_token_ids[:-1] if is_stop_hidden else new_token_ids
+
+    def _detokenize(self, end: int) -> None:
+        """Bring the text up to the token at `end`. What is searched for stop strings is up already.
+
+        Left until somebody reads the text: after a forward pass nothing of this is in a cache, so that tokens cost
+        several times as much one by one as together.
+        """
+        if self._scanner is not None or self._num_detokenized == len(self.token_ids):
+            return
+        for token_id in self.token_ids[self._num_detokenized : end]:
+            piece = self._push(token_id)
+            if piece:
+                self._pieces.append(piece)
+        self._num_detokenized = len(self.token_ids)
 
     def _add_scanned(self, token_ids: list[int], scanner: StopScanner) -> None:
         """Add text up to a stop string, if there is one."""
@@ -246,6 +262,8 @@ class RequestProgress:
         self.stop_reason = output.stop_reason
         self.error = output.error
         self._finished_time = now
+        num_hidden = len(output.new_token_ids) - len(self._with_text(output.new_token_ids, output))
+        self._detokenize(len(self.token_ids) - num_hidden)
         piece = self._detokenizer.flush()
         if self._scanner is not None:
             piece = self._scan_last(piece, self._scanner)
@@ -310,11 +328,14 @@ class OutputProcessor:
         self._running[request.req_id] = progress
         return progress, [request]
 
-    def process(self, outputs: Iterable[EngineCoreOutput]) -> FollowUp:
-        """Take in a step's outputs. Those of requests that are not followed (any more) are dropped."""
+    def process(self, outputs: Iterable[EngineCoreOutput]) -> FollowUp | None:
+        """Take in a step's outputs. Those of requests that are not followed (any more) are dropped.
+
+        Returns what follows from them; None for nothing, as in most steps.
+        """
         now = time.monotonic()
         running = self._running
-        follow_up = FollowUp()
+        follow_up: FollowUp | None = None
         for output in outputs:
             progress = running.get(output.req_id)
             if progress is None:
@@ -323,9 +344,11 @@ class OutputProcessor:
             if progress.finish_reason is not None:
                 del running[output.req_id]
                 if output.finish_reason is None:
+                    follow_up = follow_up or FollowUp()
                     follow_up.req_ids_to_abort.append(output.req_id)
             progress.inbox.append(progress)
         if self._news:
+            follow_up = follow_up or FollowUp()
             self._announce(follow_up)
         return follow_up
 
