@@ -25,6 +25,8 @@ from penstock.scheduler.outputs import FinishReason
 
 VOCAB_SIZE = 11
 EOS = 0
+# What is in a position that a broken request should have filled, or one that read such positions.
+UNFILLED = -1
 
 
 def full_spec(block_size: int = 4) -> FullAttentionSpec:
@@ -82,6 +84,7 @@ class FakeRequest:
     tables: list[list[int]]
     salt: str | None
     is_broken: bool = False
+    is_misled: bool = False
 
 
 @dataclass
@@ -98,7 +101,10 @@ class FakeWorker:
     last_step_id: int = -1
 
     def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> ModelRunnerOutput:
-        """Run a step. Requests in `failing` write nothing and end with an error, now and in later steps."""
+        """Run a step. Requests in `failing` leave their blocks unfilled and end with an error, now and in later steps.
+
+        Who reads what they left unfilled goes on with nonsense.
+        """
         assert output.step_id > self.last_step_id
         self.last_step_id = output.step_id
         self._check_shape(output)
@@ -108,10 +114,13 @@ class FakeWorker:
         # Shortest first, as a runner sorts its batch, so that batch order is not scheduling order.
         batch = sorted(output.num_scheduled_tokens, key=lambda req_id: (output.num_scheduled_tokens[req_id], req_id))
         healthy = [req_id for req_id in batch if not self.requests[req_id].is_broken]
-        for req_id in healthy:
+        # All of a step is written before any of it is read.
+        for req_id in batch:
             self._write(self.requests[req_id], output.num_scheduled_tokens[req_id])
+        self._mislead(healthy, output.num_scheduled_tokens)
         for req_id in healthy:
-            self._read(req_id, self.requests[req_id], output.num_scheduled_tokens[req_id])
+            if not self.requests[req_id].is_misled:
+                self._read(req_id, self.requests[req_id], output.num_scheduled_tokens[req_id])
         sampled = [
             self._sample(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else []
             for req_id in batch
@@ -163,13 +172,36 @@ class FakeWorker:
 
     def _write(self, request: FakeRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens
-        assert end <= len(request.token_ids) <= self.max_model_len
-        values = fingerprints(request.token_ids[:end], request.salt)
+        is_wrong = request.is_broken or request.is_misled
+        # A broken request no longer moves on.
+        assert request.is_broken or end <= len(request.token_ids) <= self.max_model_len
+        values = [UNFILLED] * end if is_wrong else fingerprints(request.token_ids[:end], request.salt)
         for group_id, group in enumerate(self.config.groups):
             for position in range(request.num_computed_tokens, end):
                 block_id = request.tables[group_id][position // group.spec.block_size]
                 assert 0 < block_id < self.config.num_blocks
                 self.contents[block_id, position % group.spec.block_size] = (group_id, values[position])
+
+    def _mislead(self, req_ids: list[str], num_tokens: Mapping[str, int]) -> None:
+        """Find out who reads what is unfilled, and so writes nonsense for others to read."""
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for req_id in req_ids:
+                request = self.requests[req_id]
+                if not request.is_misled and self._reads_unfilled(request, num_tokens[req_id]):
+                    request.is_misled = has_changed = True
+                    self._write(request, num_tokens[req_id])
+
+    def _reads_unfilled(self, request: FakeRequest, num_tokens: int) -> bool:
+        for group_id, group in enumerate(self.config.groups):
+            window = getattr(group.spec, "sliding_window", request.num_computed_tokens + num_tokens)
+            size = group.spec.block_size
+            for position in range(max(0, request.num_computed_tokens - window + 1), request.num_computed_tokens):
+                block_id = request.tables[group_id][position // size]
+                if self.contents.get((block_id, position % size), (0, 0))[1] == UNFILLED:
+                    return True
+        return False
 
     def _read(self, req_id: str, request: FakeRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens
@@ -187,5 +219,7 @@ class FakeWorker:
             return []
         # As on a device, the token is known here at once, whenever the scheduler learns of it.
         token_id = next_token(fingerprints(request.token_ids, request.salt)[-1])
+        if request.is_misled:
+            token_id = (token_id + 1) % VOCAB_SIZE
         request.token_ids.append(token_id)
         return [token_id]

@@ -128,17 +128,31 @@ def test_salts_keep_prefixes_apart() -> None:
     assert hit_length(manager, [1] * 9) == 0
 
 
-def test_only_confirmed_positions_are_shared() -> None:
+def test_only_positions_that_were_offered_are_shared() -> None:
     manager = make_manager(20)
     request = make_request("a", [1] * 12)
     hit = manager.get_computed_blocks(request)
     manager.allocate_slots(request, 12, hit)
     assert hit_length(manager, [1] * 12) == 0
 
-    manager.cache_blocks(request, 7)
+    assert [block.block_id for block in manager.cache_blocks(request, 7)] == [1]
     assert hit_length(manager, [1] * 12) == 4
-    manager.cache_blocks(request, 8)
+    assert [block.block_id for block in manager.cache_blocks(request, 8)] == [2]
     assert hit_length(manager, [1] * 12) == 8
+
+
+def test_what_was_not_computed_after_all_is_not_found_any_more() -> None:
+    manager = make_manager(20)
+    first, second = make_request("a", [1] * 12), make_request("b", [1] * 12)
+    start(manager, first, 8)
+    start(manager, second)
+    assert hit_length(manager, [1] * 13) == 12
+
+    manager.forget_content(manager.pool.blocks[2:3])
+    check_block_accounting(manager)
+    assert hit_length(manager, [1] * 13) == 4
+    manager.free(second)
+    check_block_accounting(manager)
 
 
 def test_generated_tokens_are_shared_too() -> None:

@@ -150,7 +150,7 @@ def test_after_a_crash_requests_go_on_from_their_known_tokens() -> None:
     driver = Driver(depth=2, max_num_batched_tokens=32)
     names = ["a", "b", "c"]
     for name in names:
-        driver.add(name, [*PROMPT, ord(name)], max_tokens=6, ignore_eos=True)
+        driver.add(name, [ord(name), *PROMPT], max_tokens=6, ignore_eos=True)
     for _ in range(4):
         driver.turn()
     known = {name: list(driver.requests[name].all_token_ids) for name in names}

@@ -166,7 +166,7 @@ def test_an_error_ends_its_request_and_no_other() -> None:
 def test_an_error_of_a_request_that_is_not_in_the_batch_is_taken_too() -> None:
     driver = Driver()
     driver.add("a", PROMPT)
-    driver.add("b", PROMPT)
+    driver.add("b", PROMPT[1:])
     output = driver.scheduler.schedule()
     results = ModelRunnerOutput(
         step_id=output.step_id, req_ids=["b"], sampled_token_ids=[[5]], errors={"a": "no slot for it"}
@@ -184,6 +184,7 @@ def test_blocks_of_a_step_that_failed_are_shared_with_nobody() -> None:
     driver = Driver()
     driver.add("bad", [1] * 12, max_tokens=4)
     driver.step(failing=("bad",))
+    driver.deliver()
     driver.add("good", [1] * 12, max_tokens=4, ignore_eos=True)
 
     assert driver.step().scheduled_new_reqs[0].num_computed_tokens == 0

@@ -116,6 +116,7 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Write the step's keys and values into the cache, then attend causally over each request's positions.
 
+        Requests may share blocks, also such as another one fills in this step, if that has more than one token in it.
         Returns [T, H, D] in the query's dtype; rows of padding hold anything finite.
         """
 

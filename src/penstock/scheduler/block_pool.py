@@ -163,14 +163,25 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockKey]) -> None:
-        """Make held, full blocks findable by their keys; null blocks and blocks already cached are passed over."""
+    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockKey]) -> list[KVCacheBlock]:
+        """Make held, full blocks findable by their keys; null blocks and blocks already cached are passed over.
+
+        Returns those that became findable.
+        """
+        newly_cached = []
         for block, key in zip(blocks, keys, strict=True):
             if block is self.null_block or block.key is not None:
                 continue
             assert block.ref_count > 0
             block.key = key
             self._cached.setdefault(key, {})[block.block_id] = block
+            newly_cached.append(block)
+        return newly_cached
+
+    def forget_content(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Make blocks, held or free, that turned out not to hold what their keys say unfindable."""
+        for block in blocks:
+            self._forget(block)
 
     def forget(self, key: BlockKey) -> None:
         """Let no request find this content again; who holds blocks with it keeps them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, zip_longest
 
@@ -43,8 +43,8 @@ class _HeldBlocks:
 class KVCacheManager:
     """Gives blocks to requests, takes them back, and lets requests share what they have in common.
 
-    A block is shared only once it is full of known tokens and a worker has confirmed that it computed them, so that
-    a step that fails for one request leaves nothing behind for others.
+    A block is shared once it is full of known tokens that are computed, or about to be: what a request reads in a step
+    may be written by another one in the same step. Whoever schedules steps takes back what was not computed after all.
     """
 
     def __init__(
@@ -123,10 +123,14 @@ class KVCacheManager:
             return None
         return self._extend(request, held, missing)
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Share the request's full blocks among its first `num_computed_tokens` positions, which must be computed."""
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> list[KVCacheBlock]:
+        """Share the request's full blocks among its first `num_computed_tokens` positions, whose tokens are known.
+
+        Returns the blocks that others may find from now on.
+        """
+        shared: list[KVCacheBlock] = []
         if num_computed_tokens < request.next_cache_at:
-            return
+            return shared
         held = self._held[request.req_id]
         self._hasher.extend(request)
         hashes = request.block_hashes
@@ -135,9 +139,14 @@ class KVCacheManager:
             first, end = held.num_cached[index], num_computed_tokens // group.block_size
             if first < end:
                 keys = [group.key(hashes, block) for block in range(first, end)]
-                self.pool.cache_full_blocks(held.groups[index][first:end], keys)
+                shared += self.pool.cache_full_blocks(held.groups[index][first:end], keys)
                 held.num_cached[index] = end
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
+        return shared
+
+    def forget_content(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Let nobody find these blocks any more: what they were shared for was not computed."""
+        self.pool.forget_content(blocks)
 
     def forget(self, request: Request) -> None:
         """Share nothing of what a request computed or read, whose KV may hold NaN.

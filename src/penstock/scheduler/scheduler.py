@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.errors import ContextTooLong, InvalidRequest, LifecycleError
+from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeStep, DecodeSteps
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.kv_cache_plan import longest_request
@@ -20,7 +21,7 @@ from penstock.scheduler.results import (
     make_output,
     take_prompt_logprobs,
 )
-from penstock.scheduler.step import ScheduledRequest, StepBuilder
+from penstock.scheduler.step import ScheduledRequest, StepBuilder, void_what_read_lost_blocks
 
 # Looked up for every request of a step.
 _RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
@@ -176,6 +177,8 @@ class Scheduler:
             if scheduled.has_plain_results(model_runner_output):
                 return self._take_tokens(scheduled, model_runner_output)
             scheduled = scheduled.by_request()
+        if model_runner_output.errors or len(model_runner_output.req_ids) < len(scheduled):
+            self._take_back_lost_blocks(scheduled, model_runner_output)
         outputs = []
         for row, req_id in enumerate(model_runner_output.req_ids):
             entry = scheduled.pop(req_id, None)
@@ -269,7 +272,10 @@ class Scheduler:
                 new_block_ids = self._allocate_or_preempt(request, num_tokens, step)
                 if new_block_ids is None:
                     return
-            step.add_cached(request, num_tokens, new_block_ids)
+            if num_tokens > 1:
+                step.add_cached(request, num_tokens, new_block_ids, self._share_next(request, num_tokens))
+            else:
+                step.add_cached(request, num_tokens, new_block_ids)
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, step: StepBuilder
@@ -307,7 +313,9 @@ class Scheduler:
         # A prompt that a preemption cut short begins anew.
         request.prompt_logprobs = no_logprobs() if request.needs_prompt_logits else None
         self._note_first_run(request, hit.num_tokens)
-        step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id))
+        found = [block for blocks in hit.blocks for block in blocks]
+        shared = self._share_next(request, num_tokens)
+        step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id), found, shared)
         return True
 
     def _continue_decodes(self, step: StepBuilder) -> DecodeSteps | None:
@@ -324,6 +332,15 @@ class Scheduler:
         new_block_ids = {row: self.kv_cache.allocate_slots(decodes.requests[row], 1) for row in rows}
         assert all(blocks is not None for blocks in new_block_ids.values())
         return new_block_ids  # type: ignore[return-value]
+
+    def _share_next(self, request: Request, num_tokens: int) -> Sequence[KVCacheBlock]:
+        """Let others find what the request's next tokens fill, from the step on that computes them.
+
+        Attention backends promise it of requests of more than one token only.
+        """
+        if num_tokens == 1:
+            return ()
+        return self.kv_cache.cache_blocks(request, min(request.num_computed_tokens + num_tokens, request.num_tokens))
 
     def _note_first_run(self, request: Request, num_cached_tokens: int) -> None:
         if request.num_cached_tokens >= 0:
@@ -383,9 +400,30 @@ class Scheduler:
                 outputs.append(output)
         return outputs
 
+    def _take_back_lost_blocks(self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput) -> None:
+        """Requests of a step failed, so others may have found blocks that nobody filled: those begin anew."""
+        served = set(results.req_ids).difference(results.errors)
+        failed = {entry.request for req_id, entry in scheduled.items() if req_id not in served}
+        later = {
+            step_id: step.by_request() if isinstance(step, DecodeStep) else step
+            for step_id, step in self._in_flight.items()
+        }
+        lost_blocks, misled = void_what_read_lost_blocks(failed, [scheduled, *later.values()])
+        if misled:
+            self._in_flight = {**later}
+        self.kv_cache.forget_content(lost_blocks)
+        # Backwards, so that they wait in the order in which they ran.
+        for request in [request for request in reversed(self._running) if request in misled]:
+            self._running.remove(request)
+            self._preempt(request)
+            self._finished_req_ids.add(request.req_id)
+
     def _take_result(self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int) -> EngineCoreOutput | None:
         """Take in one request's part of a step."""
         request, samples = entry.request, entry.samples
+        if entry.is_void:
+            _drop(entry)
+            return None
         request.num_in_flight_steps -= 1
         status = request.status
         if status is _FINISHED:
@@ -426,7 +464,9 @@ class Scheduler:
         """End the requests of a step that its results do not list: an error of theirs, or of the worker's."""
         outputs = []
         for req_id, entry in scheduled.items():
-            if entry.request.status is not RequestStatus.FINISHED:
+            if entry.is_void:
+                _drop(entry)
+            elif entry.request.status is not RequestStatus.FINISHED:
                 error = results.errors.get(req_id, f"The worker's results of step {results.step_id} leave it out.")
                 outputs.append(self._fail(entry.request, error))
         return outputs
@@ -445,3 +485,9 @@ class Scheduler:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         del self._requests[request.req_id]
+
+
+def _drop(entry: ScheduledRequest) -> None:
+    """Let a request go on as if it had never been launched in this step."""
+    entry.request.num_in_flight_steps -= 1
+    entry.request.num_output_placeholders -= entry.samples

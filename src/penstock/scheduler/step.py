@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 
 from penstock.contract import CachedRequestData, NewRequestData, SchedulerOutput
+from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.request import Request
 
 
@@ -13,11 +16,16 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     num_computed_tokens: positions whose KV is in the cache after the step.
     samples: whether the step samples a token for it; a chunk that ends before the last known token does not.
+    found, shared: blocks that it found when it began, and those that others may find since this step was scheduled.
+    is_void: it read what another request should have computed and did not; its results mean nothing.
     """
 
     request: Request
     num_computed_tokens: int
     samples: bool
+    found: Sequence[KVCacheBlock] = ()
+    shared: Sequence[KVCacheBlock] = ()
+    is_void: bool = False
 
 
 class StepBuilder:
@@ -52,7 +60,14 @@ class StepBuilder:
         self._new_block_ids: list[tuple[list[int], ...] | None] = []
         self._num_computed_tokens: list[int] = []
 
-    def add_new(self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]) -> None:
+    def add_new(
+        self,
+        request: Request,
+        num_tokens: int,
+        block_ids: tuple[list[int], ...],
+        found: Sequence[KVCacheBlock],
+        shared: Sequence[KVCacheBlock],
+    ) -> None:
         """Run tokens of a request that the worker does not hold; `block_ids` are all its blocks."""
         self._new_reqs.append(
             NewRequestData(
@@ -64,14 +79,20 @@ class StepBuilder:
                 num_computed_tokens=request.num_computed_tokens,
             )
         )
-        self._launch(request, num_tokens)
+        self._launch(request, num_tokens, found, shared)
 
-    def add_cached(self, request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...] | None) -> None:
+    def add_cached(
+        self,
+        request: Request,
+        num_tokens: int,
+        new_block_ids: tuple[list[int], ...] | None,
+        shared: Sequence[KVCacheBlock] = (),
+    ) -> None:
         """Run tokens of a request that the worker holds; `new_block_ids` are None if it got none."""
         self._cached_req_ids.append(request.req_id)
         self._new_block_ids.append(new_block_ids)
         self._num_computed_tokens.append(request.num_computed_tokens)
-        self._launch(request, num_tokens)
+        self._launch(request, num_tokens, (), shared)
 
     def build(self, finished_req_ids: set[str]) -> SchedulerOutput:
         """The message to the worker."""
@@ -89,7 +110,9 @@ class StepBuilder:
             preempted_req_ids=self.preempted_req_ids,
         )
 
-    def _launch(self, request: Request, num_tokens: int) -> None:
+    def _launch(
+        self, request: Request, num_tokens: int, found: Sequence[KVCacheBlock], shared: Sequence[KVCacheBlock]
+    ) -> None:
         """Move the request ahead as if the step were done; a token that it samples is a placeholder until then."""
         num_computed_tokens = request.num_computed_tokens + num_tokens
         samples = num_computed_tokens == len(request.all_token_ids) + request.num_output_placeholders
@@ -97,8 +120,31 @@ class StepBuilder:
         request.num_computed_tokens = num_computed_tokens
         request.num_output_placeholders += samples
         request.num_in_flight_steps += 1
-        self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, samples)
+        self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, samples, found, shared)
         self._num_scheduled_tokens[req_id] = num_tokens
         self.token_budget -= num_tokens
         if num_tokens != 1 or not samples:
             self.is_all_decodes = False
+
+
+def void_what_read_lost_blocks(
+    failed: set[Request], steps: Iterable[dict[str, ScheduledRequest]]
+) -> tuple[set[KVCacheBlock], set[Request]]:
+    """Requests in `failed` computed nothing since the first of `steps`, which are all steps since then, in order.
+
+    Makes void, in place, what other requests computed from blocks that these should have filled, and so on. Returns
+    the blocks that do not hold what they were shared for, and the requests that read them.
+    """
+    lost_blocks: set[KVCacheBlock] = set()
+    misled: set[Request] = set()
+    for step in steps:
+        # In the order in which they were scheduled: whoever found a block comes after whoever shared it.
+        for req_id, entry in step.items():
+            request = entry.request
+            if request not in failed:
+                if request not in misled and lost_blocks.isdisjoint(entry.found):
+                    continue
+                misled.add(request)
+                step[req_id] = msgspec.structs.replace(entry, is_void=True)
+            lost_blocks.update(entry.shared)
+    return lost_blocks, misled

@@ -320,7 +320,7 @@ static bool attention(const AttentionArgs& a) {
   int64_t num_chunks = 0, num_elements = 0;
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const int64_t tokens = a.query_start[r + 1] - a.query_start[r];
-    writes_first |= tokens > tokens_per_item;
+    writes_first |= tokens > (a.num_requests > 1 ? 1 : tokens_per_item);
     const Item item = item_at(a, r, 0, 0, tokens);
     num_chunks += chunks_of(item, cut) * ((tokens + tokens_per_item - 1) / tokens_per_item) * a.num_kv_heads;
     num_elements += (item.end - item.begin) * tokens * a.num_heads * size;

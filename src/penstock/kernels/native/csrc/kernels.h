@@ -37,7 +37,8 @@ struct GreedyArgs {
 // A block of one KV head holds keys as [dimension][position in block], values as [position in block][dimension], and
 // with int8 the scale of each position behind them; blocks lie as [block][kv head].
 // Requests are those of a step: request r has tokens query_start[r] .. query_start[r + 1], which are the last ones of
-// its seq_lens[r] positions. window: positions seen, the current one included; 0 for all. soft_cap: 0 for none.
+// its seq_lens[r] positions. What a request of more than one token writes, others may read in the same step.
+// window: positions seen, the current one included; 0 for all. soft_cap: 0 for none.
 // Query and key heads are normalised and turned first where there is a norm's weight and a rotary table.
 struct AttentionArgs {
   const float* query;  // [tokens][heads][head_size]
