@@ -92,20 +92,21 @@ class LayoutCache:
         self._device = device
         self._requests = requests
         self._counts: dict[str, int] = {}
-        # Of the last step, which may share it with the next one.
-        self._given: Mapping[str, int] | None = None
         self._generation = -1
         self._layout: BatchLayout | None = None
 
     def get(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> BatchLayout:
         """The layout of this step, made anew if requests, slots, counts or the plan differ from the last step's."""
         layout = self._layout
-        is_new = layout is None or self._generation != self._requests.generation or layout.plan != plan
-        if is_new or (num_scheduled_tokens is not self._given and num_scheduled_tokens != self._counts):
+        if (
+            layout is None
+            or self._generation != self._requests.generation
+            or self._counts != num_scheduled_tokens
+            or layout.plan != plan
+        ):
             layout = lay_out_batch(self._device, self._requests, num_scheduled_tokens, plan)
             self._layout, self._counts = layout, dict(num_scheduled_tokens)
             self._generation = self._requests.generation
-        self._given = num_scheduled_tokens
         return layout
 
 

@@ -30,18 +30,7 @@ class BatchPlan(NamedTuple):
 class Planner:
     """Chooses the plan of each step. Without graphs nothing needs padding."""
 
-    def __init__(self) -> None:
-        self._last: tuple[Mapping[str, int], BatchPlan] | None = None
-
     def plan(self, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
-        """The plan for a step that runs so many tokens of each request.
-
-        A step may share its counts with the step before, as one object that nobody changes, and then shares its plan.
-        """
-        last = self._last
-        if last is not None and last[0] is num_scheduled_tokens:
-            return last[1]
+        """The plan for a step that runs so many tokens of each request."""
         num_tokens, num_reqs = sum(num_scheduled_tokens.values()), len(num_scheduled_tokens)
-        plan = BatchPlan(num_tokens, num_reqs, num_tokens, num_reqs)
-        self._last = num_scheduled_tokens, plan
-        return plan
+        return BatchPlan(num_tokens, num_reqs, num_tokens, num_reqs)

@@ -43,7 +43,7 @@ class BatchBuilder:
         self._block_sizes = tuple(block_tables.block_sizes)
         self._tables = tuple(block_tables.table(group) for group in range(len(self._block_sizes)))
         self._layouts = LayoutCache(device, requests)
-        self._layout: BatchLayout | None = None
+        self.layout: BatchLayout | None = None
         self._step: BoundStep
         self._max_seq_len = 0
         self._num_columns: tuple[int, ...] = ()
@@ -55,18 +55,31 @@ class BatchBuilder:
     def build(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> InputBatch:
         """The inputs of a step that runs `num_scheduled_tokens[req_id]` tokens of each request."""
         layout = self._layouts.get(num_scheduled_tokens, plan)
-        if layout is not self._layout:
+        if layout.has_one_token_each and layout is self.layout:
+            return self.build_again()
+        if layout is not self.layout:
             self._bind(layout)
-        elif layout.has_one_token_each:
-            self._max_seq_len += 1
         else:
             self._max_seq_len = self._max_seq_len_upper_bound(layout)
         if self._max_seq_len > self._capacity:
             self._reach(self._max_seq_len)
+        self._tensors = self._step.gather(self._num_columns)
+        self._batch = self._wrap(layout, self._tensors)
+        return self._batch
+
+    def build_again(self) -> InputBatch:
+        """The inputs of the step after the last one, whose layout it has, with one token of each request.
+
+        The same object as for that step, with new values in its tensors, where they can be filled anew.
+        """
+        self._max_seq_len += 1
+        if self._max_seq_len > self._capacity:
+            self._reach(self._max_seq_len)
         tensors = self._step.gather(self._num_columns)
-        if tensors is not self._tensors or not layout.has_one_token_each:
+        if tensors is not self._tensors:
+            assert self.layout is not None, "something was built"
             self._tensors = tensors
-            self._batch = self._wrap(layout, tensors)
+            self._batch = self._wrap(self.layout, tensors)
         return self._batch
 
     def _bind(self, layout: BatchLayout) -> None:
@@ -79,7 +92,7 @@ class BatchBuilder:
             self._tables,
             self._block_sizes,
         )
-        self._layout, self._step, self._tensors = layout, bind_step(state, layout.tensors), None
+        self.layout, self._step, self._tensors = layout, bind_step(state, layout.tensors), None
         self._max_seq_len = self._max_seq_len_upper_bound(layout)
         self._reach(self._max_seq_len)
 

@@ -40,7 +40,6 @@ class PagedKVCache:
         self.groups: list[AttentionGroup] = []
         self._layers: dict[str, BoundLayer] = {}
         self.programs: dict[Hashable, Any] = {}
-        self._last: tuple[InputBatch, ForwardContext] | None = None
         memory = {
             name: device.allocate(tensor.size_bytes) for tensor in config.tensors for name in tensor.shared_by[:1]
         }
@@ -66,17 +65,15 @@ class PagedKVCache:
             for name in group.layer_names:
                 self._layers[name] = BoundLayer(index, backend, owner[name].view(dtype).view(shape))
 
+        # Whether what `prepare` made stays good while a batch's tensors take the next step's values.
+        self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
+
     def prepare(self, batch: InputBatch) -> ForwardContext:
         """What the model's layers need to attend in this step."""
-        last = self._last
-        if last is not None and last[0] is batch:
-            return last[1]
         metadata: list[AttentionMetadata] = [
             group.backend.prepare(geometry) for group, geometry in zip(self.groups, batch.geometry, strict=True)
         ]
-        context = ForwardContext(self._layers, metadata, self.programs)
-        self._last = (batch, context) if all(group.backend.keeps_metadata for group in self.groups) else None
-        return context
+        return ForwardContext(self._layers, metadata, self.programs)
 
     @property
     def has_program(self) -> bool:

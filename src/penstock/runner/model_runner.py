@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from penstock.attention import LayerAttention
+from penstock.attention import ForwardContext, LayerAttention
 from penstock.config import SamplingConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.device import Device
@@ -24,6 +24,7 @@ from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.poisoned_blocks import PoisonedBlocks
+from penstock.runner.repeated_step import RepeatedStep
 from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
@@ -82,6 +83,7 @@ class ModelRunner:
         self.batcher = BatchBuilder(device, self.requests, self.block_tables)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
+        self.repeated = RepeatedStep(self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache)
         self._pending: dict[int, PendingStep] = {}
 
     def execute_model(self, output: SchedulerOutput) -> None:
@@ -91,16 +93,13 @@ class ModelRunner:
         """
         if output.step_id in self._pending:
             raise LifecycleError(f"Step {output.step_id} was executed before and is still waiting for sample_tokens.")
-        errors = self.lifecycle.apply(output)
-        self.poisoned_blocks.clear(output)
-        scheduled = _without(output.num_scheduled_tokens, errors) if errors else output.num_scheduled_tokens
-        plan = self.planner.plan(scheduled)
-        if plan.num_tokens == 0:
+        errors: dict[str, str] = {}
+        prepared = self.repeated.prepare(output) or self._prepare(output, errors)
+        if prepared is None:
             self._pending[output.step_id] = PendingStep(None, None, errors)
             return
 
-        batch = self.batcher.build(scheduled, plan)
-        context = self.kv_cache.prepare(batch)
+        batch, context = prepared
         hidden = self.model(batch.input_ids, batch.positions, context)
         prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests)
         self._pending[output.step_id] = PendingStep(batch, hidden, errors, prompt_rows)
@@ -119,8 +118,8 @@ class ModelRunner:
         if step.batch is None or step.hidden is None:
             return ReadyOutput(ModelRunnerOutput(step_id=grammar.step_id, errors=step.errors))
         batch, errors = step.batch, step.errors
-        prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
         rows = batch.logits_rows
+        prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
         sampled = self._sample(batch.layout.last_rows(step.hidden), rows)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
         if sampled.errors:
@@ -141,6 +140,20 @@ class ModelRunner:
         self.sampler.advance(rows, outcome)
         return result
 
+    def _prepare(self, output: SchedulerOutput, errors: dict[str, str]) -> tuple[InputBatch, ForwardContext] | None:
+        """The inputs of a step, None if it runs no token; `errors` gets the requests that cannot run."""
+        errors |= self.lifecycle.apply(output)
+        self.poisoned_blocks.clear(output)
+        scheduled = _without(output.num_scheduled_tokens, errors)
+        plan = self.planner.plan(scheduled)
+        if plan.is_empty:
+            return None
+        batch = self.batcher.build(scheduled, plan)
+        context = self.kv_cache.prepare(batch)
+        if not errors:
+            self.repeated.remember(output, batch, context)
+        return batch, context
+
     def _sample(self, hidden: Tensor, rows: LogitsRows) -> SamplerOutput:
         if self.sampler.is_plain_greedy(rows):
             chosen = self.model.compute_greedy(hidden)
@@ -154,4 +167,6 @@ def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, 
 
 
 def _without(num_scheduled_tokens: dict[str, int], errors: Mapping[str, str]) -> dict[str, int]:
+    if not errors:
+        return num_scheduled_tokens
     return {req_id: count for req_id, count in num_scheduled_tokens.items() if req_id not in errors}

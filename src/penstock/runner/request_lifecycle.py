@@ -22,17 +22,9 @@ class RequestLifecycle:
         self._block_tables = block_tables
         self._sampler = sampler
         self._prompt_logprobs = prompt_logprobs
-        # Lists of earlier messages, which later ones may share: of requests that are all here, and of no new blocks.
-        self._known_ids: list[str] | None = None
-        self._no_blocks: list[tuple[list[int], ...] | None] | None = None
 
     def apply(self, output: SchedulerOutput) -> dict[str, str]:
         """Bring the state up to this step. Returns the requests that cannot run, with the reason."""
-        cached = output.scheduled_cached_reqs
-        has_comings_or_goings = output.scheduled_new_reqs or output.finished_req_ids or output.preempted_req_ids
-        if not has_comings_or_goings and cached.req_ids is self._known_ids and cached.new_block_ids is self._no_blocks:
-            self._requests.note_computed_tokens(cached.req_ids, cached.num_computed_tokens)
-            return {}
         for req_id in output.finished_req_ids:
             self._remove(req_id)
         for req_id in output.preempted_req_ids:
@@ -78,11 +70,9 @@ class RequestLifecycle:
         if not all(map(slot_of.__contains__, cached.req_ids)):
             why = "the worker does not hold this request: adding it failed in an earlier step"
             errors |= {req_id: why for req_id in cached.req_ids if req_id not in slot_of}
-        self._known_ids = None if errors else cached.req_ids
-        self._requests.note_computed_tokens(cached.req_ids, cached.num_computed_tokens)
+        self._requests.computed = cached
         # Between two new blocks there are as many steps as a block has positions.
         if cached.new_block_ids.count(None) == len(cached.new_block_ids):
-            self._no_blocks = cached.new_block_ids
             return
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None and req_id in slot_of:

@@ -6,12 +6,10 @@ during a request's life, or is an upper bound and says so in its name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from penstock.contract import NewRequestData
+from penstock.contract import CachedRequestData, NewRequestData
 from penstock.device import Device
 from penstock.runner.staging import SlotParameter, StagedTensor
 
@@ -36,7 +34,8 @@ class RequestStates:
         self.prefill_len = SlotParameter(device, num_slots, np.int64, 0)
         self.prompt_len = SlotParameter(device, num_slots, np.int64, 0)
         self._computed_upper_bound = np.zeros(num_slots, dtype=np.int64)
-        self._noted: tuple[Sequence[str], Sequence[int]] = ((), ())
+        # What the scheduler says of the requests of this step that have a slot already; most steps never ask.
+        self.computed = CachedRequestData()
         self.slot_of: dict[str, int] = {}
         self.generation = 0
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))
@@ -75,17 +74,13 @@ class RequestStates:
         self.generation += 1
         return True
 
-    def note_computed_tokens(self, req_ids: Sequence[str], num_computed_tokens: Sequence[int]) -> None:
-        """What the scheduler says of the requests of this step that have a slot already; most steps never ask."""
-        self._noted = (req_ids, num_computed_tokens)
-
     def num_computed_tokens_upper_bound(self) -> np.ndarray:
         """int64 [slots], right for the requests of this step, before it runs; assumes that no draft is rejected."""
-        for req_id, num_computed_tokens in zip(*self._noted, strict=True):
+        noted, self.computed = self.computed, CachedRequestData()
+        for req_id, num_computed_tokens in zip(noted.req_ids, noted.num_computed_tokens, strict=True):
             slot = self.slot_of.get(req_id)
             if slot is not None:
                 self._computed_upper_bound[slot] = num_computed_tokens
-        self._noted = ((), ())
         return self._computed_upper_bound
 
     def discard_staged(self, slot: int) -> None:
