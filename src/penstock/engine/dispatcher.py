@@ -90,7 +90,11 @@ class Dispatcher:
 
     def step(self) -> None:
         """One step of the core, whose outputs go to everyone's inboxes."""
-        self._take(self.core.step())
+        outputs = self.core.step()
+        with self._lock:
+            follow_up = self._processor.process(outputs)
+        if follow_up is not None:
+            self._follow(follow_up)
 
     def abort(self, req_ids: Iterable[str]) -> None:
         """End requests; their consumers are told. Unknown ones are ignored."""

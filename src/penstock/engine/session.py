@@ -124,7 +124,8 @@ class Session:
     def _turn(self, inbox: deque[Progress], interrupts: InterruptsBetweenSteps) -> None:
         """One step of the core, whose outputs go to everyone's inboxes."""
         with self._lock:
-            self._check_open()
+            if self._is_closed:
+                self._check_open()
             interrupts.begin_step()
             try:
                 self._dispatcher.step()

@@ -52,7 +52,6 @@ class DecodeSteps:
     __slots__ = (
         "_counts",
         "_no_blocks",
-        "_num_computed_tokens",
         "_req_ids",
         "due",
         "num_left",
@@ -65,7 +64,6 @@ class DecodeSteps:
         self._req_ids = [request.req_id for request in requests]
         self._no_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
         self._counts = dict.fromkeys(self._req_ids, 1)
-        self._num_computed_tokens = [request.num_computed_tokens for request in requests]
         self.num_steps = 0
         self.num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
         self.due: dict[int, list[int]] = {}
@@ -82,9 +80,9 @@ class DecodeSteps:
         blocks = self._no_blocks if new_block_ids is None else self._take_blocks(new_block_ids)
         self.num_left -= 1
         self.num_steps += 1
-        num_computed_tokens = self._num_computed_tokens
-        self._num_computed_tokens = [count + 1 for count in num_computed_tokens]
+        num_computed_tokens = []
         for request in self.requests:
+            num_computed_tokens.append(request.num_computed_tokens)
             request.num_computed_tokens += 1
             request.num_output_placeholders += 1
             request.num_in_flight_steps += 1
