@@ -196,7 +196,7 @@ def estimate_step(
         traits.kept_in_mlp * hidden + _mlp_values(shape, traits) * value,
     )
     activations = num_tokens * (INPUT_BYTES + rotation + inside)
-    is_recorded = is_native and traits.is_recorded
+    is_recorded = is_native and traits.is_recorded and not env.uses_torch_products()
     if is_recorded:
         activations = num_tokens * (INPUT_BYTES + _program_values(shape) * value)
         activations += min(num_tokens, PROGRAM_ROWS) * _mlp_values(shape, traits) * value
