@@ -92,38 +92,6 @@ class AsyncOutput:
         }
 
 
-def start_output(
-    device: Device,
-    *,
-    step_id: int,
-    req_ids: list[str],
-    outcome: Tensor,
-    on_host: TokensOnHost | None,
-    logprobs: LogprobsTensors | None,
-    prompt_logprobs: PendingPromptLogprobs | None,
-    errors: dict[str, str],
-    on_not_finite: Callable[[], None],
-    rank: int,
-) -> AsyncOutput | ReadyOutput:
-    """A step's result: at once where tokens are all of it and the host has them, else on its way."""
-    if on_host is not None and on_host[1] is None and logprobs is None and prompt_logprobs is None:
-        return ReadyOutput(
-            ModelRunnerOutput(step_id=step_id, req_ids=req_ids, sampled_token_ids=on_host[0], errors=errors)
-        )
-    return AsyncOutput(
-        device,
-        step_id=step_id,
-        req_ids=req_ids,
-        outcome=outcome,
-        on_host=on_host,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        errors=errors,
-        on_not_finite=on_not_finite,
-        rank=rank,
-    )
-
-
 class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
     """A result that is there already: of a step that ran no token, or whose tokens are in the host's memory."""
 

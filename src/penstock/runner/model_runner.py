@@ -18,7 +18,7 @@ from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, S
 from penstock.device import Device
 from penstock.errors import LifecycleError
 from penstock.models.interface import LanguageModel
-from penstock.runner.async_output import AsyncOutput, ReadyOutput, start_output
+from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.batch_plan import Planner
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_batch import BatchBuilder, InputBatch
@@ -122,20 +122,28 @@ class ModelRunner:
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
         sampled = self._sample(batch.layout.last_rows(step.hidden), rows)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
+        req_ids = batch.layout.req_ids
         if sampled.errors:
-            errors = _by_request(sampled.errors, batch.layout.req_ids) | errors
-        result = start_output(
-            self.device,
-            step_id=grammar.step_id,
-            req_ids=batch.layout.req_ids,
-            outcome=outcome,
-            on_host=on_host,
-            logprobs=sampled.logprobs,
-            prompt_logprobs=prompt_logprobs,
-            errors=errors,
-            on_not_finite=self.poisoned_blocks.note_failure,
-            rank=self._rank,
-        )
+            errors = _by_request(sampled.errors, req_ids) | errors
+        result: AsyncOutput | ReadyOutput
+        if on_host is not None and on_host[1] is None and sampled.logprobs is None and prompt_logprobs is None:
+            tokens = ModelRunnerOutput(
+                step_id=grammar.step_id, req_ids=req_ids, sampled_token_ids=on_host[0], errors=errors
+            )
+            result = ReadyOutput(tokens)
+        else:
+            result = AsyncOutput(
+                self.device,
+                step_id=grammar.step_id,
+                req_ids=req_ids,
+                outcome=outcome,
+                on_host=on_host,
+                logprobs=sampled.logprobs,
+                prompt_logprobs=prompt_logprobs,
+                errors=errors,
+                on_not_finite=self.poisoned_blocks.note_failure,
+                rank=self._rank,
+            )
         batch.step.advance(outcome)
         self.sampler.advance(rows, outcome)
         return result
