@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
-from penstock.engine.collector import paused_collector
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output_processor import FollowUp, Inbox, OutputProcessor, Progress
 from penstock.engine.tokenizer import Tokenizer
@@ -48,8 +47,7 @@ class Core(Protocol):
 
 def start_core(config: EngineConfig) -> Core:
     """The engine core of this configuration; raises what loading the model raises."""
-    with paused_collector():
-        from penstock.engine.core import EngineCore
+    from penstock.engine.core import EngineCore
 
     return EngineCore(config)
 
