@@ -1,59 +1,55 @@
 // Causal attention over the paged cache, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), and long
 // contexts shared among the threads (split-KV, as in Flash-Decoding: Dao, Haziza, Massa and Sizov 2023).
 //
-// The unit of work is one KV head of one request and a few of its queries, whose rows are the query heads that share
-// the KV head, over all of the context or a part of it. Positions are taken in chunks and tiles that begin at fixed
+// An item is one KV head and a few queries, whose rows are the query heads that share the KV head: queries of one
+// request, or of several that begin with the same blocks, which are then read once for all of them. The unit of work is
+// an item over all of its context or over a part. Positions are taken in chunks and tiles that begin at fixed
 // multiples. Each chunk is summed up by itself and then merged into those before it, whoever computed it: a row's result
 // has the same bits however its request was cut into steps, and whatever else runs.
 
 namespace PENSTOCK_NAMESPACE {
 
-constexpr int64_t kQueryRows = 24;
-constexpr int64_t kTilePositions = 64;
-constexpr int64_t kChunkPositions = 1024;
 // Work below which waking other threads costs more than it saves: elements of keys and values times rows.
 constexpr int64_t kAloneAttention = 16 * 1024;
 
-// How the positions are cut: a tile is a number of whole blocks, a chunk a number of whole tiles.
-struct Cut {
-  int64_t tile, chunk;
-  explicit Cut(int64_t block_size) {
-    tile = block_size >= kTilePositions ? block_size : kTilePositions / block_size * block_size;
-    chunk = tile >= kChunkPositions ? tile : kChunkPositions / tile * tile;
-  }
-  // Floats from one row of a tile's scores to the next.
-  int64_t stride() const { return (tile + kLanes - 1) / kLanes * kLanes; }
-};
-
-// One request's share of a job. A request of few tokens has one item per KV head, which may be split into its chunks.
-struct RequestWork {
-  int64_t first_unit;
-  int64_t num_splits;  // units of an item; 1 for a whole item at once
-  float* partial;      // [kv heads][num_splits][rows * sums_size], if it is split
-  int32_t* left;       // [kv heads], splits that are not done
-};
-
 struct AttentionJob {
   const AttentionArgs* args;
-  const RequestWork* requests;  // [requests + 1]
-  Cut cut;
-  int64_t tokens_per_item;
-  bool writes_first;  // all keys and values are written before anything is read
+  const AttentionPlan* plan;
   int64_t next_unit;  // counted down by the threads
   bool has_failed;    // a thread found no memory to work in
 };
 
-// Some queries of one KV head of one request.
-struct Item {
-  int64_t request, kv_head, first_token, rows;
-  int64_t first_position, end;  // of the queries
-  int64_t begin;                // first position that any of them sees
+// Queries of one request in an item.
+struct Part {
+  int64_t request, first_token, first_position, end;
+  int64_t first_row;     // in the item
+  int64_t shared_tiles;  // leading tiles that have the blocks of the part before
+};
+
+// Some queries of one KV head; and of the positions that any of them sees, those that one thread goes through.
+struct Unit {
+  const Work* work;
+  int64_t split;  // of an item that is split
+  int64_t kv_head, num_parts, rows;
+  int64_t begin;     // first position that any query sees
+  int64_t from, to;  // positions to go through; `from` is in the first chunk
+  Part parts[kQueryRows];
+};
+
+// Rows of an item that see the same blocks in a tile, and what is gone through after it.
+struct Run {
+  const int32_t* blocks;  // a block table that all of them may use
+  int64_t first_row, rows;
+  int64_t kv_head, begin;
+  const int32_t* next;  // blocks
+  int64_t num_next, next_kv_head;
 };
 
 // Buffers of one thread.
 struct AttentionBuffers {
-  float* query;   // [rows][head_size], scaled
-  float* scores;  // [rows][tile]
+  float* query;        // [rows][head_size], scaled
+  int32_t* positions;  // [rows]
+  float* scores;       // [rows][tile]
   float* key_scale;
   float* value_scale;
   Sums total, chunk;
@@ -64,6 +60,10 @@ PENSTOCK_INLINE int64_t sums_size(int64_t size) { return size + kLanes + 1; }
 
 PENSTOCK_INLINE Sums sums_at(float* memory, int64_t rows, int64_t size) {
   return {memory, memory + rows * size, memory + rows * (size + kLanes)};
+}
+
+PENSTOCK_INLINE Sums rows_from(const Sums& sums, int64_t row, int64_t size) {
+  return {sums.values + row * size, sums.mass + row * kLanes, sums.peak + row};
 }
 
 PENSTOCK_INLINE void clear(const Sums& sums, int64_t rows, int64_t size) {
@@ -87,23 +87,33 @@ static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk
   }
 }
 
-PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Item& item, float* query) {
+PENSTOCK_INLINE int64_t tokens_in(const Part& part) { return part.end - part.first_position; }
+
+PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, const AttentionBuffers& buffers) {
   const int64_t group = a.num_heads / a.num_kv_heads;
-  for (int64_t row = 0; row < item.rows; ++row) {
-    const int64_t token = item.first_token + row / group, head = item.kv_head * group + row % group;
-    prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale,
-                 query + row * a.head_size);
+  for (int64_t p = 0; p < unit.num_parts; ++p) {
+    const Part& part = unit.parts[p];
+    for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
+      const int64_t token = part.first_token + i / group, head = unit.kv_head * group + i % group;
+      prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale,
+                   buffers.query + (part.first_row + i) * a.head_size);
+      buffers.positions[part.first_row + i] = static_cast<int32_t>(part.first_position + i / group);
+    }
   }
 }
 
-PENSTOCK_INLINE void write_output(const AttentionArgs& a, const Item& item, const Sums& sums) {
+PENSTOCK_INLINE void write_output(const AttentionArgs& a, const Unit& unit, const Sums& sums) {
   const int64_t group = a.num_heads / a.num_kv_heads, size = a.head_size;
-  for (int64_t row = 0; row < item.rows; ++row) {
-    const int64_t token = item.first_token + row / group, head = item.kv_head * group + row % group;
-    const float scale = 1.0f / sum_lanes(load(sums.mass + row * kLanes));
-    const float* from = sums.values + row * size;
-    float* to = a.out + token * a.out_stride + head * size;
-    for (int64_t d = 0; d < size; ++d) to[d] = from[d] * scale;
+  for (int64_t p = 0; p < unit.num_parts; ++p) {
+    const Part& part = unit.parts[p];
+    for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
+      const int64_t token = part.first_token + i / group, head = unit.kv_head * group + i % group;
+      const int64_t row = part.first_row + i;
+      const float scale = 1.0f / sum_lanes(load(sums.mass + row * kLanes));
+      const float* from = sums.values + row * size;
+      float* to = a.out + token * a.out_stride + head * size;
+      for (int64_t d = 0; d < size; ++d) to[d] = from[d] * scale;
+    }
   }
 }
 
@@ -113,57 +123,61 @@ PENSTOCK_INLINE void copy_scales(const AttentionArgs& a, int8_t* block, int64_t 
 template <class T>
 PENSTOCK_INLINE void copy_scales(const AttentionArgs&, T*, int64_t, int64_t, float*) {}
 
-// One tile of an item: positions start .. stop.
+// Rows that go through the registers together.
+PENSTOCK_INLINE int64_t rows_at_once(int64_t rows, int64_t row) {
+  const int64_t most = rows <= 2 * kFewRows ? kFewRows : kManyRows;
+  return rows - row < most ? rows - row : most;
+}
+
+// One tile of a run: positions start .. stop.
 template <class T>
 static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
-                        const Item& item, int64_t start, int64_t stop) {
+                        const Run& run, int64_t start, int64_t stop) {
   const int64_t size = a.head_size, block_size = a.block_size, stride = cut.stride();
-  const int64_t group = a.num_heads / a.num_kv_heads;
-  const int32_t* blocks = a.block_table + item.request * a.block_table_stride;
-  const int64_t seen = start > item.begin ? start : item.begin;
+  const int64_t seen = start > run.begin ? start : run.begin;
   const int64_t first_block = seen / block_size, end_block = (stop + block_size - 1) / block_size;
-  const int64_t last_block = (item.end - 1) / block_size, blocks_per_tile = cut.tile / block_size;
+  const int32_t* positions = buffers.positions + run.first_row;
+  const float* query = buffers.query + run.first_row * size;
   const bool has_scales = sizeof(T) == 1;
 
   // Positions outside seen .. stop are not read: what lies there is not this request's, and may not be a number.
   Segment<T> segments[kTilePositions + 1];
   int num_segments = 0;
-  const int pair = item.rows <= 3 ? 2 : 1;
+  const int pair = run.rows <= 3 ? 2 : 1;
   for (int64_t block = first_block; block < end_block;) {
     KeyBlock<T> now[2];
     int count = 0;
     const int64_t first = block;
     for (; count < pair && block < end_block; ++count, ++block) {
-      const int64_t later = block + blocks_per_tile <= last_block ? blocks[block + blocks_per_tile] : blocks[block];
-      T* keys = block_at<T>(a, a.key_cache, blocks[block], item.kv_head);
-      T* values = block_at<T>(a, a.value_cache, blocks[block], item.kv_head);
-      now[count] = {keys, block_at<T>(a, a.key_cache, later, item.kv_head),
-                    buffers.scores + block * block_size - start};
+      const bool has_next = block - first_block < run.num_next;
+      const int64_t later = has_next ? run.next[block - first_block] : run.blocks[block];
+      const int64_t later_head = has_next ? run.next_kv_head : run.kv_head;
+      T* keys = block_at<T>(a, a.key_cache, run.blocks[block], run.kv_head);
+      T* values = block_at<T>(a, a.value_cache, run.blocks[block], run.kv_head);
+      now[count] = {keys, block_at<T>(a, a.key_cache, later, later_head), buffers.scores + block * block_size - start};
       const int64_t from = block * block_size > seen ? block * block_size : seen;
       const int64_t to = (block + 1) * block_size < stop ? (block + 1) * block_size : stop;
       const int64_t skipped = from % block_size * size;
-      segments[num_segments++] = {values + skipped, block_at<T>(a, a.value_cache, later, item.kv_head) + skipped,
+      segments[num_segments++] = {values + skipped, block_at<T>(a, a.value_cache, later, later_head) + skipped,
                                   from - start, to - from};
       copy_scales(a, keys, from % block_size, from % block_size + to - from, buffers.key_scale + from - start);
       copy_scales(a, values, from % block_size, from % block_size + to - from, buffers.value_scale + from - start);
     }
-    // Rows before the block see none of it.
-    int64_t row = first * block_size > item.first_position ? (first * block_size - item.first_position) * group : 0;
-    while (row < item.rows) {
-      const int64_t left = item.rows - row;
-      const int64_t rows = item.rows <= 2 * kFewRows ? (left < kFewRows ? left : kFewRows)
-                                                     : (left < kManyRows ? left : kManyRows);
+    int64_t row = 0;
+    while (row < run.rows && positions[row] < first * block_size) ++row;  // which sees none of it
+    while (row < run.rows) {
+      const int64_t rows = rows_at_once(run.rows, row);
       KeyBlock<T> at[2] = {now[0], now[1]};
       for (int b = 0; b < count; ++b) at[b].scores += row * stride;
-      score_blocks(rows, buffers.query + row * size, at, count, block_size, size, stride);
+      score_blocks(rows, query + row * size, at, count, block_size, size, stride);
       row += rows;
     }
   }
   segments[num_segments] = {nullptr, nullptr, stop, 0};
 
   const int64_t length = (stop - start + kLanes - 1) / kLanes * kLanes;
-  for (int64_t row = 0; row < item.rows; ++row) {
-    const int64_t position = item.first_position + row / group;
+  for (int64_t row = 0; row < run.rows; ++row) {
+    const int64_t position = positions[row];
     const int64_t seen_from = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
     const int64_t from = seen_from > start ? seen_from - start : 0;
     const int64_t to = position + 1 < stop ? position + 1 - start : stop - start;
@@ -172,82 +186,109 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
       std::memset(scores, 0, length * sizeof(float));
     else
       soften(a.soft_cap, scores, from, to, length, has_scales ? buffers.key_scale : nullptr,
-             has_scales ? buffers.value_scale : nullptr, sums, row, size);
+             has_scales ? buffers.value_scale : nullptr, sums, run.first_row + row, size);
   }
 
-  for (int64_t row = 0; row < item.rows;) {
-    const int64_t left = item.rows - row;
-    const int64_t rows = item.rows <= 2 * kFewRows ? (left < kFewRows ? left : kFewRows)
-                                                   : (left < kManyRows ? left : kManyRows);
-    const int64_t position = item.first_position + (row + rows - 1) / group;
-    const int64_t limit = position + 1 < stop ? position + 1 - start : stop - start;
-    weigh_rows(rows, buffers.scores + row * stride, stride, segments, limit, size, sums.values + row * size);
+  for (int64_t row = 0; row < run.rows;) {
+    const int64_t rows = rows_at_once(run.rows, row);
+    int64_t limit = 0;
+    for (int64_t i = row; i < row + rows; ++i) limit = positions[i] >= limit ? positions[i] + 1 : limit;
+    limit = limit < stop ? limit - start : stop - start;
+    weigh_rows(rows, buffers.scores + row * stride, stride, segments, limit, size,
+               sums.values + (run.first_row + row) * size);
     row += rows;
   }
 }
 
-// What an item sees of one chunk, summed up.
-template <class T>
-static void attend_chunk(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
-                         const Item& item, int64_t chunk) {
-  clear(sums, item.rows, a.head_size);
-  const int64_t first = chunk * cut.chunk, begin = first > item.begin ? first : item.begin;
-  const int64_t end = first + cut.chunk < item.end ? first + cut.chunk : item.end;
-  for (int64_t start = begin / cut.tile * cut.tile; start < end; start += cut.tile)
-    attend_tile<T>(a, cut, buffers, sums, item, start, start + cut.tile < end ? start + cut.tile : end);
+// Sets what a run's next tile is: that of a part from position `start` on.
+PENSTOCK_INLINE void set_next(const AttentionArgs& a, const Cut& cut, const Unit& unit, const Part& part,
+                              int64_t start, Run& run) {
+  const int64_t first = (start > unit.begin ? start : unit.begin) / a.block_size;
+  const int64_t left = (part.end + a.block_size - 1) / a.block_size - first;
+  const int64_t end_of_tile = (start + cut.tile) / a.block_size - first;
+  run.next = table_of(a, part.request) + first;
+  run.num_next = left < end_of_tile ? left : end_of_tile;
+  run.next_kv_head = unit.kv_head;
 }
 
-PENSTOCK_INLINE Item item_at(const AttentionArgs& a, int64_t request, int64_t kv_head, int64_t first_query,
-                             int64_t most) {
-  const int64_t query_len = a.query_start[request + 1] - a.query_start[request];
-  const int64_t queries = query_len - first_query < most ? query_len - first_query : most;
-  Item item;
-  item.request = request;
-  item.kv_head = kv_head;
-  item.first_token = a.query_start[request] + first_query;
-  item.rows = queries * (a.num_heads / a.num_kv_heads);
-  item.first_position = a.seq_lens[request] - query_len + first_query;
-  item.end = item.first_position + queries;
-  item.begin = a.window > 0 && item.first_position >= a.window ? item.first_position - a.window + 1 : 0;
-  return item;
+// Finds what comes after part `done` of a tile: another part, the next tile, or another unit.
+PENSTOCK_INLINE void find_next(const AttentionArgs& a, const Cut& cut, const Unit& unit, const Unit* next_unit,
+                               int64_t start, int64_t done, Run& run) {
+  for (; start < unit.to; start += cut.tile, done = -1)
+    for (int64_t p = done + 1; p < unit.num_parts; ++p)
+      if (unit.parts[p].end > start) return set_next(a, cut, unit, unit.parts[p], start, run);
+  run.num_next = 0;
+  if (next_unit != nullptr)
+    set_next(a, cut, *next_unit, next_unit->parts[0], next_unit->from / cut.tile * cut.tile, run);
+}
+
+// What a unit's item sees of one chunk, summed up.
+template <class T>
+static void attend_chunk(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
+                         const Unit& unit, const Unit* next_unit, int64_t chunk) {
+  clear(sums, unit.rows, a.head_size);
+  const int64_t first = chunk * cut.chunk, begin = first > unit.from ? first : unit.from;
+  const int64_t end = first + cut.chunk < unit.to ? first + cut.chunk : unit.to;
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  for (int64_t start = begin / cut.tile * cut.tile; start < end; start += cut.tile) {
+    for (int64_t p = 0; p < unit.num_parts;) {
+      int64_t last = p, stop = unit.parts[p].end;
+      while (last + 1 < unit.num_parts && unit.parts[last + 1].shared_tiles > start / cut.tile) {
+        ++last;
+        stop = unit.parts[last].end > stop ? unit.parts[last].end : stop;
+      }
+      if (stop > start) {
+        Run run;
+        run.blocks = table_of(a, unit.parts[p].request);
+        run.first_row = unit.parts[p].first_row;
+        run.rows = unit.parts[last].first_row + tokens_in(unit.parts[last]) * group - run.first_row;
+        run.kv_head = unit.kv_head;
+        run.begin = unit.begin;
+        find_next(a, cut, unit, next_unit, start, last, run);
+        attend_tile<T>(a, cut, buffers, sums, run, start, start + cut.tile < stop ? start + cut.tile : stop);
+      }
+      p = last + 1;
+    }
+  }
+}
+
+// Writes the step's own keys and values of the parts, as far as they are this unit's, unless all are there by now.
+template <class T>
+PENSTOCK_INLINE void write_parts(const AttentionArgs& a, const Unit& unit, float* key) {
+  for (int64_t p = 0; p < unit.num_parts; ++p) {
+    const Part& part = unit.parts[p];
+    write_positions<T>(a, part.request, unit.kv_head, part.first_position > unit.from ? part.first_position : unit.from,
+                       part.end < unit.to ? part.end : unit.to, key);
+  }
 }
 
 // A whole item.
 template <class T>
-static void attend(const AttentionJob& job, const AttentionBuffers& buffers, const Item& item) {
-  const AttentionArgs& a = *job.args;
-  load_queries(a, item, buffers.query);
-  if (!job.writes_first)
-    write_positions<T>(a, item.request, item.kv_head, item.first_position, item.end, buffers.scores);
-  const int64_t first = item.begin / job.cut.chunk, last = (item.end - 1) / job.cut.chunk;
-  attend_chunk<T>(a, job.cut, buffers, buffers.total, item, first);
+static void attend(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Unit& unit,
+                   const Unit* next_unit) {
+  const int64_t first = unit.from / cut.chunk, last = (unit.to - 1) / cut.chunk;
+  attend_chunk<T>(a, cut, buffers, buffers.total, unit, next_unit, first);
   for (int64_t chunk = first + 1; chunk <= last; ++chunk) {
-    attend_chunk<T>(a, job.cut, buffers, buffers.chunk, item, chunk);
-    merge(buffers.total, buffers.chunk, item.rows, a.head_size);
+    attend_chunk<T>(a, cut, buffers, buffers.chunk, unit, next_unit, chunk);
+    merge(buffers.total, buffers.chunk, unit.rows, a.head_size);
   }
-  write_output(a, item, buffers.total);
+  write_output(a, unit, buffers.total);
 }
 
 // One chunk of an item that is split; who does the last one merges them all.
 template <class T>
-static void attend_split(const AttentionJob& job, const RequestWork& work, const AttentionBuffers& buffers,
-                         const Item& item, int64_t split) {
-  const AttentionArgs& a = *job.args;
-  const int64_t chunk = item.begin / job.cut.chunk + split, size = a.head_size;
-  load_queries(a, item, buffers.query);
-  if (!job.writes_first) {
-    const int64_t first = chunk * job.cut.chunk, end = first + job.cut.chunk;
-    write_positions<T>(a, item.request, item.kv_head, first > item.first_position ? first : item.first_position,
-                       end < item.end ? end : item.end, buffers.scores);
-  }
-  const int64_t stride = item.rows * sums_size(size);
-  float* partial = work.partial + item.kv_head * work.num_splits * stride;
-  attend_chunk<T>(a, job.cut, buffers, sums_at(partial + split * stride, item.rows, size), item, chunk);
-  if (__atomic_sub_fetch(work.left + item.kv_head, 1, __ATOMIC_ACQ_REL) != 0) return;
-  const Sums total = sums_at(partial, item.rows, size);
+static void attend_split(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Unit& unit,
+                         const Unit* next_unit) {
+  const int64_t size = a.head_size, stride = unit.rows * sums_size(size);
+  const Work& work = *unit.work;
+  float* partial = work.partial + unit.kv_head * work.num_splits * stride;
+  const Sums sums = sums_at(partial + unit.split * stride, unit.rows, size);
+  attend_chunk<T>(a, cut, buffers, sums, unit, next_unit, unit.from / cut.chunk);
+  if (__atomic_sub_fetch(work.left + unit.kv_head, 1, __ATOMIC_ACQ_REL) != 0) return;
+  const Sums total = sums_at(partial, unit.rows, size);
   for (int64_t other = 1; other < work.num_splits; ++other)
-    merge(total, sums_at(partial + other * stride, item.rows, size), item.rows, size);
-  write_output(a, item, total);
+    merge(total, sums_at(partial + other * stride, unit.rows, size), unit.rows, size);
+  write_output(a, unit, total);
 }
 
 // All keys and values of the step, shared among the threads.
@@ -264,16 +305,67 @@ static void write_all(const AttentionArgs& a, int thread, int num_threads, float
   }
 }
 
+// Takes the next unit, if there is one. From the last to the first: requests come by rising number of tokens, and the
+// longest should begin first.
+static bool take_unit(AttentionJob& job, Unit& unit) {
+  const AttentionArgs& a = *job.args;
+  const AttentionPlan& plan = *job.plan;
+  const int64_t number = __atomic_sub_fetch(&job.next_unit, 1, __ATOMIC_RELAXED);
+  if (number < 0) return false;
+  int64_t low = 0, high = plan.num_work;  // first_unit of low <= number < first_unit of high
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (plan.work[middle].first_unit <= number ? low : high) = middle;
+  }
+  const Work& work = plan.work[low];
+  // The items of a head follow each other, so that its keys and values are still in the processor's own cache.
+  const int64_t units_per_head = work.items_per_head * work.num_splits;
+  const int64_t within = (number - work.first_unit) % units_per_head;
+  unit.work = &work;
+  unit.kv_head = (number - work.first_unit) / units_per_head;
+  unit.split = work.num_splits > 1 ? within : 0;
+  unit.num_parts = work.num_members;
+  unit.rows = 0;
+  unit.begin = INT64_MAX;
+  unit.to = 0;
+  const int64_t first_query = work.num_splits > 1 ? 0 : within * plan.tokens_per_item;
+  for (int64_t p = 0; p < work.num_members; ++p) {
+    const Member& member = plan.members[work.first_member + p];
+    const int64_t request = member.request, left = tokens_of(a, request) - first_query;
+    const int64_t queries = left < plan.tokens_per_item ? left : plan.tokens_per_item;
+    Part& part = unit.parts[p];
+    part.request = request;
+    part.first_token = a.query_start[request] + first_query;
+    part.first_position = a.seq_lens[request] - left;
+    part.end = part.first_position + queries;
+    part.first_row = unit.rows;
+    part.shared_tiles = member.shared_tiles;
+    unit.rows += queries * (a.num_heads / a.num_kv_heads);
+    const int64_t begin =
+        a.window > 0 && part.first_position >= a.window ? part.first_position - a.window + 1 : 0;
+    unit.begin = begin < unit.begin ? begin : unit.begin;
+    unit.to = part.end > unit.to ? part.end : unit.to;
+  }
+  unit.from = unit.begin;
+  if (work.num_splits > 1) {
+    const int64_t first = (unit.begin / plan.cut.chunk + unit.split) * plan.cut.chunk, end = first + plan.cut.chunk;
+    unit.from = first > unit.begin ? first : unit.begin;
+    unit.to = end < unit.to ? end : unit.to;
+  }
+  return true;
+}
+
 template <class T>
 static void attention_thread(void* data, int thread, const Team& team) {
   auto& job = *static_cast<AttentionJob*>(data);
   const AttentionArgs& a = *job.args;
-  const int64_t group = a.num_heads / a.num_kv_heads, rows = job.tokens_per_item * group, size = a.head_size;
-  const int64_t stride = job.cut.stride();
+  const AttentionPlan& plan = *job.plan;
+  const int64_t rows = plan.tokens_per_item * (a.num_heads / a.num_kv_heads), size = a.head_size;
+  const int64_t stride = plan.cut.stride();
   static thread_local Scratch scratch;
   // The scores' memory holds one key head too, while it is written.
   const int64_t scores = rows * stride > size ? rows * stride : size;
-  float* memory = scratch.get(static_cast<size_t>(rows * (size + 2 * sums_size(size)) + scores + 2 * stride));
+  float* memory = scratch.get(static_cast<size_t>(rows * (size + 1 + 2 * sums_size(size)) + scores + 2 * stride));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   AttentionBuffers b;
   b.scores = memory;
@@ -282,85 +374,72 @@ static void attention_thread(void* data, int thread, const Team& team) {
   b.query = b.value_scale + stride;
   b.total = sums_at(b.query + rows * size, rows, size);
   b.chunk = sums_at(b.query + rows * (size + sums_size(size)), rows, size);
-  if (job.writes_first) {
+  b.positions = reinterpret_cast<int32_t*>(b.query + rows * (size + 2 * sums_size(size)));
+  if (plan.writes_first) {
     if (memory != nullptr) write_all<T>(a, thread, team.num_threads, b.scores);
     team.barrier();
   }
   if (memory == nullptr) return;
-  // From the last unit to the first: requests come by rising number of tokens, and the longest should begin first.
-  for (;;) {
-    const int64_t unit = __atomic_sub_fetch(&job.next_unit, 1, __ATOMIC_RELAXED);
-    if (unit < 0) return;
-    int64_t low = 0, high = a.num_requests;  // first_unit of low <= unit < first_unit of high
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (job.requests[middle].first_unit <= unit ? low : high) = middle;
-    }
-    const RequestWork& work = job.requests[low];
-    // The items of a head follow each other, so that its keys and values are still in the processor's own cache.
-    const int64_t units_per_head = (job.requests[low + 1].first_unit - work.first_unit) / a.num_kv_heads;
-    const int64_t kv_head = (unit - work.first_unit) / units_per_head;
-    const int64_t within = (unit - work.first_unit) % units_per_head;
-    if (work.num_splits > 1)
-      attend_split<T>(job, work, b, item_at(a, low, kv_head, 0, job.tokens_per_item), within);
+  // With many units each thread knows the one after next, which it begins to fetch towards the end of the next one.
+  const bool looks_ahead = plan.work[plan.num_work].first_unit >= 8 * team.num_threads;
+  Unit units[2];
+  bool has_unit = take_unit(job, units[0]);
+  for (int now = 0; has_unit; now ^= 1) {
+    const Unit& unit = units[now];
+    bool has_next = looks_ahead && take_unit(job, units[now ^ 1]);
+    const Unit* next = has_next ? &units[now ^ 1] : nullptr;
+    load_queries(a, unit, b);
+    if (!plan.writes_first) write_parts<T>(a, unit, b.scores);
+    if (unit.work->num_splits > 1)
+      attend_split<T>(a, plan.cut, b, unit, next);
     else
-      attend<T>(job, b, item_at(a, low, kv_head, within * job.tokens_per_item, job.tokens_per_item));
+      attend<T>(a, plan.cut, b, unit, next);
+    has_unit = has_next || (!looks_ahead && take_unit(job, units[now ^ 1]));
   }
-}
-
-PENSTOCK_INLINE int64_t chunks_of(const Item& item, const Cut& cut) {
-  return (item.end - 1) / cut.chunk - item.begin / cut.chunk + 1;
 }
 
 static bool attention(const AttentionArgs& a) {
-  const int64_t group = a.num_heads / a.num_kv_heads, size = a.head_size;
-  const int64_t tokens_per_item = group < kQueryRows ? kQueryRows / group : 1;
-  const Cut cut(a.block_size);
-  bool writes_first = false;
-  int64_t num_chunks = 0, num_elements = 0;
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  AttentionPlan plan{Cut(a.block_size), group < kQueryRows ? kQueryRows / group : 1, a.num_threads, nullptr, nullptr, 0,
+                     false};
+  int64_t num_elements = 0;
   for (int64_t r = 0; r < a.num_requests; ++r) {
-    const int64_t tokens = a.query_start[r + 1] - a.query_start[r];
-    writes_first |= tokens > (a.num_requests > 1 ? 1 : tokens_per_item);
-    const Item item = item_at(a, r, 0, 0, tokens);
-    num_chunks += chunks_of(item, cut) * ((tokens + tokens_per_item - 1) / tokens_per_item) * a.num_kv_heads;
-    num_elements += (item.end - item.begin) * tokens * a.num_heads * size;
+    const int64_t tokens = tokens_of(a, r);
+    // A request of few tokens would write its own just before it reads them, but others may read them as well.
+    plan.writes_first |= tokens > (a.num_requests > 1 ? 1 : plan.tokens_per_item);
+    num_elements += (a.seq_lens[r] - begin_of(a, r)) * tokens * a.num_heads * a.head_size;
   }
-  const int num_threads = num_elements < kAloneAttention ? 1 : a.num_threads;
-  // An item is split when it is more than a quarter of a thread's share; what is split is then few.
-  const int64_t most_chunks = num_threads == 1 ? INT64_MAX : num_chunks / (4 * num_threads) + 1;
+  if (num_elements < kAloneAttention) plan.num_threads = 1;
 
-  static thread_local Scratch scratch;
-  int64_t num_partials = 0;
-  for (int64_t r = 0; r < a.num_requests; ++r) {
-    const int64_t tokens = a.query_start[r + 1] - a.query_start[r];
-    const int64_t chunks = chunks_of(item_at(a, r, 0, 0, tokens), cut);
-    if (tokens <= tokens_per_item && chunks > most_chunks)
-      num_partials += a.num_kv_heads * chunks * tokens * group * sums_size(size);
-  }
-  const size_t work_floats = (a.num_requests + 1) * (sizeof(RequestWork) / sizeof(float));
-  float* memory = scratch.get(work_floats + static_cast<size_t>(a.num_requests * a.num_kv_heads + num_partials));
+  static thread_local Scratch plan_scratch, partial_scratch;
+  const int64_t member_floats = a.num_requests * static_cast<int64_t>(sizeof(Member) / sizeof(float));
+  const int64_t work_floats = (a.num_requests + 1) * static_cast<int64_t>(sizeof(Work) / sizeof(float));
+  float* memory = plan_scratch.get(static_cast<size_t>(member_floats + work_floats + slots_for(a.num_requests)));
   if (memory == nullptr) return false;
-  auto* work = reinterpret_cast<RequestWork*>(memory);
-  auto* left = reinterpret_cast<int32_t*>(memory + work_floats);
-  float* partial = memory + work_floats + a.num_requests * a.num_kv_heads;
-  work[0].first_unit = 0;
-  for (int64_t r = 0; r < a.num_requests; ++r, left += a.num_kv_heads) {
-    const int64_t tokens = a.query_start[r + 1] - a.query_start[r];
-    const int64_t chunks = chunks_of(item_at(a, r, 0, 0, tokens), cut);
-    const bool is_split = tokens <= tokens_per_item && chunks > most_chunks;
-    work[r].num_splits = is_split ? chunks : 1;
-    work[r].partial = partial;
-    work[r].left = left;
-    for (int64_t head = 0; head < a.num_kv_heads; ++head) left[head] = static_cast<int32_t>(chunks);
-    if (is_split) partial += a.num_kv_heads * chunks * tokens * group * sums_size(size);
-    const int64_t items = (tokens + tokens_per_item - 1) / tokens_per_item;
-    work[r + 1].first_unit = work[r].first_unit + items * work[r].num_splits * a.num_kv_heads;
+  plan.members = reinterpret_cast<Member*>(memory);
+  plan.work = reinterpret_cast<Work*>(memory + member_floats);
+  order_members(a, plan, reinterpret_cast<int32_t*>(memory + member_floats + work_floats));
+  gather_work(a, plan);
+
+  int64_t num_partials = 0;
+  for (int64_t w = 0; w < plan.num_work; ++w)
+    if (plan.work[w].num_splits > 1)
+      num_partials += a.num_kv_heads * (1 + plan.work[w].num_splits * plan.work[w].rows * sums_size(a.head_size));
+  float* partial = partial_scratch.get(static_cast<size_t>(num_partials));
+  if (partial == nullptr && num_partials > 0) return false;
+  for (int64_t w = 0; w < plan.num_work; ++w) {
+    Work& work = plan.work[w];
+    if (work.num_splits == 1) continue;
+    work.left = reinterpret_cast<int32_t*>(partial);
+    for (int64_t head = 0; head < a.num_kv_heads; ++head) work.left[head] = static_cast<int32_t>(work.num_splits);
+    work.partial = partial + a.num_kv_heads;
+    partial = work.partial + a.num_kv_heads * work.num_splits * work.rows * sums_size(a.head_size);
   }
-  AttentionJob job{&a, work, cut, tokens_per_item, writes_first, work[a.num_requests].first_unit, false};
+  AttentionJob job{&a, &plan, plan.work[plan.num_work].first_unit, false};
   switch (a.cache_type) {
-    case CacheType::kFloat32: run_parallel(num_threads, attention_thread<float>, &job); break;
-    case CacheType::kBfloat16: run_parallel(num_threads, attention_thread<uint16_t>, &job); break;
-    case CacheType::kInt8: run_parallel(num_threads, attention_thread<int8_t>, &job); break;
+    case CacheType::kFloat32: run_parallel(plan.num_threads, attention_thread<float>, &job); break;
+    case CacheType::kBfloat16: run_parallel(plan.num_threads, attention_thread<uint16_t>, &job); break;
+    case CacheType::kInt8: run_parallel(plan.num_threads, attention_thread<int8_t>, &job); break;
   }
   return !job.has_failed;
 }

@@ -7,6 +7,7 @@
 #include "sampling.inl"
 #include "attention_cache.inl"
 #include "attention_tiles.inl"
+#include "attention_plan.inl"
 #include "attention.inl"
 
 namespace PENSTOCK_NAMESPACE {

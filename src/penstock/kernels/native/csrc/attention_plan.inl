@@ -1,0 +1,186 @@
+// Who attends to what: the step's requests as units of work for the threads.
+
+namespace PENSTOCK_NAMESPACE {
+
+constexpr int64_t kQueryRows = 24;
+constexpr int64_t kTilePositions = 64;
+constexpr int64_t kChunkPositions = 1024;
+
+// How the positions are cut: a tile is a number of whole blocks, a chunk a number of whole tiles.
+struct Cut {
+  int64_t tile, chunk, blocks_per_tile;
+  explicit Cut(int64_t block_size) {
+    tile = block_size >= kTilePositions ? block_size : kTilePositions / block_size * block_size;
+    chunk = tile >= kChunkPositions ? tile : kChunkPositions / tile * tile;
+    blocks_per_tile = tile / block_size;
+  }
+  // Floats from one row of a tile's scores to the next.
+  int64_t stride() const { return (tile + kLanes - 1) / kLanes * kLanes; }
+};
+
+// A request, in the order in which work is made of them: those that begin with the same blocks follow each other.
+struct Member {
+  int64_t request;
+  int64_t shared_tiles;  // leading tiles whose blocks are those of the member before
+};
+
+// One request, or some of few tokens that share blocks. What has few tokens has one item per KV head, which may be split
+// into its chunks.
+struct Work {
+  int64_t first_unit;
+  int64_t first_member, num_members;
+  int64_t items_per_head;
+  int64_t num_splits;  // units of an item; 1 for a whole item at once
+  int64_t rows;        // of an item, if it is split
+  float* partial;      // [kv heads][num_splits][rows * sums_size], if it is split
+  int32_t* left;       // [kv heads], splits that are not done
+};
+
+struct AttentionPlan {
+  Cut cut;
+  int64_t tokens_per_item;
+  int num_threads;
+  Member* members;
+  Work* work;  // [num_work + 1]
+  int64_t num_work;
+  bool writes_first;  // all keys and values are written before anything is read
+};
+
+PENSTOCK_INLINE int64_t tokens_of(const AttentionArgs& a, int64_t request) {
+  return a.query_start[request + 1] - a.query_start[request];
+}
+
+// First position that any of a request's queries sees.
+PENSTOCK_INLINE int64_t begin_of(const AttentionArgs& a, int64_t request) {
+  const int64_t first_position = a.seq_lens[request] - tokens_of(a, request);
+  return a.window > 0 && first_position >= a.window ? first_position - a.window + 1 : 0;
+}
+
+PENSTOCK_INLINE int64_t chunks_of(const AttentionArgs& a, const Cut& cut, int64_t request) {
+  return (a.seq_lens[request] - 1) / cut.chunk - begin_of(a, request) / cut.chunk + 1;
+}
+
+PENSTOCK_INLINE int64_t blocks_of(const AttentionArgs& a, int64_t request) {
+  return (a.seq_lens[request] + a.block_size - 1) / a.block_size;
+}
+
+PENSTOCK_INLINE const int32_t* table_of(const AttentionArgs& a, int64_t request) {
+  return a.block_table + request * a.block_table_stride;
+}
+
+// Leading blocks that two requests have in common.
+PENSTOCK_INLINE int64_t common_blocks(const AttentionArgs& a, int64_t x, int64_t y) {
+  const int64_t of_x = blocks_of(a, x), of_y = blocks_of(a, y), most = of_x < of_y ? of_x : of_y;
+  const int32_t *blocks_x = table_of(a, x), *blocks_y = table_of(a, y);
+  int64_t count = 0;
+  while (count < most && blocks_x[count] == blocks_y[count]) ++count;
+  return count;
+}
+
+// The order of block tables as words of a lexicon have it.
+PENSTOCK_INLINE bool comes_before(const AttentionArgs& a, int64_t x, int64_t y) {
+  const int64_t common = common_blocks(a, x, y), of_x = blocks_of(a, x), of_y = blocks_of(a, y);
+  return common < of_x && common < of_y ? table_of(a, x)[common] < table_of(a, y)[common] : of_x < of_y;
+}
+
+// Whether a request's rows can be taken together with others': few, and seeing everything from the beginning.
+PENSTOCK_INLINE bool can_share(const AttentionArgs& a, const AttentionPlan& plan, int64_t request) {
+  return tokens_of(a, request) <= plan.tokens_per_item && begin_of(a, request) == 0 &&
+         blocks_of(a, request) >= plan.cut.blocks_per_tile;
+}
+
+// Slots of a hash table for so many requests: a power of two.
+PENSTOCK_INLINE int64_t slots_for(int64_t num_requests) {
+  int64_t slots = 4;
+  while (slots < 2 * num_requests) slots *= 2;
+  return slots;
+}
+
+// Whether any two requests have the last block of their first tile in common. seen: slots_for(num_requests) numbers.
+static bool any_share(const AttentionArgs& a, const AttentionPlan& plan, int32_t* seen) {
+  const int64_t slots = slots_for(a.num_requests), column = plan.cut.blocks_per_tile - 1;
+  for (int64_t i = 0; i < slots; ++i) seen[i] = -1;
+  for (int64_t r = 0; r < a.num_requests; ++r) {
+    if (!can_share(a, plan, r)) continue;
+    const int32_t block = table_of(a, r)[column];
+    int64_t slot = static_cast<uint32_t>(block) * 2654435761u & (slots - 1);
+    for (; seen[slot] >= 0; slot = (slot + 1) & (slots - 1))
+      if (seen[slot] == block) return true;
+    seen[slot] = block;
+  }
+  return false;
+}
+
+// Puts the members in order. They come, and those that share nothing stay, by rising number of tokens.
+static void order_members(const AttentionArgs& a, const AttentionPlan& plan, int32_t* seen) {
+  int64_t count = 0;
+  if (a.num_requests > 1 && any_share(a, plan, seen)) {
+    for (int64_t r = 0; r < a.num_requests; ++r) {
+      if (!can_share(a, plan, r)) continue;
+      int64_t low = 0, high = count++;
+      while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (comes_before(a, r, plan.members[middle].request))
+          high = middle;
+        else
+          low = middle + 1;
+      }
+      for (int64_t i = count - 1; i > low; --i) plan.members[i] = plan.members[i - 1];
+      plan.members[low].request = r;
+    }
+    plan.members[0].shared_tiles = 0;
+    for (int64_t i = 1; i < count; ++i)
+      plan.members[i].shared_tiles =
+          common_blocks(a, plan.members[i - 1].request, plan.members[i].request) / plan.cut.blocks_per_tile;
+  }
+  const bool has_sharers = count > 0;
+  for (int64_t r = 0; r < a.num_requests; ++r)
+    if (!has_sharers || !can_share(a, plan, r)) plan.members[count++] = {r, 0};
+}
+
+// Makes work of the members: as many together as share blocks, while there is enough to do for every thread.
+static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
+  int64_t few_tokens = 0, num_chunks = 0;
+  for (int64_t r = 0; r < a.num_requests; ++r) {
+    const int64_t tokens = tokens_of(a, r);
+    if (tokens <= plan.tokens_per_item) few_tokens += tokens;
+  }
+  const int64_t share = few_tokens * a.num_kv_heads / (4 * plan.num_threads);
+  const int64_t most_tokens = share < plan.tokens_per_item ? share : plan.tokens_per_item;
+  plan.num_work = 0;
+  int64_t gathered = 0;
+  for (int64_t i = 0; i < a.num_requests; ++i) {
+    Member& member = plan.members[i];
+    const int64_t tokens = tokens_of(a, member.request);
+    const bool is_few = tokens <= plan.tokens_per_item;
+    if (member.shared_tiles > 0 && gathered + tokens <= most_tokens) {
+      gathered += tokens;
+      ++plan.work[plan.num_work - 1].num_members;
+    } else {
+      gathered = tokens;
+      member.shared_tiles = 0;
+      Work& work = plan.work[plan.num_work++];
+      work.first_member = i;
+      work.num_members = 1;
+      work.items_per_head = is_few ? 1 : (tokens + plan.tokens_per_item - 1) / plan.tokens_per_item;
+      num_chunks += chunks_of(a, plan.cut, member.request) * work.items_per_head * a.num_kv_heads;
+    }
+  }
+  // An item is split when it is more than a quarter of a thread's share; what is split is then few.
+  const int64_t most_chunks = plan.num_threads == 1 ? INT64_MAX : num_chunks / (4 * plan.num_threads) + 1;
+  plan.work[0].first_unit = 0;
+  for (int64_t w = 0; w < plan.num_work; ++w) {
+    Work& work = plan.work[w];
+    int64_t chunks = 0, tokens = 0;
+    for (int64_t i = 0; i < work.num_members; ++i) {
+      const int64_t request = plan.members[work.first_member + i].request, of_member = chunks_of(a, plan.cut, request);
+      chunks = of_member > chunks ? of_member : chunks;
+      tokens += tokens_of(a, request);
+    }
+    work.rows = tokens * (a.num_heads / a.num_kv_heads);
+    work.num_splits = work.items_per_head == 1 && chunks > most_chunks ? chunks : 1;
+    plan.work[w + 1].first_unit = work.first_unit + work.items_per_head * work.num_splits * a.num_kv_heads;
+  }
+}
+
+}  // namespace PENSTOCK_NAMESPACE
