@@ -17,6 +17,7 @@ from penstock.config.env import cpu_kernels
 from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors
 from penstock.kernels.native.attention import NativeAttention
+from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.native.step_state import NativeStep
 
 try:
@@ -58,7 +59,8 @@ class NativeKernels:
         weight_OI = weight_OI.contiguous()
         num_outputs, num_inputs = weight_OI.shape
         width = self.instruction_set.panel_width
-        packed = torch.empty(-(-num_outputs // width) * width, num_inputs, dtype=weight_OI.dtype)
+        shape = (-(-num_outputs // width) * width, num_inputs)
+        packed = weight_memory(shape[0] * shape[1] * weight_OI.element_size()).view(weight_OI.dtype).view(shape)
         self.module.pack_weight(
             self._index,
             weight_OI.data_ptr(),

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from penstock.kernels.native import NATIVE, NativeKernels
 from penstock.kernels.native import _module as _library
+from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
-
-_CACHE_LINE = 64
 
 
 class NativeQuantizedProducts:
@@ -25,7 +24,7 @@ class NativeQuantizedProducts:
         self._module = module
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
-        packed = _aligned_bytes(self._module.quantized_packed_bytes(self.index, *weight.shape.kernel_sizes))
+        packed = weight_memory(self._module.quantized_packed_bytes(self.index, *weight.shape.kernel_sizes))
         self._convert(self._module.quantized_pack, weight, packed)
         return packed
 
@@ -101,10 +100,3 @@ def native_quantized_products(kernels: NativeKernels | None = NATIVE) -> NativeQ
         return None
     wanted = kernels.instruction_set.name
     return next((found for found in available_quantized_products() if found.name.startswith(wanted)), None)
-
-
-def _aligned_bytes(count: int) -> Tensor:
-    """Uninitialised bytes that begin on a cache line."""
-    memory = torch.empty(count + _CACHE_LINE, dtype=torch.uint8)
-    start = -memory.data_ptr() % _CACHE_LINE
-    return memory[start : start + count]
