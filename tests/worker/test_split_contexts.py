@@ -15,7 +15,7 @@ from penstock.device.dtypes import has_native_kernels
 from penstock.worker import split_contexts
 from penstock.worker.split_contexts import chunk_positions, split_context_bytes
 
-SOURCE = Path(penstock.kernels.native.__file__).parent / "csrc" / "attention.inl"
+SOURCE = Path(penstock.kernels.native.__file__).parent / "csrc" / "attention_plan.inl"
 needs_kernels = pytest.mark.skipif(not has_native_kernels(), reason="the C++ kernels were not built")
 
 
@@ -82,5 +82,5 @@ def test_the_sizes_are_those_of_the_source() -> None:
         ("kChunkPositions", split_contexts.CHUNK_POSITIONS),
     ):
         assert re.search(rf"constexpr int64_t {name} = {value};", source), name
-    assert f"num_chunks / ({split_contexts.SHARES_OF_A_THREAD} * num_threads) + 1" in source
-    assert "return size + kLanes + 1;" in source
+    assert f"num_chunks / ({split_contexts.SHARES_OF_A_THREAD} * plan.num_threads) + 1" in source
+    assert "return size + kLanes + 1;" in SOURCE.with_name("attention.inl").read_text()
