@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from penstock.contract import FullAttentionSpec, SlidingWindowSpec
 from penstock.device.dtypes import has_native_kernels
 
-# Of csrc/attention_plan.inl: query rows of an item, positions of a tile and of a chunk, and requests that are split have
+# Of csrc/attention_plan.inl: query rows of an item, positions of a tile and of a chunk. Requests that are split have
 # more chunks than this share of a thread's.
 QUERY_ROWS = 24
 TILE_POSITIONS = 64
