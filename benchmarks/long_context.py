@@ -6,7 +6,8 @@
 Three kinds of rows. "attention": the attention of one layer after the other, so that no cache of the processor holds
 what is read. "step": a model's whole forward pass and its logits, which read all weights and the KV cache once, over a
 cache of random numbers. "engine": steps of a whole engine after a real prefill (batch 1, the first context and dtype).
-The ceiling is torch's sum over more memory than any cache holds, timed in turns with what stands beside it.
+The ceiling is how fast a C program reads memory that no cache holds (`benchmarks/ceilings.c`), measured in turns with
+what stands beside it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.ceilings import Ceilings
 from benchmarks.offline import machine
 from benchmarks.workloads import LLAMA_60M
 from penstock.attention import LayerAttention, StepGeometry
@@ -40,7 +42,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.layers.linear import weights_size_bytes
 
-_CEILING_BYTES = 512 << 20
+# More than any cache holds: the layers' caches together have at least so many.
+_COLD_BYTES = 512 << 20
 _BLOCK_SIZE = 16
 # Query heads, KV heads, head size: of the 60M Llama, and of Qwen3-0.6B.
 _SHAPES = {"60M Llama": (8, 4, 64), "Qwen3-0.6B": (16, 8, 128)}
@@ -75,8 +78,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    ceiling = _fill(_memory(_CEILING_BYTES).view(torch.float32).view(2, -1))
-    clock = Turns(ceiling, arguments.repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        meter = Ceilings(Path(folder), arguments.threads)
+        if not meter.is_available:
+            parser.error("the ceilings are measured by a C program, and there is no C compiler here: install gcc")
+        report(arguments, Turns(meter, arguments.repeats))
+
+
+def report(arguments: argparse.Namespace, clock: Turns) -> None:
     rows = []
     for dtype in arguments.dtypes:
         for context in arguments.contexts:
@@ -90,25 +99,25 @@ def main() -> None:
     print(as_markdown(rows, machine(arguments.threads)))
     if arguments.output is not None:
         name = f"{datetime.date.today().isoformat()}-cpu-long-context"
-        report = {"machine": machine(arguments.threads), "rows": [asdict(row) | {"share": row.share} for row in rows]}
-        (arguments.output / f"{name}.json").write_text(json.dumps(report, indent=1))
+        facts = {"machine": machine(arguments.threads), "rows": [asdict(row) | {"share": row.share} for row in rows]}
+        (arguments.output / f"{name}.json").write_text(json.dumps(facts, indent=1))
         (arguments.output / f"{name}.md").write_text(as_markdown(rows, machine(arguments.threads)))
 
 
 class Turns:
     """Times a function in turns with the reading of plain memory, so that both see the same moments of the machine."""
 
-    def __init__(self, memory: Tensor, repeats: int) -> None:
-        self._memory, self._repeats = memory, repeats
+    def __init__(self, meter: Ceilings, repeats: int) -> None:
+        self._meter, self._repeats = meter, repeats
 
     def time(self, run: Callable[[], object]) -> tuple[float, float]:
         """Median seconds of `run`, and median bytes per second of plain reading."""
         run()
         taken, speeds = [], []
         for _ in range(self._repeats):
-            begin = time.perf_counter()
-            self._memory.sum()
-            speeds.append(_CEILING_BYTES / (time.perf_counter() - begin))
+            ceilings = self._meter.measure()
+            assert ceilings is not None
+            speeds.append(ceilings["memory_gb_s"] * 1e9)
             begin = time.perf_counter()
             run()
             taken.append(time.perf_counter() - begin)
@@ -123,7 +132,7 @@ def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: 
     num_blocks = int(geometry.block_table.max()) + 1
     elements = head_elements(head_size, dtype)
     layer_bytes = 2 * batch * context * num_kv_heads * elements * TORCH_DTYPES[dtype].itemsize
-    num_layers = max(2, -(-_CEILING_BYTES // layer_bytes))
+    num_layers = max(2, -(-_COLD_BYTES // layer_bytes))
     shape = backend.kv_cache_shape(num_blocks, _BLOCK_SIZE, num_kv_heads, elements)
     cache_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
     caches = [_fill(_memory(cache_bytes).view(TORCH_DTYPES[dtype]).view(shape)) for _ in range(num_layers)]
