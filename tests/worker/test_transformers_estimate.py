@@ -179,6 +179,13 @@ def test_absent_fields_mean_what_they_mean_to_transformers(
     check(tmp_path)
 
 
+def test_kinds_of_layers_decide_about_windows(tmp_path: Path) -> None:
+    changes = {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2, "no_rope_layers": [1, 0]}
+    save(tmp_path, "SmolLM3ForCausalLM", changes)
+    edit_config(tmp_path, sliding_window=8)
+    check(tmp_path)
+
+
 def test_no_torch_is_imported_for_known_classes(tmp_path: Path) -> None:
     save(tmp_path / "a", "GPTNeoXForCausalLM", {})
     save(tmp_path / "b", "Qwen2MoeForCausalLM", MIXTURES["Qwen2MoeForCausalLM"])

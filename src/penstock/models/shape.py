@@ -6,6 +6,7 @@ its own by a field that is absent, that is said here once more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config import ModelConfig
@@ -14,6 +15,8 @@ from penstock.errors import UnsupportedFeature
 from penstock.models.config_fields import ConfigFields
 from penstock.models.qwen_windows import read_qwen_windows
 
+# Windows by layer, from the fields and the number of layers.
+ReadWindows = Callable[[ConfigFields, int], list[int | None]]
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
@@ -100,8 +103,8 @@ class ModelShape:
         return specs
 
 
-def read_shape(model_config: ModelConfig) -> ModelShape:
-    """The shape that `config.json` describes.
+def read_shape(model_config: ModelConfig, read_windows: ReadWindows | None = None) -> ModelShape:
+    """The shape that `config.json` describes. read_windows: where a family has rules of its own for them.
 
     Raises ModelError for a field that is missing or damaged, UnsupportedFeature for kinds of layers that no decoder
     here has.
@@ -119,7 +122,11 @@ def read_shape(model_config: ModelConfig) -> ModelShape:
         num_heads=num_heads,
         num_kv_heads=1 if fields.hf_config.get("multi_query") else _integer(fields, _KV_HEADS, default=num_heads),
         head_size=head_size,
-        windows=tuple(_read_windows(fields, architecture, num_layers)),
+        windows=tuple(
+            _read_windows(fields, architecture, num_layers)
+            if read_windows is None
+            else read_windows(fields, num_layers)
+        ),
         rotary_dim=0 if architecture in _WITHOUT_ROTARY else head_size,
         ties_embeddings=fields.flag("tie_word_embeddings", default=architecture in _TIED_BY_DEFAULT),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
-from penstock.models.shape import ModelShape, read_shape
+from penstock.models.shape import ModelShape, ReadWindows, read_shape
 
 _ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 _DEFAULT_ACTIVATION = {
@@ -60,12 +60,9 @@ def read_transformers_shape(model_config: ModelConfig) -> TransformersShape:
     Raises ModelError for a field that is missing or damaged.
     """
     fields, architecture = ConfigFields(model_config), model_config.architecture
-    shape = read_shape(model_config)
-    read_windows = _WINDOWS.get(architecture, _no_windows)
+    shape = read_shape(model_config, _WINDOWS.get(architecture, _no_windows))
     longest = model_config.longest_context
-    windows = [
-        None if window is None or window >= longest else window for window in read_windows(fields, shape.num_layers)
-    ]
+    windows = [None if window is None or window >= longest else window for window in shape.windows]
     decoder = replace(
         shape,
         num_kv_heads=shape.num_heads if architecture in _ONE_KV_HEAD_EACH else shape.num_kv_heads,
@@ -128,6 +125,7 @@ def _smollm3_windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
     every = fields.integer("no_rope_layer_interval", 4)
     if turns is None:
         turns = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    # Kinds that are named decide, since masks are made by them, even where `use_sliding_window` is false.
     window = fields.optional_integer("sliding_window")
     is_used = fields.flag("use_sliding_window", default=False)
     default = [is_used and not turned for turned in turns[:num_layers]]
@@ -142,7 +140,7 @@ def _qwen2_moe_windows(fields: ConfigFields, num_layers: int) -> list[int | None
     return _by_layer_types(fields, num_layers, window=window, default=default)
 
 
-_WINDOWS: dict[str, Callable[[ConfigFields, int], list[int | None]]] = {
+_WINDOWS: dict[str, ReadWindows] = {
     "Cohere2ForCausalLM": _cohere2_windows,
     "MixtralForCausalLM": _same_window,
     "Qwen2MoeForCausalLM": _qwen2_moe_windows,
