@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
-from penstock.runner.async_output import AsyncOutput, ReadyOutput
+from penstock.runner.async_output import ReadyOutput
 from penstock.worker import WorkerWrapperBase
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class _ReportingHandle:
     """A step whose result is read here, but whose failure is the worker's."""
 
-    def __init__(self, wrapper: WorkerWrapperBase, handle: AsyncOutput) -> None:
+    def __init__(self, wrapper: WorkerWrapperBase, handle: StepHandle) -> None:
         self.step_id = handle.step_id
         self._wrapper = wrapper
         self._handle = handle
@@ -69,8 +69,7 @@ class UniProcExecutor(Executor):
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
         try:
-            worker: WorkerBase = self._worker or self._wrapper.worker
-            handle = worker.sample_tokens(grammar)
+            handle: Any = (self._worker or self._wrapper.worker).sample_tokens(grammar)
         except Exception as error:
             self._wrapper.report("sample_tokens", error)
         return handle if isinstance(handle, ReadyOutput) else _ReportingHandle(self._wrapper, handle)
