@@ -110,9 +110,7 @@ def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[s
 def _wrap_stages(session: Session, clock: StageClock) -> None:
     core, runner = _parts(session)
     clock.wrap(core.scheduler, "schedule", "schedule")
-    clock.wrap(runner.lifecycle, "apply", "request state")
-    clock.wrap(runner.batcher, "build", "input batch")
-    clock.wrap(runner.kv_cache, "prepare", "attention metadata")
+    clock.wrap(runner.repeated, "prepare", "inputs")
     _wrap_model(session, clock)
     clock.wrap(runner.sampler, "sample", "sampling")
     clock.wrap(core.scheduler, "update_from_output", "scheduler update")
@@ -135,7 +133,7 @@ def _parts(session: Session) -> tuple[EngineCore, ModelRunner]:
 
 
 def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
-    return {stage: statistics.median(step[stage] for step in steps) * 1e6 for stage in steps[0]}
+    return {stage: statistics.median(step.get(stage, 0.0) for step in steps) * 1e6 for stage in steps[0]}
 
 
 def as_markdown(report: dict[str, Any]) -> str:
