@@ -15,8 +15,6 @@ struct Best {
 
 struct GreedyJob {
   const LinearArgs* args;
-  float* packed;
-  int64_t rows_at_once;
   Best* best;  // [threads][rows]
   bool* had_memory;  // [threads]
 };
@@ -55,39 +53,32 @@ static void greedy_thread(void* data, int thread, const Team& team) {
   const LinearArgs& a = *job.args;
   const int64_t full_panels = a.out_features / kPanel, rest = a.out_features % kPanel;
   const int64_t begin = full_panels * thread / team.num_threads, end = full_panels * (thread + 1) / team.num_threads;
-  int64_t strip = kProductsAtOnce / job.rows_at_once / kPanel;
+  const int64_t at_once = least(rows_at_once(a), a.rows);
+  int64_t strip = kProductsAtOnce / at_once / kPanel;
   strip = strip < 4 ? 4 : strip;
   Best* best = job.best + thread * a.rows;
   for (int64_t row = 0; row < a.rows; ++row) best[row] = {-__builtin_inff(), begin * kPanel, -1};
 
   static thread_local Scratch scratch;
-  float* products = scratch.get(static_cast<size_t>(job.rows_at_once * strip * kPanel));
-  // Without memory the thread still comes to every barrier.
+  float* products = scratch.get(static_cast<size_t>(at_once * strip * kPanel));
   job.had_memory[thread] = products != nullptr;
+  if (products == nullptr) return;
   LinearArgs part = a;
   part.out_stride = strip * kPanel;
-  for (int64_t first = 0; first < a.rows; first += job.rows_at_once) {
-    const int64_t rows = a.rows - first < job.rows_at_once ? a.rows - first : job.rows_at_once;
-    const float* packed = job.packed;
-    if (packed == nullptr) {
-      packed = a.x;
-    } else {
-      if (first != 0) team.barrier();
-      pack_rows(a, first, rows, job.packed, thread, team.num_threads);
-      team.barrier();
-    }
-    if (products == nullptr) continue;
+  for (int64_t first = 0; first < a.rows; first += at_once) {
+    const int64_t rows = least(at_once, a.rows - first);
+    part.x = a.x + first * a.x_stride;
     for (int64_t panel = begin; panel < end; panel += strip) {
       const int64_t last = end - panel < strip ? end : panel + strip;
       // Panels lie in the output at their own numbers.
       part.out = products - panel * kPanel;
-      multiply_panels<W>(part, packed, 0, rows, panel, last);
+      multiply_panels<W>(part, 0, rows, panel, last);
       for (int64_t row = 0; row < rows; ++row)
         look_at(products + row * part.out_stride, (last - panel) * kPanel, panel * kPanel, best[first + row]);
     }
     if (rest != 0 && thread == team.num_threads - 1) {
       part.out = products - full_panels * kPanel;
-      multiply_edge<W>(part, packed, 0, rows);
+      multiply_edge<W>(part, 0, rows);
       for (int64_t row = 0; row < rows; ++row)
         look_at(products + row * part.out_stride, rest, full_panels * kPanel, best[first + row]);
     }
@@ -97,10 +88,7 @@ static void greedy_thread(void* data, int thread, const Team& team) {
 static bool greedy(const GreedyArgs& g) {
   const LinearArgs& a = g.product;
   if (a.rows == 0) return true;
-  int64_t rows_at_once = kRowsInCache / a.in_features / kTileRows * kTileRows;
-  if (rows_at_once < 4 * kTileRows) rows_at_once = 4 * kTileRows;
-  if (rows_at_once > a.rows) rows_at_once = a.rows;
-  static thread_local Scratch rows_scratch, best_scratch;
+  static thread_local Scratch best_scratch;
   const size_t num_best = static_cast<size_t>(a.num_threads * a.rows);
   // Best is at least as strictly aligned as bool, which comes after.
   auto* memory = best_scratch.get((num_best * sizeof(Best) + a.num_threads) / sizeof(float) + 1);
@@ -110,11 +98,7 @@ static bool greedy(const GreedyArgs& g) {
   // The runtime may grant fewer threads than asked for; the others then have found nothing.
   for (size_t i = 0; i < num_best; ++i) best[i] = {-__builtin_inff(), 0, -1};
   for (int thread = 0; thread < a.num_threads; ++thread) had_memory[thread] = true;
-  GreedyJob job{&a, nullptr, rows_at_once, best, had_memory};
-  if (a.rows > 1) {
-    job.packed = rows_scratch.get(static_cast<size_t>(rows_at_once * a.in_features));
-    if (job.packed == nullptr) return false;
-  }
+  GreedyJob job{&a, best, had_memory};
   run_parallel(a.num_threads,
                for_type(a.weight_type, greedy_thread<float>, greedy_thread<Bfloat16>, greedy_thread<Float16>), &job);
   for (int thread = 0; thread < a.num_threads; ++thread)

@@ -1,6 +1,7 @@
 // All kernels of one instruction set, and their table.
 
 #include "simd.h"
+#include "tiles.h"
 #include "linear.inl"
 #include "greedy.inl"
 #include "elementwise.inl"

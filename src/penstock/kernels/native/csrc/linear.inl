@@ -9,7 +9,9 @@ constexpr int kPanel = PENSTOCK_PANEL_VECTORS * kLanes;
 constexpr int kTileRows = PENSTOCK_TILE_ROWS;
 // Inner elements taken at a time, so that a panel's part stays in a near cache while all rows pass over it.
 constexpr int64_t kDepth = 512;
-// Floats of packed rows that a thread goes over for every panel: they should stay in the second-level cache.
+// Inner elements between two turns of a loop: with so few turns, processors foresee its end.
+constexpr int kUnroll = 8;
+// Floats of rows that a thread goes over for every panel: they should stay in the second-level cache.
 constexpr int64_t kRowsInCache = 96 * 1024;
 
 // Panels hold an inner element's weights side by side: the first vector's, then the second's. Those of bfloat16 alternate
@@ -40,76 +42,108 @@ constexpr int64_t place_in_panel<Bfloat16>(int64_t column) {
   return 2 * (column % kLanes) + column / kLanes;
 }
 
-// A tile of R rows by P panels: out += x * weight over `depth` inner elements.
+// Tiles of R rows by P panels, one below the other: out += x * weight over `depth` inner elements.
 //
-// x: packed, [depth][R]. weight: panels `panel_stride` apart. out: row i, panel p at out + i * out_stride + p * kPanel;
-// started from zero if `is_first`. next: memory to fetch into the cache meanwhile, `next_step` bytes per element.
-template <int R, int P, class W>
-PENSTOCK_INLINE void multiply_tile(const float* x, const W* weight, int64_t panel_stride, int64_t depth, float* out,
-                                   int64_t out_stride, bool is_first, const char* next, int64_t next_step) {
-  constexpr int V = PENSTOCK_PANEL_VECTORS;
-  Vec sum[R][P][V];
-  for (int i = 0; i < R; ++i)
-    for (int p = 0; p < P; ++p)
-      for (int v = 0; v < V; ++v)
-        sum[i][p][v] = is_first ? Vec{} : load(out + i * out_stride + p * kPanel + v * kLanes);
-  for (int64_t k = 0; k < depth; ++k) {
-    __builtin_prefetch(next + k * next_step, 0, 2);  // into the second-level cache: the first is full
-    Vec w[P][V];
-    for (int p = 0; p < P; ++p) load_pair(weight + p * panel_stride + k * kPanel, w[p]);
-    for (int i = 0; i < R; ++i) {
-      const Vec xi = splat(x[k * R + i]);
-      for (int p = 0; p < P; ++p)
-        for (int v = 0; v < V; ++v) sum[i][p][v] += xi * w[p][v];
-    }
-  }
-  for (int i = 0; i < R; ++i)
-    for (int p = 0; p < P; ++p)
-      for (int v = 0; v < V; ++v) store(out + i * out_stride + p * kPanel + v * kLanes, sum[i][p][v]);
-}
-
+// weight: panels `panel_stride` apart. out: row i, panel p at out + i * out_stride + p * kPanel; started from zero if
+// `is_first`.
 template <class W>
-struct TileArgs {
+struct TileColumn {
   const float* x;
+  int64_t x_stride;
   const W* weight;
   int64_t panel_stride, depth;
   float* out;
   int64_t out_stride;
   bool is_first;
-  const char* next;
-  int64_t next_step;
+  Fetch fetch;
+  int64_t num_tiles;
 };
 
+// Compilers would else keep every sum of a stride and a step at hand, more of them than there are registers.
+PENSTOCK_INLINE void keep_apart(const float*& pointer) { asm("" : "+r"(pointer)); }
+
 template <int R, int P, class W>
-static __attribute__((noinline)) void run_tile(const TileArgs<W>& t) {
-  multiply_tile<R, P, W>(t.x, t.weight, t.panel_stride, t.depth, t.out, t.out_stride, t.is_first, t.next, t.next_step);
+PENSTOCK_INLINE void multiply_step(const float* const (&x)[R], int k, const W* weight, int64_t panel_stride,
+                                   Vec (&sum)[R][P][2]) {
+  Vec w[P][2];
+  for (int p = 0; p < P; ++p) load_pair(weight + p * panel_stride + k * kPanel, w[p]);
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) {
+    const Vec xi = splat(x[i][k]);
+    for (int p = 0; p < P; ++p)
+      for (int v = 0; v < 2; ++v) sum[i][p][v] += xi * w[p][v];
+  }
+}
+
+template <int R, int P, class W>
+static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
+  static const float zeros[P * kPanel] = {};
+  const int64_t start_stride = t.is_first ? 0 : t.out_stride;
+  float* out = t.out;
+  Fetch fetch = t.fetch;
+  for (int64_t tile = 0; tile < t.num_tiles; ++tile, out += R * t.out_stride) {
+    const float* x[R];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+      x[i] = t.x + (tile * R + i) * t.x_stride;
+      keep_apart(x[i]);
+    }
+    Vec sum[R][P][2];
+    const float* start = t.is_first ? zeros : out;
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i)
+      for (int p = 0; p < P; ++p)
+        for (int v = 0; v < 2; ++v) sum[i][p][v] = load(start + i * start_stride + p * kPanel + v * kLanes);
+
+    const W* weight = t.weight;
+    int64_t left = t.depth;
+    for (; left >= kUnroll; left -= kUnroll, weight += kUnroll * kPanel) {
+      fetch.turn();
+#pragma GCC unroll 8
+      for (int k = 0; k < kUnroll; ++k) multiply_step<R, P>(x, k, weight, t.panel_stride, sum);
+#pragma GCC unroll 16
+      for (int i = 0; i < R; ++i) {
+        x[i] += kUnroll;
+        keep_apart(x[i]);
+      }
+    }
+    for (; left > 0; --left, weight += kPanel) {
+      multiply_step<R, P>(x, 0, weight, t.panel_stride, sum);
+#pragma GCC unroll 16
+      for (int i = 0; i < R; ++i) ++x[i];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i)
+      for (int p = 0; p < P; ++p)
+        for (int v = 0; v < 2; ++v) store(out + i * t.out_stride + p * kPanel + v * kLanes, sum[i][p][v]);
+  }
 }
 
 // Few rows take several panels at once: a single chain of additions per vector would wait for itself.
-constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; }
+constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; }
 
 template <class W, int P>
-PENSTOCK_INLINE void dispatch_rows(int rows, const TileArgs<W>& t) {
+PENSTOCK_INLINE void dispatch_rows(int64_t rows, const TileColumn<W>& t) {
   switch (rows) {
-    case 1: return run_tile<1, P, W>(t);
-    case 2: return run_tile<2, P < 4 ? P : 3, W>(t);
-    case 3: return run_tile<3, P < 3 ? P : 2, W>(t);
-    case 4: return run_tile<4, 1, W>(t);
-    case 5: return run_tile<5, 1, W>(t);
+    case 1: return run_tiles<1, P, W>(t);
+    case 2: return run_tiles<2, P < 4 ? P : 3, W>(t);
+    case 3: return run_tiles<3, P < 3 ? P : 2, W>(t);
+    case 4: return run_tiles<4, 1, W>(t);
+    case 5: return run_tiles<5, 1, W>(t);
 #if PENSTOCK_TILE_ROWS > 6
-    case 6: return run_tile<6, 1, W>(t);
-    case 7: return run_tile<7, 1, W>(t);
-    case 8: return run_tile<8, 1, W>(t);
-    case 9: return run_tile<9, 1, W>(t);
-    case 10: return run_tile<10, 1, W>(t);
-    case 11: return run_tile<11, 1, W>(t);
+    case 6: return run_tiles<6, 1, W>(t);
+    case 7: return run_tiles<7, 1, W>(t);
+    case 8: return run_tiles<8, 1, W>(t);
+    case 9: return run_tiles<9, 1, W>(t);
+    case 10: return run_tiles<10, 1, W>(t);
+    case 11: return run_tiles<11, 1, W>(t);
 #endif
-    default: return run_tile<kTileRows, 1, W>(t);
+    default: return run_tiles<kTileRows, 1, W>(t);
   }
 }
 
 template <class W>
-static void multiply(int rows, int panels, const TileArgs<W>& t) {
+static void multiply(int64_t rows, int64_t panels, const TileColumn<W>& t) {
   switch (panels) {
     case 4: return dispatch_rows<W, 4>(rows, t);
     case 3: return dispatch_rows<W, 3>(rows, t);
@@ -118,67 +152,58 @@ static void multiply(int rows, int panels, const TileArgs<W>& t) {
   }
 }
 
-// Rows `first` .. of x as tiles of [in_features][tile rows]. Threads share the tiles.
-static void pack_rows(const LinearArgs& a, int64_t first, int64_t rows, float* packed, int thread, int num_threads) {
-  const int64_t depth = a.in_features;
-  for (int64_t tile = thread; tile * kTileRows < rows; tile += num_threads) {
-    const int64_t start = tile * kTileRows;
-    const int64_t height = rows - start < kTileRows ? rows - start : kTileRows;
-    const float* from = a.x + (first + start) * a.x_stride;
-    float* to = packed + start * depth;
-    if (height == kTileRows) {
-      for (int64_t k = 0; k < depth; ++k)
-        for (int i = 0; i < kTileRows; ++i) to[k * kTileRows + i] = from[i * a.x_stride + k];
-    } else {
-      for (int64_t k = 0; k < depth; ++k)
-        for (int64_t i = 0; i < height; ++i) to[k * height + i] = from[i * a.x_stride + k];
+template <class W>
+PENSTOCK_INLINE void multiply_column(const Tiles& tiles, int64_t panels, TileColumn<W> t) {
+  if (tiles.num_taller > 0) {
+    const int64_t rows = tiles.rows_of_taller();
+    t.num_tiles = tiles.num_taller;
+    multiply<W>(tiles.height + 1, panels, t);
+    t.x += rows * t.x_stride;
+    t.out += rows * t.out_stride;
+    t.fetch.skip(tiles.num_taller * (t.depth / kUnroll));
+  }
+  t.num_tiles = tiles.count - tiles.num_taller;
+  multiply<W>(tiles.height, panels, t);
+}
+
+// Panels first_panel .. last_panel, all of them full, times a chunk of rows.
+template <class W>
+static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t first_panel,
+                            int64_t last_panel) {
+  const int64_t depth = a.in_features, panel_stride = depth * kPanel;
+  const Tiles tiles(rows, kTileRows);
+  const bool is_single = tiles.count == 1;
+  const int64_t at_once = is_single ? panels_at_once(rows) : 1;
+  const int64_t block = is_single ? depth : kDepth;
+  for (int64_t panel = first_panel; panel < last_panel; panel += at_once) {
+    const int64_t panels = least(at_once, last_panel - panel);
+    for (int64_t k = 0; k < depth; k += block) {
+      const int64_t part = least(block, depth - k);
+      const W* weight = static_cast<const W*>(a.weight) + panel * panel_stride + k * kPanel;
+      // While the rows pass over one part of a panel, the part after it is fetched. Several panels are fetched as they
+      // are read: that is from several places already.
+      const int64_t bytes = part * kPanel * static_cast<int64_t>(sizeof(W));
+      const int64_t turns = tiles.count * divided_up(part, kUnroll);
+      const Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(weight + part * kPanel, bytes, turns);
+      multiply_column<W>(tiles, panels,
+                         {a.x + first_row * a.x_stride + k, a.x_stride, weight, panel_stride, part,
+                          a.out + first_row * a.out_stride + panel * kPanel, a.out_stride, k == 0, fetch, 0});
     }
   }
 }
 
 // The panel that is not full goes through a buffer: its padding must not reach the output.
 template <class W>
-static void multiply_edge(const LinearArgs& a, const float* packed, int64_t first_row, int64_t rows) {
+static void multiply_edge(const LinearArgs& a, int64_t first_row, int64_t rows) {
   const int64_t panel = a.out_features / kPanel, columns = a.out_features % kPanel;
   const W* weight = static_cast<const W*>(a.weight) + panel * a.in_features * kPanel;
   float edge[kTileRows * kPanel];
   for (int64_t start = 0; start < rows; start += kTileRows) {
-    const int height = static_cast<int>(rows - start < kTileRows ? rows - start : kTileRows);
-    const char* next = reinterpret_cast<const char*>(weight);
-    multiply<W>(height, 1, {packed + start * a.in_features, weight, 0, a.in_features, edge, kPanel, true, next, 0});
+    const int64_t height = least(kTileRows, rows - start);
+    const float* x = a.x + (first_row + start) * a.x_stride;
+    multiply<W>(height, 1, {x, a.x_stride, weight, 0, a.in_features, edge, kPanel, true, fetch_nothing(), 1});
     float* out = a.out + (first_row + start) * a.out_stride + panel * kPanel;
     for (int i = 0; i < height; ++i) std::memcpy(out + i * a.out_stride, edge + i * kPanel, columns * sizeof(float));
-  }
-}
-
-// Panels first_panel .. last_panel, all of them full, times a chunk of packed rows.
-template <class W>
-static void multiply_panels(const LinearArgs& a, const float* packed, int64_t first_row, int64_t rows,
-                            int64_t first_panel, int64_t last_panel) {
-  const int64_t depth = a.in_features, panel_stride = depth * kPanel;
-  const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
-  const int at_once = num_tiles == 1 ? panels_at_once(static_cast<int>(rows)) : 1;
-  const int64_t block = num_tiles == 1 ? depth : kDepth;
-  // While the rows pass over one part of a panel, the part after it is fetched, a share of it by each tile.
-  const int64_t bytes_per_element = kPanel * static_cast<int64_t>(sizeof(W));
-  const int64_t step = num_tiles == 1 ? 0 : (bytes_per_element + num_tiles - 1) / num_tiles;
-
-  for (int64_t panel = first_panel; panel < last_panel;) {
-    const int panels = static_cast<int>(last_panel - panel < at_once ? last_panel - panel : at_once);
-    for (int64_t k = 0; k < depth; k += block) {
-      const int64_t part = depth - k < block ? depth - k : block;
-      const W* weight = static_cast<const W*>(a.weight) + panel * panel_stride + k * kPanel;
-      const char* next = reinterpret_cast<const char*>(weight + part * kPanel);
-      for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        const int64_t start = tile * kTileRows;
-        const int height = static_cast<int>(rows - start < kTileRows ? rows - start : kTileRows);
-        multiply<W>(height, panels,
-                    {packed + start * depth + k * height, weight, panel_stride, part,
-                     a.out + (first_row + start) * a.out_stride + panel * kPanel, a.out_stride, k == 0,
-                     next + tile * step * part, step});
-      }
-    }
-    panel += panels;
   }
 }
 
@@ -189,53 +214,38 @@ static void add_bias(const LinearArgs& a, int64_t first_row, int64_t rows, int64
   }
 }
 
+// Rows that a thread takes at a time: chunks of nearly the same size, in whole tiles.
+static int64_t rows_at_once(const LinearArgs& a) {
+  const int64_t fitting = kRowsInCache / a.in_features;
+  const int64_t most = fitting < 8 * kTileRows ? 8 * kTileRows : fitting;
+  return divided_up(divided_up(a.rows, divided_up(a.rows, most)), kTileRows) * kTileRows;
+}
+
 template <class Function>
 static Function for_type(WeightType type, Function float32, Function bfloat16, Function float16) {
   return type == WeightType::kFloat32 ? float32 : type == WeightType::kBfloat16 ? bfloat16 : float16;
 }
 
-struct LinearJob {
-  const LinearArgs* args;
-  float* packed;
-  int64_t rows_at_once;
-};
-
 template <class W>
 static void linear_thread(void* data, int thread, const Team& team) {
-  const auto& job = *static_cast<const LinearJob*>(data);
-  const LinearArgs& a = *job.args;
+  const LinearArgs& a = *static_cast<const LinearArgs*>(data);
   const int64_t full_panels = a.out_features / kPanel;
   const int64_t begin = full_panels * thread / team.num_threads, end = full_panels * (thread + 1) / team.num_threads;
   const bool has_edge = thread == team.num_threads - 1 && a.out_features % kPanel != 0;
-  for (int64_t first = 0; first < a.rows; first += job.rows_at_once) {
-    const int64_t rows = a.rows - first < job.rows_at_once ? a.rows - first : job.rows_at_once;
-    const float* packed = job.packed;
-    if (packed == nullptr) {
-      packed = a.x;  // a single row lies as it would be packed
-    } else {
-      if (first != 0) team.barrier();  // others may still read the rows before these
-      pack_rows(a, first, rows, job.packed, thread, team.num_threads);
-      team.barrier();
-    }
-    multiply_panels<W>(a, packed, first, rows, begin, end);
-    if (has_edge) multiply_edge<W>(a, packed, first, rows);
+  const int64_t at_once = rows_at_once(a);
+  for (int64_t first = 0; first < a.rows; first += at_once) {
+    const int64_t rows = least(at_once, a.rows - first);
+    multiply_panels<W>(a, first, rows, begin, end);
+    if (has_edge) multiply_edge<W>(a, first, rows);
     if (a.bias != nullptr) add_bias(a, first, rows, begin * kPanel, has_edge ? a.out_features : end * kPanel);
   }
 }
 
 static bool linear(const LinearArgs& a) {
   if (a.rows == 0) return true;
-  int64_t rows_at_once = kRowsInCache / a.in_features / kTileRows * kTileRows;
-  if (rows_at_once < 4 * kTileRows) rows_at_once = 4 * kTileRows;
-  if (rows_at_once > a.rows) rows_at_once = a.rows;
-  static thread_local Scratch scratch;
-  LinearJob job{&a, nullptr, rows_at_once};
-  if (a.rows > 1) {
-    job.packed = scratch.get(static_cast<size_t>(rows_at_once * a.in_features));
-    if (job.packed == nullptr) return false;
-  }
+  LinearArgs args = a;
   run_parallel(a.num_threads,
-               for_type(a.weight_type, linear_thread<float>, linear_thread<Bfloat16>, linear_thread<Float16>), &job);
+               for_type(a.weight_type, linear_thread<float>, linear_thread<Bfloat16>, linear_thread<Float16>), &args);
   return true;
 }
 

@@ -1,0 +1,58 @@
+// How rows are cut into tiles, and what is fetched into the cache meanwhile.
+#include <cstdint>
+
+namespace PENSTOCK_NAMESPACE {
+
+constexpr int64_t kCacheLine = 64;
+
+PENSTOCK_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+PENSTOCK_INLINE int64_t divided_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
+
+// Rows in tiles of nearly the same height: a low tile takes almost as long as one of full height.
+struct Tiles {
+  int64_t count, height, num_taller;  // so many, the first ones, are a row taller
+
+  Tiles(int64_t rows, int64_t tile_rows)
+      : count(divided_up(rows, tile_rows)), height(rows / count), num_taller(rows % count) {}
+
+  int64_t rows_of_taller() const { return num_taller * (height + 1); }
+
+  struct Tile {
+    int64_t start, height;
+  };
+  // The tile that the row is in.
+  Tile around(int64_t row) const {
+    const int64_t above = rows_of_taller();
+    if (row < above) return {row / (height + 1) * (height + 1), height + 1};
+    return {above + (row - above) / height * height, height};
+  }
+};
+
+// Memory to fetch while something else is computed, from its two halves at once: there are then twice as many requests
+// under way, from the hardware's prefetchers too, which stop at the end of a page.
+struct Fetch {
+  const char* next;
+  const char* end;  // of the first half
+  int64_t half;
+  int64_t step;  // bytes of each half at a turn
+
+  void turn() {
+    const char* const stop = next + step < end ? next + step : end;
+    for (; next < stop; next += kCacheLine) {
+      __builtin_prefetch(next);
+      __builtin_prefetch(next + half);
+    }
+  }
+
+  void skip(int64_t turns) { next = next + turns * step < end ? next + turns * step : end; }
+};
+
+PENSTOCK_INLINE Fetch fetch_nothing() { return {nullptr, nullptr, 0, 0}; }
+
+PENSTOCK_INLINE Fetch fetch_in_turns(const void* from, int64_t bytes, int64_t turns) {
+  const char* const first = static_cast<const char*>(from);
+  const int64_t half = divided_up(bytes, 2 * kCacheLine) * kCacheLine;
+  return {first, first + half, half, divided_up(half, turns * kCacheLine) * kCacheLine};
+}
+
+}  // namespace PENSTOCK_NAMESPACE
