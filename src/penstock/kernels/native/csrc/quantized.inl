@@ -4,6 +4,7 @@
 // PENSTOCK_DOT_QUADS: whether there is an instruction for four products of bytes.
 
 #include "simd.h"
+#include "tiles.h"
 #include "quantized_simd.h"
 #include "quantized_rows.inl"
 
@@ -19,6 +20,9 @@ namespace PENSTOCK_NAMESPACE {
 constexpr int64_t kQuantizedRowsInCache = 256 * 1024;
 // So few rows are rounded by every thread for itself, which takes less time than waiting for the others.
 constexpr int64_t kFewRows = 2;
+
+constexpr int kWidestPanel = kInt8Panel > kInt4Panel ? kInt8Panel : kInt4Panel;
+constexpr int kMostTileRows = kInt8TileRows > kInt4TileRows ? kInt8TileRows : kInt4TileRows;
 
 struct QuantizedJob {
   const QuantizedLinearArgs* args;
@@ -46,13 +50,43 @@ static QuantizedRows rows_from(const QuantizedRows& rows, const QuantizedShape& 
 
 // The row `row` of `count` that lie together, from x.
 static void quantize_one(const QuantizedShape& s, const float* x, const QuantizedRows& rows, int64_t row, int64_t count) {
-  const int64_t start = row / tile_rows(s) * tile_rows(s);
-  const int64_t height = count - start < tile_rows(s) ? count - start : tile_rows(s);
+  const auto [start, height] = Tiles(count, tile_rows(s)).around(row);
   int32_t* to = rows.values + start * rows.units + (row - start);
   rows.scales[row] = s.bits == 8
                          ? quantize_row<kInt8Form>(x, s.in_features, to, height, padded(s.in_features), nullptr)
                          : quantize_row<Form::kByte>(x, s.in_features, to, height, s.group_size,
                                                      rows.group_sums + row * num_groups(s));
+}
+
+// Panels begin .. end times a chunk of rows. The last panel may be wider than the output: it goes through a buffer.
+static void multiply_quantized_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row,
+                                      int64_t rows, int64_t begin, int64_t end) {
+  const QuantizedShape& s = a.shape;
+  const int64_t width = s.bits == 8 ? kInt8Panel : kInt4Panel;
+  const int64_t full = s.out_features / width;
+  const int64_t at_once = s.bits == 8 ? int8_panels_at_once(rows) : 1;
+  const auto multiply = [&](const QuantizedRows& some, int64_t count, int64_t panel, int64_t panels, const float* bias,
+                            float* out, int64_t out_stride) {
+    if (s.bits == 8) return multiply_int8_panels(a, some, count, panel, panels, bias, out, out_stride);
+    multiply_int4_panel(a, some, count, panel, bias, out, out_stride);
+  };
+  float* const out = a.out + first_row * a.out_stride;
+  for (int64_t panel = begin, panels = 1; panel < least(end, full); panel += panels) {
+    panels = least(end, full) - panel < at_once ? 1 : at_once;
+    multiply(x, rows, panel, panels, a.bias == nullptr ? nullptr : a.bias + panel * width, out + panel * width,
+             a.out_stride);
+  }
+  if (end <= full) return;
+  const int64_t columns = s.out_features - full * width;
+  float bias[kWidestPanel] = {};
+  if (a.bias != nullptr) std::memcpy(bias, a.bias + full * width, columns * sizeof(float));
+  float edge[kMostTileRows * kWidestPanel];
+  for (int64_t start = 0, height; start < rows; start += height) {
+    height = Tiles(rows, tile_rows(s)).around(start).height;
+    multiply(rows_from(x, s, start), height, full, 1, a.bias == nullptr ? nullptr : bias, edge, width);
+    for (int64_t i = 0; i < height; ++i)
+      std::memcpy(out + (start + i) * a.out_stride + full * width, edge + i * width, columns * sizeof(float));
+  }
 }
 
 static void quantized_linear_thread(void* data, int thread, const Team& team) {
@@ -73,17 +107,17 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
         quantize_one(a.shape, a.x + (first + row) * a.x_stride, rows, row, count);
       team.barrier();
     }
-    for (int64_t panel = begin; panel < end; ++panel)
-      (a.shape.bits == 8 ? multiply_int8_panel : multiply_int4_panel)(a, rows, first, count, panel);
+    multiply_quantized_panels(a, rows, first, count, begin, end);
   }
 }
 
 static bool quantized_linear(const QuantizedLinearArgs& a) {
   if (a.rows == 0) return true;
   const int64_t tile = tile_rows(a.shape);
-  int64_t rows_at_once = kQuantizedRowsInCache / (row_units(a.shape) * 4) / tile * tile;
-  if (rows_at_once < 4 * tile) rows_at_once = 4 * tile;
-  if (rows_at_once > a.rows) rows_at_once = a.rows;
+  const int64_t fitting = kQuantizedRowsInCache / (row_units(a.shape) * 4), most = fitting < 4 * tile ? 4 * tile : fitting;
+  // Chunks of nearly the same size, in whole tiles.
+  const int64_t rows_at_once =
+      least(a.rows, divided_up(divided_up(a.rows, divided_up(a.rows, most)), tile) * tile);
   static thread_local Scratch scratch;
   const int64_t copies = a.rows <= kFewRows ? a.num_threads : 1;
   QuantizedJob job{&a, place_rows(scratch, a.shape, copies * rows_at_once), rows_at_once};

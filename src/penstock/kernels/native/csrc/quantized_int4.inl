@@ -15,6 +15,7 @@ constexpr int64_t kInt4Header = kInt4Panel * sizeof(float);  // of a group
 constexpr int64_t kInt4Part = 16 * 1024;
 // Sums of 16 bits hold so many inner elements: 8 * 2 * 15 * 127 < 2^15.
 constexpr int64_t kRun = 32;
+constexpr int64_t kRunLines = kRun * kInt4Panel / 2 / kCacheLine;
 
 PENSTOCK_INLINE int64_t num_groups(const QuantizedShape& s) { return (s.in_features + s.group_size - 1) / s.group_size; }
 PENSTOCK_INLINE int64_t int4_zeros_bytes(const QuantizedShape& s) {
@@ -25,11 +26,12 @@ PENSTOCK_INLINE int64_t int4_panel_bytes(const QuantizedShape& s) {
   return int4_zeros_bytes(s) + num_groups(s) * kInt4Header + padded(s.in_features) * kInt4Panel / 2;
 }
 
-// A tile of rows by one panel, over some groups.
+// Tiles of R rows by a panel, one after the other, over some groups.
 //
-// x: [unit of 4 elements][row]. group_sums: rows, sums_stride apart.
-struct Int4Part {
+// x: [unit of 4 elements][row], tiles R * row_units apart. group_sums: rows, sums_stride apart.
+struct Int4Column {
   const int32_t* x;
+  int64_t row_units;
   const int32_t* group_sums;
   int64_t sums_stride;
   const float* row_scales;
@@ -40,30 +42,19 @@ struct Int4Part {
   float* out;
   int64_t out_stride;
   bool is_first, is_last;
+  // Memory to fetch into the cache meanwhile: a step on for every cache line of weights.
   const char* next;
   int64_t next_step;
+  int64_t num_tiles;
 };
 
 // 32 inner elements: sum += x * weight.
 template <int R>
 PENSTOCK_INLINE void multiply_int4_run(const int32_t* x, const uint8_t* weight, IntVec (&sum)[R][kInt4Vectors]) {
-#if PENSTOCK_DOT_QUADS
-  for (int k = 0; k < kRun / 8; ++k) {
-    ByteVec low[kInt4Vectors], high[kInt4Vectors];
-    for (int v = 0; v < kInt4Vectors; ++v) {
-      const ByteVec both = load_bytes<ByteVec>(weight + (k * kInt4Vectors + v) * sizeof(ByteVec));
-      low[v] = low_halves(both);
-      high[v] = high_halves(both);
-    }
-    for (int i = 0; i < R; ++i) {
-      const ByteVec first = (ByteVec)splat_int(x[2 * k * R + i]);
-      const ByteVec second = (ByteVec)splat_int(x[(2 * k + 1) * R + i]);
-      for (int v = 0; v < kInt4Vectors; ++v)
-        sum[i][v] = add_dot_quads(add_dot_quads(sum[i][v], low[v], first), high[v], second);
-    }
-  }
-#else
+#if !PENSTOCK_DOT_QUADS
   ShortVec shorts[R][kInt4Vectors]{};
+#endif
+#pragma GCC unroll 4
   for (int k = 0; k < kRun / 8; ++k) {
     ByteVec low[kInt4Vectors], high[kInt4Vectors];
     for (int v = 0; v < kInt4Vectors; ++v) {
@@ -71,121 +62,128 @@ PENSTOCK_INLINE void multiply_int4_run(const int32_t* x, const uint8_t* weight, 
       low[v] = low_halves(both);
       high[v] = high_halves(both);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < R; ++i) {
       const ByteVec first = (ByteVec)splat_int(x[2 * k * R + i]);
       const ByteVec second = (ByteVec)splat_int(x[(2 * k + 1) * R + i]);
       for (int v = 0; v < kInt4Vectors; ++v) {
+#if PENSTOCK_DOT_QUADS
+        sum[i][v] = add_dot_quads(add_dot_quads(sum[i][v], low[v], first), high[v], second);
+#else
         shorts[i][v] += dot_byte_pairs(low[v], first);
         PENSTOCK_NEEDED_NOW(shorts[i][v]);
         shorts[i][v] += dot_byte_pairs(high[v], second);
         PENSTOCK_NEEDED_NOW(shorts[i][v]);
+#endif
       }
     }
   }
+#if !PENSTOCK_DOT_QUADS
   const ShortVec ones = ShortVec{} + 1;
   for (int i = 0; i < R; ++i)
     for (int v = 0; v < kInt4Vectors; ++v) sum[i][v] += dot_pairs(shorts[i][v], ones);
 #endif
 }
 
+// A group is done: its exact sums, without what the zero points add, times its scales.
 template <int R>
-static __attribute__((noinline)) void run_int4_tile(const Int4Part& p) {
-  Vec total[R][kInt4Vectors];
-  for (int i = 0; i < R; ++i)
-    for (int v = 0; v < kInt4Vectors; ++v)
-      total[i][v] = p.is_first ? Vec{} : load(p.out + i * p.out_stride + v * kLanes);
-  const int32_t* x = p.x;
-  const uint8_t* group = p.weight;
-  const char* next = p.next;
-  for (int64_t first = 0, g = 0; first < p.elements; first += p.group_size, ++g) {
-    const int64_t size = p.elements - first < p.group_size ? p.elements - first : p.group_size;
-    IntVec sum[R][kInt4Vectors]{};
-    const uint8_t* weight = group + kInt4Header;
-    for (int64_t k = 0; k < size; k += kRun, x += kRun / 4 * R, weight += kRun * kInt4Panel / 2) {
-      for (int line = 0; line < kRun * kInt4Panel / 2 / 64; ++line) __builtin_prefetch(next + line * p.next_step);
-      next += kRun * kInt4Panel / 2 / 64 * p.next_step;
-      multiply_int4_run<R>(x, weight, sum);
+PENSTOCK_INLINE void add_int4_group(const Int4Column& t, const int32_t* group_sums, int64_t g, const uint8_t* group,
+                                    const IntVec (&sum)[R][kInt4Vectors], Vec (&total)[R][kInt4Vectors]) {
+  for (int v = 0; v < kInt4Vectors; ++v) {
+    const Vec scale = load_bytes<Vec>(group + v * sizeof(Vec));
+    const IntVec zero =
+        __builtin_convertvector(load_bytes<QuarterByteVec>(t.zeros + g * kInt4Panel + v * kLanes), IntVec);
+    for (int i = 0; i < R; ++i) {
+      const IntVec exact = sum[i][v] - zero * group_sums[i * t.sums_stride + g];
+      Vec product = __builtin_convertvector(exact, Vec) * scale;
+      PENSTOCK_NEEDED_NOW(product);
+      total[i][v] += product;
     }
+  }
+}
+
+template <int R>
+static __attribute__((noinline)) void run_int4_tiles(const Int4Column& t) {
+  const char* next = t.next;
+  for (int64_t tile = 0; tile < t.num_tiles; ++tile) {
+    float* const out = t.out + tile * R * t.out_stride;
+    const int32_t* group_sums = t.group_sums + tile * R * t.sums_stride;
+    Vec total[R][kInt4Vectors];
+    for (int i = 0; i < R; ++i)
+      for (int v = 0; v < kInt4Vectors; ++v)
+        total[i][v] = t.is_first ? Vec{} : load(out + i * t.out_stride + v * kLanes);
+    const int32_t* x = t.x + tile * R * t.row_units;
+    const uint8_t* group = t.weight;
+    for (int64_t first = 0, g = 0; first < t.elements; first += t.group_size, ++g) {
+      const int64_t size = least(t.group_size, t.elements - first);
+      IntVec sum[R][kInt4Vectors]{};
+      const uint8_t* weight = group + kInt4Header;
+      for (int64_t k = 0; k < size; k += kRun, x += kRun / 4 * R, weight += kRun * kInt4Panel / 2) {
+        for (int line = 0; line < kRunLines; ++line) __builtin_prefetch(next + line * t.next_step);
+        next += kRunLines * t.next_step;
+        multiply_int4_run<R>(x, weight, sum);
+      }
+      add_int4_group<R>(t, group_sums, g, group, sum, total);
+      group += int4_group_bytes(size);
+    }
+    const float* row_scales = t.row_scales + tile * R;
     for (int v = 0; v < kInt4Vectors; ++v) {
-      const Vec scale = load_bytes<Vec>(group + v * sizeof(Vec));
-      const IntVec zero = __builtin_convertvector(
-          load_bytes<QuarterByteVec>(p.zeros + g * kInt4Panel + v * kLanes), IntVec);
+      const Vec bias = t.bias == nullptr || !t.is_last ? Vec{} : load(t.bias + v * kLanes);
       for (int i = 0; i < R; ++i) {
-        const IntVec exact = sum[i][v] - zero * p.group_sums[i * p.sums_stride + g];
-        Vec product = __builtin_convertvector(exact, Vec) * scale;
+        Vec product = total[i][v] * splat(t.is_last ? row_scales[i] : 1.0f);
         PENSTOCK_NEEDED_NOW(product);
-        total[i][v] += product;
+        store(out + i * t.out_stride + v * kLanes, product + bias);
       }
     }
-    group += int4_group_bytes(size);
-  }
-  for (int v = 0; v < kInt4Vectors; ++v) {
-    const Vec bias = p.bias == nullptr || !p.is_last ? Vec{} : load(p.bias + v * kLanes);
-    for (int i = 0; i < R; ++i) {
-      Vec product = total[i][v] * splat(p.is_last ? p.row_scales[i] : 1.0f);
-      PENSTOCK_NEEDED_NOW(product);
-      store(p.out + i * p.out_stride + v * kLanes, product + bias);
-    }
   }
 }
 
-static void multiply_int4(int rows, const Int4Part& p) {
+static void multiply_int4(int64_t rows, const Int4Column& t) {
   switch (rows) {
-    case 1: return run_int4_tile<1>(p);
-    case 2: return run_int4_tile<2>(p);
-    case 3: return run_int4_tile<3>(p);
+    case 1: return run_int4_tiles<1>(t);
+    case 2: return run_int4_tiles<2>(t);
+    case 3: return run_int4_tiles<3>(t);
 #if PENSTOCK_INT4_TILE_ROWS > 4
-    case 4: return run_int4_tile<4>(p);
-    case 5: return run_int4_tile<5>(p);
-    case 6: return run_int4_tile<6>(p);
-    case 7: return run_int4_tile<7>(p);
+    case 4: return run_int4_tiles<4>(t);
+    case 5: return run_int4_tiles<5>(t);
+    case 6: return run_int4_tiles<6>(t);
+    case 7: return run_int4_tiles<7>(t);
 #endif
-    default: return run_int4_tile<kInt4TileRows>(p);
+    default: return run_int4_tiles<kInt4TileRows>(t);
   }
 }
 
-// One panel times all rows of a chunk. The last panel may be wider than the output: it goes through a buffer.
-static void multiply_int4_panel(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row, int64_t rows,
-                                int64_t panel) {
+// A panel times all rows of a chunk, into `out`, whose rows are out_stride apart.
+static void multiply_int4_panel(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, int64_t panel,
+                                const float* bias, float* out, int64_t out_stride) {
   const QuantizedShape& s = a.shape;
-  const int64_t depth = padded(s.in_features);
-  const uint8_t* zeros = static_cast<const uint8_t*>(a.weight) + panel * int4_panel_bytes(s);
+  const int64_t depth = padded(s.in_features), groups = num_groups(s), panel_bytes = int4_panel_bytes(s);
+  const uint8_t* zeros = static_cast<const uint8_t*>(a.weight) + panel * panel_bytes;
   const uint8_t* weight = zeros + int4_zeros_bytes(s);
-  const int64_t first = panel * kInt4Panel;
-  const int64_t left = s.out_features - first, columns = left < kInt4Panel ? left : kInt4Panel;
-  const bool is_edge = columns < kInt4Panel;
-  const int64_t num_tiles = (rows + kInt4TileRows - 1) / kInt4TileRows;
+  const Tiles tiles(rows, kInt4TileRows);
   const int64_t fitting = kInt4Part / int4_group_bytes(s.group_size);
-  const int64_t block = num_tiles == 1 || is_edge ? depth : (fitting < 1 ? 1 : fitting) * s.group_size;
-  float edge[kInt4TileRows * kInt4Panel], edge_bias[kInt4Panel] = {};
-  const float* bias = a.bias == nullptr ? nullptr : a.bias + first;
-  if (is_edge && bias != nullptr) {
-    std::memcpy(edge_bias, bias, columns * sizeof(float));
-    bias = edge_bias;
-  }
-  const uint8_t* from = weight;
+  const int64_t block = tiles.count == 1 ? depth : (fitting < 1 ? 1 : fitting) * s.group_size;
   for (int64_t k = 0, g = 0; k < depth; k += block) {
-    const int64_t part = depth - k < block ? depth - k : block;
-    const int64_t groups = (part + s.group_size - 1) / s.group_size;
-    const int64_t bytes = groups * kInt4Header + part * kInt4Panel / 2;
-    // As with 8 bits: tiles share the fetching of what comes next, a single one looks a little ahead.
-    const char* next = reinterpret_cast<const char*>(from) + (num_tiles == 1 ? PENSTOCK_AHEAD : bytes);
-    const int64_t next_step = num_tiles == 1 ? 64 : (64 + num_tiles - 1) / num_tiles;
-    for (int64_t start = 0, tile = 0; start < rows; start += kInt4TileRows, ++tile) {
-      const int height = static_cast<int>(rows - start < kInt4TileRows ? rows - start : kInt4TileRows);
-      float* out = is_edge ? edge : a.out + (first_row + start) * a.out_stride + first;
-      const int64_t share = num_tiles == 1 ? 0 : tile * next_step * (part * kInt4Panel / 2 / 64);
-      multiply_int4(height, {x.values + start * x.units + k / 4 * height, x.group_sums + start * num_groups(s) + g,
-                             num_groups(s), x.scales + start, zeros + g * kInt4Panel, from, part, s.group_size, bias,
-                             out, is_edge ? kInt4Panel : a.out_stride, k == 0, k + part == depth, next + share,
-                             next_step});
-      if (is_edge)
-        for (int i = 0; i < height; ++i)
-          std::memcpy(a.out + (first_row + start + i) * a.out_stride + first, edge + i * kInt4Panel,
-                      columns * sizeof(float));
-    }
-    from += bytes;
-    g += groups;
+    const int64_t part = least(block, depth - k), num_parts = divided_up(part, s.group_size);
+    const int64_t bytes = num_parts * kInt4Header + part * kInt4Panel / 2;
+    const int64_t above = tiles.rows_of_taller();
+    // Tiles share the fetching of what comes next; a single one fetches what it comes to itself a little later.
+    const bool is_single = tiles.count == 1;
+    const char* const next = reinterpret_cast<const char*>(weight) + (is_single ? PENSTOCK_AHEAD : bytes);
+    const int64_t next_step = divided_up(kCacheLine, tiles.count);
+    Int4Column t{x.values + k / 4 * (tiles.height + 1), x.units, x.group_sums + g, groups, x.scales,
+                 zeros + g * kInt4Panel, weight, part, s.group_size, bias, out, out_stride, k == 0,
+                 k + part == depth, next, next_step, tiles.num_taller};
+    if (t.num_tiles > 0) multiply_int4(tiles.height + 1, t);
+    t.x = x.values + above * x.units + k / 4 * tiles.height;
+    t.group_sums += above * groups;
+    t.row_scales += above;
+    t.out += above * out_stride;
+    t.next += tiles.num_taller * next_step * (part / kRun * kRunLines);
+    t.num_tiles = tiles.count - tiles.num_taller;
+    multiply_int4(tiles.height, t);
+    weight += bytes;
+    g += num_parts;
   }
 }
 

@@ -23,141 +23,168 @@ constexpr int64_t kInt8Part = 12 * 1024;
 
 PENSTOCK_INLINE int64_t int8_panel_bytes(int64_t in_features) { return kInt8Header + padded(in_features) * kInt8Panel; }
 
-// A tile of rows by one panel, over a part of the inner dimension.
+// Tiles of R rows by P panels, one after the other, over a part of the inner dimension.
 //
-// x: [step][row]. out: holds the integers summed so far until the last part.
-struct Int8Part {
+// x: [step][row], tiles R * row_units apart. header, weight: panels panel_stride apart. out: holds the integers summed so
+// far until the last part.
+struct Int8Column {
   const int32_t* x;
+  int64_t row_units;
   const float* row_scales;
   const int8_t* header;
   const int8_t* weight;
-  int64_t steps;
+  int64_t panel_stride, steps;
   const float* bias;
   float* out;
   int64_t out_stride;
   bool is_first, is_last;
+  // Memory to fetch into the cache meanwhile: a step on for every cache line of weights.
   const char* next;
   int64_t next_step;
+  int64_t num_tiles;
 };
 
+// Steps between two turns of a loop; they divide those of any part.
+constexpr int64_t kInt8Unroll = 4;
+constexpr int64_t kTurnLines = kInt8Unroll * kStep * kInt8Panel / kCacheLine;
+
 // One step: sum += x * weight.
-template <int R>
-PENSTOCK_INLINE void multiply_int8_step(const int32_t* x, const int8_t* weight, IntVec (&sum)[R][kInt8Vectors]) {
+template <int R, int P>
+PENSTOCK_INLINE void multiply_int8_step(const int32_t* x, const int8_t* weight, int64_t panel_stride,
+                                        IntVec (&sum)[R][P][kInt8Vectors]) {
 #if PENSTOCK_DOT_QUADS
-  ByteVec w[kInt8Vectors];
-  for (int v = 0; v < kInt8Vectors; ++v) w[v] = load_bytes<ByteVec>(weight + v * sizeof(ByteVec));
+  ByteVec w[P][kInt8Vectors];
+  for (int p = 0; p < P; ++p)
+    for (int v = 0; v < kInt8Vectors; ++v)
+      w[p][v] = load_bytes<ByteVec>(weight + p * panel_stride + v * sizeof(ByteVec));
   for (int i = 0; i < R; ++i) {
     const ByteVec xi = (ByteVec)splat_int(x[i]);
-    for (int v = 0; v < kInt8Vectors; ++v) sum[i][v] = add_dot_quads(sum[i][v], xi, w[v]);
+    for (int p = 0; p < P; ++p)
+      for (int v = 0; v < kInt8Vectors; ++v) sum[i][p][v] = add_dot_quads(sum[i][p][v], xi, w[p][v]);
   }
 #else
-  ShortVec w[kInt8Vectors];
-  for (int v = 0; v < kInt8Vectors; ++v) w[v] = widen(load_bytes<HalfByteVec>(weight + v * sizeof(HalfByteVec)));
+  ShortVec w[P][kInt8Vectors];
+  for (int p = 0; p < P; ++p)
+    for (int v = 0; v < kInt8Vectors; ++v)
+      w[p][v] = widen(load_bytes<HalfByteVec>(weight + p * panel_stride + v * sizeof(HalfByteVec)));
+#pragma GCC unroll 16
   for (int i = 0; i < R; ++i) {
     const ShortVec xi = (ShortVec)splat_int(x[i]);
+    for (int p = 0; p < P; ++p)
+      for (int v = 0; v < kInt8Vectors; ++v) {
+        sum[i][p][v] += dot_pairs(w[p][v], xi);
+        PENSTOCK_NEEDED_NOW(sum[i][p][v]);
+      }
+  }
+#endif
+}
+
+// The products of a tile's last part: sums times scales, plus the bias.
+template <int R, int P>
+PENSTOCK_INLINE void finish_int8_tile(const Int8Column& t, const float* row_scales,
+                                      const IntVec (&sum)[R][P][kInt8Vectors], float* out) {
+  for (int p = 0; p < P; ++p)
     for (int v = 0; v < kInt8Vectors; ++v) {
-      IntVec total = sum[i][v] + dot_pairs(w[v], xi);
-      PENSTOCK_NEEDED_NOW(total);
-      sum[i][v] = total;
-    }
-  }
-#endif
-}
-
-template <int R>
-static __attribute__((noinline)) void run_int8_tile(const Int8Part& p) {
-  IntVec sum[R][kInt8Vectors];
-  for (int i = 0; i < R; ++i)
-    for (int v = 0; v < kInt8Vectors; ++v)
-      sum[i][v] = p.is_first ? IntVec{} : (IntVec)load(p.out + i * p.out_stride + v * kLanes);
-  const int32_t* x = p.x;
-  const int8_t* weight = p.weight;
-  const char* next = p.next;
-  for (int64_t k = 0; k < p.steps; k += 2) {
-    __builtin_prefetch(next);
-    multiply_int8_step<R>(x, weight, sum);
-    multiply_int8_step<R>(x + R, weight + kStep * kInt8Panel, sum);
-    x += 2 * R;
-    weight += 2 * kStep * kInt8Panel;
-    next += p.next_step;
-  }
-  if (!p.is_last) {
-    for (int i = 0; i < R; ++i)
-      for (int v = 0; v < kInt8Vectors; ++v) store(p.out + i * p.out_stride + v * kLanes, (Vec)sum[i][v]);
-    return;
-  }
-  for (int v = 0; v < kInt8Vectors; ++v) {
-    const Vec scale = load_bytes<Vec>(p.header + v * sizeof(Vec));
-    const Vec bias = p.bias == nullptr ? Vec{} : load(p.bias + v * kLanes);
+      const int8_t* header = t.header + p * t.panel_stride;
+      const Vec scale = load_bytes<Vec>(header + v * sizeof(Vec));
+      const Vec bias = t.bias == nullptr ? Vec{} : load(t.bias + p * kInt8Panel + v * kLanes);
 #if PENSTOCK_DOT_QUADS
-    const IntVec excess = load_bytes<IntVec>(p.header + (kInt8Vectors + v) * sizeof(Vec));
+      const IntVec excess = load_bytes<IntVec>(header + (kInt8Vectors + v) * sizeof(Vec));
 #else
-    const IntVec excess{};
+      const IntVec excess{};
 #endif
-    for (int i = 0; i < R; ++i) {
-      Vec product = __builtin_convertvector(sum[i][v] - excess, Vec) * (scale * p.row_scales[i]);
-      PENSTOCK_NEEDED_NOW(product);
-      store(p.out + i * p.out_stride + v * kLanes, product + bias);
+      for (int i = 0; i < R; ++i) {
+        Vec product = __builtin_convertvector(sum[i][p][v] - excess, Vec) * (scale * row_scales[i]);
+        PENSTOCK_NEEDED_NOW(product);
+        store(out + i * t.out_stride + p * kInt8Panel + v * kLanes, product + bias);
+      }
+    }
+}
+
+template <int R, int P>
+static __attribute__((noinline)) void run_int8_tiles(const Int8Column& t) {
+  static const float zeros[P * kInt8Panel] = {};
+  const int64_t start_stride = t.is_first ? 0 : t.out_stride;
+  const char* next = t.next;
+  for (int64_t tile = 0; tile < t.num_tiles; ++tile) {
+    float* const out = t.out + tile * R * t.out_stride;
+    const float* const start = t.is_first ? zeros : out;
+    IntVec sum[R][P][kInt8Vectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i)
+      for (int p = 0; p < P; ++p)
+        for (int v = 0; v < kInt8Vectors; ++v)
+          sum[i][p][v] = (IntVec)load(start + i * start_stride + p * kInt8Panel + v * kLanes);
+    const int32_t* x = t.x + tile * R * t.row_units;
+    const int8_t* weight = t.weight;
+    for (int64_t k = 0; k < t.steps; k += kInt8Unroll) {
+      for (int line = 0; line < kTurnLines; ++line) __builtin_prefetch(next + line * t.next_step);
+      next += kTurnLines * t.next_step;
+#pragma GCC unroll 4
+      for (int step = 0; step < kInt8Unroll; ++step)
+        multiply_int8_step<R, P>(x + step * R, weight + step * kStep * kInt8Panel, t.panel_stride, sum);
+      x += kInt8Unroll * R;
+      weight += kInt8Unroll * kStep * kInt8Panel;
+    }
+    if (t.is_last) {
+      finish_int8_tile<R, P>(t, t.row_scales + tile * R, sum, out);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < R; ++i)
+        for (int p = 0; p < P; ++p)
+          for (int v = 0; v < kInt8Vectors; ++v)
+            store(out + i * t.out_stride + p * kInt8Panel + v * kLanes, (Vec)sum[i][p][v]);
     }
   }
 }
 
-static void multiply_int8(int rows, const Int8Part& p) {
+// A row alone takes several panels at once: a weight is read faster from several places.
+constexpr int64_t int8_panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; }
+
+static void multiply_int8(int64_t rows, int64_t panels, const Int8Column& t) {
   switch (rows) {
-    case 1: return run_int8_tile<1>(p);
-    case 2: return run_int8_tile<2>(p);
-    case 3: return run_int8_tile<3>(p);
-    case 4: return run_int8_tile<4>(p);
-    case 5: return run_int8_tile<5>(p);
+    case 1: return panels == 4 ? run_int8_tiles<1, 4>(t) : run_int8_tiles<1, 1>(t);
+    case 2: return run_int8_tiles<2, 1>(t);
+    case 3: return run_int8_tiles<3, 1>(t);
+    case 4: return run_int8_tiles<4, 1>(t);
+    case 5: return run_int8_tiles<5, 1>(t);
 #if PENSTOCK_TILE_ROWS > 6
-    case 6: return run_int8_tile<6>(p);
-    case 7: return run_int8_tile<7>(p);
-    case 8: return run_int8_tile<8>(p);
-    case 9: return run_int8_tile<9>(p);
-    case 10: return run_int8_tile<10>(p);
-    case 11: return run_int8_tile<11>(p);
+    case 6: return run_int8_tiles<6, 1>(t);
+    case 7: return run_int8_tiles<7, 1>(t);
+    case 8: return run_int8_tiles<8, 1>(t);
+    case 9: return run_int8_tiles<9, 1>(t);
+    case 10: return run_int8_tiles<10, 1>(t);
+    case 11: return run_int8_tiles<11, 1>(t);
 #endif
-    default: return run_int8_tile<kInt8TileRows>(p);
+    default: return run_int8_tiles<kInt8TileRows, 1>(t);
   }
 }
 
-// One panel times all rows of a chunk. The last panel may be wider than the output: it goes through a buffer.
-static void multiply_int8_panel(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row, int64_t rows,
-                                int64_t panel) {
-  const int64_t depth = padded(a.shape.in_features);
-  const int8_t* header = static_cast<const int8_t*>(a.weight) + panel * int8_panel_bytes(a.shape.in_features);
-  const int8_t* weight = header + kInt8Header;
-  const int64_t first = panel * kInt8Panel;
-  const int64_t left = a.shape.out_features - first, columns = left < kInt8Panel ? left : kInt8Panel;
-  const bool is_edge = columns < kInt8Panel;
-  const int64_t num_tiles = (rows + kInt8TileRows - 1) / kInt8TileRows;
-  const int64_t block = num_tiles == 1 || is_edge ? depth : kInt8Part / kInt8Panel;
-  float edge[kInt8TileRows * kInt8Panel], edge_bias[kInt8Panel] = {};
-  const float* bias = a.bias == nullptr ? nullptr : a.bias + first;
-  if (is_edge && bias != nullptr) {
-    std::memcpy(edge_bias, bias, columns * sizeof(float));
-    bias = edge_bias;
-  }
+// Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart.
+static void multiply_int8_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, int64_t panel,
+                                 int64_t panels, const float* bias, float* out, int64_t out_stride) {
+  const int64_t depth = padded(a.shape.in_features), panel_bytes = int8_panel_bytes(a.shape.in_features);
+  const int8_t* header = static_cast<const int8_t*>(a.weight) + panel * panel_bytes;
+  const Tiles tiles(rows, kInt8TileRows);
+  const int64_t block = tiles.count == 1 ? depth : kInt8Part / kInt8Panel;
   for (int64_t k = 0; k < depth; k += block) {
-    const int64_t part = depth - k < block ? depth - k : block;
-    // While the rows pass over this part, the one after it is fetched, a share by each tile; a single tile fetches
-    // what it comes to itself a little later.
-    const char* part_end = reinterpret_cast<const char*>(weight + (k + part) * kInt8Panel);
-    const char* next = num_tiles == 1 ? reinterpret_cast<const char*>(weight + k * kInt8Panel) + PENSTOCK_AHEAD : part_end;
-    const int64_t step_bytes = 2 * kStep * kInt8Panel;  // of two steps, which are taken together
-    const int64_t next_step = num_tiles == 1 ? step_bytes : (step_bytes + num_tiles - 1) / num_tiles;
-    for (int64_t start = 0, tile = 0; start < rows; start += kInt8TileRows, ++tile) {
-      const int height = static_cast<int>(rows - start < kInt8TileRows ? rows - start : kInt8TileRows);
-      float* out = is_edge ? edge : a.out + (first_row + start) * a.out_stride + first;
-      multiply_int8(height, {x.values + start * x.units + k / kStep * height, x.scales + start, header,
-                             weight + k * kInt8Panel, part / kStep, bias, out, is_edge ? kInt8Panel : a.out_stride,
-                             k == 0, k + part == depth,
-                             num_tiles == 1 ? next : next + tile * next_step * (part / kStep / 2), next_step});
-      if (is_edge)
-        for (int i = 0; i < height; ++i)
-          std::memcpy(a.out + (first_row + start + i) * a.out_stride + first, edge + i * kInt8Panel,
-                      columns * sizeof(float));
-    }
+    const int64_t part = least(block, depth - k);
+    const int8_t* weight = header + kInt8Header + k * kInt8Panel;
+    // While the rows pass over this part, the one after it is fetched, a share by each tile; a single tile fetches what
+    // it comes to itself a little later.
+    const char* const next =
+        reinterpret_cast<const char*>(weight) + (tiles.count == 1 ? PENSTOCK_AHEAD : part * kInt8Panel);
+    const int64_t next_step = divided_up(kCacheLine, tiles.count);
+    Int8Column t{x.values + k / kStep * (tiles.height + 1), x.units, x.scales, header, weight, panel_bytes, part / kStep,
+                 bias, out, out_stride, k == 0, k + part == depth, next, next_step, tiles.num_taller};
+    if (t.num_tiles > 0) multiply_int8(tiles.height + 1, panels, t);
+    const int64_t above = tiles.rows_of_taller();
+    t.x = x.values + above * x.units + k / kStep * tiles.height;
+    t.row_scales += above;
+    t.out += above * out_stride;
+    t.next += tiles.num_taller * next_step * (part * kInt8Panel / kCacheLine);
+    t.num_tiles = tiles.count - tiles.num_taller;
+    multiply_int8(tiles.height, panels, t);
   }
 }
 
