@@ -206,6 +206,20 @@ def test_argmax_fails_where_the_largest_is_not_finite(kernels: NativeKernels, ba
     assert 0 <= index_R[2] < 19
 
 
+@pytest.mark.parametrize("rows", [12, 13, 31, 300])
+def test_rows_a_multiple_of_a_page_apart(kernels: NativeKernels, rows: int) -> None:
+    """They are computed elsewhere, to the same bits."""
+    weight_OI = torch.randn(37, 1024)
+    packed = kernels.pack_weight(weight_OI)
+    x_RI = torch.randn(rows, 1024)
+    together = kernels.linear(x_RI, packed, 37, None)
+    apart = torch.randn(rows, 1031)[:, :1024].copy_(x_RI)
+    assert torch.equal(kernels.linear(apart, packed, 37, None), together)
+    alone = torch.cat([kernels.linear(row[None], packed, 37, None) for row in x_RI])
+    assert torch.equal(alone, together)
+    assert torch.equal(kernels.greedy(x_RI, packed, 37)[0], together.argmax(dim=1))
+
+
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 3), (15, 8), (64, 5), (250, 1100), (3001, 33)])
 @settings(deadline=None, max_examples=12)

@@ -67,7 +67,9 @@ static void greedy_thread(void* data, int thread, const Team& team) {
   part.out_stride = strip * kPanel;
   for (int64_t first = 0; first < a.rows; first += at_once) {
     const int64_t rows = least(at_once, a.rows - first);
-    part.x = a.x + first * a.x_stride;
+    const LinearArgs spread = spread_rows(a, first, rows);
+    part.x = spread.x + first * spread.x_stride;
+    part.x_stride = spread.x_stride;
     for (int64_t panel = begin; panel < end; panel += strip) {
       const int64_t last = end - panel < strip ? end : panel + strip;
       // Panels lie in the output at their own numbers.
