@@ -5,7 +5,6 @@ A module that can be recorded has a method `record` beside its `forward`, which 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,6 @@ from torch import nn
 
 from penstock.attention import BoundLayer
 from penstock.kernels.native.program import NativeProgram
-
-logger = logging.getLogger(__name__)
 
 
 class Unrecordable(Exception):
