@@ -50,6 +50,7 @@ struct AttentionBuffers {
   float* query;        // [rows][head_size], scaled
   int32_t* positions;  // [rows]
   float* scores;       // [rows][tile]
+  float* keep;         // [rows], in whole vectors: what a larger peak leaves of the sums
   float* key_scale;
   float* value_scale;
   Sums total, chunk;
@@ -78,7 +79,7 @@ static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk
     const Vec mass = load(chunk.mass + row * kLanes);
     if (sum_lanes(mass) == 0.0f) continue;
     const float before = total.peak[row], now = chunk.peak[row], peak = now > before ? now : before;
-    const float keep = exp(splat(before - peak))[0], take = exp(splat(now - peak))[0];
+    const float keep = exp2_of_negative(splat(before - peak))[0], take = exp2_of_negative(splat(now - peak))[0];
     total.peak[row] = peak;
     store(total.mass + row * kLanes, load(total.mass + row * kLanes) * keep + mass * take);
     float* to = total.values + row * size;
@@ -95,7 +96,7 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
     const Part& part = unit.parts[p];
     for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
       const int64_t token = part.first_token + i / group, head = unit.kv_head * group + i % group;
-      prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale,
+      prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale * kLog2e,
                    buffers.query + (part.first_row + i) * a.head_size);
       buffers.positions[part.first_row + i] = static_cast<int32_t>(part.first_position + i / group);
     }
@@ -127,6 +128,14 @@ PENSTOCK_INLINE void copy_scales(const AttentionArgs&, T*, int64_t, int64_t, flo
 PENSTOCK_INLINE int64_t rows_at_once(int64_t rows, int64_t row) {
   const int64_t most = rows <= 2 * kFewRows ? kFewRows : kManyRows;
   return rows - row < most ? rows - row : most;
+}
+
+// What a row at `position` sees of the tile start .. stop.
+PENSTOCK_INLINE Visible visible_to(const AttentionArgs& a, int64_t position, int64_t start, int64_t stop) {
+  const int64_t seen_from = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
+  const int64_t from = seen_from > start ? seen_from - start : 0;
+  const int64_t to = position + 1 < stop ? position + 1 - start : stop - start;
+  return from < to ? Visible{from, to} : Visible{0, 0};
 }
 
 // One tile of a run: positions start .. stop.
@@ -175,18 +184,23 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   }
   segments[num_segments] = {nullptr, nullptr, stop, 0};
 
+  // All rows at each stage: while one waits for a result, another goes on.
+  const float* const no_scales = nullptr;
+  for (int64_t row = 0; row < run.rows; ++row) {
+    const float old_peak = sums.peak[run.first_row + row];
+    const float peak = find_peak(a.soft_cap * kLog2e, buffers.scores + row * stride,
+                                 visible_to(a, positions[row], start, stop), has_scales ? buffers.key_scale : no_scales);
+    buffers.keep[row] = peak > old_peak ? old_peak - peak : 0.0f;
+    if (peak > old_peak) sums.peak[run.first_row + row] = peak;
+  }
+  for (int64_t row = 0; row < run.rows; row += kLanes)
+    store(buffers.keep + row, exp2_of_negative(load(buffers.keep + row)));
   const int64_t length = (stop - start + kLanes - 1) / kLanes * kLanes;
   for (int64_t row = 0; row < run.rows; ++row) {
-    const int64_t position = positions[row];
-    const int64_t seen_from = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
-    const int64_t from = seen_from > start ? seen_from - start : 0;
-    const int64_t to = position + 1 < stop ? position + 1 - start : stop - start;
-    float* scores = buffers.scores + row * stride;
-    if (from >= to)  // nothing of this tile is visible
-      std::memset(scores, 0, length * sizeof(float));
-    else
-      soften(a.soft_cap, scores, from, to, length, has_scales ? buffers.key_scale : nullptr,
-             has_scales ? buffers.value_scale : nullptr, sums, run.first_row + row, size);
+    float* mass = sums.mass + (run.first_row + row) * kLanes;
+    store(mass, soften(buffers.scores + row * stride, visible_to(a, positions[row], start, stop), length,
+                       sums.peak[run.first_row + row], has_scales ? buffers.value_scale : no_scales,
+                       load(mass) * buffers.keep[row]));
   }
 
   for (int64_t row = 0; row < run.rows;) {
@@ -194,7 +208,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
     int64_t limit = 0;
     for (int64_t i = row; i < row + rows; ++i) limit = positions[i] >= limit ? positions[i] + 1 : limit;
     limit = limit < stop ? limit - start : stop - start;
-    weigh_rows(rows, buffers.scores + row * stride, stride, segments, limit, size,
+    weigh_rows(rows, buffers.scores + row * stride, stride, segments, limit, size, buffers.keep + row,
                sums.values + (run.first_row + row) * size);
     row += rows;
   }
@@ -365,11 +379,14 @@ static void attention_thread(void* data, int thread, const Team& team) {
   static thread_local Scratch scratch;
   // The scores' memory holds one key head too, while it is written.
   const int64_t scores = rows * stride > size ? rows * stride : size;
-  float* memory = scratch.get(static_cast<size_t>(rows * (size + 1 + 2 * sums_size(size)) + scores + 2 * stride));
+  const int64_t keep = (rows + kLanes - 1) / kLanes * kLanes;
+  float* memory =
+      scratch.get(static_cast<size_t>(rows * (size + 1 + 2 * sums_size(size)) + scores + 2 * stride + keep));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   AttentionBuffers b;
   b.scores = memory;
-  b.key_scale = b.scores + scores;
+  b.keep = b.scores + scores;
+  b.key_scale = b.keep + keep;
   b.value_scale = b.key_scale + stride;
   b.query = b.value_scale + stride;
   b.total = sums_at(b.query + rows * size, rows, size);
@@ -400,13 +417,15 @@ static void attention_thread(void* data, int thread, const Team& team) {
 
 static bool attention(const AttentionArgs& a) {
   const int64_t group = a.num_heads / a.num_kv_heads;
-  AttentionPlan plan{Cut(a.block_size), group < kQueryRows ? kQueryRows / group : 1, a.num_threads, nullptr, nullptr, 0,
-                     false};
+  AttentionPlan plan{};
+  plan.cut = Cut(a.block_size);
+  plan.few_tokens = group < kQueryRows ? kQueryRows / group : 1;
+  plan.num_threads = a.num_threads;
   int64_t num_elements = 0;
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const int64_t tokens = tokens_of(a, r);
     // A request of few tokens would write its own just before it reads them, but others may read them as well.
-    plan.writes_first |= tokens > (a.num_requests > 1 ? 1 : plan.tokens_per_item);
+    plan.writes_first |= tokens > (a.num_requests > 1 ? 1 : plan.few_tokens);
     num_elements += (a.seq_lens[r] - begin_of(a, r)) * tokens * a.num_heads * a.head_size;
   }
   if (num_elements < kAloneAttention) plan.num_threads = 1;

@@ -2,13 +2,16 @@
 
 namespace PENSTOCK_NAMESPACE {
 
+// Query rows of an item, and of one among so many that every thread still has its share.
 constexpr int64_t kQueryRows = 24;
+constexpr int64_t kMostQueryRows = 96;
 constexpr int64_t kTilePositions = 64;
 constexpr int64_t kChunkPositions = 1024;
 
 // How the positions are cut: a tile is a number of whole blocks, a chunk a number of whole tiles.
 struct Cut {
   int64_t tile, chunk, blocks_per_tile;
+  Cut() = default;
   explicit Cut(int64_t block_size) {
     tile = block_size >= kTilePositions ? block_size : kTilePositions / block_size * block_size;
     chunk = tile >= kChunkPositions ? tile : kChunkPositions / tile * tile;
@@ -38,7 +41,8 @@ struct Work {
 
 struct AttentionPlan {
   Cut cut;
-  int64_t tokens_per_item;
+  int64_t few_tokens;       // of a request that is one item per KV head
+  int64_t tokens_per_item;  // of the other requests
   int num_threads;
   Member* members;
   Work* work;  // [num_work + 1]
@@ -85,7 +89,7 @@ PENSTOCK_INLINE bool comes_before(const AttentionArgs& a, int64_t x, int64_t y) 
 
 // Whether a request's rows can be taken together with others': few, and seeing everything from the beginning.
 PENSTOCK_INLINE bool can_share(const AttentionArgs& a, const AttentionPlan& plan, int64_t request) {
-  return tokens_of(a, request) <= plan.tokens_per_item && begin_of(a, request) == 0 &&
+  return tokens_of(a, request) <= plan.few_tokens && begin_of(a, request) == 0 &&
          blocks_of(a, request) >= plan.cut.blocks_per_tile;
 }
 
@@ -138,21 +142,30 @@ static void order_members(const AttentionArgs& a, const AttentionPlan& plan, int
     if (!has_sharers || !can_share(a, plan, r)) plan.members[count++] = {r, 0};
 }
 
+// Tokens that share each read of keys and values, out of so many of requests of more than a few: as many as leave eight
+// items to each thread.
+PENSTOCK_INLINE int64_t tokens_per_item(const AttentionArgs& a, const AttentionPlan& plan, int64_t tokens) {
+  const int64_t share = tokens * a.num_kv_heads / (8 * plan.num_threads);
+  const int64_t most = kMostQueryRows * a.num_kv_heads / a.num_heads, fitting = share < most ? share : most;
+  return fitting > plan.few_tokens ? fitting : plan.few_tokens;
+}
+
 // Makes work of the members: as many together as share blocks, while there is enough to do for every thread.
 static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
-  int64_t few_tokens = 0, num_chunks = 0;
+  int64_t tokens_of_few = 0, tokens_of_others = 0, num_chunks = 0;
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const int64_t tokens = tokens_of(a, r);
-    if (tokens <= plan.tokens_per_item) few_tokens += tokens;
+    (tokens <= plan.few_tokens ? tokens_of_few : tokens_of_others) += tokens;
   }
-  const int64_t share = few_tokens * a.num_kv_heads / (4 * plan.num_threads);
-  const int64_t most_tokens = share < plan.tokens_per_item ? share : plan.tokens_per_item;
+  const int64_t share = tokens_of_few * a.num_kv_heads / (4 * plan.num_threads);
+  const int64_t most_tokens = share < plan.few_tokens ? share : plan.few_tokens;
+  plan.tokens_per_item = tokens_per_item(a, plan, tokens_of_others);
   plan.num_work = 0;
   int64_t gathered = 0;
   for (int64_t i = 0; i < a.num_requests; ++i) {
     Member& member = plan.members[i];
     const int64_t tokens = tokens_of(a, member.request);
-    const bool is_few = tokens <= plan.tokens_per_item;
+    const bool is_few = tokens <= plan.few_tokens;
     if (member.shared_tiles > 0 && gathered + tokens <= most_tokens) {
       gathered += tokens;
       ++plan.work[plan.num_work - 1].num_members;
@@ -163,7 +176,8 @@ static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
       work.first_member = i;
       work.num_members = 1;
       work.items_per_head = is_few ? 1 : (tokens + plan.tokens_per_item - 1) / plan.tokens_per_item;
-      num_chunks += chunks_of(a, plan.cut, member.request) * work.items_per_head * a.num_kv_heads;
+      const int64_t smallest_items = (tokens + plan.few_tokens - 1) / plan.few_tokens;
+      num_chunks += chunks_of(a, plan.cut, member.request) * smallest_items * a.num_kv_heads;
     }
   }
   // An item is split when it is more than a quarter of a thread's share; what is split is then few.

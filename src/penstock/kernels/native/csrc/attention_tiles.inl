@@ -9,6 +9,8 @@ namespace PENSTOCK_NAMESPACE {
 // Without it, compilers keep a tile's sums in memory before and after the loop that they are in registers for.
 #define PENSTOCK_UNROLL _Pragma("GCC unroll 16")
 
+// Scores are in units of ln 2: their powers are those of 2.
+constexpr float kLog2e = 1.44269504f;
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int kFewRows = 4;
 constexpr int kManyRows = 6;
@@ -101,15 +103,17 @@ PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const KeyBlock<T
   }
 }
 
-// out[i][.] += sum over positions before `limit` of weights[i][position] * values[position][.], for R rows, V vectors.
+// out[i][.] = out[i][.] * keep[i] + sum over positions before `limit` of weights[i][position] * values[position][.], for
+// R rows, V vectors.
 template <class T, int R, int V>
 static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const Segment<T>* segments,
-                                            int64_t limit, int64_t column, int64_t size, float* out) {
+                                            int64_t limit, int64_t column, int64_t size, const float* keep,
+                                            float* out) {
   Vec sum[R][V];
   PENSTOCK_UNROLL
   for (int i = 0; i < R; ++i)
     PENSTOCK_UNROLL
-    for (int v = 0; v < V; ++v) sum[i][v] = load(out + i * size + column + v * kLanes);
+    for (int v = 0; v < V; ++v) sum[i][v] = load(out + i * size + column + v * kLanes) * keep[i];
   for (; segments->offset < limit; ++segments) {
     const T* values = segments->values + column;
     const T* next = segments->next + column;
@@ -139,18 +143,18 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
 // All columns of R rows: few rows in four vectors at once, then two, then one, then single elements.
 template <class T, int R>
 PENSTOCK_INLINE void weigh_columns(const float* weights, int64_t weights_stride, const Segment<T>* segments,
-                                   int64_t limit, int64_t size, float* out) {
+                                   int64_t limit, int64_t size, const float* keep, float* out) {
   int64_t column = 0;
   if (R <= 3)
     for (; column + 4 * kLanes <= size; column += 4 * kLanes)
-      weigh<T, R, R <= 3 ? 4 : 1>(weights, weights_stride, segments, limit, column, size, out);
+      weigh<T, R, R <= 3 ? 4 : 1>(weights, weights_stride, segments, limit, column, size, keep, out);
   for (; column + 2 * kLanes <= size; column += 2 * kLanes)
-    weigh<T, R, 2>(weights, weights_stride, segments, limit, column, size, out);
+    weigh<T, R, 2>(weights, weights_stride, segments, limit, column, size, keep, out);
   for (; column + kLanes <= size; column += kLanes)
-    weigh<T, R, 1>(weights, weights_stride, segments, limit, column, size, out);
+    weigh<T, R, 1>(weights, weights_stride, segments, limit, column, size, keep, out);
   for (; column < size; ++column)
     for (int i = 0; i < R; ++i) {
-      float sum = out[i * size + column];
+      float sum = out[i * size + column] * keep[i];
       for (const Segment<T>* s = segments; s->offset < limit; ++s)
         for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
           sum += weights[i * weights_stride + s->offset + k] * widen_one(s->values[k * size + column]);
@@ -160,14 +164,14 @@ PENSTOCK_INLINE void weigh_columns(const float* weights, int64_t weights_stride,
 
 template <class T>
 PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const Segment<T>* segments,
-                                int64_t limit, int64_t size, float* out) {
+                                int64_t limit, int64_t size, const float* keep, float* out) {
   switch (rows) {
-    case 1: return weigh_columns<T, 1>(weights, weights_stride, segments, limit, size, out);
-    case 2: return weigh_columns<T, 2>(weights, weights_stride, segments, limit, size, out);
-    case 3: return weigh_columns<T, 3>(weights, weights_stride, segments, limit, size, out);
-    case 4: return weigh_columns<T, 4>(weights, weights_stride, segments, limit, size, out);
-    case 5: return weigh_columns<T, 5>(weights, weights_stride, segments, limit, size, out);
-    default: return weigh_columns<T, 6>(weights, weights_stride, segments, limit, size, out);
+    case 1: return weigh_columns<T, 1>(weights, weights_stride, segments, limit, size, keep, out);
+    case 2: return weigh_columns<T, 2>(weights, weights_stride, segments, limit, size, keep, out);
+    case 3: return weigh_columns<T, 3>(weights, weights_stride, segments, limit, size, keep, out);
+    case 4: return weigh_columns<T, 4>(weights, weights_stride, segments, limit, size, keep, out);
+    case 5: return weigh_columns<T, 5>(weights, weights_stride, segments, limit, size, keep, out);
+    default: return weigh_columns<T, 6>(weights, weights_stride, segments, limit, size, keep, out);
   }
 }
 
@@ -179,18 +183,24 @@ struct Sums {
   float* peak;    // [rows]
 };
 
-// Scores of one row, of which `from` .. `to` are visible, become weights in place, and zero elsewhere up to `length`;
-// what the row has summed up before is rescaled to the new peak.
+// Which of a tile's positions a row sees.
+struct Visible {
+  int64_t from, to;
+  // Of whole vectors.
+  int64_t first() const { return from / kLanes * kLanes; }
+  int64_t last() const { return (to + kLanes - 1) / kLanes * kLanes; }
+};
+
+// Hides what is not visible of a row's vectors, and returns the largest score.
 //
-// key_scale, value_scale: of each position, for int8; nullptr otherwise.
-PENSTOCK_INLINE void soften(float soft_cap, float* scores, int64_t from, int64_t to, int64_t length,
-                            const float* key_scale, const float* value_scale, const Sums& sums, int64_t row,
-                            int64_t size) {
-  const int64_t first = from / kLanes * kLanes, last = (to + kLanes - 1) / kLanes * kLanes;
+// key_scale: of each position, for int8; nullptr otherwise.
+static __attribute__((noinline)) float find_peak(float soft_cap, float* scores, const Visible& visible,
+                                                 const float* key_scale) {
+  const int64_t first = visible.first(), last = visible.last();
   if (key_scale != nullptr)
     for (int64_t i = first; i < last; i += kLanes) store(scores + i, load(scores + i) * load(key_scale + i));
-  for (int64_t i = first; i < from; ++i) scores[i] = kMinusInfinity;
-  for (int64_t i = to; i < last; ++i) scores[i] = kMinusInfinity;
+  for (int64_t i = first; i < visible.from; ++i) scores[i] = kMinusInfinity;
+  for (int64_t i = visible.to; i < last; ++i) scores[i] = kMinusInfinity;
   Vec most = splat(kMinusInfinity);
   if (soft_cap != 0.0f) {
     for (int64_t i = first; i < last; i += kLanes) {
@@ -200,26 +210,24 @@ PENSTOCK_INLINE void soften(float soft_cap, float* scores, int64_t from, int64_t
     }
   }
   for (int64_t i = first; i < last; i += kLanes) most = max(load(scores + i), most);
-  const float old_peak = sums.peak[row], tile_peak = max_lanes(most);
-  const float peak = tile_peak > old_peak ? tile_peak : old_peak;
-  Vec mass = load(sums.mass + row * kLanes);
-  if (tile_peak > old_peak && old_peak != kMinusInfinity) {
-    const float shrink = exp(splat(old_peak - peak))[0];
-    mass *= shrink;
-    float* sum = sums.values + row * size;
-    int64_t d = 0;
-    for (; d + kLanes <= size; d += kLanes) store(sum + d, load(sum + d) * shrink);
-    for (; d < size; ++d) sum[d] *= shrink;
-  }
+  return max_lanes(most);
+}
+
+// Scores of a row become weights in place, relative to `peak`, and zero where they are not visible up to `length`.
+// Returns `mass` with the weights added.
+//
+// value_scale: of each position, for int8; nullptr otherwise.
+static __attribute__((noinline)) Vec soften(float* scores, const Visible& visible, int64_t length, float peak,
+                                            const float* value_scale, Vec mass) {
+  const int64_t first = visible.first(), last = visible.last();
   for (int64_t i = 0; i < first; i += kLanes) store(scores + i, Vec{});
   for (int64_t i = first; i < last; i += kLanes) {
-    const Vec weight = exp(load(scores + i) - peak);
+    const Vec weight = exp2_of_negative(load(scores + i) - peak);
     mass += weight;
     store(scores + i, value_scale == nullptr ? weight : weight * load(value_scale + i));
   }
   for (int64_t i = last; i < length; i += kLanes) store(scores + i, Vec{});
-  sums.peak[row] = peak;
-  store(sums.mass + row * kLanes, mass);
+  return mass;
 }
 
 }  // namespace PENSTOCK_NAMESPACE
