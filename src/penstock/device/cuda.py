@@ -101,3 +101,6 @@ class CudaDevice(Device):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
+
+    def keep_freed_memory(self) -> None:
+        pass  # torch's allocator does
