@@ -48,8 +48,15 @@ def _set_up(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace, results: Results) -> None:
-    results.add_machine(arguments.threads)
-    runner = Runner(arguments.work_dir, results, arguments.threads, arguments.repeats, budget_s=60 * arguments.budget)
+    results.add_machine(arguments.threads, arguments.steady)
+    runner = Runner(
+        arguments.work_dir,
+        results,
+        arguments.threads,
+        arguments.repeats,
+        budget_s=60 * arguments.budget,
+        steady=arguments.steady,
+    )
     workloads = list(dict.fromkeys(_WORKLOADS[name] for name in arguments.workloads))
     is_done = runner.run(
         [SHAPES[name] for name in arguments.models], workloads, [ENGINES[name] for name in arguments.engines]
@@ -74,6 +81,13 @@ def _parse() -> argparse.Namespace:
     run.add_argument("--repeats", type=int, default=5)
     run.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     run.add_argument("--budget", type=float, default=float("inf"), metavar="MINUTES", help="begin nothing after these")
+    run.add_argument(
+        "--steady",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="count only what is measured while the machine allows this share of the most arithmetic seen, e.g. 0.85",
+    )
     for command in (run, table):
         command.add_argument("--output", type=Path, required=True, help="peers.jsonl, peers.json and peers.md")
     arguments = parser.parse_args()

@@ -28,6 +28,9 @@ NUM_KV_TOKENS = 16_384
 _SMALL_MODEL = 200e6
 _WARM_UP_TOKENS = 4
 _WARM_UP_DRAW = 1_000_000
+_DRAWS_APART = 1_000
+# How often the machine is looked at before anything is measured, to know it at its best.
+_FIRST_LOOKS = 20
 # Of the memory that is free, what engines may take that wait for their turn.
 _MEMORY_SHARE = 0.6
 _PROCESS_BYTES = 700e6
@@ -39,16 +42,24 @@ class OutOfTime(Exception):
 
 @dataclass
 class Runner:
-    """budget_s: no measurement begins later than this after the start."""
+    """budget_s: no measurement begins later than this after the start. steady: the share of the most arithmetic seen
+    that the machine must allow right before and right after what counts; 0 to let everything count.
+    """
 
     work_dir: Path
     results: Results
     threads: int
     repeats: int
     budget_s: float
+    steady: float = 0.0
 
     def __post_init__(self) -> None:
         self._ceilings = Ceilings(self.work_dir / "bin", self.threads)
+        if self.steady and not self._ceilings.is_available:
+            raise ValueError("--steady needs the machine's ceilings, for which there is no C compiler here.")
+        self._most_gflop_s = 0.0
+        for _ in range(_FIRST_LOOKS if self.steady else 0):
+            self._is_steady(self._ceilings.measure())
         self._begin = time.monotonic()
         self._processes: dict[str, EngineProcess] = {}
         self._failed: set[tuple[str, str, str]] = set()
@@ -107,9 +118,12 @@ class Runner:
         key = (shape.name, workload, engine.name)
         if self.results.has(*key, repeat) or key in self._failed:
             return False
+        self._check_budget()
+        return True
+
+    def _check_budget(self) -> None:
         if time.monotonic() - self._begin > self.budget_s:
             raise OutOfTime
-        return True
 
     def _record(self, shape: ModelShape, workload: str, engine: EngineSpec, repeat: int, measure: Any) -> None:
         try:
@@ -127,11 +141,20 @@ class Runner:
         process = self._awake(engine, shape)
         for prompts, num_outputs in self._warm_up(process, shape, name, repeat):
             process.run(prompts, num_outputs)
-        ceilings = self._ceilings_beside(process)
-        workload = find_workload(name, shape, draw=1 + repeat)
-        reply = process.run(workload.prompts, workload.num_outputs)
-        process.pause()
+        draw, is_steady = 1 + repeat, False
+        while not is_steady:
+            process.pause()
+            ceilings = self._steady_ceilings()
+            process.resume()
+            workload = find_workload(name, shape, draw=draw)
+            reply = process.run(workload.prompts, workload.num_outputs)
+            process.pause()
+            is_steady = not self.steady or self._is_steady(self._ceilings.measure())
+            if not is_steady:
+                # Other tokens: those of this draw are in the cache of prefixes now.
+                draw += _DRAWS_APART
         return {
+            "draw": draw,
             "seconds": reply["seconds"],
             "tokens": reply["tokens"],
             "ceilings": ceilings,
@@ -141,13 +164,16 @@ class Runner:
 
     def _measure_startup(self, shape: ModelShape, _name: str, engine: EngineSpec, repeat: int) -> dict[str, Any]:
         """From the start of a process to its first token, for a prompt of 32."""
-        ceilings = self._ceilings.measure()
         workload = find_workload("decode", shape, draw=1 + repeat)
-        process = self._start(engine, shape)
-        try:
-            reply = process.run(workload.prompts, [1])
-        finally:
-            process.close()
+        is_steady = False
+        while not is_steady:
+            ceilings = self._steady_ceilings()
+            process = self._start(engine, shape)
+            try:
+                reply = process.run(workload.prompts, [1])
+            finally:
+                process.close()
+            is_steady = not self.steady or self._is_steady(self._ceilings.measure())
         return {
             "seconds": reply["since_start"],
             "tokens": reply["tokens"],
@@ -171,11 +197,18 @@ class Runner:
             [min(count, _WARM_UP_TOKENS) for count in workload.num_outputs[:num_requests]],
         )
 
-    def _ceilings_beside(self, process: EngineProcess) -> dict[str, float] | None:
-        process.pause()
+    def _steady_ceilings(self) -> dict[str, float] | None:
+        """Once the machine allows what it did at its best, if that is asked for."""
         measured = self._ceilings.measure()
-        process.resume()
+        while self.steady and not self._is_steady(measured):
+            self._check_budget()
+            measured = self._ceilings.measure()
         return measured
+
+    def _is_steady(self, measured: dict[str, float] | None) -> bool:
+        gflop_s = 0.0 if measured is None else measured["gflop_s"]
+        self._most_gflop_s = max(self._most_gflop_s, gflop_s)
+        return gflop_s >= self.steady * self._most_gflop_s
 
     def _awake(self, engine: EngineSpec, shape: ModelShape) -> EngineProcess:
         process = self._processes.get(engine.name)

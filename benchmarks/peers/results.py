@@ -27,8 +27,8 @@ class Results:
             self._path.write_text(text)
         self.records: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
 
-    def add_machine(self, threads: int) -> None:
-        self._append({"kind": "machine", **describe_machine(threads)})
+    def add_machine(self, threads: int, steady: float = 0.0) -> None:
+        self._append({"kind": "machine", **describe_machine(threads), "steady": steady})
 
     def add_unavailable(self, engine: str, model: str | None, reason: str) -> None:
         """An engine that cannot run here, or not this model (None: none at all)."""
@@ -86,20 +86,24 @@ def summarise(records: list[dict[str, Any]]) -> Summary | None:
 
 
 def agreement(records: list[dict[str, Any]], reference: list[dict[str, Any]]) -> tuple[float, float] | None:
-    """Over the repeats that both have: the share of requests with the same first token, and the mean share of the
-    reported tokens up to where a request's rows part. None when there is no such repeat."""
-    expected = {record["repeat"]: record["tokens"] for record in reference if "tokens" in record}
+    """Over the repeats for which both had the same prompts: the share of requests with the same first token, and the
+    mean share of the reported tokens up to where a request's rows part. None when there is no such repeat."""
+    expected = {_prompts_of(record): record["tokens"] for record in reference if "tokens" in record}
     pairs = [
         pair
         for record in records
-        if "tokens" in record and record["repeat"] in expected
-        for pair in zip(record["tokens"], expected[record["repeat"]], strict=True)
+        if "tokens" in record and _prompts_of(record) in expected
+        for pair in zip(record["tokens"], expected[_prompts_of(record)], strict=True)
     ]
     if not pairs:
         return None
     same_first = [row[0] == other[0] for row, other in pairs]
     alike = [_num_alike(row, other) / len(other) for row, other in pairs]
     return statistics.mean(same_first), statistics.mean(alike)
+
+
+def _prompts_of(record: dict[str, Any]) -> tuple[int, int | None]:
+    return record["repeat"], record.get("draw")
 
 
 def _num_alike(row: list[int], other: list[int]) -> int:

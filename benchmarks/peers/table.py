@@ -102,6 +102,12 @@ def as_markdown(data: dict[str, Any]) -> str:
         "Engines take turns in every repeat. Figures are medians; spread is (largest - smallest) / median.",
         "",
     ]
+    if steady := data["machine"].get("steady"):
+        lines += [
+            f"Only what was measured while the machine allowed {steady:.0%} of the most arithmetic seen in the run, "
+            "right before and right after; the rest was measured again.",
+            "",
+        ]
     for name in dict.fromkeys(row["model"] for row in data["rows"]):
         lines += [f"## {name}", "", f"{SHAPES[name].title}.", ""]
         rows = [row for row in data["rows"] if row["model"] == name]
