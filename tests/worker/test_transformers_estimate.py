@@ -18,7 +18,7 @@ from penstock.parallel import ParallelContext
 from penstock.worker.estimate import LIBRARY_BYTES, resident_step
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.split_contexts import split_context_bytes
-from penstock.worker.transformers_estimate import estimate_transformers_activations
+from penstock.worker.transformers_estimate import estimate_transformers_activations, layers_of_class
 from penstock.worker.transformers_shape import read_transformers_shape
 from penstock.worker.unloaded_model import try_without_memory
 from penstock.worker.worker import Worker
@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "attention": {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8},
     "network": {"hidden_size": 64, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 1},
 }
+DECODERS = {**FAMILIES, "persimmon": ("PersimmonForCausalLM", {})}
 MIXTURES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3},
@@ -90,9 +91,9 @@ def check(folder: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DECODERS)
 def test_decoders(tmp_path: Path, name: str, shape: str) -> None:
-    class_name, overrides = FAMILIES[name]
+    class_name, overrides = DECODERS[name]
     changes = {**overrides, **SHAPES[shape]}
     if class_name == "OPTForCausalLM":
         changes["ffn_dim"] = changes["intermediate_size"]
@@ -110,17 +111,17 @@ def test_mixtures_of_experts(tmp_path: Path, class_name: str, shape: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("name", [*DECODERS, *MIXTURES])
 def test_the_same_is_counted_in_a_run_without_values(tmp_path: Path, name: str, dtype: str) -> None:
     """In the precision of GPUs too, where norms and rotations make wider copies."""
-    class_name, overrides = FAMILIES[name] if name in FAMILIES else (name, MIXTURES[name])
+    class_name, overrides = DECODERS[name] if name in DECODERS else (name, MIXTURES[name])
     changes = {**overrides, **SHAPES["network"]}
     if class_name == "OPTForCausalLM":
         changes["ffn_dim"] = changes["intermediate_size"]
     config = save_for_fallback(tiny_transformers_model(class_name, **changes), tmp_path)
     unloaded = try_without_memory(config, NUM_TOKENS, 16, dtype, dtype, dtype)
     derived = estimate_transformers_activations(
-        config, read_transformers_shape(config), num_tokens=NUM_TOKENS, dtype=dtype, device="cpu"
+        layers_of_class(config), read_transformers_shape(config), num_tokens=NUM_TOKENS, dtype=dtype, device="cpu"
     )
     assert derived == pytest.approx(unloaded.activations, rel=TOLERANCE)
 
@@ -146,14 +147,18 @@ def test_activations_that_hold_more_than_their_result(tmp_path: Path, class_name
 
 
 def test_what_is_not_known_beforehand_is_named_and_measured_without_memory(tmp_path: Path) -> None:
-    save(tmp_path / "class", "GraniteMoeForCausalLM", wider_overrides("GraniteMoeForCausalLM"))
+    save(tmp_path / "class", "BitNetForCausalLM", wider_overrides("BitNetForCausalLM"))
     save(tmp_path / "activation", "GraniteForCausalLM", {"hidden_act": "mish"})
-    for name, what in (
-        ("class", "the layers of GraniteMoeForCausalLM are"),
-        ("activation", "the activation 'mish' is"),
+    for name, why in (
+        (
+            "class",
+            "the layers of BitNetForCausalLM are not known beforehand, and the checkpoint has "
+            "model.layers.0.mlp.ffn_sub_norm.weight",
+        ),
+        ("activation", "the activation 'mish' is not known beforehand"),
     ):
         derived, weights, step = derive_and_measure(tmp_path / name)
-        assert derived.remark == f"built and run without memory, since {what} not known beforehand"
+        assert derived.remark == f"built and run without memory, since {why}"
         assert derived.weights == pytest.approx(weights, rel=TOLERANCE)
         planned = resident(derived)
         assert planned.activations - LIBRARY_BYTES == pytest.approx(step.activations - LIBRARY_BYTES, rel=TOLERANCE)
@@ -165,6 +170,7 @@ def test_what_is_not_known_beforehand_is_named_and_measured_without_memory(tmp_p
         ("Cohere2ForCausalLM", {"num_hidden_layers": 9, "sliding_window": 8}),
         ("Qwen2MoeForCausalLM", {"num_hidden_layers": 5, "use_sliding_window": True, "max_window_layers": 3}),
         ("SmolLM3ForCausalLM", {"num_hidden_layers": 9, "use_sliding_window": True, "sliding_window": 8}),
+        ("PersimmonForCausalLM", {}),
         ("PhiForCausalLM", {}),
         ("OPTForCausalLM", {"ffn_dim": 112}),
         ("StableLmForCausalLM", {}),

@@ -1,13 +1,13 @@
 """What of a memory plan belongs to the model: weights, a step's tensors, and what each layer keeps.
 
-Derived from `config.json` and the headers of the weight files; a model that runs through Transformers, and whose class
-is not known here, is built and run without memory instead. All sizes are bytes.
+Derived from `config.json` and the headers of the weight files; a model that runs through Transformers, and whose layers
+these do not show, is built and run without memory instead. All sizes are bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config import EngineConfig
 from penstock.config.quantized_checkpoint import (
@@ -32,13 +32,17 @@ from penstock.worker.estimate import (
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.quantized_estimate import QuantizedPart, quantized_part
 from penstock.worker.transformers_estimate import (
+    LayerMoments,
     estimate_transformers_activations,
     estimate_transformers_weights,
+    has_table,
     is_kept_as_computed,
+    layers_of_class,
     transformers_weights_of_shape,
     why_not_derived,
 )
-from penstock.worker.transformers_shape import read_transformers_shape
+from penstock.worker.transformers_shape import TransformersShape, read_transformers_shape
+from penstock.worker.usual_decoder import NotUsual, read_usual_decoder
 
 LayerSpecs = Mapping[str, FullAttentionSpec | SlidingWindowSpec]
 
@@ -97,8 +101,12 @@ def size_model(planned: PlannedModel) -> ModelSizes:
     if not runs_through_transformers(model):
         return _size_native(planned)
     refuse_quantized_checkpoint(model.hf_config, model.model)
+    if not has_table(model):
+        return _size_usual(planned)
     why_not = why_not_derived(model)
-    return _size_transformers(planned) if why_not is None else _size_without_memory(planned, why_not)
+    if why_not is not None:
+        return _size_without_memory(planned, why_not)
+    return _size_transformers(planned, read_transformers_shape(model), layers_of_class(model))
 
 
 def _refuse_quantization(planned: PlannedModel) -> None:
@@ -130,20 +138,34 @@ def _size_native(planned: PlannedModel) -> ModelSizes:
     )
 
 
-def _size_transformers(planned: PlannedModel) -> ModelSizes:
+def _size_usual(planned: PlannedModel) -> ModelSizes:
+    model = planned.config.model
+    unknown = f"the layers of {model.architecture} are not known beforehand"
+    try:
+        usual = read_usual_decoder(model, planned.headers)
+    except NotUsual as reason:
+        return _size_without_memory(planned, f"{unknown}, and {reason}")
+    sizes = _size_transformers(planned, usual.shape, usual.layers, usual.scaled_embedding)
+    return replace(sizes, remark=f"estimated as a decoder of usual layers, since {unknown}")
+
+
+def _size_transformers(
+    planned: PlannedModel, shape: TransformersShape, layers: LayerMoments, scaled_embedding: str | None = None
+) -> ModelSizes:
     model, headers = planned.config.model, planned.headers
-    shape = read_transformers_shape(model)
     if headers is None:
         headers = transformers_weights_of_shape(model, shape)
     integers = planned.integers(headers, shape.decoder, is_kept_as_computed)
     activations = estimate_transformers_activations(
-        model,
+        layers,
         shape,
         num_tokens=planned.config.scheduler.max_num_batched_tokens,
         dtype=planned.dtype.name,
         device=planned.device,
     )
-    weights = estimate_transformers_weights(integers.others, shape, planned.dtype, planned.device)
+    weights = estimate_transformers_weights(
+        integers.others, shape, planned.dtype, planned.device, scaled_embedding=scaled_embedding
+    )
     return ModelSizes(
         count_parameters(integers.others, shape.decoder) + integers.num_parameters,
         weights + integers.num_bytes,

@@ -1,7 +1,7 @@
 """The memory of an engine that is not running: the arithmetic of `worker/memory_plan.py` without a worker.
 
 Reads `config.json` and the headers of the weight files. Imports no torch, so that it takes a fraction of a second; only
-a model of which nothing is known beforehand is built without memory.
+a model of which these do not show the layers is built without memory.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def weights_of(headers: Mapping[str, TensorHeader], shape: ModelShape) -> dict[s
     """By name, the values of each weight. Raises UnsupportedFeature as `count_parameters` does."""
     counts = {}
     for name, header in headers.items():
-        if _NO_WEIGHTS.fullmatch(name) or (shape.ties_embeddings and name in _HEADS):
+        if is_no_weight(name) or (shape.ties_embeddings and name in _HEADS):
             continue
         if header.dtype not in _FLOAT_DTYPES:
             raise UnsupportedFeature(
@@ -80,6 +80,11 @@ def weights_of(headers: Mapping[str, TensorHeader], shape: ModelShape) -> dict[s
             )
         counts[name] = header.num_elements
     return counts
+
+
+def is_no_weight(name: str) -> bool:
+    """Whether checkpoints hold this beside weights."""
+    return _NO_WEIGHTS.fullmatch(name) is not None
 
 
 def estimate_weights(
@@ -91,13 +96,19 @@ def estimate_weights(
     return matrices + num_vectors * DTYPE_BYTES[dtype.name] + rotary_table
 
 
-def head_copy_bytes(shape: ModelShape, dtype: DtypeChoice, device: str) -> int:
-    """The head of a tied model once more, where oneDNN packs it."""
+def head_copy_bytes(shape: ModelShape, dtype: DtypeChoice, device: str, *, reads_packed_rows: bool = True) -> int:
+    """The head of a tied model once more, where oneDNN packs it.
+
+    reads_packed_rows: the embedding reads what our own kernels pack; else those pack a copy too, and in the compute
+    dtype, in which the embedding wants it.
+    """
     num_values = shape.vocab_size * shape.hidden_size
+    if not shape.ties_embeddings or device != "cpu" or dtype.name != "float32":
+        return 0
     has_own_products = has_native_kernels() and not env.uses_torch_products()
-    is_packed_by_onednn = device == "cpu" and dtype.name == "float32" and not has_own_products
-    has_copy = shape.ties_embeddings and is_packed_by_onednn and num_values >= _MIN_PACKED_ELEMENTS
-    return num_values * DTYPE_BYTES[dtype.weights] if has_copy else 0
+    has_copy = not reads_packed_rows if has_own_products else num_values >= _MIN_PACKED_ELEMENTS
+    kept = dtype.weights if reads_packed_rows else dtype.name
+    return num_values * DTYPE_BYTES[kept] if has_copy else 0
 
 
 def _is_native(dtype: str, device: str) -> bool:

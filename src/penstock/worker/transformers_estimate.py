@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config import ModelConfig
 from penstock.contract.kv_cache import DTYPE_BYTES
@@ -27,77 +27,85 @@ Moment = str
 _TERM = re.compile(r"(\d+)([A-Za-z])")
 
 # Attention that turns whole heads, by the rotation of queries, of keys, and by the copies that attention takes.
-_WHOLE_HEADS = ("3H 4Q 2K", "3H 2Q 5K", "3H 3Q 3K", "4H 2Q 2K")
+WHOLE_HEADS = ("3H 4Q 2K", "3H 2Q 5K", "3H 3Q 3K", "4H 2Q 2K")
 # Attention that turns a part of each head and joins it with the rest.
 _PARTS_OF_HEADS = ("7H 4K 1R 1S", "5H 5K 1R 1S")
-_RMS_NORM = ("3H 2h", "4H 1h")
-_WIDE_LAYER_NORM = ("2H 3h",)
+RMS_NORM = ("3H 2h", "4H 1h")
+# Attention that turns pairs of neighbours in float32, and norms of the same.
+NARROW_LIKE_COHERE = ("3H 1Q 2K 4q 1k", "3H 1Q 2K 2q 4k", "3H 1Q 2K 3q 2k", "3H 2Q 3K 2q 2k", "2H 3h")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMoments:
     """attention: its moments where all is float32. narrow: those that a lower precision has instead.
     kept: hidden states that are alive beside the feed-forward network. gate: how that makes its two projections, None
-    with one. kept_without_parallel: `kept` where `use_parallel_residual` is not set.
+    with one. has_wide_routing: experts' outputs meet weights in float32. shares_last: the network that all tokens go
+    through runs after the experts, not before. kept_beside_dense: `kept` in the layers of a mixture that have no
+    experts, if another number.
     """
 
     attention: tuple[Moment, ...]
     narrow: tuple[Moment, ...]
     kept: int = 4
     gate: str | None = "apart"
-    kept_without_parallel: int | None = None
+    has_wide_routing: bool = False
+    shares_last: bool = False
+    kept_beside_dense: int | None = None
 
 
-_LIKE_LLAMA = LayerMoments(_WHOLE_HEADS, (*_WHOLE_HEADS, "3H 3Q 2K 1n", *_RMS_NORM))
+_LIKE_LLAMA = LayerMoments(WHOLE_HEADS, (*WHOLE_HEADS, "3H 3Q 2K 1n", *RMS_NORM))
 _MOMENTS = {
-    "Cohere2ForCausalLM": LayerMoments(
-        _WHOLE_HEADS,
-        ("3H 1Q 2K 4q 1k", "3H 1Q 2K 2q 4k", "3H 1Q 2K 3q 2k", "3H 2Q 3K 2q 2k", *_WIDE_LAYER_NORM),
-    ),
+    "Cohere2ForCausalLM": LayerMoments(WHOLE_HEADS, NARROW_LIKE_COHERE),
     "GPTNeoXForCausalLM": LayerMoments(("12H",), ("10H 1n",), gate=None),
     "Glm4ForCausalLM": LayerMoments(
         ("3H 3Q 3K", "4H 2Q 2K"), ("3H 3Q 2K 1n", "4H 2Q 2K", "4H 2h", "6H 1h"), gate="together"
     ),
     "GraniteForCausalLM": _LIKE_LLAMA,
-    "MixtralForCausalLM": _LIKE_LLAMA,
+    "MixtralForCausalLM": replace(_LIKE_LLAMA, has_wide_routing=True),
     "OPTForCausalLM": LayerMoments(("9H",), ("9H 1n",), gate=None),
     "OlmoeForCausalLM": _LIKE_LLAMA,
+    "PersimmonForCausalLM": LayerMoments(("14H 1R 1S",), ("12H 1R 1S",), gate=None),
     "PhiForCausalLM": LayerMoments(_PARTS_OF_HEADS, ("7H 3K 1R 1S 1n", "5H 5K 1R 1S"), gate=None),
     "Qwen2MoeForCausalLM": _LIKE_LLAMA,
     "Qwen3MoeForCausalLM": _LIKE_LLAMA,
     "SmolLM3ForCausalLM": _LIKE_LLAMA,
-    "StableLmForCausalLM": LayerMoments(_PARTS_OF_HEADS, ("7H 3K 1R 1S 1n", "5H 5K 1R 1S"), kept_without_parallel=6),
-    "Starcoder2ForCausalLM": LayerMoments(_WHOLE_HEADS, (*_WHOLE_HEADS, "3H 3Q 2K 1n"), gate=None),
+    "StableLmForCausalLM": LayerMoments(_PARTS_OF_HEADS, ("7H 3K 1R 1S 1n", "5H 5K 1R 1S")),
+    "Starcoder2ForCausalLM": LayerMoments(WHOLE_HEADS, (*WHOLE_HEADS, "3H 3Q 2K 1n"), gate=None),
 }
 # Inner states that an activation has alive, its input and its result among them. Those of Transformers in plain torch
 # hold what they add up.
-_ACTIVATION_TENSORS = {
+ACTIVATION_TENSORS = {
     "gelu": 2,
     "gelu_fast": 5,
     "gelu_new": 4,
     "gelu_pytorch_tanh": 2,
     "quick_gelu": 3,
     "relu": 2,
+    "relu2": 3,
     "silu": 2,
     "swish": 2,
+    "xielu": 5,
 }
-# Whose experts' outputs meet weights in float32.
-_WIDE_ROUTING = ("MixtralForCausalLM",)
 # Per chosen expert of a token: places, the same in order, their numbers, weights and weights in order.
 _ROUTE_BYTES = 4 * 8 + 3 * 4
 # Kept in the compute dtype although they are matrices: Transformers multiplies by them itself, or looks rows up.
-_AS_COMPUTED = re.compile(r".*\.(experts\..*|(mlp|block_sparse_moe)\.gate\.weight|embed_positions\.weight)")
+_AS_COMPUTED = re.compile(
+    r".*\.(experts\..*|embed_positions\.weight|"
+    r"(mlp|block_sparse_moe)\.(gate|router|router\.gate|router\.layer|input_linear|output_linear)\.weight)"
+)
 # Rows that OPT's table of positions has beside its positions.
 _EXTRA_POSITIONS = 2
 
 
+def has_table(model_config: ModelConfig) -> bool:
+    """Whether the layers of the model's class are known here."""
+    return model_config.architecture in _MOMENTS
+
+
 def why_not_derived(model_config: ModelConfig) -> str | None:
-    """Why nothing here says what this model needs, or None where something does."""
-    architecture = model_config.architecture
-    if architecture not in _MOMENTS:
-        return f"the layers of {architecture} are not known beforehand"
+    """Why the table of a class does not say what this model needs, or None where it does."""
     activation = read_transformers_shape(model_config).activation
-    if activation not in _ACTIVATION_TENSORS:
+    if activation not in ACTIVATION_TENSORS:
         return f"the activation {activation!r} is not known beforehand"
     return None
 
@@ -108,17 +116,32 @@ def is_kept_as_computed(name: str) -> bool:
 
 
 def estimate_transformers_weights(
-    headers: Mapping[str, TensorHeader], shape: TransformersShape, dtype: DtypeChoice, device: str
+    headers: Mapping[str, TensorHeader],
+    shape: TransformersShape,
+    dtype: DtypeChoice,
+    device: str,
+    scaled_embedding: str | None = None,
 ) -> int:
-    """Parameters: matrices as they are kept, the rest in the compute dtype."""
+    """Parameters: matrices as they are kept, the rest in the compute dtype, and so an embedding of this name."""
     narrow = as_computed = 0
     for name, count in weights_of(headers, shape.decoder).items():
-        if len(headers[name].shape) < 2 or is_kept_as_computed(name):
+        if len(headers[name].shape) < 2 or is_kept_as_computed(name) or name == scaled_embedding:
             as_computed += count
         else:
             narrow += count
-    copy = head_copy_bytes(shape.decoder, dtype, device)
+    copy = head_copy_bytes(shape.decoder, dtype, device, reads_packed_rows=scaled_embedding is None)
     return narrow * DTYPE_BYTES[dtype.weights] + as_computed * DTYPE_BYTES[dtype.name] + copy
+
+
+def layers_of_class(model_config: ModelConfig) -> LayerMoments:
+    """The table of a class for which `why_not_derived` says None."""
+    architecture, hf_config = model_config.architecture, model_config.hf_config
+    layers = _MOMENTS[architecture]
+    if architecture == "StableLmForCausalLM" and not hf_config.get("use_parallel_residual", False):
+        return replace(layers, kept=6)
+    if architecture == "OPTForCausalLM" and not hf_config.get("do_layer_norm_before", True):
+        return replace(layers, attention=("8H",), narrow=("8H 1n",))
+    return layers
 
 
 def transformers_weights_of_shape(model_config: ModelConfig, shape: TransformersShape) -> dict[str, TensorHeader]:
@@ -150,31 +173,25 @@ def transformers_weights_of_shape(model_config: ModelConfig, shape: Transformers
 
 
 def estimate_transformers_activations(
-    model_config: ModelConfig, shape: TransformersShape, *, num_tokens: int, dtype: str, device: str
+    layers: LayerMoments, shape: TransformersShape, *, num_tokens: int, dtype: str, device: str
 ) -> int:
     """The tensors of a step of `num_tokens` through the layers."""
     value = DTYPE_BYTES[dtype]
     rotation = 2 * shape.decoder.rotary_dim * value
-    fullest = max(_moment_bytes(moment, shape, value) for moment in _moments(model_config, shape, is_narrow=value < 4))
+    fullest = max(_moment_bytes(moment, shape, value) for moment in _moments(layers, shape, is_narrow=value < 4))
     routing = 0
     if shape.experts is not None:
         routing = shape.experts.num_selected * _ROUTE_BYTES + shape.experts.num_experts * FLOAT_BYTES
     return WORKSPACE_BYTES[device] + num_tokens * (INPUT_BYTES + rotation + fullest + routing)
 
 
-def _moments(model_config: ModelConfig, shape: TransformersShape, *, is_narrow: bool) -> list[Moment]:
-    architecture = model_config.architecture
-    known = _MOMENTS[architecture]
-    is_parallel = model_config.hf_config.get("use_parallel_residual", False)
-    kept = known.kept if is_parallel or known.kept_without_parallel is None else known.kept_without_parallel
-    attention = known.narrow if is_narrow else known.attention
-    if architecture == "OPTForCausalLM" and not model_config.hf_config.get("do_layer_norm_before", True):
-        attention = tuple(moment.replace("9H", "8H") for moment in attention)
-    moments = [*attention]
+def _moments(layers: LayerMoments, shape: TransformersShape, *, is_narrow: bool) -> list[Moment]:
+    moments = [*(layers.narrow if is_narrow else layers.attention)]
     if shape.experts is None or shape.experts.num_layers < shape.decoder.num_layers:
-        moments += _network_moments(kept, "I", _ACTIVATION_TENSORS[shape.activation], known.gate)
+        kept = layers.kept if layers.kept_beside_dense is None else layers.kept_beside_dense
+        moments += _network_moments(kept, "I", ACTIVATION_TENSORS[shape.activation], layers.gate)
     if shape.experts is not None:
-        moments += _expert_moments(shape, has_wide_routing=is_narrow and architecture in _WIDE_ROUTING)
+        moments += _expert_moments(layers, shape, is_narrow=is_narrow)
     return moments
 
 
@@ -185,15 +202,17 @@ def _network_moments(kept: int, inner: str, num_activation: int, gate: str | Non
     return [f"{kept}H {num_inner}{inner}", f"{kept + 1}H 1{inner}"]
 
 
-def _expert_moments(shape: TransformersShape, *, has_wide_routing: bool) -> list[Moment]:
+def _expert_moments(layers: LayerMoments, shape: TransformersShape, *, is_narrow: bool) -> list[Moment]:
     """Both projections of all chosen experts lie side by side, as do their outputs before they are added up."""
     assert shape.experts is not None
-    num_activation, kept = _ACTIVATION_TENSORS[shape.activation], 4
+    num_activation, kept = ACTIVATION_TENSORS[shape.activation], layers.kept
     shared = []
     if shape.experts.shared_size:
-        shared = _network_moments(kept, "Z", num_activation, "apart")
-        kept += 1
-    weighted = [f"{kept}H 2X 2x", f"{kept + 1}H 2X 1x 1h"] if has_wide_routing else [f"{kept}H 4X", f"{kept + 1}H 3X"]
+        shared = _network_moments(kept + 1 if layers.shares_last else kept, "Z", num_activation, "apart")
+        kept += 0 if layers.shares_last else 1
+    weighted = [f"{kept}H 4X", f"{kept + 1}H 3X"]
+    if is_narrow and layers.has_wide_routing:
+        weighted = [f"{kept}H 2X 2x", f"{kept + 1}H 2X 1x 1h"]
     return [f"{kept}H 1X {max(4, 1 + num_activation)}Y", f"{kept}H 2X 1Y", *weighted, *shared]
 
 

@@ -17,6 +17,7 @@ _ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 _DEFAULT_ACTIVATION = {
     "GPTNeoXForCausalLM": "gelu",
     "OPTForCausalLM": "relu",
+    "PersimmonForCausalLM": "relu2",
     "PhiForCausalLM": "gelu_new",
     "Starcoder2ForCausalLM": "gelu_pytorch_tanh",
 }
@@ -24,11 +25,12 @@ _ROTATED_SHARE = ("partial_rotary_factor", "rotary_pct")
 _DEFAULT_ROTATED_SHARE = {
     "GPTNeoXForCausalLM": 0.25,
     "StableLmForCausalLM": 0.25,
+    "PersimmonForCausalLM": 0.5,
     "PhiForCausalLM": 0.5,
     "Glm4ForCausalLM": 0.5,
 }
 # Where each query head has keys and values of its own, whatever fields say.
-_ONE_KV_HEAD_EACH = ("GPTNeoXForCausalLM", "OPTForCausalLM")
+_ONE_KV_HEAD_EACH = ("GPTNeoXForCausalLM", "OPTForCausalLM", "PersimmonForCausalLM")
 _NUM_EXPERTS = ("num_local_experts", "num_experts")
 
 
@@ -67,21 +69,22 @@ def read_transformers_shape(model_config: ModelConfig) -> TransformersShape:
         shape,
         num_kv_heads=shape.num_heads if architecture in _ONE_KV_HEAD_EACH else shape.num_kv_heads,
         windows=tuple(windows),
-        rotary_dim=int(shape.rotary_dim * _rotated_share(fields, architecture)),
+        rotary_dim=int(shape.rotary_dim * read_rotated_share(fields, architecture)),
     )
     read_experts = _EXPERTS.get(architecture)
     return TransformersShape(
         decoder,
         None if read_experts is None else read_experts(fields, decoder),
-        _activation(fields, _DEFAULT_ACTIVATION.get(architecture, "silu")),
+        read_activation(fields, _DEFAULT_ACTIVATION.get(architecture, "silu")),
     )
 
 
-def _activation(fields: ConfigFields, default: str) -> str:
+def read_activation(fields: ConfigFields, default: str) -> str:
+    """The activation of the networks, by its name in Transformers."""
     return next((str(fields.hf_config[name]) for name in _ACTIVATION if fields.hf_config.get(name)), default)
 
 
-def _rotated_share(fields: ConfigFields, architecture: str) -> float:
+def read_rotated_share(fields: ConfigFields, architecture: str) -> float:
     """Share of a head's dimensions that turn; in a file of today beside the other parameters of the rotation."""
     config = fields.hf_config
     rope = config.get("rope_parameters")

@@ -1,7 +1,7 @@
 """What a model that runs through Transformers will need: it is built and run without memory, on the meta device.
 
-For classes of which `transformers_estimate` knows nothing: each has a forward pass of its own. This takes seconds, most
-of them to import Transformers. Suffixes: T tokens, H query heads, K KV heads, D head size.
+For classes of which `transformers_estimate` and `usual_decoder` know nothing: each has a forward pass of its own. This
+takes seconds, most of them to import Transformers. Suffixes: T tokens, H query heads, K KV heads, D head size.
 """
 
 from __future__ import annotations

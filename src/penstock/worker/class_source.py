@@ -1,0 +1,84 @@
+"""What Transformers says of a class, read from its source as text: to import it would take seconds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import ModelConfig
+
+_SCALED_EMBEDDING = re.compile(r"^class \w*ScaledWordEmbedding\(nn\.Embedding\)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSource:
+    """defaults: what fields of the configuration mean where they are absent, None among it. names: of fields, by what
+    the code calls them, where that differs. scales_embedding: the embedding does more than to look its rows up.
+    """
+
+    defaults: Mapping[str, Any]
+    names: Mapping[str, str]
+    scales_embedding: bool
+
+    def complete(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """`config.json` with what it leaves out."""
+        fields = {**self.defaults, **hf_config}
+        return fields | {called: fields[name] for called, name in self.names.items() if name in fields}
+
+
+def read_class_source(model_config: ModelConfig) -> ClassSource | None:
+    """None where Transformers lacks the class, or its attention does not go through the attention interface, or the
+    source is not laid out as others are.
+    """
+    model_type, architecture = model_config.hf_config.get("model_type"), model_config.architecture
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None or not isinstance(model_type, str):
+        return None
+    models = Path(found.origin).parent / "models"
+    parts = model_type.replace("-", "_").split("_")
+    for count in range(len(parts), 0, -1):  # the part of a larger model that reads text has a type of its own
+        name = "_".join(parts[:count])
+        modeling = _text(models / name / f"modeling_{name}.py")
+        if f"class {architecture}(" in modeling:
+            if "ALL_ATTENTION_FUNCTIONS" not in modeling or "_is_stateful = True" in modeling:
+                return None
+            body = _configuration(_text(models / name / f"configuration_{name}.py"), model_type)
+            return None if body is None else _class_source(body, bool(_SCALED_EMBEDDING.search(modeling)))
+    return None
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _configuration(text: str, model_type: str) -> list[ast.stmt] | None:
+    """The body of the class of this `model_type`."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and _literal_fields(node.body).get("model_type") == model_type:
+            return node.body
+    return None
+
+
+def _class_source(body: list[ast.stmt], scales_embedding: bool) -> ClassSource:
+    fields = _literal_fields(body)
+    names = fields.pop("attribute_map", {})
+    return ClassSource(fields, names, scales_embedding)
+
+
+def _literal_fields(body: list[ast.stmt]) -> dict[str, Any]:
+    fields = {}
+    for node in body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        for target in targets:
+            value = getattr(node, "value", None)
+            if isinstance(target, ast.Name) and value is not None:
+                try:
+                    fields[target.id] = ast.literal_eval(value)
+                except ValueError:  # made by a call
+                    continue
+    return fields

@@ -1,0 +1,158 @@
+"""A model without a table of its own is a decoder of usual layers only where its headers show one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.device.dtypes import DtypeChoice
+from penstock.engine.model_sizes import ModelSizes, PlannedModel, size_model
+from penstock.loader.headers import TensorHeader, read_headers
+from penstock.worker.unloaded_model import UnloadedModel, try_without_memory
+from penstock.worker.usual_decoder import NotUsual, UsualDecoder, read_usual_decoder
+from support.checkpoints import edit_config
+from support.transformers_models import save_for_fallback, tiny_transformers_model, wider_overrides
+
+TOLERANCE = 0.1
+NUM_TOKENS = 3000
+# Where attention takes the most, and where the feed-forward network does.
+SHAPES: dict[str, dict[str, Any]] = {
+    "attention": {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8},
+    "network": {"hidden_size": 64, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 1},
+}
+CLASSES = (
+    "ApertusForCausalLM",
+    "AriaTextForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "CohereForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "FlexOlmoForCausalLM",
+    "Gemma2ForCausalLM",
+    "GlmForCausalLM",
+    "GraniteMoeForCausalLM",
+    "HYV3ForCausalLM",
+    "Jais2ForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "NemotronForCausalLM",
+    "Olmo3ForCausalLM",
+    "Phi3ForCausalLM",
+)
+
+
+def save(folder: Path, class_name: str, **overrides: Any) -> None:
+    made = tiny_transformers_model(class_name, **{**wider_overrides(class_name), **overrides})
+    save_for_fallback(made, folder)
+
+
+def engine_config(folder: Path) -> EngineConfig:
+    return EngineConfig.create(str(folder), model_impl="transformers", max_num_batched_tokens=NUM_TOKENS)
+
+
+def derive_and_build(
+    folder: Path, dtype: str = "float32", weights: str = "float32"
+) -> tuple[ModelSizes, UnloadedModel]:
+    """Sizes from headers, and of the model as it is built without memory."""
+    config = engine_config(folder)
+    planned = PlannedModel(config, read_headers(folder), DtypeChoice(dtype, "", weights), dtype, "cpu", 128)
+    built = try_without_memory(config.model, NUM_TOKENS, config.cache.block_size, dtype, weights, dtype)
+    return size_model(planned), built
+
+
+def read(folder: Path, **more_headers: TensorHeader) -> UsualDecoder:
+    headers = read_headers(folder)
+    assert headers is not None
+    return read_usual_decoder(engine_config(folder).model, {**headers, **more_headers})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_headers_say_what_the_built_model_has(tmp_path: Path, class_name: str, shape: str, dtype: str) -> None:
+    save(tmp_path, class_name, **SHAPES[shape])
+    derived, built = derive_and_build(tmp_path, dtype, "bfloat16")
+    assert derived.remark.startswith("estimated as a decoder of usual layers, since ")
+    assert list(derived.specs.values()) == list(built.specs.values())
+    assert derived.num_heads == built.num_heads
+    assert derived.num_parameters == pytest.approx(built.num_parameters, rel=0.001)
+    assert derived.step.activations == pytest.approx(built.activations, rel=TOLERANCE)
+    if class_name != "Gemma2ForCausalLM":  # whose head is packed beside the embedding, as an engine shows
+        assert derived.weights == pytest.approx(built.weights, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "class_name", ["CohereForCausalLM", "Gemma2ForCausalLM", "Exaone4ForCausalLM", "NemotronForCausalLM"]
+)
+def test_absent_fields_mean_what_they_mean_to_transformers(tmp_path: Path, class_name: str) -> None:
+    save(tmp_path, class_name, head_dim=16, num_key_value_heads=4)
+    absent = {"hidden_act", "hidden_activation", "tie_word_embeddings", "use_sliding_window", "partial_rotary_factor"}
+    if class_name == "CohereForCausalLM":  # others need them, or give them a size of their own
+        absent |= {"head_dim", "num_key_value_heads"}
+    edit_config(tmp_path, remove=tuple(absent))
+    derived, built = derive_and_build(tmp_path)
+    assert derived.remark.startswith("estimated")
+    assert list(derived.specs.values()) == list(built.specs.values())
+    assert derived.step.activations == pytest.approx(built.activations, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_head_that_is_not_in_the_checkpoint_is_the_embedding(tmp_path: Path, tie: bool) -> None:
+    save(tmp_path, "SeedOssForCausalLM", tie_word_embeddings=tie)
+    assert read(tmp_path).shape.decoder.ties_embeddings == tie
+
+
+def test_a_window_of_which_no_layer_is_named_is_not_guessed(tmp_path: Path) -> None:
+    save(tmp_path, "Olmo3ForCausalLM", num_hidden_layers=5)
+    edit_config(tmp_path, remove=("layer_types",))
+    with pytest.raises(NotUsual, match="does not say in which layers"):
+        read(tmp_path)
+
+
+def test_a_tensor_that_usual_decoders_lack_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "SeedOssForCausalLM")
+    read(tmp_path)
+    with pytest.raises(NotUsual, match=r"the checkpoint has model\.layers\.0\.self_attn\.sinks"):
+        read(tmp_path, **{"model.layers.0.self_attn.sinks": TensorHeader("F32", (4,))})
+
+
+def test_a_further_layer_is_not_overlooked(tmp_path: Path) -> None:
+    """Checkpoints may hold layers that predict more tokens, which Transformers leaves out."""
+    save(tmp_path, "SeedOssForCausalLM")
+    edit_config(tmp_path, num_hidden_layers=1)
+    with pytest.raises(NotUsual, match="the checkpoint has 2 layers"):
+        read(tmp_path)
+
+
+def test_layers_of_several_sizes_are_not_taken_for_one(tmp_path: Path) -> None:
+    save(tmp_path, "SeedOssForCausalLM")
+    with pytest.raises(NotUsual, match="differ in the sizes of their down projections"):
+        read(tmp_path, **{"model.layers.1.mlp.down_proj.weight": TensorHeader("F32", (64, 96))})
+
+
+def test_without_a_checkpoint_nothing_is_derived(tmp_path: Path) -> None:
+    save(tmp_path, "SeedOssForCausalLM")
+    with pytest.raises(NotUsual, match="no checkpoint"):
+        read_usual_decoder(engine_config(tmp_path).model, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},  # attention of its own
+        {"architectures": ["JambaForCausalLM"], "model_type": "jamba"},  # a recurrent state
+        {"architectures": ["OtherForCausalLM"]},  # no class at all
+        {"use_bidirectional_attention": True},
+        {"hidden_act": "mish"},
+        {"num_attention_heads": 3},
+    ],
+    ids=str,
+)
+def test_what_may_not_run_or_is_not_known_is_left_to_the_model_itself(tmp_path: Path, changes: dict[str, Any]) -> None:
+    save(tmp_path, "SeedOssForCausalLM")
+    edit_config(tmp_path, **changes)
+    with pytest.raises(NotUsual):
+        read(tmp_path)
