@@ -48,7 +48,7 @@ def read_class_source(model_config: ModelConfig) -> ClassSource | None:
             if "ALL_ATTENTION_FUNCTIONS" not in modeling or "_is_stateful = True" in modeling:
                 return None
             body = _configuration(_text(models / name / f"configuration_{name}.py"), model_type)
-            return None if body is None else _class_source(body, bool(_SCALED_EMBEDDING.search(modeling)))
+            return None if body is None else _class_source(body, modeling)
     return None
 
 
@@ -64,10 +64,10 @@ def _configuration(text: str, model_type: str) -> list[ast.stmt] | None:
     return None
 
 
-def _class_source(body: list[ast.stmt], scales_embedding: bool) -> ClassSource:
+def _class_source(body: list[ast.stmt], modeling: str) -> ClassSource:
     fields = _literal_fields(body)
     names = fields.pop("attribute_map", {})
-    return ClassSource(fields, names, scales_embedding)
+    return ClassSource(fields, names, scales_embedding=_SCALED_EMBEDDING.search(modeling) is not None)
 
 
 def _literal_fields(body: list[ast.stmt]) -> dict[str, Any]:

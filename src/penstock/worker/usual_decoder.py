@@ -51,8 +51,8 @@ _ROLES = tuple(
         ),
         ("", r"(mlp|block_sparse_moe)\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight"),
         ("expert", r"(mlp|block_sparse_moe)\.experts\.\d+\.(down_proj|w2)\.weight"),
-        ("", r"mlp\.experts\.(gate_up_proj|fc1)(\.weight)?|block_sparse_moe\.input_linear\.weight"),
-        ("experts", r"mlp\.experts\.(down_proj|fc2)(\.weight)?|block_sparse_moe\.output_linear\.weight"),
+        ("", r"(mlp|block_sparse_moe)\.(experts\.(gate_up_proj|fc1)(\.weight)?|input_linear\.weight)"),
+        ("experts", r"(mlp|block_sparse_moe)\.(experts\.(down_proj|fc2)(\.weight)?|output_linear\.weight)"),
         ("", r"mlp\.shared_(experts?|mlp)\.(gate_proj|up_proj)\.weight"),
         ("shared", r"mlp\.shared_(experts?|mlp)\.down_proj\.weight"),
         ("", r"(self_attn|attention|mlp)\.(\w+_proj|fc[12]|c_\w+|dense\w*|query_key_value)\.bias"),
@@ -103,7 +103,7 @@ def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHe
     source = read_class_source(model_config)
     if source is None:
         raise NotUsual("the source of its class in Transformers does not show what absent fields mean")
-    found = _Matrices(model_config, headers)
+    found = _Matrices(headers)
     complete = dataclasses.replace(model_config, hf_config=source.complete(model_config.hf_config))
     try:
         shape = _shape(ConfigFields(complete), found, source)
@@ -118,7 +118,7 @@ def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHe
 class _Matrices:
     """The matrices of a checkpoint by what they are. Raises NotUsual for tensors that usual decoders lack."""
 
-    def __init__(self, model_config: ModelConfig, headers: Mapping[str, TensorHeader]) -> None:
+    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self.has_head = _HEAD in headers
         self.embedding = ""
         self._shapes: defaultdict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
@@ -155,7 +155,7 @@ class _Matrices:
             self._shapes[role][layer] = shape
 
     def has(self, role: str) -> bool:
-        return role in self._shapes
+        return bool(self._shapes.get(role))
 
     def of(self, role: str) -> tuple[int, ...]:
         """The shape that this matrix has in all layers that have it."""
