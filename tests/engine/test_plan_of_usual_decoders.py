@@ -38,8 +38,6 @@ CLASSES: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": {},
     "GlmForCausalLM": {},
     "GraniteMoeForCausalLM": {},
-    "HeliumForCausalLM": {},
-    "HunYuanDenseV1ForCausalLM": {},
     "MiniMaxM2ForCausalLM": {},
     "NemotronForCausalLM": {},
     "Olmo3ForCausalLM": {},
