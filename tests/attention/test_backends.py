@@ -14,10 +14,12 @@ from penstock.attention import AttentionBackend, LayerAttention, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
-from penstock.attention.select import BACKENDS as BACKENDS_BY_NAME
 from penstock.attention.select import select_backend
+from penstock.device.tensor_memory import TensorMemory
 from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.kernels import paged_attention
 from penstock.kernels.native import NATIVE
+from penstock.kernels.paged_attention import prefill_attention_cpu
 from penstock.kernels.step_state import REFERENCE
 
 
@@ -224,19 +226,35 @@ def test_long_prefill_is_tiled(backend: type[AttentionBackend], window: int | No
 # Scores of these layers lie within about five, so the larger cap bends some and the smaller bends most.
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0])
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("backend", [native, ReferenceBackend])
+@pytest.mark.parametrize("backend", [native, CpuPagedBackend, ReferenceBackend])
 def test_soft_caps(backend: type[AttentionBackend], soft_cap: float, window: int | None) -> None:
     _check(backend, list(MIXED), soft_cap=soft_cap, window=window, num_padding=2)
 
 
-def test_a_layer_with_a_soft_cap_goes_to_a_backend_that_has_them() -> None:
-    plain, capped = (LayerAttention("layer", 2, 2, 16, 0.25, soft_cap=soft_cap) for soft_cap in (None, 50.0))
-    options = {"dtype": torch.float32, "device": torch.device("cpu"), "block_size": 16}
-    options["candidates"] = ("cpu_paged", "reference")
-    for layer in (plain, capped):
-        backend, refusals = select_backend(layer, **options)  # type: ignore[arg-type]
-        assert backend.why_not(layer, torch.float32, torch.device("cpu"), 16) is None
-        assert all(BACKENDS_BY_NAME[name].why_not(layer, torch.float32, torch.device("cpu"), 16) for name in refusals)
+@pytest.mark.parametrize("most_scores", [1, 100])
+def test_capped_scores_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch, most_scores: int) -> None:
+    monkeypatch.setattr(paged_attention, "_MAX_SCORES", most_scores)
+    _check(CpuPagedBackend, list(MIXED), soft_cap=3.0, window=3)
+
+
+def test_memory_for_capped_scores_does_not_grow_with_the_square_of_a_prompt() -> None:
+    query_QHD, key_LKD = torch.randn(3000, 4, 16), torch.randn(3000, 2, 16)
+    with TensorMemory() as memory:
+        prefill_attention_cpu(query_QHD, key_LKD, key_LKD, 0.25, None, soft_cap=30.0)
+    assert memory.peak_bytes < 24 << 20  # all scores at once are 144 MB
+
+
+def test_soft_caps_need_no_kernels_of_our_own() -> None:
+    capped = LayerAttention("layer", 2, 2, 16, 0.25, soft_cap=50.0)
+    backend, refusals = select_backend(
+        capped,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        block_size=16,
+        candidates=("torch_varlen", "cpu_paged", "reference"),
+    )
+    assert backend is CpuPagedBackend
+    assert list(refusals) == ["torch_varlen"]
 
 
 def test_the_backend_of_a_group_can_run_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,6 @@ class CpuPagedBackend(AttentionBackend):
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
-        if layer.soft_cap is not None:
-            return "soft caps"
         if not dtype.is_floating_point:
             return f"it keeps no {dtype} cache"
         return None if device.type == "cpu" else "it runs on the CPU only"
@@ -132,7 +130,13 @@ class CpuPagedBackend(AttentionBackend):
         for batch in metadata.decodes:
             workspace = self._workspace_for(key_cache, batch.blocks.block_ids_N.shape[0])
             output_THD[batch.start : batch.stop] = decode_attention_cpu(
-                query_THD[batch.start : batch.stop], key_cache, value_cache, batch.blocks, layer.scale, workspace
+                query_THD[batch.start : batch.stop],
+                key_cache,
+                value_cache,
+                batch.blocks,
+                layer.scale,
+                workspace,
+                layer.soft_cap,
             )
         for prefill in metadata.prefills:
             rows = slice(prefill.start, prefill.stop)
@@ -147,6 +151,7 @@ class CpuPagedBackend(AttentionBackend):
                 value_LKD.to(query_THD.dtype),
                 layer.scale,
                 layer.sliding_window,
+                layer.soft_cap,
             )
         output_THD[metadata.num_tokens :] = 0
         return output_THD

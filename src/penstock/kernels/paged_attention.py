@@ -1,7 +1,8 @@
 """Attention over a paged cache: the specification in plain torch, and the CPU's two ways of computing it.
 
 Suffixes: T tokens of the step, R requests, H query heads, K KV heads, G query heads per KV head, D head size,
-B blocks per request, N blocks read in this step (over all requests), P positions in a block, L context positions.
+B blocks per request, N blocks read in this step (over all requests), P positions in a block, L context positions,
+X queries of all query heads of a KV head.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _NEG_INF = float("-inf")
+# Capped scores are in memory for so many queries at once, or for less of them: 4 MiB, or those of one query.
+_CAPPED_QUERIES = 16
+_MAX_SCORES = 1 << 20
 
 
 def paged_attention_reference(
@@ -133,6 +137,7 @@ def decode_attention_cpu(
     blocks: DecodeBlocks,
     scale: float,
     workspace: tuple[Tensor, Tensor],
+    soft_cap: float | None = None,
 ) -> Tensor:
     """One query per request over a head-major cache [num_blocks, K, P, D]; returns [R, H, D].
 
@@ -147,7 +152,7 @@ def decode_attention_cpu(
     query_NKGD = (query_RHD * scale).view(num_reqs, num_kv_heads, group_size, head_size).index_select(0, blocks.owner_N)
     num_blocks = blocks.block_ids_N.shape[0]
     key_NKPD = torch.index_select(key_BKPD, 0, blocks.block_ids_N, out=workspace[0][:num_blocks]).to(query_RHD.dtype)
-    scores_NKGP = torch.matmul(query_NKGD, key_NKPD.transpose(2, 3)).float()
+    scores_NKGP = _cap(torch.matmul(query_NKGD, key_NKPD.transpose(2, 3)).float(), soft_cap)
     scores_NKGP += blocks.bias_NP[:, None, None, :]
 
     peak_NH = scores_NKGP.amax(dim=-1).view(-1, num_heads)
@@ -169,19 +174,33 @@ def _sum_segments(rows_NX: Tensor, blocks: DecodeBlocks) -> Tensor:
     return F.embedding_bag(blocks.index_N, rows_NX, blocks.segment_start_R, mode="sum")
 
 
+def _cap(scores: Tensor, soft_cap: float | None) -> Tensor:
+    """In place: soft_cap * tanh(score / soft_cap)."""
+    return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
+
+
 def prefill_attention_cpu(
-    query_QHD: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float, sliding_window: int | None, tile: int = 512
+    query_QHD: Tensor,
+    key_LKD: Tensor,
+    value_LKD: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None = None,
+    tile: int = 512,
 ) -> Tensor:
     """One request's last Q positions over all its L positions, causally; returns [Q, H, D].
 
-    Goes through the queries in tiles, so that the mask stays small however long the context is.
+    Goes through the queries in tiles, so that the mask stays small however long the context is; smaller ones where
+    scores are capped, for which torch has no attention that does without them.
     """
     num_queries, context = query_QHD.shape[0], key_LKD.shape[0]
     query_1HQD = query_QHD.transpose(0, 1).unsqueeze(0)
     key_1KLD = key_LKD.transpose(0, 1).unsqueeze(0)
     value_1KLD = value_LKD.transpose(0, 1).unsqueeze(0)
     within_window = sliding_window is None or context <= sliding_window
-    if num_queries == context and within_window:
+    if soft_cap is not None:
+        tile = max(1, min(_CAPPED_QUERIES, _MAX_SCORES // (query_QHD.shape[1] * context)))
+    elif num_queries == context and within_window:
         output = F.scaled_dot_product_attention(
             query_1HQD, key_1KLD, value_1KLD, is_causal=True, scale=scale, enable_gqa=True
         )
@@ -197,13 +216,24 @@ def prefill_attention_cpu(
         visible_QL = position_L <= position_Q1
         if sliding_window is not None:
             visible_QL &= position_L > position_Q1 - sliding_window
-        output = F.scaled_dot_product_attention(
-            query_1HQD[:, :, start:stop],
-            key_1KLD[:, :, begin:end],
-            value_1KLD[:, :, begin:end],
-            attn_mask=visible_QL,
-            scale=scale,
-            enable_gqa=True,
-        )
+        seen = query_1HQD[:, :, start:stop], key_1KLD[:, :, begin:end], value_1KLD[:, :, begin:end]
+        if soft_cap is None:
+            output = F.scaled_dot_product_attention(*seen, attn_mask=visible_QL, scale=scale, enable_gqa=True)
+        else:
+            output = _capped_attention(*seen, visible_QL, scale, soft_cap)
         tiles.append(output.squeeze(0).transpose(0, 1))
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+
+
+def _capped_attention(
+    query_1HQD: Tensor, key_1KLD: Tensor, value_1KLD: Tensor, visible_QL: Tensor, scale: float, soft_cap: float
+) -> Tensor:
+    """As scaled_dot_product_attention with grouped heads, of capped scores: [1, H, Q, D]."""
+    _, num_heads, num_queries, head_size = query_1HQD.shape
+    num_kv_heads = key_1KLD.shape[1]
+    # The queries of a group are rows of one matrix: else its keys and values would be copied for each of them.
+    query_KXD = (query_1HQD * scale).reshape(num_kv_heads, -1, head_size)
+    scores_KXL = _cap(torch.matmul(query_KXD, key_1KLD[0].transpose(1, 2)).float(), soft_cap)
+    scores_KXL.view(num_kv_heads, -1, *visible_QL.shape).masked_fill_(~visible_QL, _NEG_INF)
+    weights_KXL = scores_KXL.softmax(dim=-1).to(value_1KLD.dtype)
+    return torch.matmul(weights_KXL, value_1KLD[0]).view(1, num_heads, num_queries, head_size)
