@@ -200,6 +200,8 @@ class Runner:
     def _steady_ceilings(self) -> dict[str, float] | None:
         """Once the machine allows what it did at its best, if that is asked for."""
         measured = self._ceilings.measure()
+        if self.steady and not self._is_steady(measured):
+            print(f"waiting for {self.steady:.0%} of {self._most_gflop_s:.0f} GFLOP/s", file=sys.stderr)
         while self.steady and not self._is_steady(measured):
             self._check_budget()
             measured = self._ceilings.measure()

@@ -207,6 +207,47 @@ def test_nothing_begins_after_the_budget(tmp_path: Path) -> None:
     assert FakeProcess.calls == []
 
 
+class Looks:
+    """A machine that allows `most` at first, and then what is listed; in the end what it allowed last."""
+
+    is_available = True
+
+    def __init__(self, most: float, later: list[float]) -> None:
+        self._gflop_s = [most] * measure._FIRST_LOOKS + later
+
+    def measure(self) -> dict[str, float]:
+        gflop_s = self._gflop_s.pop(0) if len(self._gflop_s) > 1 else self._gflop_s[0]
+        return {**CEILINGS, "gflop_s": gflop_s}
+
+
+@pytest.mark.usefixtures("no_engines")
+def test_only_what_was_measured_on_a_steady_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is waited for twice; the first figure does not count, since the machine is slow after it.
+    looks = Looks(100.0, [50.0, 60.0, 90.0, 70.0, 95.0, 99.0])
+    monkeypatch.setattr(measure, "Ceilings", lambda work_dir, threads: looks)
+    steady = Runner(tmp_path, Results(tmp_path), threads=1, repeats=1, budget_s=1e9, steady=0.85)
+    assert steady.run([SHAPE], ["decode"], [ENGINES[REFERENCE]])
+    assert FakeProcess.calls == [(REFERENCE, 4), (REFERENCE, 128), (REFERENCE, 128)]
+    (record,) = Results(tmp_path).of("llama-60m", "decode", REFERENCE)
+    assert record["ceilings"]["gflop_s"] == 95.0
+    assert record["draw"] == 1 + measure._DRAWS_APART
+    assert looks.measure()["gflop_s"] == 99.0
+
+
+@pytest.mark.usefixtures("no_engines")
+def test_a_machine_that_stays_slow_ends_with_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "Ceilings", lambda work_dir, threads: Looks(100.0, [50.0]))
+    steady = Runner(tmp_path, Results(tmp_path), threads=1, repeats=1, budget_s=0.2, steady=0.85)
+    assert not steady.run([SHAPE], ["decode"], [ENGINES[REFERENCE]])
+    assert FakeProcess.calls == [(REFERENCE, 4)]
+
+
+def test_repeats_of_other_prompts_are_not_compared() -> None:
+    ours = [{"repeat": 0, "draw": 1, "tokens": [[1, 2]]}]
+    assert agreement([{"repeat": 0, "draw": 1, "tokens": [[1, 3]]}], ours) == (1.0, 0.5)
+    assert agreement([{"repeat": 0, "draw": 1001, "tokens": [[1, 3]]}], ours) is None
+
+
 @pytest.mark.parametrize("name", [workload.name for workload in make_workloads()])
 def test_draws_have_the_same_lengths_and_other_tokens(name: str) -> None:
     first, second = (find_workload(name, SHAPE, draw=draw) for draw in (1, 2))
