@@ -114,7 +114,3 @@ class Device(ABC):
     @abstractmethod
     def empty_cache(self) -> None:
         """Give unused memory back to the system."""
-
-    @abstractmethod
-    def keep_freed_memory(self) -> None:
-        """From now on, memory that a step frees stays with this process, for the steps after it."""

@@ -86,28 +86,6 @@ class CpuDevice(Device):
     def empty_cache(self) -> None:
         _return_free_pages()
 
-    def keep_freed_memory(self) -> None:
-        _keep_free_pages()
-
-
-# Freed memory that the C library's allocator keeps rather than gives back by itself.
-_KEPT_BYTES = 256 << 20
-# What is larger has pages of its own, which are given back at once: the most that glibc takes for this.
-_OWN_PAGES_BYTES = 32 << 20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-def _keep_free_pages() -> None:
-    """Stop glibc's allocator from giving a step's tensors back to the system.
-
-    It would fetch them again, and the system fill them with zeros, at every operation of the next step. What is kept is
-    memory that a step was planned to take.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
-        set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
 
 def _return_free_pages() -> None:
     """Make the C library's allocator give freed memory back to the system, where it can (glibc's malloc_trim)."""

@@ -101,6 +101,3 @@ class CudaDevice(Device):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
-
-    def keep_freed_memory(self) -> None:
-        pass  # torch's allocator does

@@ -160,7 +160,6 @@ class Worker(WorkerBase):
         runner = self.runner
         run_dummy_batch(runner, num_tokens=1, num_reqs=1)
         self.device.synchronize()
-        self.device.keep_freed_memory()
 
     def execute_model(self, output: SchedulerOutput) -> None:
         runner = self._runner or self.runner
