@@ -185,11 +185,10 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   segments[num_segments] = {nullptr, nullptr, stop, 0};
 
   // All rows at each stage: while one waits for a result, another goes on.
-  const float* const no_scales = nullptr;
   for (int64_t row = 0; row < run.rows; ++row) {
     const float old_peak = sums.peak[run.first_row + row];
     const float peak = find_peak(a.soft_cap * kLog2e, buffers.scores + row * stride,
-                                 visible_to(a, positions[row], start, stop), has_scales ? buffers.key_scale : no_scales);
+                                 visible_to(a, positions[row], start, stop), has_scales ? buffers.key_scale : nullptr);
     buffers.keep[row] = peak > old_peak ? old_peak - peak : 0.0f;
     if (peak > old_peak) sums.peak[run.first_row + row] = peak;
   }
@@ -199,7 +198,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   for (int64_t row = 0; row < run.rows; ++row) {
     float* mass = sums.mass + (run.first_row + row) * kLanes;
     store(mass, soften(buffers.scores + row * stride, visible_to(a, positions[row], start, stop), length,
-                       sums.peak[run.first_row + row], has_scales ? buffers.value_scale : no_scales,
+                       sums.peak[run.first_row + row], has_scales ? buffers.value_scale : nullptr,
                        load(mass) * buffers.keep[row]));
   }
 

@@ -176,6 +176,7 @@ static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
       work.first_member = i;
       work.num_members = 1;
       work.items_per_head = is_few ? 1 : (tokens + plan.tokens_per_item - 1) / plan.tokens_per_item;
+      // Counted as if all items were small: so what is split, which memory is planned for, follows from lengths alone.
       const int64_t smallest_items = (tokens + plan.few_tokens - 1) / plan.few_tokens;
       num_chunks += chunks_of(a, plan.cut, member.request) * smallest_items * a.num_kv_heads;
     }
