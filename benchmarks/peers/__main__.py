@@ -86,7 +86,7 @@ def _parse() -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="count only what is measured while the machine allows this share of the most arithmetic seen, e.g. 0.85",
+        help="count only what is measured while the machine allows this share of the most arithmetic seen (0.85)",
     )
     for command in (run, table):
         command.add_argument("--output", type=Path, required=True, help="peers.jsonl, peers.json and peers.md")

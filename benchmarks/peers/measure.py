@@ -43,7 +43,7 @@ class OutOfTime(Exception):
 @dataclass
 class Runner:
     """budget_s: no measurement begins later than this after the start. steady: the share of the most arithmetic seen
-    that the machine must allow right before and right after what counts; 0 to let everything count.
+    so far that the machine must allow right before and right after what counts; 0 to let everything count.
     """
 
     work_dir: Path
@@ -200,9 +200,9 @@ class Runner:
     def _steady_ceilings(self) -> dict[str, float] | None:
         """Once the machine allows what it did at its best, if that is asked for."""
         measured = self._ceilings.measure()
-        if self.steady and not self._is_steady(measured):
+        if not self._is_steady(measured):
             print(f"waiting for {self.steady:.0%} of {self._most_gflop_s:.0f} GFLOP/s", file=sys.stderr)
-        while self.steady and not self._is_steady(measured):
+        while not self._is_steady(measured):
             self._check_budget()
             measured = self._ceilings.measure()
         return measured

@@ -104,7 +104,7 @@ def as_markdown(data: dict[str, Any]) -> str:
     ]
     if steady := data["machine"].get("steady"):
         lines += [
-            f"Only what was measured while the machine allowed {steady:.0%} of the most arithmetic seen in the run, "
+            f"Only what was measured while the machine allowed {steady:.0%} of the most arithmetic seen until then, "
             "right before and right after; the rest was measured again.",
             "",
         ]
