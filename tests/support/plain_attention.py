@@ -32,6 +32,9 @@ class PlainBackend(AttentionBackend):
     def prepare(self, geometry: object) -> object:
         raise NotImplementedError
 
+    def write(self, *args: object) -> None:
+        raise NotImplementedError
+
     def forward(
         self,
         layer: LayerAttention,

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: one file per backend, behind one interface."""
 
 from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention, StepGeometry
-from penstock.attention.context import BoundLayer, ForwardContext
+from penstock.attention.context import BoundLayer, ForwardContext, LastTokens
 
 __all__ = [
     "AttentionBackend",
@@ -9,6 +9,7 @@ __all__ = [
     "BoundLayer",
     "ForwardContext",
     "HeadNorm",
+    "LastTokens",
     "LayerAttention",
     "StepGeometry",
 ]

@@ -6,7 +6,7 @@ Suffixes: T tokens of the step, R requests of the step, H query heads, K KV head
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +50,7 @@ class StepGeometry:
     slot_mapping: int64 [T], flat KV position (block * block_size + offset) of each token, -1 for padding.
     num_actual_tokens: tokens that are no padding.
     num_actual_reqs: requests that are no padding.
+    is_written: the keys and values of these tokens are in the cache already.
     """
 
     query_start_loc: Tensor
@@ -62,6 +63,20 @@ class StepGeometry:
     max_query_len: int
     max_seq_len_upper_bound: int
     block_size: int
+    is_written: bool = False
+
+    def of_last_tokens(self, rows_R: Tensor) -> StepGeometry:
+        """Where the last token of every request lies, at these rows, when all keys and values have been written."""
+        num_reqs = self.num_actual_reqs
+        return replace(
+            self,
+            query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=rows_R.device),
+            query_start_loc_np=np.arange(num_reqs + 1),
+            slot_mapping=self.slot_mapping.index_select(0, rows_R),
+            num_actual_tokens=num_reqs,
+            max_query_len=1,
+            is_written=True,
+        )
 
 
 class HeadNorm(Protocol):
@@ -117,8 +132,39 @@ class AttentionBackend(ABC):
         """Write the step's keys and values into the cache, then attend causally over each request's positions.
 
         Requests may share blocks, also such as another one fills in this step, if that has more than one token in it.
+        Where the geometry says that keys and values are written, those given are not read.
         Returns [T, H, D] in the query's dtype; rows of padding hold anything finite.
         """
+
+    @abstractmethod
+    def write(
+        self,
+        layer: LayerAttention,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """The first half of `forward`."""
+
+    def forward_last(
+        self,
+        layer: LayerAttention,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        rows_R: Tensor,
+        last_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Write the keys and values of all tokens, then attend with the last token of each request alone: [R, H, D].
+
+        rows_R: int64, theirs. last_metadata: of `StepGeometry.of_last_tokens`.
+        """
+        self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
+        query_RHD = query_THD.index_select(0, rows_R)
+        return self.forward(layer, query_RHD, key_TKD, value_TKD, kv_cache, last_metadata)
 
     def forward_projected(
         self,
@@ -134,12 +180,34 @@ class AttentionBackend(ABC):
         qkv_TX: [T, (H + 2 * K) * D], query heads, key heads, value heads; overwritten. Returns [T, H * D].
         A backend whose kernel does all of it at once has a method of its own.
         """
-        num_query_key_heads = layer.num_heads + layer.num_kv_heads
-        heads_THD = qkv_TX.view(qkv_TX.shape[0], -1, layer.head_size)
-        query_key_THD = heads_THD[:, :num_query_key_heads]
-        if norm is not None:
-            query_key_THD = norm(query_key_THD)
-        apply_rotary(query_key_THD, rotation)
-        query_THD, key_TKD = query_key_THD.split_with_sizes([layer.num_heads, layer.num_kv_heads], 1)
-        value_TKD = heads_THD[:, num_query_key_heads:]
-        return self.forward(layer, query_THD, key_TKD, value_TKD, kv_cache, metadata).flatten(1)
+        heads = _prepared_heads(layer, qkv_TX, norm, rotation)
+        return self.forward(layer, *heads, kv_cache, metadata).flatten(1)
+
+    def forward_last_projected(
+        self,
+        layer: LayerAttention,
+        qkv_TX: Tensor,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        rows_R: Tensor,
+        last_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """`forward_last` from what the projections give, as in `forward_projected`: [R, H * D]."""
+        heads = _prepared_heads(layer, qkv_TX, norm, rotation)
+        return self.forward_last(layer, *heads, kv_cache, metadata, rows_R, last_metadata).flatten(1)
+
+
+def _prepared_heads(
+    layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value heads, the first two normalised and turned; in the memory of qkv_TX where that can be."""
+    num_query_key_heads = layer.num_heads + layer.num_kv_heads
+    heads_THD = qkv_TX.view(qkv_TX.shape[0], -1, layer.head_size)
+    query_key_THD = heads_THD[:, :num_query_key_heads]
+    if norm is not None:
+        query_key_THD = norm(query_key_THD)
+    apply_rotary(query_key_THD, rotation)
+    query_THD, key_TKD = query_key_THD.split_with_sizes([layer.num_heads, layer.num_kv_heads], 1)
+    return query_THD, key_TKD, heads_THD[:, num_query_key_heads:]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention
+from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention, StepGeometry
 from penstock.kernels.rotary import Rotation
 
 
@@ -22,11 +22,26 @@ class BoundLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class LastTokens:
+    """The last token of each of a step's requests.
+
+    rows: int64 [R], rising. positions: int64 [R]. geometry, metadata: by KV-cache group, as of `of_last_tokens`.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    geometry: Sequence[StepGeometry]
+    metadata: Sequence[AttentionMetadata]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Passed to the model with every call.
 
     layers: by layer name; the same in every step.
     metadata: by KV-cache group; this step's.
+    last: given where only these tokens' hidden states are asked for. What comes after the last attention then has only
+    their rows, [R, ...]; a layer that is told so attends with them alone.
     programs: what models record for these layers and for their weights as they are, each under itself; None where
     nothing is to be recorded.
     """
@@ -34,17 +49,42 @@ class ForwardContext:
     layers: Mapping[str, BoundLayer]
     metadata: Sequence[AttentionMetadata]
     programs: MutableMapping[Hashable, Any] | None = None
+    last: LastTokens | None = None
+
+    def of_all_tokens(self) -> ForwardContext:
+        """For a layer that others follow, whose hidden states all are needed."""
+        return self if self.last is None else replace(self, last=None)
+
+    def by_layer(self, num_layers: int) -> list[ForwardContext]:
+        """For each layer of a model: only the last one may go on with less than all tokens."""
+        return [self.of_all_tokens()] * (num_layers - 1) + [self]
+
+    def asked_for(self, per_token: Tensor) -> Tensor:
+        """The rows that are asked for, of something that has one for every token of the step."""
+        return per_token if self.last is None else per_token.index_select(0, self.last.rows)
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
-        """Attention of one layer over this step: [T, H, D] from its queries, keys [T, K, D] and values [T, K, D]."""
+        """Attention of one layer over this step: [T, H, D] from its queries, keys [T, K, D] and values [T, K, D].
+
+        [R, H, D] where only last tokens are asked for.
+        """
         bound = self.layers[layer.name]
-        return bound.backend.forward(layer, query_THD, key_TKD, value_TKD, bound.kv_cache, self.metadata[bound.group])
+        group = bound.group
+        step = layer, query_THD, key_TKD, value_TKD, bound.kv_cache, self.metadata[group]
+        if self.last is None:
+            return bound.backend.forward(*step)
+        return bound.backend.forward_last(*step, self.last.rows, self.last.metadata[group])
 
     def attend_projected(
         self, layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
     ) -> Tensor:
-        """`attend` from the output of the projections, [T, (H + 2 * K) * D], which it overwrites: [T, H * D]."""
+        """`attend` from the output of the projections, [T, (H + 2 * K) * D], which it overwrites: [T, H * D].
+
+        [R, H * D] where only last tokens are asked for.
+        """
         bound = self.layers[layer.name]
-        return bound.backend.forward_projected(
-            layer, qkv_TX, norm, rotation, bound.kv_cache, self.metadata[bound.group]
-        )
+        group = bound.group
+        step = layer, qkv_TX, norm, rotation, bound.kv_cache, self.metadata[group]
+        if self.last is None:
+            return bound.backend.forward_projected(*step)
+        return bound.backend.forward_last_projected(*step, self.last.rows, self.last.metadata[group])

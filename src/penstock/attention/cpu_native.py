@@ -8,6 +8,7 @@ dimension is the one that the kernel computes many of at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ from penstock.kernels.rotary import Rotation, TableRotation
 
 @dataclass(frozen=True, slots=True)
 class CpuNativeMetadata:
-    """The step's requests, and how many of its tokens are no padding."""
+    """The step's requests, and how many of its tokens are no padding. is_written: as in the geometry."""
 
     requests: StepRequests
     num_tokens: int
     block_size: int
+    is_written: bool
 
 
 class CpuNativeBackend(AttentionBackend):
@@ -53,7 +55,7 @@ class CpuNativeBackend(AttentionBackend):
         requests = StepRequests.of(
             geometry.query_start_loc, geometry.seq_lens, geometry.block_table, geometry.num_actual_reqs
         )
-        return CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.block_size)
+        return CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.block_size, geometry.is_written)
 
     def forward(
         self,
@@ -74,8 +76,21 @@ class CpuNativeBackend(AttentionBackend):
             kv_cache,
             metadata.requests,
             self._shape(layer, metadata.block_size),
+            is_written=metadata.is_written,
         )
         return _without_padding(output_THD, metadata).to(query_THD.dtype)
+
+    def write(
+        self,
+        layer: LayerAttention,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: CpuNativeMetadata,
+    ) -> None:
+        assert NATIVE is not None, "why_not refuses a machine without the kernels"
+        keys, values = _as_the_kernel_takes_it(key_TKD), _as_the_kernel_takes_it(value_TKD)
+        NATIVE.attention.write(keys, values, kv_cache, metadata.requests, self._shape(layer, metadata.block_size))
 
     def forward_projected(
         self,
@@ -86,18 +101,56 @@ class CpuNativeBackend(AttentionBackend):
         kv_cache: Tensor,
         metadata: CpuNativeMetadata,
     ) -> Tensor:
-        rms = None if norm is None else norm.rms_of_each_head
-        is_more_than_rms = norm is not None and rms is None
-        if is_more_than_rms or not isinstance(rotation, TableRotation) or metadata.num_tokens == 0:
+        if not _prepares_heads(rotation, norm) or metadata.num_tokens == 0:
             return super().forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+        return self._from_projection(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+
+    def forward_last_projected(
+        self,
+        layer: LayerAttention,
+        qkv_TX: Tensor,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: CpuNativeMetadata,
+        rows_R: Tensor,
+        last_metadata: CpuNativeMetadata,
+    ) -> Tensor:
+        if not _prepares_heads(rotation, norm):
+            return super().forward_last_projected(
+                layer, qkv_TX, norm, rotation, kv_cache, metadata, rows_R, last_metadata
+            )
+        assert NATIVE is not None, "why_not refuses a machine without the kernels"
+        NATIVE.attention.write_from_projection(
+            qkv_TX,
+            kv_cache,
+            metadata.requests,
+            self._shape(layer, metadata.block_size),
+            norm=None if norm is None else norm.rms_of_each_head,
+            rotation=rotation.arguments,
+        )
+        rotation_R = TableRotation.of(rotation.table_PR, rotation.positions_T.index_select(0, rows_R))
+        qkv_RX = qkv_TX.index_select(0, rows_R)
+        return self._from_projection(layer, qkv_RX, norm, rotation_R, kv_cache, last_metadata)
+
+    def _from_projection(
+        self,
+        layer: LayerAttention,
+        qkv_TX: Tensor,
+        norm: HeadNorm | None,
+        rotation: TableRotation,
+        kv_cache: Tensor,
+        metadata: CpuNativeMetadata,
+    ) -> Tensor:
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
         output_TX = NATIVE.attention.from_projection(
             qkv_TX,
             kv_cache,
             metadata.requests,
             self._shape(layer, metadata.block_size),
-            norm=rms,
+            norm=None if norm is None else norm.rms_of_each_head,
             rotation=rotation.arguments,
+            is_written=metadata.is_written,
         )
         return _without_padding(output_TX, metadata)
 
@@ -118,6 +171,11 @@ class CpuNativeBackend(AttentionBackend):
                 layer.soft_cap,
             )
         return shape
+
+
+def _prepares_heads(rotation: Rotation, norm: HeadNorm | None) -> TypeGuard[TableRotation]:
+    """Whether the kernel can normalise and turn the heads itself."""
+    return isinstance(rotation, TableRotation) and (norm is None or norm.rms_of_each_head is not None)
 
 
 def _without_padding(output: Tensor, metadata: CpuNativeMetadata) -> Tensor:

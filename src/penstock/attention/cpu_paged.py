@@ -52,6 +52,7 @@ class Prefill:
 class CpuPagedMetadata:
     num_tokens: int
     kv_rows: Tensor
+    is_written: bool
     decodes: list[DecodeBatch]
     prefills: list[Prefill]
 
@@ -87,6 +88,7 @@ class CpuPagedBackend(AttentionBackend):
             kv_rows=torch.from_numpy(
                 write_kv_rows(geometry.slot_mapping.numpy()[:num_tokens], geometry.block_size, self.num_kv_heads)
             ),
+            is_written=geometry.is_written,
             decodes=self._decode_batches(table, seq_lens, num_decodes, geometry.block_size),
             prefills=[
                 self._prefill(table[i], int(starts[i]), int(starts[i + 1]), int(seq_lens[i]), geometry.block_size)
@@ -124,8 +126,8 @@ class CpuPagedBackend(AttentionBackend):
         if metadata.num_tokens == 0:
             return torch.zeros_like(query_THD)
         key_cache, value_cache = kv_cache[0], kv_cache[1]
-        self._write(key_cache, key_TKD, metadata)
-        self._write(value_cache, value_TKD, metadata)
+        if not metadata.is_written:
+            self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
         output_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         for batch in metadata.decodes:
             workspace = self._workspace_for(key_cache, batch.blocks.block_ids_N.shape[0])
@@ -156,18 +158,24 @@ class CpuPagedBackend(AttentionBackend):
         output_THD[metadata.num_tokens :] = 0
         return output_THD
 
+    def write(
+        self,
+        layer: LayerAttention,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: CpuPagedMetadata,
+    ) -> None:
+        for cache_BKPD, new_TKD in zip(kv_cache, (key_TKD, value_TKD), strict=True):
+            rows = new_TKD[: metadata.num_tokens].reshape(-1, layer.head_size)
+            cache_BKPD.view(-1, layer.head_size).index_copy_(0, metadata.kv_rows, rows.to(cache_BKPD.dtype))
+
     def _workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Two tensors like the cache, of at least so many blocks; all layers of the group take turns with them."""
         if self._workspace is None or self._workspace[0].shape[0] < num_blocks:
             shape = (num_blocks + num_blocks // 4, *cache_BKPD.shape[1:])
             self._workspace = (cache_BKPD.new_empty(shape), cache_BKPD.new_empty(shape))
         return self._workspace
-
-    @staticmethod
-    def _write(cache_BKPD: Tensor, new_TKD: Tensor, metadata: CpuPagedMetadata) -> None:
-        head_size = new_TKD.shape[-1]
-        rows = new_TKD[: metadata.num_tokens].reshape(-1, head_size)
-        cache_BKPD.view(-1, head_size).index_copy_(0, metadata.kv_rows, rows.to(cache_BKPD.dtype))
 
 
 def _gather_context(cache_BKPD: Tensor, prefill: Prefill) -> Tensor:

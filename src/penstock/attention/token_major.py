@@ -32,12 +32,23 @@ class TokenMajorBackend(AttentionBackend):
         output_THD = torch.zeros_like(query_THD)
         num_tokens = metadata.num_actual_tokens
         if num_tokens > 0:
-            rows = metadata.slot_mapping[:num_tokens]
-            flat = kv_cache.flatten(1, 2)
-            flat[0].index_copy_(0, rows, key_TKD[:num_tokens].to(flat.dtype))
-            flat[1].index_copy_(0, rows, value_TKD[:num_tokens].to(flat.dtype))
+            if not metadata.is_written:
+                self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
             output_THD[:num_tokens] = self.attend(layer, query_THD[:num_tokens], kv_cache, metadata)
         return output_THD
+
+    def write(
+        self,
+        layer: LayerAttention,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: StepGeometry,
+    ) -> None:
+        num_tokens = metadata.num_actual_tokens
+        rows = metadata.slot_mapping[:num_tokens]
+        for half, new_TKD in zip(kv_cache.flatten(1, 2), (key_TKD, value_TKD), strict=True):
+            half.index_copy_(0, rows, new_TKD[:num_tokens].to(half.dtype))
 
     @abstractmethod
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:

@@ -45,7 +45,10 @@ class Attention(nn.Module):
         )
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, context: ForwardContext) -> Tensor:
-        """[T, H, D]. The arguments may be strided views; their last dimension is contiguous."""
+        """[T, H, D], or [R, H, D] where the context asks for last tokens only.
+
+        The arguments may be strided views; their last dimension is contiguous.
+        """
         return context.attend(self.layer, query_THD, key_TKD, value_TKD)
 
     def from_projection(
@@ -53,14 +56,24 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[T, H * D] from query, key and value heads side by side, [T, (H + 2 * K) * D], which it overwrites.
 
+        [R, H * D] where the context asks for last tokens only.
         Query and key heads are normalised and turned before they attend.
         """
         return context.attend_projected(self.layer, qkv_TX, norm, rotation)
 
     def record_from_projection(
-        self, recorder: Recorder, qkv: Buffer, norm: HeadNorm | None, table_PR: Tensor, out: Buffer
+        self,
+        recorder: Recorder,
+        qkv: Buffer,
+        norm: HeadNorm | None,
+        table_PR: Tensor,
+        out: Buffer,
+        last_residual: Buffer | None,
     ) -> None:
-        """Record `from_projection`, with the rows of the table at the step's positions."""
+        """Record `from_projection`, with the rows of the table at the step's positions.
+
+        last_residual: of the last layer, what its output will be added to.
+        """
         bound = recorder.layers[self.layer.name]
         rms = None if norm is None else norm.rms_of_each_head
         if not isinstance(bound.backend, CpuNativeBackend):
@@ -68,7 +81,9 @@ class Attention(nn.Module):
         if (norm is not None and rms is None) or (rms is not None and rms[0].dtype is not torch.float32):
             raise Unrecordable("queries and keys are normalised in Python")
         shape = bound.backend.head_shape(self.layer, bound.kv_cache)
-        recorder.program.attention(qkv, bound.kv_cache, bound.group, shape, out, norm=rms, table_PR=table_PR)
+        recorder.program.attention(
+            qkv, bound.kv_cache, bound.group, shape, out, norm=rms, table_PR=table_PR, residual=last_residual
+        )
 
     def get_kv_cache_spec(self, block_size: int, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
         """What this layer keeps per block. dtype: of the cache, by name."""

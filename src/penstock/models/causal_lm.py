@@ -39,7 +39,10 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        """Hidden states [T, D] from token ids (int32 or int64) and positions, which padding too must have in range."""
+        """Hidden states [T, D] from token ids (int32 or int64) and positions, which padding too must have in range.
+
+        Where `context.last` is given: of those tokens only.
+        """
 
     @abstractmethod
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:

@@ -163,24 +163,33 @@ class SelfAttention(nn.Module):
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
         return self.o_proj(mixed_TX)  # type: ignore[no-any-return]
 
-    def record(self, recorder: Recorder, hidden: Buffer, table_PR: Tensor, out: Buffer) -> None:
+    def record(
+        self, recorder: Recorder, hidden: Buffer, table_PR: Tensor, out: Buffer, last_residual: Buffer | None
+    ) -> None:
         with recorder.program.buffers(self.qkv_proj.output_size, self.o_proj.input_size) as (qkv, mixed):
             recorder.record(self.qkv_proj, hidden, qkv)
-            self.attn.record_from_projection(recorder, qkv, self.query_key_norm, table_PR, mixed)
+            self.attn.record_from_projection(recorder, qkv, self.query_key_norm, table_PR, mixed, last_residual)
             recorder.record(self.o_proj, mixed, out)
 
 
 class ResidualStream:
     """Buffers of the hidden size. A norm makes `normed` of hidden + residual, and leaves that sum in `hidden`.
 
-    residual: None where nothing is to be added yet.
+    residual: None where nothing is to be added yet. is_in_last_layer: only last tokens may be asked for, from its
+    attention on.
     """
 
     def __init__(self, hidden: Buffer, normed: Buffer, other: Buffer) -> None:
         self.hidden = hidden
         self.normed = normed
         self.residual: Buffer | None = None
+        self.is_in_last_layer = False
         self._other = other
+
+    @property
+    def last_residual(self) -> Buffer | None:
+        """The residual beside the last attention."""
+        return self.residual if self.is_in_last_layer else None
 
     def turn(self) -> None:
         """What is in `hidden` is the residual from now on."""
@@ -218,13 +227,14 @@ class DecoderLayer(nn.Module):
         else:
             hidden_TD, residual_TD = self.input_layernorm.add_and_norm(hidden_TD, residual_TD)
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
+        residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
         return self.mlp(hidden_TD), residual_TD
 
     def record(self, recorder: Recorder, stream: ResidualStream, table_PR: Tensor) -> None:
         recorder.record(self.input_layernorm, stream.hidden, stream.normed, stream.residual)
         stream.turn()
-        recorder.record(self.self_attn, stream.normed, table_PR, stream.hidden)
+        recorder.record(self.self_attn, stream.normed, table_PR, stream.hidden, stream.last_residual)
         recorder.record(self.post_attention_layernorm, stream.hidden, stream.normed, stream.residual)
         stream.turn()
         recorder.record(self.mlp, stream.normed, stream.hidden)
@@ -260,8 +270,9 @@ class DecoderModel(nn.Module):
             return program(hidden_TD, positions_T, context)
         residual_TD: Tensor | None = None
         rotations = self.rotations(positions_T, hidden_TD.dtype)
-        for layer, rotation in zip(self.layers, rotations, strict=True):
-            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, context)
+        contexts = context.by_layer(len(self.layers))
+        for layer, rotation, of_layer in zip(self.layers, rotations, contexts, strict=True):
+            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, of_layer)
         assert residual_TD is not None, "a decoder has at least one layer"
         hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
         return hidden_TD
@@ -271,7 +282,8 @@ class DecoderModel(nn.Module):
         program = recorder.program
         with program.buffers(program.input.width) as (other,):
             stream = ResidualStream(program.input, program.output, other)
-            for layer, table_PR in zip(self.layers, self.rotations.tables, strict=True):
+            for number, (layer, table_PR) in enumerate(zip(self.layers, self.rotations.tables, strict=True), 1):
+                stream.is_in_last_layer = number == len(self.layers)
                 recorder.record(layer, stream, table_PR)
             recorder.record(self.norm, stream.hidden, stream.normed, stream.residual)
 

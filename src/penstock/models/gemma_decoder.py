@@ -79,13 +79,14 @@ class GemmaLayer(nn.Module):
         else:
             hidden_TD, residual_TD = self.input_layernorm.add_and_norm(hidden_TD, residual_TD)
         hidden_TD = self.post_attention_layernorm(self.self_attn(hidden_TD, rotation, context))
+        residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.pre_feedforward_layernorm.add_and_norm(hidden_TD, residual_TD)
         return self.post_feedforward_layernorm(self.mlp(hidden_TD)), residual_TD
 
     def record(self, recorder: Recorder, stream: ResidualStream, table_PR: Tensor) -> None:
         recorder.record(self.input_layernorm, stream.hidden, stream.normed, stream.residual)
         stream.turn()
-        recorder.record(self.self_attn, stream.normed, table_PR, stream.hidden)
+        recorder.record(self.self_attn, stream.normed, table_PR, stream.hidden, stream.last_residual)
         recorder.record(self.post_attention_layernorm, stream.hidden, stream.hidden)
         recorder.record(self.pre_feedforward_layernorm, stream.hidden, stream.normed, stream.residual)
         stream.turn()

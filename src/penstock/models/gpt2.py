@@ -131,7 +131,8 @@ class GPT2Layer(nn.Module):
         )
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
-        hidden_TD = hidden_TD.add_(self.attn(self.ln_1(hidden_TD), context))
+        mixed_TD = self.attn(self.ln_1(hidden_TD), context)
+        hidden_TD = context.asked_for(hidden_TD).add_(mixed_TD)
         return hidden_TD.add_(self.mlp(self.ln_2(hidden_TD)))
 
 
@@ -162,8 +163,8 @@ class GPT2LMHeadModel(CausalLM):
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         hidden_TD = self.wte(input_ids_T).add_(self.wpe(positions_T))
-        for layer in self.layers:
-            hidden_TD = layer(hidden_TD, context)
+        for layer, of_layer in zip(self.layers, context.by_layer(len(self.layers)), strict=True):
+            hidden_TD = layer(hidden_TD, of_layer)
         return self.ln_f(hidden_TD)  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:

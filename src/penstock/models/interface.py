@@ -11,10 +11,10 @@ from penstock.kernels.sampling import ChosenTokens
 
 
 class LanguageModel(Protocol):
-    """Suffixes: T tokens of the step, D hidden size, L logits rows, V vocabulary."""
+    """Suffixes: T tokens of the step, R requests, D hidden size, L logits rows, V vocabulary."""
 
     def __call__(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        """Hidden states [T, D] from int32 token ids and int64 positions."""
+        """Hidden states [T, D] from int32 token ids and int64 positions; [R, D] of `context.last`, if that is given."""
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits [L, V]."""

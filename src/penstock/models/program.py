@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.attention import BoundLayer, ForwardContext
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.program import NativeProgram
+from penstock.kernels.native.program import LastRows, NativeProgram
 from penstock.layers.recording import Recorder, Unrecordable
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,14 @@ class ModelProgram:
         return self._program.bytes_spared(num_tokens)
 
     def __call__(self, hidden_TD: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        """[T, D]; overwrites its input."""
-        metadata = context.metadata
+        """[T, D], or the rows that the context asks for; overwrites its input."""
+        metadata, last = context.metadata, context.last
         return self._program(
-            hidden_TD, positions_T.to(torch.int64), metadata[0].num_tokens, [group.requests for group in metadata]
+            hidden_TD,
+            positions_T.to(torch.int64),
+            metadata[0].num_tokens,
+            [group.requests for group in metadata],
+            None if last is None else LastRows(last.rows, last.positions, last.geometry[0].query_start_loc),
         )
 
 

@@ -27,7 +27,11 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
 
 
 def profile_forward(runner: ModelRunner, num_tokens: int) -> None:
-    """One prompt of `num_tokens` through a runner made for it, whose KV cache has `num_profile_blocks` blocks."""
+    """One prompt of `num_tokens` through a runner made for it, whose KV cache has `num_profile_blocks` blocks.
+
+    With all of its hidden states, which take the most memory.
+    """
+    runner.computes_all_hidden = True
     output = _invented_prompt(runner, num_tokens)
     runner.execute_model(output)
     runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(_PROFILE_TIMEOUT_S)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from penstock.attention import AttentionBackend, AttentionMetadata, ForwardContext, LayerAttention
+from penstock.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    ForwardContext,
+    LastTokens,
+    LayerAttention,
+    StepGeometry,
+)
 from penstock.attention.context import BoundLayer
 from penstock.attention.select import select_backend
 from penstock.contract import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
@@ -70,10 +77,17 @@ class PagedKVCache:
 
     def prepare(self, batch: InputBatch) -> ForwardContext:
         """What the model's layers need to attend in this step."""
-        metadata: list[AttentionMetadata] = [
-            group.backend.prepare(geometry) for group, geometry in zip(self.groups, batch.geometry, strict=True)
-        ]
-        return ForwardContext(self._layers, metadata, self.programs)
+        return ForwardContext(self._layers, self._metadata(batch.geometry), self.programs)
+
+    def ask_for_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
+        """The context of the batch where no other hidden states than those of the requests' last tokens are needed."""
+        rows = batch.layout.logits_indices
+        geometry = [of_group.of_last_tokens(rows) for of_group in batch.geometry]
+        last = LastTokens(rows, batch.logits_rows.positions, geometry, self._metadata(geometry))
+        return replace(context, last=last)
+
+    def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:
+        return [group.backend.prepare(of_group) for group, of_group in zip(self.groups, geometry, strict=True)]
 
     @property
     def has_program(self) -> bool:

@@ -44,12 +44,16 @@ class RunnerLimits:
 
 
 class PendingStep(msgspec.Struct, frozen=True, gc=False):
-    """A step that has been run and not yet sampled. `batch` is None when no token was run."""
+    """A step that has been run and not yet sampled. `batch` is None when no token was run.
+
+    hidden: of each request's last token. all_hidden: of all tokens, where prompt_rows are among them.
+    """
 
     batch: InputBatch | None
     hidden: Tensor | None
     errors: dict[str, str]
     prompt_rows: PromptRows | None = None
+    all_hidden: Tensor | None = None
 
 
 class ModelRunner:
@@ -84,6 +88,8 @@ class ModelRunner:
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         self.repeated = RepeatedStep(self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache)
+        # Whether every step computes all of its hidden states, as one does that must tell of prompts.
+        self.computes_all_hidden = False
         self._pending: dict[int, PendingStep] = {}
 
     def execute_model(self, output: SchedulerOutput) -> None:
@@ -100,9 +106,13 @@ class ModelRunner:
             return
 
         batch, context = prepared
-        hidden = self.model(batch.input_ids, batch.positions, context)
         prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests)
-        self._pending[output.step_id] = PendingStep(batch, hidden, errors, prompt_rows)
+        if prompt_rows is None and batch.layout.max_query_len > 1 and not self.computes_all_hidden:
+            context = self.kv_cache.ask_for_last_tokens(context, batch)
+        hidden = self.model(batch.input_ids, batch.positions, context)
+        last = hidden if context.last is not None else batch.layout.last_rows(hidden)
+        all_hidden = None if prompt_rows is None else hidden
+        self._pending[output.step_id] = PendingStep(batch, last, errors, prompt_rows, all_hidden)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
         """Choose the tokens of an executed step and advance the state on the device.
@@ -119,8 +129,8 @@ class ModelRunner:
             return ReadyOutput(ModelRunnerOutput(step_id=grammar.step_id, errors=step.errors))
         batch, errors = step.batch, step.errors
         rows = batch.logits_rows
-        prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.hidden)
-        sampled = self._sample(batch.layout.last_rows(step.hidden), rows)
+        prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.all_hidden)
+        sampled = self._sample(step.hidden, rows)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
         req_ids = batch.layout.req_ids
         if sampled.errors:

@@ -111,6 +111,12 @@ class _Attention:
     def __init__(self, *, copies_heads: bool) -> None:
         self._copies_heads = copies_heads
 
+    def of_all_tokens(self) -> _Attention:
+        return self
+
+    def asked_for(self, per_token: Tensor) -> Tensor:
+        return per_token
+
     def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
         heads = (query_THD, key_TKD, value_TKD)
         kept = [tensor.contiguous() for tensor in heads] if self._copies_heads else list(heads)

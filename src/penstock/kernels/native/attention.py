@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Halves of the work that may be done by themselves, as the library knows them.
+_BOTH, _WRITE, _ATTEND = 0, 1, 2
 # What the cache may be kept in, and how the library knows it.
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -86,24 +88,33 @@ class NativeAttention:
         kv_cache: Tensor,
         requests: StepRequests,
         shape: HeadShape,
+        *,
+        is_written: bool = False,
     ) -> Tensor:
-        """[T, H, D] from heads that lie side by side in their token. Rows of padding are anything."""
+        """[T, H, D] from heads that lie side by side in their token. Rows of padding are anything.
+
+        is_written: the keys and values are in the cache already; those given are not read.
+        """
         out_THD = torch.empty(query_THD.shape)
         self._run(
-            query_THD.data_ptr(),
-            query_THD.stride(0),
-            key_TKD.data_ptr(),
-            key_TKD.stride(0),
-            value_TKD.data_ptr(),
-            value_TKD.stride(0),
-            out_THD,
+            _rows_of(query_THD),
+            _rows_of(key_TKD),
+            _rows_of(value_TKD),
+            _rows_of(out_THD),
             kv_cache,
             requests,
             shape,
-            (0, 0.0),
-            (0, 0, 0),
+            _AS_THEY_ARE,
+            _ATTEND if is_written else _BOTH,
         )
         return out_THD
+
+    def write(
+        self, key_TKD: Tensor, value_TKD: Tensor, kv_cache: Tensor, requests: StepRequests, shape: HeadShape
+    ) -> None:
+        """Write the step's keys and values, and attend to nothing."""
+        keys, values = _rows_of(key_TKD), _rows_of(value_TKD)
+        self._run(_NOTHING, keys, values, _NOTHING, kv_cache, requests, shape, _AS_THEY_ARE, _WRITE)
 
     def from_projection(
         self,
@@ -114,62 +125,79 @@ class NativeAttention:
         *,
         norm: tuple[Tensor, float] | None,
         rotation: tuple[int, int, int] | None,
+        is_written: bool = False,
     ) -> Tensor:
         """[T, H * D] from query, key and value heads side by side: [T, (H + 2 * K) * D], rows contiguous.
 
         norm: RMSNorm of each query and key head, weight [H + K, D] and epsilon. rotation: `TableRotation.arguments`.
+        is_written: as in `__call__`.
         """
-        address, stride = qkv_TX.data_ptr(), qkv_TX.stride(0)
-        size = shape.head_size * 4
         out_TX = torch.empty(qkv_TX.shape[0], shape.num_heads * shape.head_size)
-        self._run(
-            address,
-            stride,
-            address + shape.num_heads * size,
-            stride,
-            address + (shape.num_heads + shape.num_kv_heads) * size,
-            stride,
-            out_TX,
-            kv_cache,
-            requests,
-            shape,
-            (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1]),
-            rotation or (0, 0, 0),
-        )
+        heads, phase = _heads_side_by_side(qkv_TX, shape), _ATTEND if is_written else _BOTH
+        self._run(*heads, _rows_of(out_TX), kv_cache, requests, shape, _preparation(norm, rotation), phase)
         return out_TX
 
-    def _run(
+    def write_from_projection(
         self,
-        query: int,
-        query_stride: int,
-        key: int,
-        key_stride: int,
-        value: int,
-        value_stride: int,
-        out: Tensor,
+        qkv_TX: Tensor,
         kv_cache: Tensor,
         requests: StepRequests,
         shape: HeadShape,
-        norm: tuple[int, float],
-        rotation: tuple[int, int, int],
+        *,
+        norm: tuple[Tensor, float] | None,
+        rotation: tuple[int, int, int] | None,
+    ) -> None:
+        """Write the keys and values that `from_projection` would, and attend to nothing."""
+        heads = _heads_side_by_side(qkv_TX, shape)
+        self._run(*heads, _NOTHING, kv_cache, requests, shape, _preparation(norm, rotation), _WRITE)
+
+    def _run(
+        self,
+        query: tuple[int, int],
+        key: tuple[int, int],
+        value: tuple[int, int],
+        out: tuple[int, int],
+        kv_cache: Tensor,
+        requests: StepRequests,
+        shape: HeadShape,
+        preparation: tuple[int | float, ...],
+        phase: int,
     ) -> None:
         cache = kv_cache.data_ptr()
         self._module.attention(
             self._index,
-            query,
-            query_stride,
-            key,
-            key_stride,
-            value,
-            value_stride,
+            *query,
+            *key,
+            *value,
             cache,
             cache + kv_cache.stride(0) * kv_cache.element_size(),
             CACHE_TYPES[kv_cache.dtype],
             *requests.arguments,
-            out.data_ptr(),
-            out.stride(0),
+            *out,
             *shape.arguments,
-            *norm,
-            *rotation,
+            *preparation,
+            phase,
             torch.get_num_threads(),
         )
+
+
+# Heads that are neither normalised nor turned; rows that are neither read nor written.
+_AS_THEY_ARE = (0, 0.0, 0, 0, 0)
+_NOTHING = (0, 0)
+
+
+def _rows_of(heads: Tensor) -> tuple[int, int]:
+    """The address of the first row, and how far rows are apart."""
+    return heads.data_ptr(), heads.stride(0)
+
+
+def _heads_side_by_side(qkv_TX: Tensor, shape: HeadShape) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    address, stride = _rows_of(qkv_TX)
+    size = shape.head_size * qkv_TX.element_size()
+    key = address + shape.num_heads * size
+    return (address, stride), (key, stride), (key + shape.num_kv_heads * size, stride)
+
+
+def _preparation(norm: tuple[Tensor, float] | None, rotation: tuple[int, int, int] | None) -> tuple[int | float, ...]:
+    weight = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+    return *weight, *(rotation or (0, 0, 0))

@@ -31,6 +31,25 @@ class Buffer:
     width: int
 
 
+@dataclass(frozen=True, slots=True)
+class LastRows:
+    """The last token of every request. rows, positions: int64 [R], rising rows. query_start_loc: int32, 0 to R."""
+
+    rows: Tensor
+    positions: Tensor
+    query_start_loc: Tensor
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """As the library takes it."""
+        addresses = self.rows.data_ptr(), self.positions.data_ptr(), self.query_start_loc.data_ptr()
+        return *addresses, self.rows.shape[0]
+
+
+# What `LastRows.arguments` are where the hidden states of all tokens are asked for.
+_ALL_ROWS = (0, 0, 0, 0)
+
+
 @dataclass(slots=True)
 class _Stack:
     """Where buffers of a kind lie in a row of the workspace: taken up to `top` now, and to `size` at most."""
@@ -123,12 +142,18 @@ class NativeProgram:
         *,
         norm: tuple[Tensor, float] | None,
         table_PR: Tensor,
+        residual: Buffer | None = None,
     ) -> None:
-        """`NativeAttention.from_projection`. group: the KV-cache group of the layer. table_PR: `rotary_table`."""
+        """`NativeAttention.from_projection`. group: the KV-cache group of the layer. table_PR: `rotary_table`.
+
+        residual: beside the last attention, the other rows that a step goes on with; where only last tokens are asked
+        for, it goes on with theirs.
+        """
         cache = self._address(kv_cache)
         self._module.program_attention(
             self._program,
             qkv.number,
+            -1 if residual is None else residual.number,
             out.number,
             group,
             cache,
@@ -146,9 +171,14 @@ class NativeProgram:
         return max(0, num_tokens - PROGRAM_ROWS) * self._part.size * torch.float32.itemsize
 
     def __call__(
-        self, input_TD: Tensor, positions_T: Tensor, num_tokens: int, groups: Sequence[StepRequests]
+        self,
+        input_TD: Tensor,
+        positions_T: Tensor,
+        num_tokens: int,
+        groups: Sequence[StepRequests],
+        last: LastRows | None = None,
     ) -> Tensor:
-        """The output, float32 [T, D]; the input is overwritten.
+        """The output, float32 [T, D], or that of the rows of `last`; the input is overwritten.
 
         positions_T: int64, contiguous. num_tokens: those that are no padding, which come first.
         """
@@ -164,9 +194,10 @@ class NativeProgram:
             num_rows,
             num_tokens,
             torch.get_num_threads(),
+            *(_ALL_ROWS if last is None else last.arguments),
             *[argument for requests in groups for argument in requests.arguments],
         )
-        return output_TD
+        return output_TD if last is None else output_TD[: last.rows.shape[0]]
 
     @contextmanager
     def _room(self, stack: _Stack, widths: Sequence[int]) -> Iterator[list[Buffer]]:

@@ -75,7 +75,8 @@ class TransformersForCausalLM(CausalLM):
         replace_linears(self, parallel)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        return self._run(input_ids_T, positions_T, context)
+        # Its layers add to their input what attention returned, and so need a row of that for every token.
+        return context.asked_for(self._run(input_ids_T, positions_T, context.of_all_tokens()))
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         return self.head(hidden_LD)  # type: ignore[no-any-return]

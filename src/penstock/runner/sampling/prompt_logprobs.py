@@ -127,9 +127,11 @@ class PromptLogprobs:
             num_logprobs=int(asked[which].max()),
         )
 
-    def compute(self, rows: PromptRows | None, model: LanguageModel, hidden: Tensor) -> PendingPromptLogprobs | None:
+    def compute(
+        self, rows: PromptRows | None, model: LanguageModel, hidden: Tensor | None
+    ) -> PendingPromptLogprobs | None:
         """Begin to compute and copy a step's log-probabilities. hidden: [tokens of the step, hidden size]."""
-        if rows is None:
+        if rows is None or hidden is None:
             return None
         hidden_indices = self._device.upload(rows.hidden_indices)
         targets = self._token_ids_SL.view(-1).index_select(0, self._device.upload(rows.target_indices)).long()

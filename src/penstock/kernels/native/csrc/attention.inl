@@ -405,7 +405,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
     bool has_next = looks_ahead && take_unit(job, units[now ^ 1]);
     const Unit* next = has_next ? &units[now ^ 1] : nullptr;
     load_queries(a, unit, b);
-    if (!plan.writes_first) write_parts<T>(a, unit, b.scores);
+    if (!plan.writes_first && a.phase == AttentionPhase::kBoth) write_parts<T>(a, unit, b.scores);
     if (unit.work->num_splits > 1)
       attend_split<T>(a, plan.cut, b, unit, next);
     else
@@ -414,7 +414,27 @@ static void attention_thread(void* data, int thread, const Team& team) {
   }
 }
 
+template <class T>
+static void write_thread(void* data, int thread, const Team& team) {
+  auto& job = *static_cast<AttentionJob*>(data);
+  static thread_local Scratch scratch;
+  float* key = scratch.get(static_cast<size_t>(job.args->head_size));
+  if (key == nullptr) return __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
+  write_all<T>(*job.args, thread, team.num_threads, key);
+}
+
+static bool write_only(const AttentionArgs& a) {
+  AttentionJob job{&a, nullptr, 0, false};
+  switch (a.cache_type) {
+    case CacheType::kFloat32: run_parallel(a.num_threads, write_thread<float>, &job); break;
+    case CacheType::kBfloat16: run_parallel(a.num_threads, write_thread<uint16_t>, &job); break;
+    case CacheType::kInt8: run_parallel(a.num_threads, write_thread<int8_t>, &job); break;
+  }
+  return !job.has_failed;
+}
+
 static bool attention(const AttentionArgs& a) {
+  if (a.phase == AttentionPhase::kWrite) return write_only(a);
   const int64_t group = a.num_heads / a.num_kv_heads;
   AttentionPlan plan{};
   plan.cut = Cut(a.block_size);
@@ -424,7 +444,8 @@ static bool attention(const AttentionArgs& a) {
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const int64_t tokens = tokens_of(a, r);
     // A request of few tokens would write its own just before it reads them, but others may read them as well.
-    plan.writes_first |= tokens > (a.num_requests > 1 ? 1 : plan.few_tokens);
+    const bool may_be_read = tokens > (a.num_requests > 1 ? 1 : plan.few_tokens);
+    plan.writes_first |= may_be_read && a.phase == AttentionPhase::kBoth;
     num_elements += (a.seq_lens[r] - begin_of(a, r)) * tokens * a.num_heads * a.head_size;
   }
   if (num_elements < kAloneAttention) plan.num_threads = 1;

@@ -40,6 +40,10 @@ struct GreedyArgs {
 // its seq_lens[r] positions. What a request of more than one token writes, others may read in the same step.
 // window: positions seen, the current one included; 0 for all. soft_cap: 0 for none.
 // Query and key heads are normalised and turned first where there is a norm's weight and a rotary table.
+// phase: only one half of this, where the other half comes, or came, in a call of its own. What only writes reads no
+// query and gives no output.
+enum class AttentionPhase : int { kBoth = 0, kWrite = 1, kAttend = 2 };
+
 struct AttentionArgs {
   const float* query;  // [tokens][heads][head_size]
   int64_t query_stride;
@@ -64,6 +68,7 @@ struct AttentionArgs {
   const float* rotary_table;  // [positions][cosines, then sines; rotary_half of each], or nullptr
   int64_t rotary_half;
   const int64_t* positions;  // [tokens]
+  AttentionPhase phase;
   int num_threads;
 };
 

@@ -209,6 +209,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.rotary_table = in.pointer<const float>();
   a.rotary_half = in.size();
   a.positions = in.pointer<const int64_t>();
+  a.phase = static_cast<AttentionPhase>(in.integer());
   a.num_threads = in.integer();
   return in.are_good() ? run(kernels->attention, a) : nullptr;
 }

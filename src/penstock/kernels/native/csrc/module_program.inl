@@ -114,6 +114,7 @@ PyObject* program_attention(PyObject*, PyObject* const* values, Py_ssize_t count
   Operation operation{};
   operation.kind = Operation::Kind::kAttention;
   operation.in = call.in.integer();
+  operation.residual = call.in.integer();
   operation.out = call.in.integer();
   operation.group = call.in.integer();
   AttentionArgs& a = operation.attention = {};
@@ -145,6 +146,10 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   step.num_rows = call.in.size();
   step.num_tokens = call.in.size();
   step.num_threads = call.in.integer();
+  step.last.rows = call.in.pointer<const int64_t>();
+  step.last.positions = call.in.pointer<const int64_t>();
+  step.last.query_start = call.in.pointer<const int32_t>();
+  step.last.count = call.in.size();
   StepRequests groups[kMaxGroups];
   int num_groups = 0;
   for (; call.in.has_more() && num_groups < kMaxGroups; ++num_groups) {

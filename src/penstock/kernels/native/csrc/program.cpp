@@ -24,6 +24,19 @@ class Runner {
     return false;
   }
 
+  // The keys and values of all tokens, the queries of the last ones, whose rows come first from now on.
+  bool last_attention(const Operation& operation) const {
+    AttentionArgs a = attention_of_all(operation);
+    a.phase = AttentionPhase::kWrite;
+    if (!program_.kernels->attention(a)) return false;
+    keep_last(operation.in);
+    keep_last(operation.residual);
+    a.query_start = step_.last.query_start;
+    a.positions = step_.last.positions;
+    a.phase = AttentionPhase::kAttend;
+    return program_.kernels->attention(a);
+  }
+
  private:
   float* at(int number) const {
     const Buffer& buffer = program_.buffers[number];
@@ -84,6 +97,19 @@ class Runner {
 
   // Rows of padding become zero.
   bool attention(const Operation& operation) const {
+    const AttentionArgs a = attention_of_all(operation);
+    std::memset(a.out + step_.num_tokens * a.out_stride, 0,
+                (step_.num_rows - step_.num_tokens) * a.out_stride * sizeof(float));
+    return step_.num_tokens == 0 || program_.kernels->attention(a);
+  }
+
+  void keep_last(int number) const {
+    float* rows = at(number);
+    for (int64_t i = 0; i < step_.last.count; ++i)
+      std::memmove(rows + i * width(number), rows + step_.last.rows[i] * width(number), width(number) * sizeof(float));
+  }
+
+  AttentionArgs attention_of_all(const Operation& operation) const {
     AttentionArgs a = operation.attention;
     const StepRequests& requests = step_.groups[operation.group];
     const int64_t in_width = width(operation.in), out_width = width(operation.out);
@@ -101,9 +127,7 @@ class Runner {
     a.num_requests = requests.num_requests;
     a.positions = step_.positions;
     a.num_threads = step_.num_threads;
-    std::memset(a.out + step_.num_tokens * out_width, 0,
-                (step_.num_rows - step_.num_tokens) * out_width * sizeof(float));
-    return step_.num_tokens == 0 || program_.kernels->attention(a);
+    return a;
   }
 
   const Program& program_;
@@ -120,15 +144,19 @@ struct Run {
 bool run_operations(const Program& program, const ProgramStep& step) {
   const Runner whole(program, step, 0, step.num_rows);
   const auto& operations = program.operations;
+  int64_t num_rows = step.num_rows;
   for (size_t begin = 0; begin < operations.size();) {
     if (operations[begin].kind == Operation::Kind::kAttention) {
-      if (!whole.run(operations[begin++])) return false;
+      const Operation& attention = operations[begin++];
+      const bool is_last = attention.residual >= 0 && step.last.count > 0;
+      if (!(is_last ? whole.last_attention(attention) : whole.run(attention))) return false;
+      if (is_last) num_rows = step.last.count;
       continue;
     }
     size_t end = begin;
     while (end < operations.size() && operations[end].kind != Operation::Kind::kAttention) ++end;
-    for (int64_t first = 0; first < step.num_rows; first += program.rows_at_once) {
-      const int64_t left = step.num_rows - first;
+    for (int64_t first = 0; first < num_rows; first += program.rows_at_once) {
+      const int64_t left = num_rows - first;
       const Runner part(program, step, first, left < program.rows_at_once ? left : program.rows_at_once);
       for (size_t i = begin; i < end; ++i)
         if (!part.run(operations[i])) return false;

@@ -24,7 +24,8 @@ enum : int { kInput = 0, kOutput = 1 };
 // rows and threads.
 struct Operation {
   enum class Kind { kNorm, kGate, kLinear, kQuantizedLinear, kAttention } kind;
-  int in, residual, out;  // residual: what a norm adds to its input first, or -1
+  // residual: what a norm adds to its input first; beside the last attention, what is added to its output later; or -1
+  int in, residual, out;
   int group;              // of the KV cache, for attention
   const QuantizedKernels* quantized_kernels;
   union {
@@ -54,6 +55,15 @@ struct StepRequests {
   int64_t block_table_stride, num_requests;
 };
 
+// The last token of every request, where no other hidden states are asked for: after the last attention the step goes
+// on with these rows alone, in this order.
+struct LastTokens {
+  const int64_t* rows;  // of the step, rising
+  const int64_t* positions;
+  const int32_t* query_start;  // 0, 1, 2 ...
+  int64_t count;               // 0: all hidden states are asked for
+};
+
 // workspace: num_rows times the floats of whole buffers, then the rows at once times those of the others.
 // positions: int64, one per token. Of the tokens, the first num_tokens are no padding.
 struct ProgramStep {
@@ -63,6 +73,7 @@ struct ProgramStep {
   const int64_t* positions;
   int64_t num_rows, num_tokens;
   const StepRequests* groups;
+  LastTokens last;
   int num_threads;
 };
 
