@@ -96,6 +96,13 @@ class Device(ABC):
     def allocate(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] of zeros: attention multiplies by zero what is masked, and garbage may be NaN."""
 
+    def make_pages_ready(self, memory: Tensor) -> bool:
+        """Let the system hand out now what it would when this memory, contiguous, is first written to.
+
+        Changes no value, and may run beside what reads and writes there. False where it cannot, or need not.
+        """
+        return False
+
     @abstractmethod
     def upload(self, array: np.ndarray) -> Tensor:
         """A device tensor with the array's contents, without waiting. The array must not be changed afterwards."""

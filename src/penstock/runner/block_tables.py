@@ -24,6 +24,8 @@ class BlockTables:
         widths = [-(-max_model_len // block_size) for block_size in self.block_sizes]
         self._tables = [StagedTensor(device, num_slots, width, torch.int32) for width in widths]
         self._num_blocks = np.zeros((len(widths), num_slots), dtype=np.int64)
+        # Of all that were ever in a table.
+        self.highest_block = 0
 
     def set_blocks(self, slot: int, block_ids: Sequence[list[int]]) -> None:
         """Replace a slot's blocks; one list per group."""
@@ -35,6 +37,7 @@ class BlockTables:
         for group, (table, ids) in enumerate(zip(self._tables, block_ids, strict=True)):
             table.stage(slot, int(self._num_blocks[group, slot]), ids)
             self._num_blocks[group, slot] += len(ids)
+            self.highest_block = max(self.highest_block, max(ids, default=0))
 
     def discard_staged(self, slot: int) -> None:
         for table in self._tables:

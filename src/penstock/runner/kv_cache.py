@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +111,17 @@ class PagedKVCache:
         for bound in self._layers.values():
             if bound.group == group:
                 bound.kv_cache.index_fill_(1, block_ids, 0)
+
+    @property
+    def largest_part_bytes(self) -> int:
+        """Of a block's keys or values in one layer."""
+        return max(bound.kv_cache[0, 0].nbytes for bound in self._layers.values())
+
+    def memory_of_blocks(self, start: int, stop: int) -> Iterator[Tensor]:
+        """The parts of memory that blocks start .. stop have: one of keys and one of values in every layer."""
+        for bound in self._layers.values():
+            for half in bound.kv_cache:
+                yield half[start:stop]
 
     def touch(self) -> None:
         """Write to all of it, so that a system that hands out pages on first use counts it as taken."""

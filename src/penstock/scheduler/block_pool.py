@@ -195,6 +195,8 @@ class BlockPool:
         self._cached.clear()
         for block in self.blocks:
             block.key = None
+        # All are worth the same now, and the system has handed out the memory of the lowest.
+        self._free = FreeBlockQueue(self.blocks[1:])
         return True
 
     def _forget(self, block: KVCacheBlock) -> None:

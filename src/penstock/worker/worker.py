@@ -45,6 +45,7 @@ from penstock.worker.memory_plan import (
     choose_memory_fraction,
     runner_state_bytes,
 )
+from penstock.worker.pages_ahead import PagesAhead
 from penstock.worker.processor_memory import measure_processors
 from penstock.worker.profile import measure_step_memory
 from penstock.worker.profiler import create_profiler
@@ -71,6 +72,7 @@ class Worker(WorkerBase):
         self._model: nn.Module | None = None
         self._layers: dict[str, LayerAttention] = {}
         self._runner: ModelRunner | None = None
+        self._pages: PagesAhead | None = None
 
     def init_device(self) -> None:
         self._device = create_device(self.config.device, self.parallel.rank)
@@ -160,13 +162,20 @@ class Worker(WorkerBase):
         runner = self.runner
         run_dummy_batch(runner, num_tokens=1, num_reqs=1)
         self.device.synchronize()
+        if self.device.kind == "cpu":
+            self._pages = PagesAhead(self.device, runner.block_tables, runner.kv_cache)
 
     def execute_model(self, output: SchedulerOutput) -> None:
         runner = self._runner or self.runner
+        if self._pages is not None:
+            self._pages.begin_step()
         self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
-        return (self._runner or self.runner).sample_tokens(grammar)
+        result = (self._runner or self.runner).sample_tokens(grammar)
+        if self._pages is not None:
+            self._pages.end_step()
+        return result
 
     def execute_dummy_batch(self) -> None:
         with torch.no_grad():
@@ -257,7 +266,9 @@ class Worker(WorkerBase):
 
     def shutdown(self) -> None:
         self._profiler.shutdown()
-        self._runner = None
+        if self._pages is not None:
+            self._pages.close()
+        self._runner = self._pages = None
         self._model = None
         self._layers = {}
         device, self._device = self._device, None
