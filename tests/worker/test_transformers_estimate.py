@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from penstock.config import EngineConfig
+from penstock.device.dtypes import DtypeChoice
 from penstock.engine.model_sizes import ModelSizes, PlannedModel, size_model
 from penstock.layers.linear import weights_size_bytes
 from penstock.loader.headers import read_headers
@@ -119,7 +121,7 @@ def test_the_same_is_counted_in_a_run_without_values(tmp_path: Path, name: str, 
     if class_name == "OPTForCausalLM":
         changes["ffn_dim"] = changes["intermediate_size"]
     config = save_for_fallback(tiny_transformers_model(class_name, **changes), tmp_path)
-    unloaded = try_without_memory(config, NUM_TOKENS, 16, dtype, dtype, dtype)
+    unloaded = try_without_memory(config, NUM_TOKENS, 16, DtypeChoice(dtype, "", dtype), dtype, "cpu")
     derived = estimate_transformers_activations(
         layers_of_class(config), read_transformers_shape(config), num_tokens=NUM_TOKENS, dtype=dtype, device="cpu"
     )
@@ -137,6 +139,21 @@ def test_weights(tmp_path: Path, class_name: str, kind: str) -> None:
     options: dict[str, Any] = {"int8": {"quantization": "int8"}, "dummy": {"load_format": "dummy"}}.get(kind, {})
     derived, weights, _ = derive_and_measure(tmp_path, **options)
     assert derived.weights == pytest.approx(weights, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("class_name", ["GemmaForCausalLM", "SeedOssForCausalLM"])
+def test_the_built_model_has_what_a_head_packs_beside_its_embedding(
+    tmp_path: Path, class_name: str, quantization: str | None
+) -> None:
+    """A scaled embedding cannot read the rows of what the head packs, so there are two; a plain one can."""
+    size = {"hidden_size": 128, "vocab_size": 2000, "tie_word_embeddings": True}
+    config = save_for_fallback(tiny_transformers_model(class_name, **size), tmp_path)
+    config = dataclasses.replace(config, quantization=quantization)
+    _, weights, _ = derive_and_measure(tmp_path, quantization=quantization)
+    dtype = DtypeChoice("float32", "", "float32")
+    built = try_without_memory(config, NUM_TOKENS, 16, dtype, "float32", "cpu")
+    assert built.weights == pytest.approx(weights, rel=0.01)
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "gelu_new", "gelu_fast", "quick_gelu"])

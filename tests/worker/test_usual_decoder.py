@@ -54,8 +54,9 @@ def derive_and_build(
 ) -> tuple[ModelSizes, UnloadedModel]:
     """Sizes from headers, and of the model as it is built without memory."""
     config = engine_config(folder)
-    planned = PlannedModel(config, read_headers(folder), DtypeChoice(dtype, "", weights), dtype, "cpu", 128)
-    built = try_without_memory(config.model, NUM_TOKENS, config.cache.block_size, dtype, weights, dtype)
+    choice = DtypeChoice(dtype, "", weights)
+    planned = PlannedModel(config, read_headers(folder), choice, dtype, "cpu", 128)
+    built = try_without_memory(config.model, NUM_TOKENS, config.cache.block_size, choice, dtype, "cpu")
     return size_model(planned), built
 
 

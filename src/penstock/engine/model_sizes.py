@@ -183,9 +183,9 @@ def _size_without_memory(planned: PlannedModel, why: str) -> ModelSizes:
         config.model,
         config.scheduler.max_num_batched_tokens,
         config.cache.block_size,
-        dtype.name,
-        dtype.weights,
+        dtype,
         planned.kv_cache_dtype,
+        planned.device,
     )
     remark = f"built and run without memory, since {why}"
     if unloaded.activations is None:

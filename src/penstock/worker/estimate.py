@@ -102,8 +102,14 @@ def head_copy_bytes(shape: ModelShape, dtype: DtypeChoice, device: str, *, reads
     reads_packed_rows: the embedding reads what our own kernels pack; else those pack a copy too, and in the compute
     dtype, in which the embedding wants it.
     """
-    num_values = shape.vocab_size * shape.hidden_size
-    if not shape.ties_embeddings or device != "cpu" or dtype.name != "float32":
+    if not shape.ties_embeddings:
+        return 0
+    return packed_copy_bytes(shape.vocab_size * shape.hidden_size, dtype, device, reads_packed_rows=reads_packed_rows)
+
+
+def packed_copy_bytes(num_values: int, dtype: DtypeChoice, device: str, *, reads_packed_rows: bool) -> int:
+    """The second copy of a weight that an embedding and a head share, as `head_copy_bytes` says."""
+    if device != "cpu" or dtype.name != "float32":
         return 0
     has_own_products = has_native_kernels() and not env.uses_torch_products()
     has_copy = not reads_packed_rows if has_own_products else num_values >= _MIN_PACKED_ELEMENTS

@@ -18,11 +18,13 @@ from penstock.attention import LayerAttention
 from penstock.config import ModelConfig
 from penstock.contract import FullAttentionSpec, SlidingWindowSpec
 from penstock.device.base import TORCH_DTYPES
+from penstock.device.dtypes import DtypeChoice
 from penstock.device.tensor_memory import TensorMemory
 from penstock.layers.linear import LinearLayer, weights_size_bytes
 from penstock.loader.loader import build_model, materialise
 from penstock.models.attention_layers import attention_layers, kv_cache_specs
 from penstock.parallel import ParallelContext
+from penstock.worker.estimate import packed_copy_bytes
 from penstock.worker.quantized_estimate import rounded_layer_bytes
 
 logger = logging.getLogger(__name__)
@@ -44,15 +46,15 @@ class UnloadedModel:
 
 
 def try_without_memory(
-    model_config: ModelConfig, num_tokens: int, block_size: int, dtype: str, weights_dtype: str, kv_cache_dtype: str
+    model_config: ModelConfig, num_tokens: int, block_size: int, dtype: DtypeChoice, kv_cache_dtype: str, device: str
 ) -> UnloadedModel:
     """Count the tensors of a step of `num_tokens`. Raises what building the model raises, such as UnsupportedModel.
 
-    dtype: of the computation. weights_dtype: of the matrices that are kept in another.
+    device: on which it will run, which decides about copies of weights.
     """
     model, meta = build_model(model_config, ParallelContext()), torch.device("meta")
-    materialise(model, meta, TORCH_DTYPES[dtype])
-    context: Any = _Attention(copies_heads=dtype == "float32")
+    materialise(model, meta, TORCH_DTYPES[dtype.name])
+    context: Any = _Attention(copies_heads=dtype.name == "float32")
     activations, why_not = None, ""
     try:
         with torch.no_grad(), meta, _MemoryWithoutValues() as memory:
@@ -63,11 +65,15 @@ def try_without_memory(
         why_not = f"{model_config.architecture} does not run without values: {_first_line(error)}"
         logger.warning("%s", why_not, exc_info=logger.isEnabledFor(logging.DEBUG))
     as_kept = build_model(model_config, ParallelContext())
-    materialise(as_kept, meta, TORCH_DTYPES[dtype], TORCH_DTYPES[weights_dtype])
+    materialise(as_kept, meta, TORCH_DTYPES[dtype.name], TORCH_DTYPES[dtype.weights])
+    heads = (
+        _packed_copies(as_kept, dtype, device)
+        if model_config.quantization is None
+        else _saved_by_rounding(as_kept, model_config.quantization, model_config.vocab_size)
+    )
     return UnloadedModel(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weights=weights_size_bytes(as_kept)
-        + _saved_by_rounding(as_kept, model_config.quantization, model_config.vocab_size),
+        weights=weights_size_bytes(as_kept) + heads,
         activations=activations,
         why_not=why_not,
         specs=cast(dict[str, FullAttentionSpec | SlidingWindowSpec], kv_cache_specs(model, block_size, kv_cache_dtype)),
@@ -75,16 +81,26 @@ def try_without_memory(
     )
 
 
-def _saved_by_rounding(model: nn.Module, quantization: str | None, vocab_size: int) -> int:
-    """What integers take more than the weights in their place: a negative number, or 0 without quantisation."""
-    if quantization is None:
-        return 0
-    layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
+def _packed_copies(model: nn.Module, dtype: DtypeChoice, device: str) -> int:
+    """What heads will pack of weights that stay as they are, since an embedding needs them too."""
+    return sum(
+        packed_copy_bytes(layer.weight.numel(), dtype, device, reads_packed_rows=not layer.shares_weight)
+        for layer in _linear_layers(model)
+        if layer.shares_weight or layer.tied_to
+    )
+
+
+def _saved_by_rounding(model: nn.Module, quantization: str, vocab_size: int) -> int:
+    """What integers take more than the weights in their place: a negative number."""
     return sum(
         rounded_layer_bytes(quantization, layer.output_size, layer.input_size, is_head=layer.output_size == vocab_size)
-        - layer.weight.numel() * layer.weight.element_size()
-        for layer in layers
+        - (0 if layer.shares_weight else layer.weight.numel() * layer.weight.element_size())
+        for layer in _linear_layers(model)
     )
+
+
+def _linear_layers(model: nn.Module) -> list[LinearLayer]:
+    return [module for module in model.modules() if isinstance(module, LinearLayer)]
 
 
 class _MemoryWithoutValues(TensorMemory):
