@@ -26,19 +26,32 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-# With a gate and without, with norms in other places, with windows, with joined projections, with experts.
+_SPARSE_LATER = ["dense", "sparse", "sparse"]
+# With a gate and without, with norms in other places, with windows, with joined projections, with experts; with layers
+# of several kinds, with gates on attention's result, with positions that are added.
 CLASSES: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {"num_hidden_layers": 5},
     "ApertusForCausalLM": {},
     "ArceeForCausalLM": {},
+    "BeamForCausalLM": {"mlp_layer_types": _SPARSE_LATER},
+    "BioGptForCausalLM": {},
+    "BitNetForCausalLM": {},
     "CohereForCausalLM": {},
     "Dots1ForCausalLM": {"num_hidden_layers": 4},
     "Ernie4_5ForCausalLM": {},
     "Exaone4ForCausalLM": {},
     "Gemma2ForCausalLM": {},
+    "GPTBigCodeForCausalLM": {"n_inner": 704},
+    "Gemma4ForCausalLM": {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 2000},
+    "Gemma4UnifiedForCausalLM": {"global_head_dim": 64},
     "GemmaForCausalLM": {},
     "GlmForCausalLM": {},
     "GraniteMoeForCausalLM": {},
+    "HunYuanMoEV1ForCausalLM": {"moe_topk": 2},
+    "LagunaForCausalLM": {"mlp_layer_types": _SPARSE_LATER},
     "MiniMaxM2ForCausalLM": {},
+    "MiniMaxM3VLForCausalLM": {"shared_intermediate_size": 320},
+    "ModernBertDecoderForCausalLM": {"num_hidden_layers": 4},
     "NemotronForCausalLM": {},
     "Olmo3ForCausalLM": {},
     "Phi3ForCausalLM": {},

@@ -26,7 +26,7 @@ from penstock.worker.unloaded_model import try_without_memory
 from penstock.worker.worker import Worker
 from support.checkpoints import edit_config, save_checkpoint
 from support.engines import SMALL
-from support.transformers_models import FAMILIES, save_for_fallback, tiny_transformers_model, wider_overrides
+from support.transformers_models import FAMILIES, save_for_fallback, tiny_transformers_model
 
 TOLERANCE = 0.1
 NUM_TOKENS = 3000
@@ -164,13 +164,14 @@ def test_activations_that_hold_more_than_their_result(tmp_path: Path, class_name
 
 
 def test_what_is_not_known_beforehand_is_named_and_measured_without_memory(tmp_path: Path) -> None:
-    save(tmp_path / "class", "BitNetForCausalLM", wider_overrides("BitNetForCausalLM"))
+    save(tmp_path / "class", "Olmo3ForCausalLM", {"num_hidden_layers": 5})
+    edit_config(tmp_path / "class", remove=("layer_types",))
     save(tmp_path / "activation", "GraniteForCausalLM", {"hidden_act": "mish"})
     for name, why in (
         (
             "class",
-            "the layers of BitNetForCausalLM are not known beforehand, and the checkpoint has "
-            "model.layers.0.mlp.ffn_sub_norm.weight",
+            "the layers of Olmo3ForCausalLM are not known beforehand, and config.json has a window and does not say in "
+            "which layers",
         ),
         ("activation", "the activation 'mish' is not known beforehand"),
     ):

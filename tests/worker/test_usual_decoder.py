@@ -12,7 +12,8 @@ from penstock.device.dtypes import DtypeChoice
 from penstock.engine.model_sizes import ModelSizes, PlannedModel, size_model
 from penstock.loader.headers import TensorHeader, read_headers
 from penstock.worker.unloaded_model import UnloadedModel, try_without_memory
-from penstock.worker.usual_decoder import NotUsual, UsualDecoder, read_usual_decoder
+from penstock.worker.usual_decoder import UsualDecoder, read_usual_decoder
+from penstock.worker.usual_matrices import NotUsual
 from support.checkpoints import edit_config
 from support.transformers_models import save_for_fallback, tiny_transformers_model, wider_overrides
 
@@ -23,21 +24,47 @@ SHAPES: dict[str, dict[str, Any]] = {
     "attention": {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8},
     "network": {"hidden_size": 64, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 1},
 }
-CLASSES = (
-    "ApertusForCausalLM",
-    "AriaTextForCausalLM",
-    "Cohere2MoeForCausalLM",
-    "Dots1ForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Exaone4ForCausalLM",
-    "FlexOlmoForCausalLM",
-    "GlmForCausalLM",
-    "GraniteMoeForCausalLM",
-    "HYV3ForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "NemotronForCausalLM",
-    "Phi3ForCausalLM",
-)
+# Heads of another size where there is no window, as in all models of this family.
+_GEMMA4: dict[str, Any] = {"head_dim": 32, "global_head_dim": 64}
+_SPARSE_FROM_SECOND = ["dense", "sparse"]
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("AfmoeForCausalLM", {"num_hidden_layers": 4}),
+    "apertus": ("ApertusForCausalLM", {}),
+    "aria": ("AriaTextForCausalLM", {}),
+    "beam": ("BeamForCausalLM", {"mlp_layer_types": _SPARSE_FROM_SECOND}),
+    "biogpt": ("BioGptForCausalLM", {}),
+    "bitnet": ("BitNetForCausalLM", {}),
+    "cohere2-moe": ("Cohere2MoeForCausalLM", {}),
+    "dots1": ("Dots1ForCausalLM", {}),
+    "ernie-4.5": ("Ernie4_5ForCausalLM", {}),
+    "exaone4": ("Exaone4ForCausalLM", {}),
+    "flex-olmo": ("FlexOlmoForCausalLM", {}),
+    "gemma4": ("Gemma4ForCausalLM", {**_GEMMA4, "hidden_size_per_layer_input": 0}),
+    "gemma4-layer-inputs": ("Gemma4ForCausalLM", {**_GEMMA4, "hidden_size_per_layer_input": 400}),
+    "gemma4-keys-as-values": (
+        "Gemma4ForCausalLM",
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4-moe": (
+        "Gemma4ForCausalLM",
+        {**_GEMMA4, "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4-unified": ("Gemma4UnifiedForCausalLM", _GEMMA4),
+    "glm": ("GlmForCausalLM", {}),
+    "granite-moe": ("GraniteMoeForCausalLM", {}),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", {"moe_topk": [2, 2]}),
+    "hy3": ("HYV3ForCausalLM", {}),
+    "laguna": (
+        "LagunaForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": _SPARSE_FROM_SECOND},
+    ),
+    "laguna-gate-per-element": ("LagunaForCausalLM", {"gating": "per-element"}),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", {}),
+    "minimax-m3": ("MiniMaxM3VLForCausalLM", {"shared_intermediate_size": 80}),
+    "modernbert": ("ModernBertDecoderForCausalLM", {"num_hidden_layers": 4, "local_attention": 18}),
+    "nemotron": ("NemotronForCausalLM", {}),
+    "phi3": ("Phi3ForCausalLM", {}),
+}
 
 
 def save(folder: Path, class_name: str, **overrides: Any) -> None:
@@ -67,16 +94,17 @@ def read(folder: Path, **more_headers: TensorHeader) -> UsualDecoder:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("attention", "float32"), ("network", "bfloat16")])
-@pytest.mark.parametrize("class_name", CLASSES)
-def test_headers_say_what_the_built_model_has(tmp_path: Path, class_name: str, shape: str, dtype: str) -> None:
-    save(tmp_path, class_name, **SHAPES[shape])
+@pytest.mark.parametrize("name", CLASSES)
+def test_headers_say_what_the_built_model_has(tmp_path: Path, name: str, shape: str, dtype: str) -> None:
+    class_name, overrides = CLASSES[name]
+    save(tmp_path, class_name, **{**SHAPES[shape], **overrides})
     derived, built = derive_and_build(tmp_path, dtype, "bfloat16")
     assert derived.remark.startswith("estimated as a decoder of usual layers, since ")
     assert list(derived.specs.values()) == list(built.specs.values())
     assert derived.num_heads == built.num_heads
     assert derived.num_parameters == pytest.approx(built.num_parameters, rel=0.001)
     assert derived.step.activations == pytest.approx(built.activations, rel=TOLERANCE)
-    assert derived.weights == pytest.approx(built.weights, rel=0.001)
+    assert derived.weights == pytest.approx(built.weights, rel=0.002)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +122,22 @@ def test_absent_fields_mean_what_they_mean_to_transformers(tmp_path: Path, class
     assert derived.step.activations == pytest.approx(built.activations, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["afmoe", "gemma4", "gemma4-unified", "modernbert"])
+def test_windows_that_no_field_names_are_where_the_class_has_them(tmp_path: Path, name: str) -> None:
+    class_name, overrides = CLASSES[name]
+    save(tmp_path, class_name, **{**overrides, "num_hidden_layers": 7, "sliding_window": 9})
+    absent = {"layer_types"} if class_name != "ModernBertDecoderForCausalLM" else {"layer_types", "sliding_window"}
+    edit_config(tmp_path, remove=tuple(absent))
+    derived, built = derive_and_build(tmp_path)
+    assert derived.remark.startswith("estimated")
+    assert len({type(spec) for spec in derived.specs.values()}) == 2
+    assert list(derived.specs.values()) == list(built.specs.values())
+
+
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_head_that_is_not_in_the_checkpoint_is_the_embedding(tmp_path: Path, tie: bool) -> None:
     save(tmp_path, "SeedOssForCausalLM", tie_word_embeddings=tie)
-    assert read(tmp_path).shape.decoder.ties_embeddings == tie
+    assert read(tmp_path).kinds[0].shape.decoder.ties_embeddings == tie
 
 
 def test_a_window_of_which_no_layer_is_named_is_not_guessed(tmp_path: Path) -> None:
@@ -122,9 +162,9 @@ def test_a_further_layer_is_not_overlooked(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_layers_of_several_sizes_are_not_taken_for_one(tmp_path: Path) -> None:
+def test_matrices_that_do_not_fit_each_other_are_not_taken_for_a_network(tmp_path: Path) -> None:
     save(tmp_path, "SeedOssForCausalLM")
-    with pytest.raises(NotUsual, match="differ in the sizes of their down projections"):
+    with pytest.raises(NotUsual, match="the sizes of its networks' projections do not fit each other"):
         read(tmp_path, **{"model.layers.1.mlp.down_proj.weight": TensorHeader("F32", (64, 96))})
 
 
@@ -143,6 +183,8 @@ def test_without_a_checkpoint_nothing_is_derived(tmp_path: Path) -> None:
         {"use_bidirectional_attention": True},
         {"hidden_act": "mish"},
         {"num_attention_heads": 3},
+        {"num_attention_heads_per_layer": [4]},
+        {"num_kv_shared_layers": 1},  # which the engine does not run
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ these do not show, is built and run without memory instead. All sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import EngineConfig
@@ -32,17 +32,19 @@ from penstock.worker.estimate import (
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.quantized_estimate import QuantizedPart, quantized_part
 from penstock.worker.transformers_estimate import (
-    LayerMoments,
+    LayerKind,
     estimate_transformers_activations,
     estimate_transformers_weights,
     has_table,
     is_kept_as_computed,
     layers_of_class,
+    specs_of_kinds,
     transformers_weights_of_shape,
     why_not_derived,
 )
-from penstock.worker.transformers_shape import TransformersShape, read_transformers_shape
-from penstock.worker.usual_decoder import NotUsual, read_usual_decoder
+from penstock.worker.transformers_shape import read_transformers_shape
+from penstock.worker.usual_decoder import read_usual_decoder
+from penstock.worker.usual_matrices import NotUsual
 
 LayerSpecs = Mapping[str, FullAttentionSpec | SlidingWindowSpec]
 
@@ -106,7 +108,10 @@ def size_model(planned: PlannedModel) -> ModelSizes:
     why_not = why_not_derived(model)
     if why_not is not None:
         return _size_without_memory(planned, why_not)
-    return _size_transformers(planned, read_transformers_shape(model), layers_of_class(model))
+    shape = read_transformers_shape(model)
+    return _size_transformers(
+        planned, [LayerKind(tuple(range(shape.decoder.num_layers)), shape, layers_of_class(model))]
+    )
 
 
 def _refuse_quantization(planned: PlannedModel) -> None:
@@ -145,33 +150,37 @@ def _size_usual(planned: PlannedModel) -> ModelSizes:
         usual = read_usual_decoder(model, planned.headers)
     except NotUsual as reason:
         return _size_without_memory(planned, f"{unknown}, and {reason}")
-    sizes = _size_transformers(planned, usual.shape, usual.layers, usual.scaled_embedding)
+    sizes = _size_transformers(planned, usual.kinds, usual.scaled_embeddings)
     return replace(sizes, remark=f"estimated as a decoder of usual layers, since {unknown}")
 
 
 def _size_transformers(
-    planned: PlannedModel, shape: TransformersShape, layers: LayerMoments, scaled_embedding: str | None = None
+    planned: PlannedModel, kinds: Sequence[LayerKind], scaled_embeddings: Collection[str] = ()
 ) -> ModelSizes:
     model, headers = planned.config.model, planned.headers
+    shape = kinds[0].shape
     if headers is None:
         headers = transformers_weights_of_shape(model, shape)
     integers = planned.integers(headers, shape.decoder, is_kept_as_computed)
-    activations = estimate_transformers_activations(
-        layers,
-        shape,
-        num_tokens=planned.config.scheduler.max_num_batched_tokens,
-        dtype=planned.dtype.name,
-        device=planned.device,
+    activations = max(
+        estimate_transformers_activations(
+            kind.moments,
+            kind.shape,
+            num_tokens=planned.config.scheduler.max_num_batched_tokens,
+            dtype=planned.dtype.name,
+            device=planned.device,
+        )
+        for kind in kinds
     )
     weights = estimate_transformers_weights(
-        integers.others, shape, planned.dtype, planned.device, scaled_embedding=scaled_embedding
+        integers.others, shape, planned.dtype, planned.device, scaled_embeddings=scaled_embeddings
     )
     return ModelSizes(
         count_parameters(integers.others, shape.decoder) + integers.num_parameters,
         weights + integers.num_bytes,
         planned.with_logits(activations),
-        planned.specs(shape.decoder),
-        shape.decoder.num_heads,
+        specs_of_kinds(kinds, planned.config.cache.block_size, planned.kv_cache_dtype),
+        max(kind.shape.decoder.num_heads for kind in kinds),
     )
 
 

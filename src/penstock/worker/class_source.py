@@ -14,16 +14,21 @@ from penstock.config import ModelConfig
 
 _SCALED_EMBEDDING = re.compile(r"^class \w*ScaledWordEmbedding\(nn\.Embedding\)", re.MULTILINE)
 
+_EXPERTS_OR_SHARED = re.compile(r"self\.(experts|shared_\w+)\(")
+
 
 @dataclass(frozen=True, slots=True)
 class ClassSource:
     """defaults: what fields of the configuration mean where they are absent, None among it. names: of fields, by what
     the code calls them, where that differs. scales_embedding: the embedding does more than to look its rows up.
+    has_rotary: heads turn. shares_last: what all tokens go through beside experts runs after them.
     """
 
     defaults: Mapping[str, Any]
     names: Mapping[str, str]
     scales_embedding: bool
+    has_rotary: bool
+    shares_last: bool
 
     def complete(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """`config.json` with what it leaves out."""
@@ -67,7 +72,14 @@ def _configuration(text: str, model_type: str) -> list[ast.stmt] | None:
 def _class_source(body: list[ast.stmt], modeling: str) -> ClassSource:
     fields = _literal_fields(body)
     names = fields.pop("attribute_map", {})
-    return ClassSource(fields, names, scales_embedding=_SCALED_EMBEDDING.search(modeling) is not None)
+    first = _EXPERTS_OR_SHARED.search(modeling)
+    return ClassSource(
+        fields,
+        names,
+        scales_embedding=_SCALED_EMBEDDING.search(modeling) is not None,
+        has_rotary="RotaryEmbedding" in modeling,
+        shares_last=first is not None and first[1] == "experts",
+    )
 
 
 def _literal_fields(body: list[ast.stmt]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ FLOAT_BYTES = 4
 _FLOAT_DTYPES = ("F32", "BF16", "F16", "FloatStorage", "BFloat16Storage", "HalfStorage")
 # What checkpoints hold although it follows from the configuration: rotary frequencies and causal masks.
 _NO_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.(attn|attention)\.(masked_)?bias")
-_HEADS = ("lm_head.weight", "embed_out.weight")
+HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight", "decoder.weight")
 # Where kernels.linear packs a float32 weight for oneDNN; a head that is tied to the embedding is then there twice. Our
 # own kernels hold it once.
 _MIN_PACKED_ELEMENTS = 256 * 1024
@@ -71,7 +71,7 @@ def weights_of(headers: Mapping[str, TensorHeader], shape: ModelShape) -> dict[s
     """By name, the values of each weight. Raises UnsupportedFeature as `count_parameters` does."""
     counts = {}
     for name, header in headers.items():
-        if is_no_weight(name) or (shape.ties_embeddings and name in _HEADS):
+        if is_no_weight(name) or (shape.ties_embeddings and name in HEADS):
             continue
         if header.dtype not in _FLOAT_DTYPES:
             raise UnsupportedFeature(

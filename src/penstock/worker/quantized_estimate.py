@@ -16,8 +16,10 @@ _SCALE_BYTES = 4
 _ZERO_POINT_BYTES = 1
 _PER_WORD = 8
 _WORD_BYTES = 4
-_EMBEDDINGS = re.compile(r"(.*\.)?(embed_tokens|wte|wpe|embed_positions|embed_in|word_embeddings)(\.weight)?")
-_HEADS = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
+_EMBEDDINGS = re.compile(
+    r"(.*\.)?(embed_tokens|wte|wpe|embed_positions|embed_in|word_embeddings|tok_embeddings)(\.weight)?"
+)
+_HEADS = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection)\.weight|decoder\.weight")
 _NO_LAYERS = re.compile(r"(.*\.)?norms?(\.weight)?")
 # Tensors of quantised layers in checkpoints: packed integers, their scales, packed zero points, and what is not kept.
 _PACKED = (".qweight", ".weight_packed")

@@ -8,10 +8,11 @@ tensors are alive then, per token. They were read off runs in which every tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import ModelConfig
+from penstock.contract import FullAttentionSpec, SlidingWindowSpec
 from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.device.dtypes import DtypeChoice
 from penstock.loader.headers import TensorHeader
@@ -22,9 +23,10 @@ from penstock.worker.transformers_shape import TransformersShape, read_transform
 #   H hidden state    Q queries of all heads    R what of the queries turns    N one value per query head
 #   I inner state     K keys of all heads       S what of the keys turns
 #   X hidden and Y inner states of its experts together    Z inner state of the shared expert
+#   P inputs of its own that each layer has, of all layers together
 # Small letters are float32 beside a narrower dtype.
 Moment = str
-_TERM = re.compile(r"(\d+)([A-Za-z])")
+_TERM = re.compile(r"(-?\d+)([A-Za-z])")
 
 # Attention that turns whole heads, by the rotation of queries, of keys, and by the copies that attention takes.
 WHOLE_HEADS = ("3H 4Q 2K", "3H 2Q 5K", "3H 3Q 3K", "4H 2Q 2K")
@@ -39,18 +41,28 @@ NARROW_LIKE_COHERE = ("3H 1Q 2K 4q 1k", "3H 1Q 2K 2q 4k", "3H 1Q 2K 3q 2k", "3H 
 class LayerMoments:
     """attention: its moments where all is float32. narrow: those that a lower precision has instead.
     kept: hidden states that are alive beside the feed-forward network. gate: how that makes its two projections, None
-    with one. has_wide_routing: experts' outputs meet weights in float32. shares_last: the network that all tokens go
-    through runs after the experts, not before. kept_beside_dense: `kept` in the layers of a mixture that have no
-    experts, if another number.
+    with one. shared_gate: the same of the network that all tokens go through beside experts.
+    has_wide_networks: both projections meet in float32. has_wide_routing: experts' outputs meet weights in float32.
+    shares_last: that network runs after the experts, not before.
     """
 
     attention: tuple[Moment, ...]
     narrow: tuple[Moment, ...]
     kept: int = 4
     gate: str | None = "apart"
+    shared_gate: str = "apart"
+    has_wide_networks: bool = False
     has_wide_routing: bool = False
     shares_last: bool = False
-    kept_beside_dense: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers of a model that are alike. numbers: which. shape: of a model that had only these."""
+
+    numbers: tuple[int, ...]
+    shape: TransformersShape
+    moments: LayerMoments
 
 
 _LIKE_LLAMA = LayerMoments(WHOLE_HEADS, (*WHOLE_HEADS, "3H 3Q 2K 1n", *RMS_NORM))
@@ -83,6 +95,7 @@ ACTIVATION_TENSORS = {
     "relu": 2,
     "relu2": 3,
     "silu": 2,
+    "swigluoai": 6,
     "swish": 2,
     "xielu": 5,
 }
@@ -120,16 +133,16 @@ def estimate_transformers_weights(
     shape: TransformersShape,
     dtype: DtypeChoice,
     device: str,
-    scaled_embedding: str | None = None,
+    scaled_embeddings: Collection[str] = (),
 ) -> int:
-    """Parameters: matrices as they are kept, the rest in the compute dtype, and so an embedding of this name."""
+    """Parameters: matrices as they are kept, the rest in the compute dtype, and so embeddings of these names."""
     narrow = as_computed = 0
     for name, count in weights_of(headers, shape.decoder).items():
-        if len(headers[name].shape) < 2 or is_kept_as_computed(name) or name == scaled_embedding:
+        if len(headers[name].shape) < 2 or is_kept_as_computed(name) or name in scaled_embeddings:
             as_computed += count
         else:
             narrow += count
-    copy = head_copy_bytes(shape.decoder, dtype, device, reads_packed_rows=scaled_embedding is None)
+    copy = head_copy_bytes(shape.decoder, dtype, device, reads_packed_rows=not scaled_embeddings)
     return narrow * DTYPE_BYTES[dtype.weights] + as_computed * DTYPE_BYTES[dtype.name] + copy
 
 
@@ -142,6 +155,20 @@ def layers_of_class(model_config: ModelConfig) -> LayerMoments:
     if architecture == "OPTForCausalLM" and not hf_config.get("do_layer_norm_before", True):
         return replace(layers, attention=("8H",), narrow=("8H 1n",))
     return layers
+
+
+def specs_of_kinds(
+    kinds: Sequence[LayerKind], block_size: int, dtype: str
+) -> dict[str, FullAttentionSpec | SlidingWindowSpec]:
+    """What each layer stores, in the order of the layers. dtype: of the cache, by name."""
+    specs = {
+        number: spec
+        for kind in kinds
+        for number, spec in zip(
+            kind.numbers, kind.shape.decoder.kv_cache_specs(block_size, dtype).values(), strict=True
+        )
+    }
+    return {f"layer {number}": specs[number] for number in sorted(specs)}
 
 
 def transformers_weights_of_shape(model_config: ModelConfig, shape: TransformersShape) -> dict[str, TensorHeader]:
@@ -177,19 +204,23 @@ def estimate_transformers_activations(
 ) -> int:
     """The tensors of a step of `num_tokens` through the layers."""
     value = DTYPE_BYTES[dtype]
-    rotation = 2 * shape.decoder.rotary_dim * value
+    rotation = 2 * (shape.decoder.rotary_dim + shape.other_rotary_dims) * value
     fullest = max(_moment_bytes(moment, shape, value) for moment in _moments(layers, shape, is_narrow=value < 4))
     routing = 0
     if shape.experts is not None:
         routing = shape.experts.num_selected * _ROUTE_BYTES + shape.experts.num_experts * FLOAT_BYTES
-    return WORKSPACE_BYTES[device] + num_tokens * (INPUT_BYTES + rotation + fullest + routing)
+    return WORKSPACE_BYTES[device] + num_tokens * (
+        INPUT_BYTES + rotation + shape.layer_inputs * value + fullest + routing
+    )
 
 
 def _moments(layers: LayerMoments, shape: TransformersShape, *, is_narrow: bool) -> list[Moment]:
     moments = [*(layers.narrow if is_narrow else layers.attention)]
     if shape.experts is None or shape.experts.num_layers < shape.decoder.num_layers:
-        kept = layers.kept if layers.kept_beside_dense is None else layers.kept_beside_dense
-        moments += _network_moments(kept, "I", ACTIVATION_TENSORS[shape.activation], layers.gate)
+        if layers.has_wide_networks:
+            moments += [f"{layers.kept}H 2I 3i"] if is_narrow else [f"{layers.kept}H 4I", f"{layers.kept + 1}H 3I"]
+        else:
+            moments += _network_moments(layers.kept, "I", ACTIVATION_TENSORS[shape.activation], layers.gate)
     if shape.experts is not None:
         moments += _expert_moments(layers, shape, is_narrow=is_narrow)
     return moments
@@ -208,12 +239,13 @@ def _expert_moments(layers: LayerMoments, shape: TransformersShape, *, is_narrow
     num_activation, kept = ACTIVATION_TENSORS[shape.activation], layers.kept
     shared = []
     if shape.experts.shared_size:
-        shared = _network_moments(kept + 1 if layers.shares_last else kept, "Z", num_activation, "apart")
+        shared = _network_moments(kept + 1 if layers.shares_last else kept, "Z", num_activation, layers.shared_gate)
         kept += 0 if layers.shares_last else 1
     weighted = [f"{kept}H 4X", f"{kept + 1}H 3X"]
     if is_narrow and layers.has_wide_routing:
         weighted = [f"{kept}H 2X 2x", f"{kept + 1}H 2X 1x 1h"]
-    return [f"{kept}H 1X {max(4, 1 + num_activation)}Y", f"{kept}H 2X 1Y", *weighted, *shared]
+    inner = "2Y 3y" if is_narrow and layers.has_wide_networks else f"{max(4, 1 + num_activation)}Y"
+    return [f"{kept}H 1X {inner}", f"{kept}H 2X 1Y", *weighted, *shared]
 
 
 def _moment_bytes(moment: Moment, shape: TransformersShape, value: int) -> int:
@@ -238,4 +270,5 @@ def _sizes(shape: TransformersShape) -> dict[str, int]:
         "X": num_selected * decoder.hidden_size,
         "Y": 0 if experts is None else num_selected * experts.intermediate_size,
         "Z": 0 if experts is None else experts.shared_size,
+        "P": shape.layer_inputs,
     }

@@ -29,6 +29,8 @@ _DEFAULT_ROTATED_SHARE = {
     "PhiForCausalLM": 0.5,
     "Glm4ForCausalLM": 0.5,
 }
+# A rotation of whole heads, of which a share turns by more than nothing.
+_TURNS_ALL = "proportional"
 # Where each query head has keys and values of its own, whatever fields say.
 _ONE_KV_HEAD_EACH = ("GPTNeoXForCausalLM", "OPTForCausalLM", "PersimmonForCausalLM")
 _NUM_EXPERTS = ("num_local_experts", "num_experts")
@@ -49,11 +51,17 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class TransformersShape:
-    """experts: None for a decoder without. activation: by its name in Transformers."""
+    """experts: None for a decoder without. activation: by its name in Transformers.
+
+    other_rotary_dims: of rotations that this model's layers do not use, and that are there for others.
+    layer_inputs: values of a token that layers get beside the hidden state, those of all layers together.
+    """
 
     decoder: ModelShape
     experts: Experts | None
     activation: str
+    other_rotary_dims: int = 0
+    layer_inputs: int = 0
 
 
 def read_transformers_shape(model_config: ModelConfig) -> TransformersShape:
@@ -79,16 +87,32 @@ def read_transformers_shape(model_config: ModelConfig) -> TransformersShape:
     )
 
 
+def windows_of_class(fields: ConfigFields, num_layers: int) -> list[int | None] | None:
+    """Windows by layer, where a class has rules of its own that are said here; None for other classes."""
+    read_windows = _WINDOWS.get(fields.model_config.architecture)
+    return None if read_windows is None else read_windows(fields, num_layers)
+
+
 def read_activation(fields: ConfigFields, default: str) -> str:
     """The activation of the networks, by its name in Transformers."""
     return next((str(fields.hf_config[name]) for name in _ACTIVATION if fields.hf_config.get(name)), default)
 
 
-def read_rotated_share(fields: ConfigFields, architecture: str) -> float:
-    """Share of a head's dimensions that turn; in a file of today beside the other parameters of the rotation."""
+def read_rotated_share(fields: ConfigFields, architecture: str, layer_type: str = "") -> float:
+    """Share of a head's dimensions that turn; in a file of today beside the other parameters of the rotation.
+
+    layer_type: of layers that may have parameters of their own.
+    """
     config = fields.hf_config
     rope = config.get("rope_parameters")
-    for place in (rope if isinstance(rope, dict) else {}, config):
+    if isinstance(rope, dict) and layer_type in rope:
+        rope = rope[layer_type]
+        if rope is None:
+            return 0.0
+    rope = rope if isinstance(rope, dict) else {}
+    if rope.get("rope_type") == _TURNS_ALL:
+        return 1.0
+    for place in (rope, config):
         for name in _ROTATED_SHARE:
             if isinstance(place.get(name), (int, float)):
                 return float(place[name])
@@ -143,9 +167,34 @@ def _qwen2_moe_windows(fields: ConfigFields, num_layers: int) -> list[int | None
     return _by_layer_types(fields, num_layers, window=window, default=default)
 
 
+def _afmoe_windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
+    every = fields.integer("global_attn_every_n_layers", 4)
+    default = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    return _by_layer_types(fields, num_layers, window=fields.optional_integer("sliding_window", 1024), default=default)
+
+
+def _gemma4_windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
+    default = [(layer + 1) % 6 != 0 for layer in range(num_layers)]
+    windows = _by_layer_types(
+        fields, num_layers, window=fields.optional_integer("sliding_window", 512), default=default
+    )
+    return [*windows[:-1], None]  # whatever the file says of the last one
+
+
+def _modernbert_windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
+    every = fields.integer("global_attn_every_n_layers", 3)
+    default = [layer % every != 0 for layer in range(num_layers)]
+    window = fields.integer("local_attention", 128) // 2  # a token sees half of it, the other half was after it
+    return _by_layer_types(fields, num_layers, window=window, default=default)
+
+
 _WINDOWS: dict[str, ReadWindows] = {
+    "AfmoeForCausalLM": _afmoe_windows,
     "Cohere2ForCausalLM": _cohere2_windows,
+    "Gemma4ForCausalLM": _gemma4_windows,
+    "Gemma4UnifiedForCausalLM": _gemma4_windows,
     "MixtralForCausalLM": _same_window,
+    "ModernBertDecoderForCausalLM": _modernbert_windows,
     "Qwen2MoeForCausalLM": _qwen2_moe_windows,
     "Qwen3MoeForCausalLM": _same_window_if_used,
     "SmolLM3ForCausalLM": _smollm3_windows,

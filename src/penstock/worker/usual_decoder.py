@@ -1,14 +1,13 @@
 """A model of Transformers without a table of its own, taken for a decoder of usual layers where its headers show one.
 
 Every tensor of the checkpoint must be one that such a decoder has, so that nothing is overlooked that would make it
-another: attention and networks are as their matrices say, and `config.json` says what those cannot. Needs no torch.
+another: attention and networks are as their matrices say, and `config.json` says what those cannot. Layers may differ:
+those that are alike are one kind, and the kind that takes the most decides. Needs no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,61 +18,46 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.registry import supported_architectures
 from penstock.models.shape import ModelShape, read_shape
 from penstock.worker.class_source import ClassSource, read_class_source
-from penstock.worker.estimate import is_no_weight
 from penstock.worker.transformers_estimate import (
     ACTIVATION_TENSORS,
     NARROW_LIKE_COHERE,
     RMS_NORM,
     WHOLE_HEADS,
+    LayerKind,
     LayerMoments,
     Moment,
 )
-from penstock.worker.transformers_shape import Experts, TransformersShape, read_activation, read_rotated_share
-
-_LAYER = re.compile(r"(?:\w+\.)*?layers\.(\d+)\.(.+)")
-# What the tensors of a layer are, by name. Those that are only allowed, and say nothing, have the role "".
-_ROLES = tuple(
-    (role, re.compile(pattern))
-    for role, pattern in (
-        ("query", r"self_attn\.q_proj\.weight"),
-        ("key", r"self_attn\.k_proj\.weight"),
-        ("value", r"self_attn\.v_proj\.weight"),
-        ("joined", r"(self_attn|attention)\.(qkv_proj|query_key_value)\.weight"),
-        ("output", r"(self_attn|attention)\.(o_proj|dense|out_proj)\.weight"),
-        ("gate", r"mlp\.gate_proj\.weight"),
-        ("up", r"mlp\.(up_proj|fc1|c_fc|dense_h_to_4h)\.weight"),
-        ("gate and up", r"mlp\.gate_up_proj\.weight"),
-        ("down", r"mlp\.(down_proj|fc2|c_proj|dense_4h_to_h)\.weight"),
-        ("router", r"(mlp|block_sparse_moe)\.(gate|router|router\.gate|router\.layer)\.weight"),
-        (
-            "router's bias",
-            r"(mlp|block_sparse_moe|moe)\.((gate|router|experts)\.)?(e_score_correction_bias|expert_bias)",
-        ),
-        ("", r"(mlp|block_sparse_moe)\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight"),
-        ("expert", r"(mlp|block_sparse_moe)\.experts\.\d+\.(down_proj|w2)\.weight"),
-        ("", r"(mlp|block_sparse_moe)\.(experts\.(gate_up_proj|fc1)(\.weight)?|input_linear\.weight)"),
-        ("experts", r"(mlp|block_sparse_moe)\.(experts\.(down_proj|fc2)(\.weight)?|output_linear\.weight)"),
-        ("", r"mlp\.shared_(experts?|mlp)\.(gate_proj|up_proj)\.weight"),
-        ("shared", r"mlp\.shared_(experts?|mlp)\.down_proj\.weight"),
-        ("", r"(self_attn|attention|mlp)\.(\w+_proj|fc[12]|c_\w+|dense\w*|query_key_value)\.bias"),
-        ("", r"mlp\.act_fn\.(alpha_n|alpha_p|beta|eps)"),
-        ("head norm", r"self_attn\.(q|k|query|key)_(layer)?norm\.(weight|bias)"),
-        ("norm before attention", r"(input|attention)_layernorm\.(weight|bias)"),
-        ("norm after the network", r"post_feedforward_layernorm\.weight"),
-        ("", r"\w*norm\d?\.(weight|bias)"),
-    )
+from penstock.worker.transformers_shape import (
+    Experts,
+    TransformersShape,
+    read_activation,
+    read_rotated_share,
+    windows_of_class,
 )
-_EMBEDDING = re.compile(r"(\w+\.)*embed_tokens\.weight")
-_BESIDE_LAYERS = re.compile(r"(\w+\.)*(norm|final_layernorm)\.(weight|bias)|lm_head\.(weight|bias)")
-_HEAD = "lm_head.weight"
+from penstock.worker.usual_matrices import LayerMatrices, NotUsual, UsualMatrices, read_usual_matrices
+
 # Where these are set, attention is not causal, or not of the usual kind.
-_OTHER_ATTENTION = ("use_bidirectional_attention", "is_encoder_decoder", "add_cross_attention", "alibi")
+_OTHER_ATTENTION = (
+    "use_bidirectional_attention",
+    "is_encoder_decoder",
+    "add_cross_attention",
+    "alibi",
+    "num_kv_shared_layers",
+)
+# Of which texts are not concerned.
+_ONLY_FOR_IMAGES = ("use_bidirectional_attention", "vision")
+_NUM_SELECTED = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 # Attention whose queries, keys and values are parts of one tensor, which stays while they are copied.
 _JOINED: tuple[Moment, ...] = ("3H 4Q 5K",)
 # Attention that turns a part of each head.
 _PARTS_OF_HEADS: tuple[Moment, ...] = ("3H 3Q 3K", "4H 2Q 2K")
-# What turns in float32, where all else is narrower.
+# What norms of heads, of attention's result and of inner states hold where all else is narrower.
+_NARROW_HEAD_NORM: tuple[Moment, ...] = ("3H 1Q 2K 2q 2n", "3H 3Q 2K 1q 1n")
+_NARROW_RESULT_NORM: tuple[Moment, ...] = ("3H 2Q 2K 2q", "3H 4Q 2K 1q")
+_NARROW_INNER_NORM: tuple[Moment, ...] = ("4H 1I 2i", "4H 3I 1i")
+# What turns or is normalised in float32, where all else is narrower.
 _WIDE_ROTATION: dict[str, tuple[Moment, ...]] = {
+    "AfmoeForCausalLM": ("3H 2Q 2K 2q 1n", *RMS_NORM),
     "CohereForCausalLM": NARROW_LIKE_COHERE,
     "Cohere2MoeForCausalLM": NARROW_LIKE_COHERE,
     **dict.fromkeys(
@@ -81,19 +65,39 @@ _WIDE_ROTATION: dict[str, tuple[Moment, ...]] = {
         ("3H 1Q 2K 3q", "3H 1Q 2K 1q 3k"),
     ),
 }
-
-
-class NotUsual(Exception):
-    """Why a model cannot be taken for a decoder of usual layers, as half a sentence."""
+# Queries are ready, and what made them gone, before there are keys.
+_QUERIES_FIRST = LayerMoments(
+    ("3H 4Q", "3H 1Q 5K", "4H 2Q 2K", "1H 3P"),
+    ("3H 4Q", "3H 1Q 5K", "4H 2Q 2K", "3H 1Q 2q 2n", "3H 1Q 2K 2k", "4H 2h", "1H 1P 2p"),
+    has_wide_routing=True,
+)
+# Whose attention is their own: without rotary embedding, with joined queries, in another order.
+_OWN_LAYERS = {
+    # Its gate, which is added to each moment, is made once what turned the heads is gone.
+    "BeamForCausalLM": LayerMoments(
+        ("3H 4Q 2K", "3H 1Q 5K", "4H 2Q 2K"),
+        ("3H 2K 3q", "3H 1Q 2K 2q", "3H 2K 1q 3k"),
+        has_wide_networks=True,
+        has_wide_routing=True,
+    ),
+    "BioGptForCausalLM": LayerMoments(("9H",), ("9H 1n",)),
+    "Gemma4ForCausalLM": _QUERIES_FIRST,
+    "Gemma4UnifiedForCausalLM": _QUERIES_FIRST,
+    "GPTBigCodeForCausalLM": LayerMoments(("8H", "6H 1Q 4K"), ("8H", "6H 1Q 2K"), kept=6),
+    "ModernBertDecoderForCausalLM": LayerMoments(("4H 4Q 2K",), ("7H 4q", "6H 2Q 2q"), kept=5),
+}
+# Whose gate is made of other operators than the activation that the configuration names.
+_OWN_ACTIVATION = {"MiniMaxM3VLForCausalLM": "swigluoai"}
+# Whose routing has a bias, and gives weights in the dtype of the hidden state all the same.
+_NARROW_ROUTING = ("LagunaForCausalLM",)
 
 
 @dataclass(frozen=True, slots=True)
 class UsualDecoder:
-    """scaled_embedding: the name of an embedding that does more than to look rows up, None for a plain one."""
+    """kinds: of layers. scaled_embeddings: the names of embeddings that do more than to look rows up."""
 
-    shape: TransformersShape
-    layers: LayerMoments
-    scaled_embedding: str | None
+    kinds: tuple[LayerKind, ...]
+    scaled_embeddings: frozenset[str]
 
 
 def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHeader] | None) -> UsualDecoder:
@@ -103,194 +107,219 @@ def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHe
     source = read_class_source(model_config)
     if source is None:
         raise NotUsual("the source of its class in Transformers does not show what absent fields mean")
-    found = _Matrices(headers)
+    found = read_usual_matrices(headers)
     complete = dataclasses.replace(model_config, hf_config=source.complete(model_config.hf_config))
     try:
-        shape = _shape(ConfigFields(complete), found, source)
+        kinds = _kinds(ConfigFields(complete), found, source)
     except (ModelError, UnsupportedFeature) as error:
         raise NotUsual(f"its configuration is not that of a usual decoder ({error})") from error
-    scales = source.scales_embedding
-    if scales and model_config.quantization is not None:
+    if source.scales_embedding and model_config.quantization is not None:
         raise NotUsual("its embedding does more than to look rows up, which rounding must know")
-    return UsualDecoder(shape, _layers(model_config, shape, found), found.embedding if scales else None)
+    scaled = {found.embedding} if source.scales_embedding else set()
+    if found.layer_inputs:
+        scaled.add(found.layer_inputs)
+    return UsualDecoder(kinds, frozenset(scaled))
 
 
-class _Matrices:
-    """The matrices of a checkpoint by what they are. Raises NotUsual for tensors that usual decoders lack."""
-
-    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
-        self.has_head = _HEAD in headers
-        self.embedding = ""
-        self._shapes: defaultdict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
-        layers = set()
-        for name, header in headers.items():
-            if is_no_weight(name):
-                continue
-            in_layer = _LAYER.fullmatch(name)
-            if in_layer is not None:
-                layers.add(int(in_layer[1]))
-                self._note(name, int(in_layer[1]), in_layer[2], header.shape)
-            elif _EMBEDDING.fullmatch(name) and not self.embedding:
-                self.embedding = name
-            elif not _BESIDE_LAYERS.fullmatch(name):
-                raise NotUsual(f"the checkpoint has {name}")
-        num_layers = len(layers)
-        if sorted(layers) != list(range(num_layers)) or not layers or not self.embedding:
-            raise NotUsual("the checkpoint does not have all of its layers and an embedding")
-        self.num_layers = num_layers
-        self.embedded = headers[self.embedding].shape
-        networks = self._shapes["up"] or self._shapes["gate and up"]
-        self.num_networks = len(networks)
-        self.only_first_has_network = list(networks) == [0]
-        self.num_mixtures = len(self._shapes["router"])
-        attends = self._shapes["output"]
-        if len(attends) != num_layers or self.num_networks + self.num_mixtures != num_layers:
-            raise NotUsual("some layers lack attention or a network")
-
-    def _note(self, name: str, layer: int, rest: str, shape: tuple[int, ...]) -> None:
-        role = next((role for role, pattern in _ROLES if pattern.fullmatch(rest)), None)
-        if role is None:
-            raise NotUsual(f"the checkpoint has {name}")
-        if role:
-            self._shapes[role][layer] = shape
-
-    def has(self, role: str) -> bool:
-        return bool(self._shapes.get(role))
-
-    def of(self, role: str) -> tuple[int, ...]:
-        """The shape that this matrix has in all layers that have it."""
-        shapes = set(self._shapes[role].values())
-        if len(shapes) != 1:
-            raise NotUsual(f"the layers differ in the sizes of their {role} projections")
-        return next(iter(shapes))
+def _kinds(fields: ConfigFields, found: UsualMatrices, source: ClassSource) -> tuple[LayerKind, ...]:
+    _refuse_others(fields, found)
+    num_layers = len(found.layers)
+    windows = _windows(fields, num_layers, source)
+    types = fields.layer_types(num_layers) or [_type_of(window) for window in windows]
+    num_heads = fields.hf_config.get("num_attention_heads_per_layer")
+    if num_heads is None:
+        num_heads = [fields.integer("num_attention_heads")] * num_layers
+    if not isinstance(num_heads, list) or len(num_heads) != num_layers:
+        raise NotUsual(f"config.json has num_attention_heads_per_layer={num_heads!r}")
+    kinds = []
+    for numbers, layer in found.kinds(list(zip(types, num_heads, strict=True))):
+        shape = _shape(fields, found, layer, [windows[number] for number in numbers], num_heads[numbers[0]])
+        if source.has_rotary:
+            shape = _turned(shape, read_rotated_share(fields, fields.model_config.architecture, types[numbers[0]]))
+        moments = _moments(fields.model_config.architecture, shape, layer, source)
+        if numbers == (0,) and num_layers > 1:  # no layer before it has returned anything
+            moments = dataclasses.replace(moments, kept=moments.kept - 1)
+        kinds.append(LayerKind(numbers, shape, moments))
+    return _with_all_rotations(fields, kinds, types)
 
 
-def _shape(fields: ConfigFields, found: _Matrices, source: ClassSource) -> TransformersShape:
-    config = fields.model_config
+def _refuse_others(fields: ConfigFields, found: UsualMatrices) -> None:
+    config = fields.hf_config
     for name in _OTHER_ATTENTION:
-        if fields.hf_config.get(name):
-            raise NotUsual(f"config.json has {name}={fields.hf_config[name]!r}")
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if found.embedded != (config.vocab_size, hidden_size):
+        if config.get(name) and (name, config[name]) != _ONLY_FOR_IMAGES:
+            raise NotUsual(f"config.json has {name}={config[name]!r}")
+    if found.embedded != (fields.model_config.vocab_size, fields.integer("hidden_size")):
         raise NotUsual(f"the embedding has the shape {list(found.embedded)}")
-    if found.num_layers != fields.integer("num_hidden_layers"):
-        raise NotUsual(f"the checkpoint has {found.num_layers} layers")
-    head_size, num_kv_heads = _heads(found, num_heads)
+    if len(found.layers) != fields.integer("num_hidden_layers"):
+        raise NotUsual(f"the checkpoint has {len(found.layers)} layers")
+
+
+def _shape(
+    fields: ConfigFields, found: UsualMatrices, layer: LayerMatrices, windows: list[int | None], num_heads: int
+) -> TransformersShape:
+    """Of a kind of layers, before it is known what turns."""
+    config = fields.model_config
+    hidden_size, intermediate_size = fields.integer("hidden_size"), layer.of("down")[1] if layer.has_network else 0
+    head_size, num_kv_heads = _heads(fields, layer, num_heads)
     decoder = ModelShape(
         vocab_size=config.vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=found.of("down")[1] if found.num_networks else 0,
+        intermediate_size=intermediate_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        windows=_windows(fields, found.num_layers, source),
-        rotary_dim=int(head_size * read_rotated_share(fields, config.architecture)),
+        windows=tuple(None if window is None or window >= config.longest_context else window for window in windows),
+        rotary_dim=0,
         ties_embeddings=not found.has_head or fields.flag("tie_word_embeddings", default=False),
     )
-    activation = read_activation(fields, "")
+    activation = _OWN_ACTIVATION.get(config.architecture) or read_activation(fields, "")
     if activation not in ACTIVATION_TENSORS:
         raise NotUsual(f"the activation {activation!r} is not known beforehand")
-    return TransformersShape(decoder, _experts(fields, found, hidden_size), activation)
+    experts = _experts(fields, layer, decoder) if layer.has("router") else None
+    return TransformersShape(decoder, experts, activation, layer_inputs=found.layer_inputs_size)
 
 
-def _heads(found: _Matrices, num_heads: int) -> tuple[int, int]:
+def _heads(fields: ConfigFields, layer: LayerMatrices, num_heads: int) -> tuple[int, int]:
     """The size of heads, and how many there are of keys."""
-    head_size, rest = divmod(found.of("output")[1], num_heads)
-    if found.has("joined"):
-        num_values = found.of("joined")[0] - num_heads * head_size
+    head_size, rest = divmod(layer.of("output")[1], num_heads)
+    if layer.has("joined"):
+        num_values = layer.of("joined")[0] - num_heads * head_size
         num_kv_heads, odd = divmod(num_values, 2 * head_size)
-        is_usual = not found.has("query")
+        is_usual = not layer.has("query")
     else:
-        (num_queries, _), (num_keys, _) = found.of("query"), found.of("key")
+        (num_queries, _), (num_keys, _) = layer.of("query"), layer.of("key")
         num_kv_heads, odd = divmod(num_keys, head_size)
-        is_usual = num_queries == num_heads * head_size and found.of("value") == found.of("key")
-    if rest or odd or not is_usual:
+        is_usual = num_queries == num_heads * head_size
+        if layer.has("value") or not fields.hf_config.get("attention_k_eq_v"):
+            is_usual = is_usual and layer.of("value") == layer.of("key")
+    if rest or odd or num_kv_heads < 1 or not is_usual:
         raise NotUsual("the sizes of its attention's projections are not those of plain attention")
     return head_size, num_kv_heads
 
 
-def _experts(fields: ConfigFields, found: _Matrices, hidden_size: int) -> Experts | None:
-    if not found.num_mixtures:
-        return None
-    num_experts = found.of("router")[0]
-    if found.has("expert"):
-        intermediate_size = found.of("expert")[1]
-    elif found.has("experts"):  # of some classes transposed
-        _, *sides = found.of("experts")
-        intermediate_size = sides[0] * sides[1] // hidden_size
+def _experts(fields: ConfigFields, layer: LayerMatrices, decoder: ModelShape) -> Experts:
+    if layer.has("expert"):
+        intermediate_size = layer.of("expert")[1]
+    elif layer.has("experts"):  # of some classes transposed
+        _, *sides = layer.of("experts")
+        intermediate_size = sides[0] * sides[1] // decoder.hidden_size
     else:
         raise NotUsual("the checkpoint has no experts beside its routers")
+    # A network of the usual size beside experts is one that all tokens go through.
     return Experts(
-        num_experts=num_experts,
-        num_selected=fields.integer("num_experts_per_tok" if "num_experts_per_tok" in fields.hf_config else "moe_topk"),
+        num_experts=layer.of("router")[0],
+        num_selected=_num_selected(fields),
         intermediate_size=intermediate_size,
-        shared_size=found.of("shared")[1] if found.has("shared") else 0,
-        num_layers=found.num_mixtures,
+        shared_size=layer.of("shared")[1] if layer.has("shared") else decoder.intermediate_size,
+        num_layers=decoder.num_layers,
     )
 
 
-def _windows(fields: ConfigFields, num_layers: int, source: ClassSource) -> tuple[int | None, ...]:
-    config = fields.model_config
-    if config.architecture in supported_architectures():
-        windows = list(read_shape(config).windows)
-    else:
-        windows = _windows_of_fields(fields, num_layers, source)
-    longest = config.longest_context
-    return tuple(None if window is None or window >= longest else window for window in windows)
+def _num_selected(fields: ConfigFields) -> int:
+    """Experts of a token. Some say it by layer; where these differ, that is not known here."""
+    name = next((name for name in _NUM_SELECTED if fields.hf_config.get(name) is not None), _NUM_SELECTED[0])
+    value = fields.hf_config.get(name)
+    if isinstance(value, list) and value and all(type(one) is int and one == value[0] > 0 for one in value):
+        return int(value[0])
+    return fields.integer(name)
 
 
-def _windows_of_fields(fields: ConfigFields, num_layers: int, source: ClassSource) -> list[int | None]:
-    window, kinds = fields.optional_integer("sliding_window"), fields.layer_types(num_layers)
-    is_used = fields.flag("use_sliding_window", default=True)
-    if kinds is None:
+def _turned(shape: TransformersShape, share: float) -> TransformersShape:
+    decoder = dataclasses.replace(shape.decoder, rotary_dim=int(shape.decoder.head_size * share))
+    return dataclasses.replace(shape, decoder=decoder)
+
+
+def _with_all_rotations(fields: ConfigFields, kinds: list[LayerKind], types: list[str]) -> tuple[LayerKind, ...]:
+    """With the rotations that are there for other types of layers, where types have their own."""
+    dims = {types[kind.numbers[0]]: kind.shape.decoder.rotary_dim for kind in kinds}
+    rope = fields.hf_config.get("rope_parameters")
+    if len(set(dims.values())) == 1 and not (isinstance(rope, dict) and set(dims) & set(rope)):
+        return tuple(kinds)
+    total = sum(dims.values())
+    return tuple(
+        dataclasses.replace(
+            kind, shape=dataclasses.replace(kind.shape, other_rotary_dims=total - dims[types[kind.numbers[0]]])
+        )
+        for kind in kinds
+    )
+
+
+def _windows(fields: ConfigFields, num_layers: int, source: ClassSource) -> list[int | None]:
+    architecture, types = fields.model_config.architecture, fields.layer_types(num_layers)
+    if architecture in supported_architectures():
+        return list(read_shape(fields.model_config).windows)
+    if types is not None and set(types) - {"sliding_attention", "full_attention"}:
+        raise NotUsual(f"config.json has layer_types of {', '.join(sorted(set(types)))}")
+    windows = windows_of_class(fields, num_layers)
+    return _windows_of_fields(fields, types, num_layers, source) if windows is None else windows
+
+
+def _windows_of_fields(
+    fields: ConfigFields, types: list[str] | None, num_layers: int, source: ClassSource
+) -> list[int | None]:
+    window, is_used = fields.optional_integer("sliding_window"), fields.flag("use_sliding_window", default=True)
+    if types is None:
         if window is None or not is_used:
             return [None] * num_layers
         if "layer_types" in source.defaults:  # which its class makes by a rule of its own
             raise NotUsual("config.json has a window and does not say in which layers")
         return [window] * num_layers
-    has_window = [kind == "sliding_attention" for kind in kinds]
-    if set(kinds) - {"sliding_attention", "full_attention"} or (any(has_window) and (window is None or not is_used)):
-        raise NotUsual(f"config.json has layer_types of {', '.join(sorted(set(kinds)))}")
+    has_window = [kind == "sliding_attention" for kind in types]
+    if any(has_window) and (window is None or not is_used):
+        raise NotUsual(f"config.json has layer_types of {', '.join(sorted(set(types)))}")
     return [window if has else None for has in has_window]
 
 
-def _layers(model_config: ModelConfig, shape: TransformersShape, found: _Matrices) -> LayerMoments:
+def _type_of(window: int | None) -> str:
+    return "full_attention" if window is None else "sliding_attention"
+
+
+def _moments(architecture: str, shape: TransformersShape, layer: LayerMatrices, source: ClassSource) -> LayerMoments:
+    moments = _OWN_LAYERS.get(architecture) or _attention(architecture, shape, layer)
+    if layer.has("output gate") and layer.of("output gate")[0] == shape.decoder.num_heads * shape.decoder.head_size:
+        moments = _with_each(moments, "1Q")
+    if layer.has("norm after the network") and not layer.has("norm before attention"):
+        # Only what attention and the network return is normalised, so their input is the residual stream itself.
+        moments = _with_each(dataclasses.replace(moments, kept=moments.kept - 1), "-1H")
+    if layer.has("inner norm"):
+        moments = dataclasses.replace(moments, narrow=(*moments.narrow, *_NARROW_INNER_NORM))
+    return dataclasses.replace(
+        moments,
+        kept=moments.kept + layer.has("router's scales"),  # a norm of its own before experts
+        gate=_gate(layer),
+        shared_gate="together" if layer.has("shared gate and up") else "apart",
+        has_wide_routing=moments.has_wide_routing
+        or (layer.has("router's bias") and architecture not in _NARROW_ROUTING),
+        shares_last=source.shares_last and layer.has("shared"),
+    )
+
+
+def _attention(architecture: str, shape: TransformersShape, layer: LayerMatrices) -> LayerMoments:
     is_partial = shape.decoder.rotary_dim < shape.decoder.head_size
     turned = _PARTS_OF_HEADS if is_partial else WHOLE_HEADS
-    if found.has("joined") and (is_partial or found.has("head norm")):
+    if layer.has("joined") and (is_partial or layer.has("head norm")):
         raise NotUsual("its attention takes joined projections apart in a way of its own")
-    narrow = _WIDE_ROTATION.get(model_config.architecture, ("3H 3Q 2K 1n", *RMS_NORM))
-    attention = (*turned, *_JOINED) if found.has("joined") else turned
-    layers = LayerMoments(
-        attention,
-        (*turned, *narrow),
-        gate=_gate(found),
-        has_wide_routing=found.has("router's bias"),
-        shares_last=True,
-        kept_beside_dense=3 if found.only_first_has_network else None,  # no layer before it has returned anything
-    )
-    if found.has("norm after the network") and not found.has("norm before attention"):
-        return _without_normalised_input(layers)
-    return layers
+    usual: tuple[Moment, ...] = ("3H 3Q 2K 1n", *RMS_NORM)
+    usual += _NARROW_HEAD_NORM if layer.has("head norm") else ()
+    usual += _NARROW_RESULT_NORM if layer.has("result norm") else ()
+    narrow = _WIDE_ROTATION.get(architecture, usual)
+    return LayerMoments((*turned, *_JOINED) if layer.has("joined") else turned, (*turned, *narrow))
 
 
-def _gate(found: _Matrices) -> str | None:
-    if found.has("gate and up"):
+def _gate(layer: LayerMatrices) -> str | None:
+    if layer.has("gate and up"):
         return "together"
-    if not found.has("up"):
+    if not layer.has("up"):
         return "apart"
-    num_inner = found.of("down")[1]
-    if found.of("up")[0] == 2 * num_inner:
+    num_inner = layer.of("down")[1]
+    if layer.of("up")[0] == 2 * num_inner:
         return "together"
-    if found.of("up")[0] != num_inner:
+    if layer.of("up")[0] != num_inner:
         raise NotUsual("the sizes of its networks' projections do not fit each other")
-    return "apart" if found.has("gate") else None
+    return "apart" if layer.has("gate") else None
 
 
-def _without_normalised_input(layers: LayerMoments) -> LayerMoments:
-    """Where only what attention and the network return is normalised, their input is the residual stream itself."""
-    attention, narrow = (
-        tuple(re.sub(r"^\d+", lambda count: str(int(count[0]) - 1), moment) for moment in moments)
-        for moments in (layers.attention, layers.narrow)
-    )
-    return dataclasses.replace(layers, attention=attention, narrow=narrow, kept=layers.kept - 1)
+def _with_each(moments: LayerMoments, term: str) -> LayerMoments:
+    """With a tensor more in each moment, or one less."""
+    attention, narrow = (tuple(f"{moment} {term}" for moment in which) for which in (moments.attention, moments.narrow))
+    return dataclasses.replace(moments, attention=attention, narrow=narrow)
