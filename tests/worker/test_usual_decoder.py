@@ -51,6 +51,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4-unified": ("Gemma4UnifiedForCausalLM", _GEMMA4),
     "glm": ("GlmForCausalLM", {}),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", {}),
+    "gpt-bigcode-heads-of-keys": ("GPTBigCodeForCausalLM", {"multi_query": False}),
     "granite-moe": ("GraniteMoeForCausalLM", {}),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", {"moe_topk": [2, 2]}),
     "hy3": ("HYV3ForCausalLM", {}),

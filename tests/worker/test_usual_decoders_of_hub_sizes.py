@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoderbase-1b": (
         "GPTBigCodeForCausalLM",
-        {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_inner": 8192, "n_positions": 1024, "vocab_size": 49152},
+        {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_inner": 8192, "n_positions": 8192, "vocab_size": 49152},
     ),
 }
 

@@ -151,7 +151,8 @@ def _size_usual(planned: PlannedModel) -> ModelSizes:
     except NotUsual as reason:
         return _size_without_memory(planned, f"{unknown}, and {reason}")
     sizes = _size_transformers(planned, usual.kinds, usual.scaled_embeddings)
-    return replace(sizes, remark=f"estimated as a decoder of usual layers, since {unknown}")
+    remark = f"estimated as a decoder of usual layers, since {unknown}"
+    return replace(sizes, weights=sizes.weights + usual.buffer_bytes, remark=remark)
 
 
 def _size_transformers(

@@ -91,13 +91,19 @@ _OWN_ACTIVATION = {"MiniMaxM3VLForCausalLM": "swigluoai"}
 # Whose routing has a bias, and gives weights in the dtype of the hidden state all the same.
 _NARROW_ROUTING = ("LagunaForCausalLM",)
 
+# Which make a causal mask of all positions as they are built, a byte for each pair, and keep it.
+_KEEP_MASK = ("GPTBigCodeForCausalLM",)
+
 
 @dataclass(frozen=True, slots=True)
 class UsualDecoder:
-    """kinds: of layers. scaled_embeddings: the names of embeddings that do more than to look rows up."""
+    """kinds: of layers. scaled_embeddings: the names of embeddings that do more than to look rows up. buffer_bytes: of
+    what the model keeps beside its weights.
+    """
 
     kinds: tuple[LayerKind, ...]
     scaled_embeddings: frozenset[str]
+    buffer_bytes: int
 
 
 def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHeader] | None) -> UsualDecoder:
@@ -118,7 +124,8 @@ def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHe
     scaled = {found.embedding} if source.scales_embedding else set()
     if found.layer_inputs:
         scaled.add(found.layer_inputs)
-    return UsualDecoder(kinds, frozenset(scaled))
+    mask_bytes = model_config.longest_context**2 if model_config.architecture in _KEEP_MASK else 0
+    return UsualDecoder(kinds, frozenset(scaled), mask_bytes)
 
 
 def _kinds(fields: ConfigFields, found: UsualMatrices, source: ClassSource) -> tuple[LayerKind, ...]:
