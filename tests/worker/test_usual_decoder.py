@@ -29,9 +29,11 @@ _GEMMA4: dict[str, Any] = {"head_dim": 32, "global_head_dim": 64}
 _SPARSE_FROM_SECOND = ["dense", "sparse"]
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("AfmoeForCausalLM", {"num_hidden_layers": 4}),
+    "afmoe-wide-heads": ("AfmoeForCausalLM", {"num_dense_layers": 2, "head_dim": 64}),
     "apertus": ("ApertusForCausalLM", {}),
     "aria": ("AriaTextForCausalLM", {}),
     "beam": ("BeamForCausalLM", {"mlp_layer_types": _SPARSE_FROM_SECOND}),
+    "beam-wide-heads": ("BeamForCausalLM", {"head_dim": 64}),
     "biogpt": ("BioGptForCausalLM", {}),
     "bitnet": ("BitNetForCausalLM", {}),
     "cohere2-moe": ("Cohere2MoeForCausalLM", {}),
@@ -40,7 +42,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4ForCausalLM", {}),
     "flex-olmo": ("FlexOlmoForCausalLM", {}),
     "gemma4": ("Gemma4ForCausalLM", {**_GEMMA4, "hidden_size_per_layer_input": 0}),
-    "gemma4-layer-inputs": ("Gemma4ForCausalLM", {**_GEMMA4, "hidden_size_per_layer_input": 400}),
+    "gemma4-layer-inputs": ("Gemma4ForCausalLM", {**_GEMMA4, "hidden_size_per_layer_input": 1000}),
     "gemma4-keys-as-values": (
         "Gemma4ForCausalLM",
         {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
@@ -60,7 +62,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         "LagunaForCausalLM",
         {"layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": _SPARSE_FROM_SECOND},
     ),
-    "laguna-gate-per-element": ("LagunaForCausalLM", {"gating": "per-element"}),
+    "laguna-gate-per-element": ("LagunaForCausalLM", {"gating": "per-element", "head_dim": 64}),
     "minimax-m2": ("MiniMaxM2ForCausalLM", {}),
     "minimax-m3": ("MiniMaxM3VLForCausalLM", {"shared_intermediate_size": 80}),
     "modernbert": ("ModernBertDecoderForCausalLM", {"num_hidden_layers": 4, "local_attention": 18}),

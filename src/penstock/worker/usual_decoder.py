@@ -73,18 +73,20 @@ _QUERIES_FIRST = LayerMoments(
 )
 # Whose attention is their own: without rotary embedding, with joined queries, in another order.
 _OWN_LAYERS = {
-    # Its gate, which is added to each moment, is made once what turned the heads is gone.
     "BeamForCausalLM": LayerMoments(
-        ("3H 4Q 2K", "3H 1Q 5K", "4H 2Q 2K"),
-        ("3H 2K 3q", "3H 1Q 2K 2q", "3H 2K 1q 3k"),
-        has_wide_networks=True,
-        has_wide_routing=True,
+        WHOLE_HEADS, ("3H 1Q 2K 3q", "3H 1Q 2K 1q 3k"), has_wide_networks=True, has_wide_routing=True
     ),
     "BioGptForCausalLM": LayerMoments(("9H",), ("9H 1n",)),
     "Gemma4ForCausalLM": _QUERIES_FIRST,
     "Gemma4UnifiedForCausalLM": _QUERIES_FIRST,
     "GPTBigCodeForCausalLM": LayerMoments(("8H", "6H 1Q 4K"), ("8H", "6H 1Q 2K"), kept=6),
     "ModernBertDecoderForCausalLM": LayerMoments(("4H 4Q 2K",), ("7H 4q", "6H 2Q 2q"), kept=5),
+}
+# Gates on attention's result that are made after it, when what turned the heads is gone: their moments in float32, and
+# in less. Others are there throughout.
+_LATE_GATE: dict[str, tuple[tuple[Moment, ...], tuple[Moment, ...]]] = {
+    "BeamForCausalLM": (("3H 5Q 2K",), ("3H 2Q 2K 2q",)),
+    "LagunaForCausalLM": (("3H 4Q 2K", "4H 3Q 2K"), ("3H 2Q 2K 2q",)),
 }
 # Whose gate is made of other operators than the activation that the configuration names.
 _OWN_ACTIVATION = {"MiniMaxM3VLForCausalLM": "swigluoai"}
@@ -284,7 +286,7 @@ def _type_of(window: int | None) -> str:
 def _moments(architecture: str, shape: TransformersShape, layer: LayerMatrices, source: ClassSource) -> LayerMoments:
     moments = _OWN_LAYERS.get(architecture) or _attention(architecture, shape, layer)
     if layer.has("output gate") and layer.of("output gate")[0] == shape.decoder.num_heads * shape.decoder.head_size:
-        moments = _with_each(moments, "1Q")
+        moments = _gated(architecture, moments)
     if layer.has("norm after the network") and not layer.has("norm before attention"):
         # Only what attention and the network return is normalised, so their input is the residual stream itself.
         moments = _with_each(dataclasses.replace(moments, kept=moments.kept - 1), "-1H")
@@ -311,6 +313,14 @@ def _attention(architecture: str, shape: TransformersShape, layer: LayerMatrices
     usual += _NARROW_RESULT_NORM if layer.has("result norm") else ()
     narrow = _WIDE_ROTATION.get(architecture, usual)
     return LayerMoments((*turned, *_JOINED) if layer.has("joined") else turned, (*turned, *narrow))
+
+
+def _gated(architecture: str, moments: LayerMoments) -> LayerMoments:
+    """With the gate on attention's result, which is as wide as the queries."""
+    if architecture not in _LATE_GATE:
+        return _with_each(moments, "1Q")
+    attention, narrow = _LATE_GATE[architecture]
+    return dataclasses.replace(moments, attention=(*moments.attention, *attention), narrow=(*moments.narrow, *narrow))
 
 
 def _gate(layer: LayerMatrices) -> str | None:
