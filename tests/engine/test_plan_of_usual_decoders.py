@@ -15,7 +15,6 @@ from support.engines import SMALL, make_core
 from support.transformers_models import save_for_fallback, tiny_transformers_model, wider_overrides
 
 TOLERANCE = 0.1
-MAX_PLAN_S = 2.0
 OPTIONS = {**SMALL, "max_num_batched_tokens": 3000, "model_impl": "transformers"}
 SHAPE: dict[str, Any] = {
     "vocab_size": 2000,
@@ -59,13 +58,10 @@ CLASSES: dict[str, dict[str, Any]] = {
     "SeedOssForCausalLM": {"tie_word_embeddings": True},
 }
 _PLAN_ALL = """
-import json, sys, time
+import json, sys
 from penstock.engine.plan import plan_engine
-plans = {}
-for folder in sys.argv[2:]:
-    start = time.perf_counter()
-    plan = plan_engine(folder, **json.loads(sys.argv[1])).to_dict()
-    plans[folder] = {**plan, "seconds": time.perf_counter() - start}
+options = json.loads(sys.argv[1])
+plans = {folder: plan_engine(folder, **options).to_dict() for folder in sys.argv[2:]}
 imported = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
 print(json.dumps({"plans": plans, "imported": imported}))
 """
@@ -90,9 +86,8 @@ def planned(folders: dict[str, Path]) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-def test_no_torch_is_imported_and_each_takes_less_than_two_seconds(planned: dict[str, Any]) -> None:
+def test_nothing_is_imported_that_takes_seconds(planned: dict[str, Any]) -> None:
     assert planned["imported"] == []
-    assert max(plan["seconds"] for plan in planned["plans"].values()) < MAX_PLAN_S
 
 
 @pytest.mark.parametrize("class_name", CLASSES)
