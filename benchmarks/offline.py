@@ -155,7 +155,8 @@ def as_markdown(report: dict[str, object]) -> str:
     rows = report["rows"]
     assert isinstance(rows, list)
     for row in rows:
-        ratio = "" if row["engine"] == "Penstock" else f"{row['ratio']:.2f} × as fast"
+        is_compared = row["ratio"] is not None and row["engine"] != "Penstock"
+        ratio = f"{row['ratio']:.2f} × as fast" if is_compared else ""
         figure = f"{row['median']:.2f} {row['unit']}"
         lines.append(f"| {row['title']} | {row['engine']} | {figure} | {100 * row['spread']:.0f}% | {ratio} |")
     return "\n".join(lines) + "\n"
