@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,17 @@ MIB = 1 << 20
 TOLERANCE = 0.1
 # Steps that are large enough for tensors to matter beside what libraries take.
 PLANNED = {**SMALL, "max_num_batched_tokens": 4000}
+# Activations as the plan has them, and as an engine of this process counts them.
+_PLAN_AND_ENGINE = """
+import json, sys
+from penstock.engine.plan import plan_engine
+from penstock.worker.estimate import LIBRARY_BYTES
+from support.engines import make_core
+folder, options = sys.argv[1], json.loads(sys.argv[2])
+plan, core = plan_engine(folder, **options), make_core(folder, **options)
+print(json.dumps([memory.activations - LIBRARY_BYTES for memory in (plan.memory, core.memory_plan)]))
+core.close()
+"""
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),
@@ -96,6 +109,23 @@ def test_a_plan_with_the_products_of_torch_is_what_the_engine_uses(
     monkeypatch.setenv("PENSTOCK_CPU_PRODUCTS", "torch")
     tiny_checkpoint(tmp_path, tie_word_embeddings=True, vocab_size=5000)
     compare(tmp_path, **PLANNED)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plan_without_the_kernels_is_what_the_engine_uses(tmp_path: Path, dtype: str) -> None:
+    """Where capped scores are in memory, for some queries at once."""
+    tiny_checkpoint(tmp_path, "gemma2")
+    options = {**PLANNED, "dtype": dtype, "max_num_batched_tokens": 2000}
+    result = subprocess.run(
+        [sys.executable, "-c", _PLAN_AND_ENGINE, str(tmp_path), json.dumps(options)],
+        env={**os.environ, "PENSTOCK_CPU_KERNELS": "torch"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    planned, counted = json.loads(result.stdout)
+    assert planned == pytest.approx(counted, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", sorted({family for family, _ in FAMILIES}))

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.config.capped_attention import capped_queries
+
 _NEG_INF = float("-inf")
-# Capped scores are in memory for so many queries at once, or for less of them: 4 MiB, or those of one query.
-_CAPPED_QUERIES = 16
-_MAX_SCORES = 1 << 20
 
 
 def paged_attention_reference(
@@ -199,7 +198,7 @@ def prefill_attention_cpu(
     value_1KLD = value_LKD.transpose(0, 1).unsqueeze(0)
     within_window = sliding_window is None or context <= sliding_window
     if soft_cap is not None:
-        tile = max(1, min(_CAPPED_QUERIES, _MAX_SCORES // (query_QHD.shape[1] * context)))
+        tile = capped_queries(query_QHD.shape[1], context)
     elif num_queries == context and within_window:
         output = F.scaled_dot_product_attention(
             query_1HQD, key_1KLD, value_1KLD, is_causal=True, scale=scale, enable_gqa=True

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.config import SamplingConfig, env
+from penstock.config.capped_attention import capped_queries
 from penstock.config.program import PROGRAM_ROWS
 from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
 from penstock.contract.kv_cache import DTYPE_BYTES
@@ -130,7 +131,7 @@ class LayerTraits:
     head. widens: norms of lower precision make float32 copies.
     kept_in_attention, kept_in_mlp: tensors of the hidden size that are there meanwhile: the residual stream and the
     normalised input of this layer, and what the layer before it returned.
-    embeds_positions: each position has a learned embedding.
+    embeds_positions: each position has a learned embedding. caps_scores: attention's are soft-capped.
     is_recorded: our own kernels run all layers as one program, in buffers that the layers share.
     """
 
@@ -142,6 +143,7 @@ class LayerTraits:
     kept_in_attention: int = 3
     kept_in_mlp: int = 4
     embeds_positions: bool = False
+    caps_scores: bool = False
     is_recorded: bool = True
 
 
@@ -155,6 +157,7 @@ _TRAITS = {
         embeds_positions=True,
         is_recorded=False,
     ),
+    "Gemma2ForCausalLM": LayerTraits(caps_scores=True),
     "Gemma3ForCausalLM": LayerTraits(normalises_heads=True, fuses_head_norms=True),
     "Olmo2ForCausalLM": LayerTraits(
         normalises_heads=True, normalises_together=True, kept_in_attention=2, kept_in_mlp=3, is_recorded=False
@@ -204,6 +207,8 @@ def estimate_step(
     results = mixed if is_native else 2 * mixed
     if dtype == "bfloat16" and device == "cpu" and has_native_kernels():
         results = (shape.qkv_size + shape.num_heads * shape.head_size) * FLOAT_BYTES
+    if traits.caps_scores and device == "cpu" and not has_native_kernels():
+        results += _capped_scores_bytes(shape.num_heads, num_tokens, dtype)
     kept = max(traits.kept_in_attention, traits.kept_in_mlp) * hidden
     inside = max(
         kept + (_norm_bytes(shape.hidden_size, value) if traits.widens and not is_native else 0),
@@ -296,6 +301,15 @@ def _head_bytes(shape: ModelShape, traits: LayerTraits, value: int, *, is_native
     is_copied = traits.normalises_heads and not (traits.fuses_head_norms and is_native)
     copies = (shape.num_heads + shape.num_kv_heads) * shape.head_size if is_copied else 0
     return (shape.qkv_size + copies) * value
+
+
+def _capped_scores_bytes(num_heads: int, num_tokens: int, dtype: str) -> int:
+    """Per token of a prompt of so many: the scores that are in memory at once, and the weights made of them.
+
+    Both are float32; of a narrower dtype there are the weights in that one, too.
+    """
+    num_queries = capped_queries(num_heads, num_tokens)
+    return num_queries * num_heads * (2 * FLOAT_BYTES + (DTYPE_BYTES[dtype] if dtype != "float32" else 0))
 
 
 def _program_values(shape: ModelShape) -> int:
