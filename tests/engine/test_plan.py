@@ -118,7 +118,7 @@ def test_a_plan_without_the_kernels_is_what_the_engine_uses(tmp_path: Path, dtyp
     options = {**PLANNED, "dtype": dtype, "max_num_batched_tokens": 2000}
     result = subprocess.run(
         [sys.executable, "-c", _PLAN_AND_ENGINE, str(tmp_path), json.dumps(options)],
-        env={**os.environ, "PENSTOCK_CPU_KERNELS": "torch"},
+        env={**os.environ, "PENSTOCK_CPU_KERNELS": "torch", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=120,
