@@ -107,7 +107,7 @@ def test_other_rows_are_not_computed(tmp_path: Path, family: str, mlp: str) -> N
 
 
 def _watch(model: nn.Module, mlp: str, seen: dict[str, list[int]]) -> None:
-    num_layers = len(model.get_submodule(mlp.partition(".{}")[0]))  # type: ignore[arg-type]
+    num_layers = len(list(model.get_submodule(mlp.partition(".{}")[0]).children()))
     for name, number in (("first", 0), ("last", num_layers - 1)):
         model.get_submodule(mlp.format(number)).register_forward_hook(_note(seen[name]))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention, StepGeometry
+from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention
 from penstock.kernels.rotary import Rotation
 
 
@@ -25,12 +25,13 @@ class BoundLayer:
 class LastTokens:
     """The last token of each of a step's requests.
 
-    rows: int64 [R], rising. positions: int64 [R]. geometry, metadata: by KV-cache group, as of `of_last_tokens`.
+    rows: int64 [R], rising. positions: int64 [R]. query_start_loc: int32 [R + 1], 0 to R.
+    metadata: by KV-cache group, of `StepGeometry.of_last_tokens`.
     """
 
     rows: Tensor
     positions: Tensor
-    geometry: Sequence[StepGeometry]
+    query_start_loc: Tensor
     metadata: Sequence[AttentionMetadata]
 
 

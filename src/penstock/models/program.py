@@ -39,7 +39,7 @@ class ModelProgram:
             positions_T.to(torch.int64),
             metadata[0].num_tokens,
             [group.requests for group in metadata],
-            None if last is None else LastRows(last.rows, last.positions, last.geometry[0].query_start_loc),
+            None if last is None else LastRows(last.rows, last.positions, last.query_start_loc),
         )
 
 

@@ -83,7 +83,8 @@ class PagedKVCache:
         """The context of the batch where no other hidden states than those of the requests' last tokens are needed."""
         rows = batch.layout.logits_indices
         geometry = [of_group.of_last_tokens(rows) for of_group in batch.geometry]
-        last = LastTokens(rows, batch.logits_rows.positions, geometry, self._metadata(geometry))
+        metadata = self._metadata(geometry)
+        last = LastTokens(rows, batch.logits_rows.positions, geometry[0].query_start_loc, metadata)
         return replace(context, last=last)
 
     def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 # Halves of the work that may be done by themselves, as the library knows them.
 _BOTH, _WRITE, _ATTEND = 0, 1, 2
+# Heads that are neither normalised nor turned; rows that are neither read nor written.
+_AS_THEY_ARE = (0, 0.0, 0, 0, 0)
+_NOTHING = (0, 0)
 # What the cache may be kept in, and how the library knows it.
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -179,11 +182,6 @@ class NativeAttention:
             phase,
             torch.get_num_threads(),
         )
-
-
-# Heads that are neither normalised nor turned; rows that are neither read nor written.
-_AS_THEY_ARE = (0, 0.0, 0, 0, 0)
-_NOTHING = (0, 0)
 
 
 def _rows_of(heads: Tensor) -> tuple[int, int]:
