@@ -76,15 +76,15 @@ def save(folder: Path, class_name: str, **overrides: Any) -> None:
     save_for_fallback(made, folder)
 
 
-def engine_config(folder: Path) -> EngineConfig:
-    return EngineConfig.create(str(folder), model_impl="transformers", max_num_batched_tokens=NUM_TOKENS)
+def engine_config(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig.create(str(folder), model_impl="transformers", max_num_batched_tokens=NUM_TOKENS, **options)
 
 
 def derive_and_build(
-    folder: Path, dtype: str = "float32", weights: str = "float32"
+    folder: Path, dtype: str = "float32", weights: str = "float32", **options: Any
 ) -> tuple[ModelSizes, UnloadedModel]:
     """Sizes from headers, and of the model as it is built without memory."""
-    config = engine_config(folder)
+    config = engine_config(folder, **options)
     choice = DtypeChoice(dtype, "", weights)
     planned = PlannedModel(config, read_headers(folder), choice, dtype, "cpu", 128)
     built = try_without_memory(config.model, NUM_TOKENS, config.cache.block_size, choice, dtype, "cpu")
@@ -109,6 +109,18 @@ def test_headers_say_what_the_built_model_has(tmp_path: Path, name: str, shape: 
     assert derived.num_parameters == pytest.approx(built.num_parameters, rel=0.001)
     assert derived.step.activations == pytest.approx(built.activations, rel=TOLERANCE)
     assert derived.weights == pytest.approx(built.weights, rel=0.002)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["biogpt", "gemma4-layer-inputs", "gemma4-moe", "nemotron"])
+def test_what_rounding_leaves_as_it_is(tmp_path: Path, name: str, quantization: str) -> None:
+    """Embeddings that do more than to look rows up stay in floating point, beside a head that is rounded."""
+    class_name, overrides = CLASSES[name]
+    save(tmp_path, class_name, **{**SHAPES["network"], **overrides, "hidden_size": 128, "intermediate_size": 384})
+    derived, built = derive_and_build(tmp_path, quantization=quantization)
+    assert derived.remark.startswith("estimated as a decoder of usual layers, since ")
+    assert derived.weights == pytest.approx(built.weights, rel=0.002)
+    assert derived.num_parameters == pytest.approx(built.num_parameters, rel=0.001)
 
 
 @pytest.mark.parametrize(

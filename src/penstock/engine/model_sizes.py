@@ -25,6 +25,7 @@ from penstock.worker.estimate import (
     count_vector_parameters,
     estimate_step,
     estimate_weights,
+    head_copy_bytes,
     layer_traits,
     logits_bytes,
     weights_of_shape,
@@ -72,6 +73,12 @@ class PlannedModel:
         model = self.config.model
         checkpoint = read_quantized_checkpoint(model.hf_config, model.model)
         return quantized_part(headers, shape, model.quantization, checkpoint, stays_in_float)
+
+    def head_copy(self, integers: QuantizedPart, shape: ModelShape, *, reads_packed_rows: bool = True) -> int:
+        """Bytes of the head beside the embedding that has the same weight; integers are counted already."""
+        if integers.has_head:
+            return 0
+        return head_copy_bytes(shape, self.dtype, self.device, reads_packed_rows=reads_packed_rows)
 
     def with_logits(self, activations: int) -> StepMemory:
         scheduler, vocab_size = self.config.scheduler, self.config.model.vocab_size
@@ -133,10 +140,10 @@ def _size_native(planned: PlannedModel) -> ModelSizes:
     integers = planned.integers(headers, shape)
     num_parameters = count_parameters(integers.others, shape)
     num_vectors = count_vector_parameters(integers.others, shape)
-    weights = estimate_weights(num_parameters, num_vectors, shape, planned.dtype, planned.device, planned.max_model_len)
+    weights = estimate_weights(num_parameters, num_vectors, shape, planned.dtype, planned.max_model_len)
     return ModelSizes(
         num_parameters + integers.num_parameters,
-        weights + integers.num_bytes,
+        weights + integers.num_bytes + planned.head_copy(integers, shape),
         _step_of_shape(planned, shape),
         planned.specs(shape),
         shape.num_heads,
@@ -162,7 +169,9 @@ def _size_transformers(
     shape = kinds[0].shape
     if headers is None:
         headers = transformers_weights_of_shape(model, shape)
-    integers = planned.integers(headers, shape.decoder, is_kept_as_computed)
+    integers = planned.integers(
+        headers, shape.decoder, lambda name: is_kept_as_computed(name) or name in scaled_embeddings
+    )
     activations = max(
         estimate_transformers_activations(
             kind.moments,
@@ -173,12 +182,11 @@ def _size_transformers(
         )
         for kind in kinds
     )
-    weights = estimate_transformers_weights(
-        integers.others, shape, planned.dtype, planned.device, scaled_embeddings=scaled_embeddings
-    )
+    weights = estimate_transformers_weights(integers.others, shape, planned.dtype, scaled_embeddings)
+    head_copy = planned.head_copy(integers, shape.decoder, reads_packed_rows=not scaled_embeddings)
     return ModelSizes(
         count_parameters(integers.others, shape.decoder) + integers.num_parameters,
-        weights + integers.num_bytes,
+        weights + integers.num_bytes + head_copy,
         planned.with_logits(activations),
         specs_of_kinds(kinds, planned.config.cache.block_size, planned.kv_cache_dtype),
         max(kind.shape.decoder.num_heads for kind in kinds),

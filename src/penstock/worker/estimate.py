@@ -89,16 +89,16 @@ def is_no_weight(name: str) -> bool:
 
 
 def estimate_weights(
-    num_parameters: int, num_vectors: int, shape: ModelShape, dtype: DtypeChoice, device: str, max_model_len: int
+    num_parameters: int, num_vectors: int, shape: ModelShape, dtype: DtypeChoice, max_model_len: int
 ) -> int:
     """Parameters and buffers, whatever dtype the checkpoint has. num_vectors: `count_vector_parameters`."""
     rotary_table = max_model_len * shape.rotary_dim * FLOAT_BYTES
-    matrices = (num_parameters - num_vectors) * DTYPE_BYTES[dtype.weights] + head_copy_bytes(shape, dtype, device)
+    matrices = (num_parameters - num_vectors) * DTYPE_BYTES[dtype.weights]
     return matrices + num_vectors * DTYPE_BYTES[dtype.name] + rotary_table
 
 
 def head_copy_bytes(shape: ModelShape, dtype: DtypeChoice, device: str, *, reads_packed_rows: bool = True) -> int:
-    """The head of a tied model once more, where oneDNN packs it.
+    """The head of a tied model once more, where oneDNN packs it and it is not kept as integers.
 
     reads_packed_rows: the embedding reads what our own kernels pack; else those pack a copy too, and in the compute
     dtype, in which the embedding wants it.

@@ -32,12 +32,14 @@ _NOT_KEPT = (".g_idx", ".weight_g_idx", ".weight_shape")
 class QuantizedPart:
     """num_bytes: of all that is kept as integers, with scales and zero points. num_parameters: weights among it.
 
-    others: the headers of what stays in floating point.
+    others: the headers of what stays in floating point. has_head: the output projection is kept as integers; where an
+    embedding needs the same weight in floating point, that is among the others.
     """
 
     num_bytes: int
     num_parameters: int
     others: Mapping[str, TensorHeader]
+    has_head: bool = False
 
 
 def layer_bytes(bits: int, num_outputs: int, num_inputs: int, group_size: int | None = None) -> int:
@@ -62,7 +64,7 @@ def quantized_part(
 ) -> QuantizedPart:
     """What of a checkpoint is kept as integers: by the option, or because they are integers already.
 
-    stays_in_float: whether the matrix of that name belongs to no linear layer.
+    stays_in_float: whether the matrix of that name is needed as it is, by what is no linear layer.
     """
     if checkpoint is not None and any(name.endswith(_SCALES) for name in headers):
         return _already_quantized(headers, checkpoint)
@@ -71,20 +73,23 @@ def quantized_part(
     if quantization is None:
         return QuantizedPart(0, 0, headers)
     num_bytes = num_parameters = 0
-    others = {}
+    others, has_head = {}, False
     for name, header in headers.items():
         if shape.ties_embeddings and _HEADS.fullmatch(name):
             continue
         is_head = bool(_HEADS.fullmatch(name)) or _is_tied_embedding(name, header, shape)
         is_layer = len(header.shape) > 1 and not _EMBEDDINGS.fullmatch(name) and not _NO_LAYERS.fullmatch(name)
-        if is_head or (is_layer and not stays_in_float(name)):
+        is_rounded = is_head or (is_layer and not stays_in_float(name))
+        if is_rounded:
             num_inputs = header.shape[-1]
             num_outputs = header.num_elements // num_inputs
             num_bytes += rounded_layer_bytes(quantization, num_outputs, num_inputs, is_head=is_head)
+            has_head = has_head or is_head
+        if is_rounded and not stays_in_float(name):
             num_parameters += header.num_elements
         else:
             others[name] = header
-    return QuantizedPart(num_bytes, num_parameters, others)
+    return QuantizedPart(num_bytes, num_parameters, others, has_head)
 
 
 def _is_tied_embedding(name: str, header: TensorHeader, shape: ModelShape) -> bool:

@@ -16,7 +16,7 @@ from penstock.contract import FullAttentionSpec, SlidingWindowSpec
 from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.device.dtypes import DtypeChoice
 from penstock.loader.headers import TensorHeader
-from penstock.worker.estimate import FLOAT_BYTES, INPUT_BYTES, WORKSPACE_BYTES, head_copy_bytes, weights_of
+from penstock.worker.estimate import FLOAT_BYTES, INPUT_BYTES, WORKSPACE_BYTES, weights_of
 from penstock.worker.transformers_shape import TransformersShape, read_transformers_shape
 
 # Values of a token, alive at one moment: a number of tensors, and of what size.
@@ -132,7 +132,6 @@ def estimate_transformers_weights(
     headers: Mapping[str, TensorHeader],
     shape: TransformersShape,
     dtype: DtypeChoice,
-    device: str,
     scaled_embeddings: Collection[str] = (),
 ) -> int:
     """Parameters: matrices as they are kept, the rest in the compute dtype, and so embeddings of these names."""
@@ -142,8 +141,7 @@ def estimate_transformers_weights(
             as_computed += count
         else:
             narrow += count
-    copy = head_copy_bytes(shape.decoder, dtype, device, reads_packed_rows=not scaled_embeddings)
-    return narrow * DTYPE_BYTES[dtype.weights] + as_computed * DTYPE_BYTES[dtype.name] + copy
+    return narrow * DTYPE_BYTES[dtype.weights] + as_computed * DTYPE_BYTES[dtype.name]
 
 
 def layers_of_class(model_config: ModelConfig) -> LayerMoments:

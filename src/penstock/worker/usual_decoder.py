@@ -121,8 +121,6 @@ def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHe
         kinds = _kinds(ConfigFields(complete), found, source)
     except (ModelError, UnsupportedFeature) as error:
         raise NotUsual(f"its configuration is not that of a usual decoder ({error})") from error
-    if source.scales_embedding and model_config.quantization is not None:
-        raise NotUsual("its embedding does more than to look rows up, which rounding must know")
     scaled = {found.embedding} if source.scales_embedding else set()
     if found.layer_inputs:
         scaled.add(found.layer_inputs)
