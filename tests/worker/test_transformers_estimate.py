@@ -164,14 +164,13 @@ def test_activations_that_hold_more_than_their_result(tmp_path: Path, class_name
 
 
 def test_what_is_not_known_beforehand_is_named_and_measured_without_memory(tmp_path: Path) -> None:
-    save(tmp_path / "class", "Olmo3ForCausalLM", {"num_hidden_layers": 5})
-    edit_config(tmp_path / "class", remove=("layer_types",))
+    save(tmp_path / "class", "SeedOssForCausalLM", {"hidden_act": "mish"})
     save(tmp_path / "activation", "GraniteForCausalLM", {"hidden_act": "mish"})
     for name, why in (
         (
             "class",
-            "the layers of Olmo3ForCausalLM are not known beforehand, and config.json has a window and does not say in "
-            "which layers",
+            "the layers of SeedOssForCausalLM are not known beforehand, and the activation 'mish' is not known "
+            "beforehand",
         ),
         ("activation", "the activation 'mish' is not known beforehand"),
     ):

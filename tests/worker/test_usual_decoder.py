@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from penstock.config import EngineConfig
 from penstock.device.dtypes import DtypeChoice
 from penstock.engine.model_sizes import ModelSizes, PlannedModel, size_model
 from penstock.loader.headers import TensorHeader, read_headers
+from penstock.worker import class_source
 from penstock.worker.unloaded_model import UnloadedModel, try_without_memory
 from penstock.worker.usual_decoder import UsualDecoder, read_usual_decoder
 from penstock.worker.usual_matrices import NotUsual
@@ -67,6 +69,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m3": ("MiniMaxM3VLForCausalLM", {"shared_intermediate_size": 80}),
     "modernbert": ("ModernBertDecoderForCausalLM", {"num_hidden_layers": 4, "local_attention": 18}),
     "nemotron": ("NemotronForCausalLM", {}),
+    "olmo3": ("Olmo3ForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
 }
 
@@ -81,12 +84,17 @@ def engine_config(folder: Path, **options: Any) -> EngineConfig:
 
 
 def derive_and_build(
-    folder: Path, dtype: str = "float32", weights: str = "float32", **options: Any
+    folder: Path,
+    dtype: str = "float32",
+    weights: str = "float32",
+    more_headers: Mapping[str, TensorHeader] | None = None,
+    **options: Any,
 ) -> tuple[ModelSizes, UnloadedModel]:
     """Sizes from headers, and of the model as it is built without memory."""
-    config = engine_config(folder, **options)
+    config, headers = engine_config(folder, **options), read_headers(folder)
+    assert headers is not None
     choice = DtypeChoice(dtype, "", weights)
-    planned = PlannedModel(config, read_headers(folder), choice, dtype, "cpu", 128)
+    planned = PlannedModel(config, {**headers, **(more_headers or {})}, choice, dtype, "cpu", 128)
     built = try_without_memory(config.model, NUM_TOKENS, config.cache.block_size, choice, dtype, "cpu")
     return size_model(planned), built
 
@@ -138,7 +146,9 @@ def test_absent_fields_mean_what_they_mean_to_transformers(tmp_path: Path, class
     assert derived.step.activations == pytest.approx(built.activations, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["afmoe", "gemma4", "gemma4-unified", "modernbert"])
+@pytest.mark.parametrize(
+    "name", ["afmoe", "beam-wide-heads", "exaone4", "gemma4", "gemma4-unified", "modernbert", "olmo3"]
+)
 def test_windows_that_no_field_names_are_where_the_class_has_them(tmp_path: Path, name: str) -> None:
     class_name, overrides = CLASSES[name]
     save(tmp_path, class_name, **{**overrides, "num_hidden_layers": 7, "sliding_window": 9})
@@ -156,9 +166,11 @@ def test_a_head_that_is_not_in_the_checkpoint_is_the_embedding(tmp_path: Path, t
     assert read(tmp_path).kinds[0].shape.decoder.ties_embeddings == tie
 
 
-def test_a_window_of_which_no_layer_is_named_is_not_guessed(tmp_path: Path) -> None:
+def test_a_window_of_which_no_layer_is_named_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the source of the class has no rule that can be told."""
     save(tmp_path, "Olmo3ForCausalLM", num_hidden_layers=5)
     edit_config(tmp_path, remove=("layer_types",))
+    monkeypatch.setattr(class_source, "_layer_types_rule", lambda _body: None)
     with pytest.raises(NotUsual, match="does not say in which layers"):
         read(tmp_path)
 
@@ -176,6 +188,19 @@ def test_a_further_layer_is_not_overlooked(tmp_path: Path) -> None:
     edit_config(tmp_path, num_hidden_layers=1)
     with pytest.raises(NotUsual, match="the checkpoint has 2 layers"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("tensor", ["eh_proj.weight", "self_attn.q_proj.weight"])
+def test_a_further_layer_that_the_class_ignores_is_not_counted(tmp_path: Path, tensor: str) -> None:
+    """GLM 4.5 has one that predicts a further token, after as many others as its class says."""
+    save(tmp_path, "Glm4MoeForCausalLM")
+    derived, built = derive_and_build(
+        tmp_path, more_headers={f"model.layers.46.{tensor}": TensorHeader("F32", (64, 4096))}
+    )
+    assert derived.remark.startswith("estimated")
+    assert derived.num_parameters == pytest.approx(built.num_parameters, rel=0.001)
+    with pytest.raises(NotUsual):
+        read(tmp_path, **{f"model.layers.45.{tensor}": TensorHeader("F32", (64, 4096))})
 
 
 def test_matrices_that_do_not_fit_each_other_are_not_taken_for_a_network(tmp_path: Path) -> None:

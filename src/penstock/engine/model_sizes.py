@@ -157,7 +157,7 @@ def _size_usual(planned: PlannedModel) -> ModelSizes:
         usual = read_usual_decoder(model, planned.headers)
     except NotUsual as reason:
         return _size_without_memory(planned, f"{unknown}, and {reason}")
-    sizes = _size_transformers(planned, usual.kinds, usual.scaled_embeddings)
+    sizes = _size_transformers(replace(planned, headers=usual.headers), usual.kinds, usual.scaled_embeddings)
     remark = f"estimated as a decoder of usual layers, since {unknown}"
     return replace(sizes, weights=sizes.weights + usual.buffer_bytes, remark=remark)
 

@@ -8,6 +8,7 @@ those that are alike are one kind, and the kind that takes the most decides. Nee
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,7 +35,13 @@ from penstock.worker.transformers_shape import (
     read_rotated_share,
     windows_of_class,
 )
-from penstock.worker.usual_matrices import LayerMatrices, NotUsual, UsualMatrices, read_usual_matrices
+from penstock.worker.usual_matrices import (
+    LayerMatrices,
+    NotUsual,
+    UsualMatrices,
+    is_of_layer,
+    read_usual_matrices,
+)
 
 # Where these are set, attention is not causal, or not of the usual kind.
 _OTHER_ATTENTION = (
@@ -99,10 +106,11 @@ _KEEP_MASK = ("GPTBigCodeForCausalLM",)
 
 @dataclass(frozen=True, slots=True)
 class UsualDecoder:
-    """kinds: of layers. scaled_embeddings: the names of embeddings that do more than to look rows up. buffer_bytes: of
-    what the model keeps beside its weights.
+    """headers: of what is loaded. kinds: of layers. scaled_embeddings: the names of embeddings that do more than to
+    look rows up. buffer_bytes: of what the model keeps beside its weights.
     """
 
+    headers: Mapping[str, TensorHeader]
     kinds: tuple[LayerKind, ...]
     scaled_embeddings: frozenset[str]
     buffer_bytes: int
@@ -115,17 +123,30 @@ def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHe
     source = read_class_source(model_config)
     if source is None:
         raise NotUsual("the source of its class in Transformers does not show what absent fields mean")
-    found = read_usual_matrices(headers)
-    complete = dataclasses.replace(model_config, hf_config=source.complete(model_config.hf_config))
+    fields = ConfigFields(dataclasses.replace(model_config, hf_config=source.complete(model_config.hf_config)))
     try:
-        kinds = _kinds(ConfigFields(complete), found, source)
+        headers = _without_ignorable(headers, source.ignorable, fields.integer("num_hidden_layers"))
+        found = read_usual_matrices(headers)
+        kinds = _kinds(fields, found, source)
     except (ModelError, UnsupportedFeature) as error:
         raise NotUsual(f"its configuration is not that of a usual decoder ({error})") from error
     scaled = {found.embedding} if source.scales_embedding else set()
     if found.layer_inputs:
         scaled.add(found.layer_inputs)
     mask_bytes = model_config.longest_context**2 if model_config.architecture in _KEEP_MASK else 0
-    return UsualDecoder(kinds, frozenset(scaled), mask_bytes)
+    return UsualDecoder(headers, kinds, frozenset(scaled), mask_bytes)
+
+
+def _without_ignorable(
+    headers: Mapping[str, TensorHeader], patterns: tuple[str, ...], num_layers: int
+) -> dict[str, TensorHeader]:
+    """Without what the class ignores where it lacks it; the layers that it has are no part of that."""
+    ignorable = [re.compile(pattern) for pattern in patterns]
+    return {
+        name: header
+        for name, header in headers.items()
+        if is_of_layer(name, num_layers) or not any(pattern.search(name) for pattern in ignorable)
+    }
 
 
 def _kinds(fields: ConfigFields, found: UsualMatrices, source: ClassSource) -> tuple[LayerKind, ...]:
@@ -255,8 +276,9 @@ def _windows(fields: ConfigFields, num_layers: int, source: ClassSource) -> list
     architecture, types = fields.model_config.architecture, fields.layer_types(num_layers)
     if architecture in supported_architectures():
         return list(read_shape(fields.model_config).windows)
+    types = types or source.layer_types(fields.hf_config)
     if types is not None and set(types) - {"sliding_attention", "full_attention"}:
-        raise NotUsual(f"config.json has layer_types of {', '.join(sorted(set(types)))}")
+        raise NotUsual(f"its layer_types are {', '.join(sorted(set(types)))}")
     windows = windows_of_class(fields, num_layers)
     return _windows_of_fields(fields, types, num_layers, source) if windows is None else windows
 
@@ -273,7 +295,7 @@ def _windows_of_fields(
         return [window] * num_layers
     has_window = [kind == "sliding_attention" for kind in types]
     if any(has_window) and (window is None or not is_used):
-        raise NotUsual(f"config.json has layer_types of {', '.join(sorted(set(types)))}")
+        raise NotUsual("some of its layers have a window, and config.json names none")
     return [window if has else None for has in has_window]
 
 

@@ -153,6 +153,12 @@ def read_usual_matrices(headers: Mapping[str, TensorHeader]) -> UsualMatrices:
     )
 
 
+def is_of_layer(name: str, num_layers: int) -> bool:
+    """Whether the tensor belongs to one of the first `num_layers` layers."""
+    in_layer = _LAYER.fullmatch(name)
+    return in_layer is not None and int(in_layer[1]) < num_layers
+
+
 @cache  # layers have the same names, and those with an expert to each tensor have thousands
 def _role(rest: str) -> str | None:
     return next((role for role, pattern in _ROLES if pattern.fullmatch(rest)), None)
