@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def test_products_equal_float64(kernels: NativeKernels, dtype: torch.dtype, data
     x_TI = torch.randn(rows, 2 * inputs)[:, :inputs] if data.draw(st.booleans()) else torch.randn(rows, inputs)
     weight_OI = torch.randn(outputs, inputs).to(dtype)
     bias_O = torch.randn(outputs) if data.draw(st.booleans()) else None
-    with threads(data.draw(st.sampled_from([1, 2, 3]))):
+    with threads(data.draw(st.sampled_from([1, 2, 3, 7]))):
         actual = kernels.linear(x_TI, kernels.pack_weight(weight_OI), outputs, bias_O)
     torch.testing.assert_close(actual.double(), exact(x_TI, weight_OI, bias_O), rtol=1e-4, atol=2e-4)
 
@@ -75,7 +76,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     x_TI = torch.randn(150, inputs)
     with threads(1):
         together = kernels.linear(x_TI, packed, outputs, bias_O)
-    for num_threads in (1, 2, 3):
+    for num_threads in (1, 2, 3, 7):
         with threads(num_threads):
             for first, rows in [
                 (0, 150),
@@ -239,7 +240,7 @@ def test_the_greedy_choice_is_that_of_the_products(
         if data.draw(st.booleans()):
             weight_OI[data.draw(st.integers(0, outputs - 1))] = float("nan")
     packed = kernels.pack_weight(weight_OI)
-    with threads(data.draw(st.sampled_from([1, 2, 3]))):
+    with threads(data.draw(st.sampled_from([1, 2, 3, 7]))):
         expected = kernels.argmax(kernels.linear(x_LI, packed, outputs, None))
         chosen = kernels.greedy(x_LI, packed, outputs)
     assert chosen[0].tolist() == expected[0].tolist()
@@ -272,6 +273,31 @@ def test_a_product_needs_no_memory_to_work_in_and_a_choice_without_it_is_refused
     assert done.stdout == "400000\nrefused\n"
 
 
+FEWER_THREADS = """
+import torch
+from penstock.kernels.native import load_native_kernels
+from penstock.kernels.native.quantized import native_quantized_products
+from penstock.layers.quantization.rounding import quantize_int4, quantize_int8
+kernels, products = load_native_kernels("auto"), native_quantized_products()
+x_TI, weight_OI = torch.randn(200, 300), torch.randn(170, 300)
+packed, rounded = kernels.pack_weight(weight_OI), [quantize_int8(weight_OI), quantize_int4(weight_OI, 32)]
+made = []
+for count in (1, 5):
+    torch.set_num_threads(count)
+    results = [kernels.linear(x_TI, packed, 170, None), *kernels.greedy(x_TI, packed, 170)]
+    made.append(results + [products.linear(x_TI, products.pack(one), one.shape, None) for one in rounded])
+print(all(torch.equal(one, other) for one, other in zip(*made, strict=True)))
+"""
+
+
+def test_what_threads_that_the_system_does_not_grant_were_to_do_is_done_by_the_others() -> None:
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", FEWER_THREADS], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout == "True\n"
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_draws_are_those_of_the_reference(kernels: NativeKernels, data: st.DataObject) -> None:
@@ -286,7 +312,7 @@ def test_draws_are_those_of_the_reference(kernels: NativeKernels, data: st.DataO
         x_RV.masked_fill_(~kept, -torch.inf)
     seed_S = torch.randint(-(2**62), 2**62, (rows + 3,))
     slots_R, positions_R = torch.randperm(rows + 3)[:rows], torch.randint(0, 10_000, (rows,))
-    with threads(data.draw(st.sampled_from([1, 2, 3]), label="threads")):
+    with threads(data.draw(st.sampled_from([1, 2, 3, 7]), label="threads")):
         drawn_R, failed_R = kernels.draw(x_RV, seed_S, slots_R, positions_R)
     assert not failed_R.any()
     uniform_R = counter_uniform(seed_S[slots_R], positions_R)

@@ -101,7 +101,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     try:
         torch.set_num_threads(1)
         together = products.linear(x_TI, packed, weight.shape, bias_O)
-        for num_threads in (1, 2, 3):
+        for num_threads in (1, 2, 3, 7):
             torch.set_num_threads(num_threads)
             for first, rows in PARTS:
                 alone = products.linear(x_TI[first : first + rows], packed, weight.shape, bias_O)

@@ -4,17 +4,28 @@
 
 namespace PENSTOCK_NAMESPACE {
 
-// Products that a thread makes before it looks at them: they should stay in the first-level cache.
-constexpr int64_t kProductsAtOnce = 6 * 1024;
+// Panels of products that a thread makes before it looks at them.
+constexpr int64_t kPanelsLookedAt = 8;
 
-// What is known of a row: the first of the largest so far, and the first that is not a number, or -1.
+// What is known of a row: the first of the largest so far, and the first that is not a number. None is kNone.
 struct Best {
   float largest;
   int64_t index, not_a_number;
 };
 
+constexpr int64_t kNone = INT64_MAX;
+constexpr Best kNothing = {-__builtin_inff(), kNone, kNone};
+
+// Panels come in any order, so the first is the one with the lowest number.
+PENSTOCK_INLINE void note_largest(float value, int64_t index, Best& best) {
+  if (value < best.largest || (value == best.largest && index > best.index)) return;
+  best.largest = value;
+  best.index = index;
+}
+
 struct GreedyJob {
   const LinearArgs* args;
+  PanelShares panels;
   Best* best;  // [threads][rows]
   bool* had_memory;  // [threads]
 };
@@ -36,71 +47,68 @@ static void look_at(const float* products, int64_t columns, int64_t first, Best&
     has_nan |= products[i] != products[i];
     if (products[i] > largest) largest = products[i];
   }
-  if (has_nan && best.not_a_number < 0)
-    for (int64_t i = 0; i < columns && best.not_a_number < 0; ++i)
-      if (products[i] != products[i]) best.not_a_number = first + i;
-  if (largest > best.largest) {
-    int64_t i = 0;
+  int64_t i = 0;
+  if (has_nan) {
+    while (products[i] == products[i]) ++i;
+    best.not_a_number = least(best.not_a_number, first + i);
+  } else if (largest >= best.largest) {
     while (products[i] != largest) ++i;
-    best.largest = largest;
-    best.index = first + i;
+    note_largest(largest, first + i, best);
   }
 }
 
 template <class W>
-static void greedy_thread(void* data, int thread, const Team& team) {
-  const auto& job = *static_cast<const GreedyJob*>(data);
+static void greedy_thread(void* data, int thread, const Team&) {
+  auto& job = *static_cast<GreedyJob*>(data);
   const LinearArgs& a = *job.args;
   const int64_t full_panels = a.out_features / kPanel, rest = a.out_features % kPanel;
-  const int64_t begin = full_panels * thread / team.num_threads, end = full_panels * (thread + 1) / team.num_threads;
-  const int64_t at_once = least(rows_at_once(a), a.rows);
-  int64_t strip = kProductsAtOnce / at_once / kPanel;
-  strip = strip < 4 ? 4 : strip;
+  const int64_t chunk_rows = job.panels.chunk_rows;
   Best* best = job.best + thread * a.rows;
-  for (int64_t row = 0; row < a.rows; ++row) best[row] = {-__builtin_inff(), begin * kPanel, -1};
 
   static thread_local Scratch scratch;
-  float* products = scratch.get(static_cast<size_t>(at_once * strip * kPanel));
+  float* products = scratch.get(static_cast<size_t>(least(chunk_rows, a.rows) * kPanelsLookedAt * kPanel));
   job.had_memory[thread] = products != nullptr;
   if (products == nullptr) return;
   LinearArgs part = a;
-  part.out_stride = strip * kPanel;
-  for (int64_t first = 0; first < a.rows; first += at_once) {
-    const int64_t rows = least(at_once, a.rows - first);
-    const LinearArgs spread = spread_rows(a, first, rows);
-    part.x = spread.x + first * spread.x_stride;
-    part.x_stride = spread.x_stride;
-    for (int64_t panel = begin; panel < end; panel += strip) {
-      const int64_t last = end - panel < strip ? end : panel + strip;
-      // Panels lie in the output at their own numbers.
-      part.out = products - panel * kPanel;
-      multiply_panels<W>(part, 0, rows, panel, last);
-      for (int64_t row = 0; row < rows; ++row)
-        look_at(products + row * part.out_stride, (last - panel) * kPanel, panel * kPanel, best[first + row]);
+  part.out_stride = kPanelsLookedAt * kPanel;
+  int64_t chunk = -1;
+  job.panels.take_turns(thread, [&](const PanelShares::Turn& turn) {
+    const int64_t first = turn.chunk * chunk_rows, rows = least(chunk_rows, a.rows - first);
+    if (turn.chunk != chunk) {
+      const LinearArgs spread = spread_rows(a, first, rows);
+      part.x = spread.x + first * spread.x_stride;
+      part.x_stride = spread.x_stride;
+      chunk = turn.chunk;
     }
-    if (rest != 0 && thread == team.num_threads - 1) {
+    // Panels lie in the output at their own numbers.
+    part.out = products - turn.begin * kPanel;
+    const int64_t full = least(turn.end, full_panels);
+    multiply_panels<W>(part, 0, rows, turn.begin, full);
+    for (int64_t row = 0; row < rows && turn.begin < full; ++row)
+      look_at(products + row * part.out_stride, (full - turn.begin) * kPanel, turn.begin * kPanel, best[first + row]);
+    if (turn.end > full_panels) {
       part.out = products - full_panels * kPanel;
       multiply_edge<W>(part, 0, rows);
       for (int64_t row = 0; row < rows; ++row)
         look_at(products + row * part.out_stride, rest, full_panels * kPanel, best[first + row]);
     }
-  }
+  });
 }
 
 static bool greedy(const GreedyArgs& g) {
   const LinearArgs& a = g.product;
   if (a.rows == 0) return true;
-  static thread_local Scratch best_scratch;
+  static thread_local Scratch best_scratch, shares_scratch;
   const size_t num_best = static_cast<size_t>(a.num_threads * a.rows);
   // Best is at least as strictly aligned as bool, which comes after.
   auto* memory = best_scratch.get((num_best * sizeof(Best) + a.num_threads) / sizeof(float) + 1);
   if (memory == nullptr) return false;
   auto* best = reinterpret_cast<Best*>(memory);
   auto* had_memory = reinterpret_cast<bool*>(best + num_best);
-  // The runtime may grant fewer threads than asked for; the others then have found nothing.
-  for (size_t i = 0; i < num_best; ++i) best[i] = {-__builtin_inff(), 0, -1};
+  for (size_t i = 0; i < num_best; ++i) best[i] = kNothing;
   for (int thread = 0; thread < a.num_threads; ++thread) had_memory[thread] = true;
-  GreedyJob job{&a, best, had_memory};
+  GreedyJob job{&a, {}, best, had_memory};
+  if (!job.panels.divide(a, kPanelsLookedAt, shares_scratch)) return false;
   run_parallel(a.num_threads,
                for_type(a.weight_type, greedy_thread<float>, greedy_thread<Bfloat16>, greedy_thread<Float16>), &job);
   for (int thread = 0; thread < a.num_threads; ++thread)
@@ -109,10 +117,10 @@ static bool greedy(const GreedyArgs& g) {
     Best found = best[row];
     for (int thread = 1; thread < a.num_threads; ++thread) {
       const Best& other = best[thread * a.rows + row];
-      if (found.not_a_number < 0) found.not_a_number = other.not_a_number;
-      if (other.largest > found.largest) found.largest = other.largest, found.index = other.index;
+      found.not_a_number = least(found.not_a_number, other.not_a_number);
+      note_largest(other.largest, other.index, found);
     }
-    const bool has_nan = found.not_a_number >= 0;
+    const bool has_nan = found.not_a_number != kNone;
     g.index[row] = has_nan ? found.not_a_number : found.index;
     g.failed[row] = has_nan || !__builtin_isfinite(found.largest);
   }

@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "scratch.h"
+#include "shares.h"
 
 #if defined(__x86_64__)
 #if defined(__clang__)

@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "scratch.h"
+#include "shares.h"
 
 #define PENSTOCK_NAME "generic"
 #define PENSTOCK_NAMESPACE penstock::generic

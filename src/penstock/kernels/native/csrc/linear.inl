@@ -246,27 +246,78 @@ static Function for_type(WeightType type, Function float32, Function bfloat16, F
   return type == WeightType::kFloat32 ? float32 : type == WeightType::kBfloat16 ? bfloat16 : float16;
 }
 
-template <class W>
-static void linear_thread(void* data, int thread, const Team& team) {
-  const LinearArgs& a = *static_cast<const LinearArgs*>(data);
-  const int64_t full_panels = a.out_features / kPanel;
-  const int64_t begin = full_panels * thread / team.num_threads, end = full_panels * (thread + 1) / team.num_threads;
-  const bool has_edge = thread == team.num_threads - 1 && a.out_features % kPanel != 0;
-  const int64_t at_once = rows_at_once(a);
-  for (int64_t first = 0; first < a.rows; first += at_once) {
-    const int64_t rows = least(at_once, a.rows - first);
-    const LinearArgs spread = spread_rows(a, first, rows);
-    multiply_panels<W>(spread, first, rows, begin, end);
-    if (has_edge) multiply_edge<W>(spread, first, rows);
-    if (a.bias != nullptr) add_bias(a, first, rows, begin * kPanel, has_edge ? a.out_features : end * kPanel);
+// Products that a thread should make before it looks for the next ones.
+constexpr int64_t kProductsPerTurn = 512 * 1024;
+constexpr int64_t kPanelsPerTurn = 4;
+
+// A product cut into rows that are taken at a time, times panels, the last of which may not be full. Each thread has a
+// share of the panels, for all rows.
+struct PanelShares {
+  Shares shares;
+  int64_t chunk_rows, num_panels, panels_each, num_chunks, panels_per_turn;
+
+  // most_panels: that a thread takes at a turn. False when there is no memory.
+  bool divide(const LinearArgs& a, int64_t most_panels, Scratch& scratch) {
+    float* memory = scratch.get(Shares::floats_for(a.num_threads));
+    if (memory == nullptr) return false;
+    chunk_rows = rows_at_once(a);
+    num_panels = divided_up(a.out_features, kPanel);
+    panels_each = divided_up(num_panels, a.num_threads);
+    num_chunks = divided_up(a.rows, chunk_rows);
+    const int64_t products = least(chunk_rows, a.rows) * a.in_features * kPanel;
+    panels_per_turn = least(divided_up(kProductsPerTurn, products), most_panels);
+    shares.divide(memory, a.num_threads, num_chunks * panels_each);
+    return true;
   }
+
+  struct Turn {
+    int64_t chunk, begin, end;  // panels
+  };
+
+  // Calls run(Turn) for all that this thread takes.
+  template <class Function>
+  void take_turns(int thread, const Function& run) {
+    Shares::Pieces taken;
+    while (shares.take(thread, panels_per_turn, taken))
+      for (int64_t next; taken.begin < taken.end; taken.begin = next) {
+        const int64_t share = taken.begin / panels_each;  // of one thread and one chunk
+        next = least(taken.end, (share + 1) * panels_each);
+        const int64_t before = share / num_chunks * panels_each - share * panels_each;
+        const Turn turn{share % num_chunks, taken.begin + before, least(next + before, num_panels)};
+        if (turn.begin < turn.end) run(turn);  // the last threads may have less than their share
+      }
+  }
+};
+
+struct LinearJob {
+  const LinearArgs* args;
+  PanelShares panels;
+};
+
+template <class W>
+static void linear_thread(void* data, int thread, const Team&) {
+  auto& job = *static_cast<LinearJob*>(data);
+  const LinearArgs& a = *job.args;
+  const int64_t full_panels = a.out_features / kPanel, at_once = job.panels.chunk_rows;
+  LinearArgs spread = a;
+  int64_t chunk = -1;
+  job.panels.take_turns(thread, [&](const PanelShares::Turn& turn) {
+    const int64_t first = turn.chunk * at_once, rows = least(at_once, a.rows - first);
+    if (turn.chunk != chunk) spread = spread_rows(a, first, rows);
+    chunk = turn.chunk;
+    multiply_panels<W>(spread, first, rows, turn.begin, least(turn.end, full_panels));
+    if (turn.end > full_panels) multiply_edge<W>(spread, first, rows);
+    if (a.bias != nullptr) add_bias(a, first, rows, turn.begin * kPanel, least(turn.end * kPanel, a.out_features));
+  });
 }
 
 static bool linear(const LinearArgs& a) {
   if (a.rows == 0) return true;
-  LinearArgs args = a;
+  static thread_local Scratch scratch;
+  LinearJob job{&a, {}};
+  if (!job.panels.divide(a, kPanelsPerTurn, scratch)) return false;
   run_parallel(a.num_threads,
-               for_type(a.weight_type, linear_thread<float>, linear_thread<Bfloat16>, linear_thread<Float16>), &args);
+               for_type(a.weight_type, linear_thread<float>, linear_thread<Bfloat16>, linear_thread<Float16>), &job);
   return true;
 }
 

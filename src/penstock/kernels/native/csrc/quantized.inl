@@ -24,10 +24,16 @@ constexpr int64_t kFewRows = 2;
 constexpr int kWidestPanel = kInt8Panel > kInt4Panel ? kInt8Panel : kInt4Panel;
 constexpr int kMostTileRows = kInt8TileRows > kInt4TileRows ? kInt8TileRows : kInt4TileRows;
 
+// Products that a thread should make before it looks for the next ones, and panels that this is at most.
+constexpr int64_t kProductsPerTurn = 1024 * 1024;
+constexpr int64_t kMostPanelsPerTurn = 4;
+
 struct QuantizedJob {
   const QuantizedLinearArgs* args;
   QuantizedRows rows;  // few of them: `rows_at_once` for each thread
   int64_t rows_at_once;
+  float* memory;  // of the shares
+  Shares panels;  // of the rows that are at hand
 };
 
 PENSTOCK_INLINE int64_t tile_rows(const QuantizedShape& s) { return s.bits == 8 ? kInt8TileRows : kInt4TileRows; }
@@ -89,12 +95,18 @@ static void multiply_quantized_panels(const QuantizedLinearArgs& a, const Quanti
   }
 }
 
+PENSTOCK_INLINE int64_t panel_width(const QuantizedShape& s) { return s.bits == 8 ? kInt8Panel : kInt4Panel; }
+PENSTOCK_INLINE int64_t num_panels(const QuantizedShape& s) { return divided_up(s.out_features, panel_width(s)); }
+
+static void share_panels(QuantizedJob& job) {
+  const int num_threads = job.args->num_threads;
+  job.panels.divide(job.memory, num_threads, divided_up(num_panels(job.args->shape), num_threads));
+}
+
 static void quantized_linear_thread(void* data, int thread, const Team& team) {
-  const auto& job = *static_cast<const QuantizedJob*>(data);
+  auto& job = *static_cast<QuantizedJob*>(data);
   const QuantizedLinearArgs& a = *job.args;
-  const int64_t width = a.shape.bits == 8 ? kInt8Panel : kInt4Panel;
-  const int64_t panels = (a.shape.out_features + width - 1) / width;
-  const int64_t begin = panels * thread / team.num_threads, end = panels * (thread + 1) / team.num_threads;
+  const int64_t last = num_panels(a.shape);
   const bool are_few = a.rows <= kFewRows;
   const QuantizedRows rows = are_few ? rows_from(job.rows, a.shape, thread * job.rows_at_once) : job.rows;
   for (int64_t first = 0; first < a.rows; first += job.rows_at_once) {
@@ -103,11 +115,15 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
       for (int64_t row = 0; row < count; ++row) quantize_one(a.shape, a.x + row * a.x_stride, rows, row, count);
     } else {
       if (first != 0) team.barrier();  // others may still read the rows before these
+      if (first != 0 && thread == 0) share_panels(job);
       for (int64_t row = thread; row < count; row += team.num_threads)
         quantize_one(a.shape, a.x + (first + row) * a.x_stride, rows, row, count);
       team.barrier();
     }
-    multiply_quantized_panels(a, rows, first, count, begin, end);
+    const int64_t products = count * a.shape.in_features * panel_width(a.shape);
+    const int64_t per_turn = least(divided_up(kProductsPerTurn, products), kMostPanelsPerTurn);
+    for (Shares::Pieces turn; job.panels.take(thread, per_turn, turn);)
+      if (turn.begin < last) multiply_quantized_panels(a, rows, first, count, turn.begin, least(turn.end, last));
   }
 }
 
@@ -118,18 +134,18 @@ static bool quantized_linear(const QuantizedLinearArgs& a) {
   // Chunks of nearly the same size, in whole tiles.
   const int64_t rows_at_once =
       least(a.rows, divided_up(divided_up(a.rows, divided_up(a.rows, most)), tile) * tile);
-  static thread_local Scratch scratch;
+  static thread_local Scratch scratch, shares_scratch;
   const int64_t copies = a.rows <= kFewRows ? a.num_threads : 1;
-  QuantizedJob job{&a, place_rows(scratch, a.shape, copies * rows_at_once), rows_at_once};
-  if (job.rows.values == nullptr) return false;
+  QuantizedJob job{&a, place_rows(scratch, a.shape, copies * rows_at_once), rows_at_once,
+                   shares_scratch.get(Shares::floats_for(a.num_threads)), {}};
+  if (job.rows.values == nullptr || job.memory == nullptr) return false;
+  share_panels(job);
   run_parallel(a.num_threads, quantized_linear_thread, &job);
   return true;
 }
 
 static int64_t packed_bytes(const QuantizedShape& s) {
-  const int64_t width = s.bits == 8 ? kInt8Panel : kInt4Panel;
-  const int64_t bytes = s.bits == 8 ? int8_panel_bytes(s.in_features) : int4_panel_bytes(s);
-  return (s.out_features + width - 1) / width * bytes;
+  return num_panels(s) * (s.bits == 8 ? int8_panel_bytes(s.in_features) : int4_panel_bytes(s));
 }
 
 static void pack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? pack_int8(a) : pack_int4(a); }

@@ -7,6 +7,7 @@
 #include "parallel.h"
 #include "quantized.h"
 #include "scratch.h"
+#include "shares.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

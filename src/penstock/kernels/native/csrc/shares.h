@@ -1,0 +1,89 @@
+// Work of threads that do not all get on at the same speed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace penstock {
+
+// Numbered pieces of work. Each thread has a range of them to begin with, which it takes in order; one that has done
+// its own takes over the second half of what another has left. So nobody waits for longer than a few pieces take, where
+// a core is slower than others, or did something else meanwhile; and usually each thread reads its own range in order.
+//
+// The ranges of threads that never come are done by the others.
+class Shares {
+ public:
+  struct Pieces {
+    int64_t begin, end;
+  };
+
+  // Of what `divide` needs, aligned to cache lines.
+  static constexpr size_t floats_for(int num_threads) { return num_threads * sizeof(Slot) / sizeof(float); }
+
+  // num_threads ranges of `count` pieces, one after the other; fewer than 2^32 in all.
+  void divide(float* memory, int num_threads, int64_t count) {
+    slots_ = reinterpret_cast<Slot*>(memory);
+    num_threads_ = num_threads;
+    for (int thread = 0; thread < num_threads; ++thread)
+      __atomic_store_n(&slots_[thread].range, packed({thread * count, (thread + 1) * count}), __ATOMIC_RELAXED);
+  }
+
+  // Takes up to `most` pieces that are next to each other; false when all are taken.
+  bool take(int thread, int64_t most, Pieces& taken) {
+    do {
+      uint64_t range = __atomic_load_n(&slots_[thread].range, __ATOMIC_RELAXED);
+      for (Pieces left = unpacked(range); left.begin < left.end; left = unpacked(range)) {
+        const int64_t end = left.end - left.begin < most ? left.end : left.begin + most;
+        if (!replace(thread, range, {end, left.end})) continue;
+        taken = {left.begin, end};
+        return true;
+      }
+    } while (take_over(thread, most));
+    return false;
+  }
+
+ private:
+  // On a line of its own: usually one thread alone writes to it.
+  struct alignas(64) Slot {
+    uint64_t range;
+  };
+
+  static uint64_t packed(Pieces pieces) {
+    return static_cast<uint64_t>(pieces.begin) << 32 | static_cast<uint64_t>(pieces.end);
+  }
+  static Pieces unpacked(uint64_t range) {
+    return {static_cast<int64_t>(range >> 32), static_cast<int64_t>(range & 0xffffffffu)};
+  }
+
+  // `range` becomes what is there if that is something else.
+  bool replace(int thread, uint64_t& range, Pieces pieces) {
+    return __atomic_compare_exchange_n(&slots_[thread].range, &range, packed(pieces), false, __ATOMIC_RELAXED,
+                                       __ATOMIC_RELAXED);
+  }
+
+  // Makes the second half of what the slowest thread has left this thread's own; false when nobody has anything left.
+  bool take_over(int thread, int64_t most) {
+    while (true) {
+      int slowest = -1;
+      uint64_t range = 0;
+      int64_t longest = 0;
+      for (int other = 0; other < num_threads_; ++other) {
+        const uint64_t found = __atomic_load_n(&slots_[other].range, __ATOMIC_RELAXED);
+        const Pieces left = unpacked(found);
+        if (left.end - left.begin > longest) longest = left.end - left.begin, slowest = other, range = found;
+      }
+      if (slowest < 0) return false;
+      const Pieces left = unpacked(range);
+      const int64_t kept = longest / 2 / most * most;  // whole turns of the one that has them
+      if (!replace(slowest, range, {left.begin, left.begin + kept})) continue;
+      // Of an empty range, which this thread's own is, nobody takes anything.
+      __atomic_store_n(&slots_[thread].range, packed({left.begin + kept, left.end}), __ATOMIC_RELAXED);
+      return true;
+    }
+  }
+
+  Slot* slots_ = nullptr;
+  int num_threads_ = 0;
+};
+
+}  // namespace penstock
