@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def _set_up(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace, results: Results) -> None:
+    # As Ctrl-C does: engines that are stopped while others run would else be left behind.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     results.add_machine(arguments.threads, arguments.steady)
     runner = Runner(
         arguments.work_dir,
