@@ -36,6 +36,8 @@ struct QuantizedJob {
   Shares panels;  // of the rows that are at hand
 };
 
+PENSTOCK_INLINE int64_t panel_width(const QuantizedShape& s) { return s.bits == 8 ? kInt8Panel : kInt4Panel; }
+PENSTOCK_INLINE int64_t num_panels(const QuantizedShape& s) { return divided_up(s.out_features, panel_width(s)); }
 PENSTOCK_INLINE int64_t tile_rows(const QuantizedShape& s) { return s.bits == 8 ? kInt8TileRows : kInt4TileRows; }
 PENSTOCK_INLINE int64_t row_units(const QuantizedShape& s) {
   return padded(s.in_features) / unit_size(s.bits == 8 ? kInt8Form : Form::kByte);
@@ -68,7 +70,7 @@ static void quantize_one(const QuantizedShape& s, const float* x, const Quantize
 static void multiply_quantized_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row,
                                       int64_t rows, int64_t begin, int64_t end) {
   const QuantizedShape& s = a.shape;
-  const int64_t width = s.bits == 8 ? kInt8Panel : kInt4Panel;
+  const int64_t width = panel_width(s);
   const int64_t full = s.out_features / width;
   const int64_t at_once = s.bits == 8 ? int8_panels_at_once(rows) : 1;
   const auto multiply = [&](const QuantizedRows& some, int64_t count, int64_t panel, int64_t panels, const float* bias,
@@ -94,9 +96,6 @@ static void multiply_quantized_panels(const QuantizedLinearArgs& a, const Quanti
       std::memcpy(out + (start + i) * a.out_stride + full * width, edge + i * width, columns * sizeof(float));
   }
 }
-
-PENSTOCK_INLINE int64_t panel_width(const QuantizedShape& s) { return s.bits == 8 ? kInt8Panel : kInt4Panel; }
-PENSTOCK_INLINE int64_t num_panels(const QuantizedShape& s) { return divided_up(s.out_features, panel_width(s)); }
 
 static void share_panels(QuantizedJob& job) {
   const int num_threads = job.args->num_threads;
