@@ -167,12 +167,6 @@ def _qwen2_moe_windows(fields: ConfigFields, num_layers: int) -> list[int | None
     return _by_layer_types(fields, num_layers, window=window, default=default)
 
 
-def _afmoe_windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
-    every = fields.integer("global_attn_every_n_layers", 4)
-    default = [(layer + 1) % every != 0 for layer in range(num_layers)]
-    return _by_layer_types(fields, num_layers, window=fields.optional_integer("sliding_window", 1024), default=default)
-
-
 def _gemma4_windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
     default = [(layer + 1) % 6 != 0 for layer in range(num_layers)]
     windows = _by_layer_types(
@@ -189,7 +183,6 @@ def _modernbert_windows(fields: ConfigFields, num_layers: int) -> list[int | Non
 
 
 _WINDOWS: dict[str, ReadWindows] = {
-    "AfmoeForCausalLM": _afmoe_windows,
     "Cohere2ForCausalLM": _cohere2_windows,
     "Gemma4ForCausalLM": _gemma4_windows,
     "Gemma4UnifiedForCausalLM": _gemma4_windows,
