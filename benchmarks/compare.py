@@ -1,0 +1,180 @@
+"""Checkouts of Penstock beside each other, in turns: what a change gained, or cost.
+
+    python -m benchmarks.compare BEFORE AFTER [--repeats 5] [--workloads decode throughput] [--torch-products]
+
+A checkout is a folder with `src/penstock`, its C++ kernels built or not. Each runs in a process of its own, started by
+the Python that runs this, and takes the model and the workloads from here. Ratios are medians of the ratios of turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.engines import PenstockEngine
+from benchmarks.offline import machine
+from benchmarks.workloads import Workload, make_workloads, write_model
+
+_STARTUP = "startup"
+_HERE = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    names = [workload.name for workload in make_workloads()] + [_STARTUP]
+    parser.add_argument("--workloads", nargs="*", choices=names, default=names)
+    parser.add_argument("--torch-products", action="store_true", help="torch's matrix products in place of ours")
+    parser.add_argument("--output", type=Path, help="a folder for the table")
+    arguments = parser.parse_args()
+    checkouts = [checkout.resolve() for checkout in arguments.checkouts]
+    for checkout in checkouts:
+        # Python would take the installed package instead.
+        if not (checkout / "src" / "penstock").is_dir():
+            parser.error(f"{checkout} is no checkout of Penstock: it has no folder src/penstock")
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "llama-60m")
+        engines = [
+            EngineOf(checkout, model, arguments.threads, torch_products=arguments.torch_products)
+            for checkout in checkouts
+        ]
+        table = Table(checkouts, arguments.threads, torch_products=arguments.torch_products)
+        for workload in make_workloads():
+            if workload.name in arguments.workloads:
+                table.add(workload, measure(engines, workload, arguments.repeats))
+        for engine in engines:
+            engine.close()
+    if _STARTUP in arguments.workloads:
+        table.add(None, [[first_character(checkout) for checkout in checkouts] for _ in range(arguments.repeats)])
+    print(table.as_markdown())
+    if arguments.output is not None:
+        name = f"{datetime.date.today().isoformat()}-cpu-compare{'-torch-products' * arguments.torch_products}.md"
+        (arguments.output / name).write_text(table.as_markdown())
+
+
+class EngineOf:
+    """A checkout's engine, in a process of its own that waits while it has nothing to run."""
+
+    def __init__(self, checkout: Path, model: Path, threads: int, *, torch_products: bool) -> None:
+        self.checkout = checkout
+        environment = _environment(checkout)
+        if torch_products:
+            environment["PENSTOCK_CPU_PRODUCTS"] = "torch"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from benchmarks.compare import serve; serve()", model, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=_HERE,
+            text=True,
+        )
+        self._answer()
+
+    def run(self, workload: Workload) -> tuple[list[list[int]], float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(workload.name + "\n")
+        self._process.stdin.flush()
+        return self._answer()  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> object:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"The engine of {self.checkout} has ended; its messages are above.")
+        return json.loads(line)
+
+
+def serve() -> None:
+    """In the process of a checkout: answer a line of JSON for every name of a workload."""
+    engine = PenstockEngine(Path(sys.argv[1]), int(sys.argv[2]))
+    workloads = {workload.name: workload for workload in make_workloads()}
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(engine.run(workloads[line.strip()])), flush=True)
+    engine.close()
+
+
+def measure(engines: list[EngineOf], workload: Workload, repeats: int) -> list[list[float]]:
+    """Seconds by turn and engine, which begin alternately; a first turn is not counted."""
+    tokens = [engine.run(workload)[0] for engine in engines]
+    for engine, theirs in zip(engines, tokens, strict=True):
+        if theirs != tokens[0]:
+            print(f"{workload.name}: {engine.checkout} gives other tokens than {engines[0].checkout}", file=sys.stderr)
+    turns = []
+    for turn in range(repeats):
+        seconds = {}
+        for engine in engines if turn % 2 == 0 else reversed(engines):
+            seconds[engine] = engine.run(workload)[1]
+        turns.append([seconds[engine] for engine in engines])
+    return turns
+
+
+def first_character(checkout: Path) -> float:
+    """Seconds from the start of `penstock generate` to its first character."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "penstock.cli", "generate", "ROMEO:", "--max-tokens", "8"]
+    with subprocess.Popen(
+        command, env=_environment(checkout), cwd=_HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        is_there = bool(process.stdout.read(1))
+        seconds = time.perf_counter() - begin
+        process.stdout.read()
+    if not is_there:
+        raise SystemExit(f"penstock generate of {checkout} printed nothing.")
+    return seconds
+
+
+def _environment(checkout: Path) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout / "src"), str(_HERE)])}
+    # Else every start compiles all sources, and the larger checkout is the slower one.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
+
+
+class Table:
+    """Figures by workload and checkout."""
+
+    def __init__(self, checkouts: list[Path], threads: int, *, torch_products: bool) -> None:
+        self._names = [checkout.name for checkout in checkouts]
+        facts = ", ".join(f"{name} {value}" for name, value in machine(threads).items())
+        products = ", torch's matrix products" if torch_products else ""
+        self._lines = [
+            f"# Checkouts of Penstock, CPU, float32, random-weight Llama of 60 million parameters{products}",
+            "",
+            facts,
+            "",
+            f"| workload | checkout | median | spread | beside {self._names[0]} |",
+            "| --- | --- | ---: | ---: | ---: |",
+        ]
+
+    def add(self, workload: Workload | None, turns: list[list[float]]) -> None:
+        """workload: None for the startup. turns: seconds by turn and checkout."""
+        for number, name in enumerate(self._names):
+            seconds = [turn[number] for turn in turns]
+            median = statistics.median(seconds)
+            figure = f"{workload.num_units / median:.0f} {workload.unit}" if workload else f"{median:.2f} s"
+            title = workload.title if workload else "process start to first character"
+            spread = 100 * (max(seconds) - min(seconds)) / median
+            ratio = f"{statistics.median(turn[0] / turn[number] for turn in turns):.2f} × as fast" if number else ""
+            self._lines.append(f"| {title} | {name} | {figure} | {spread:.0f}% | {ratio} |")
+
+    def as_markdown(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
