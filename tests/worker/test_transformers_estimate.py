@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.activations import ACT2CLS, ACT2FN
 
 from penstock.config import EngineConfig
 from penstock.device.dtypes import DtypeChoice
+from penstock.device.tensor_memory import TensorMemory
 from penstock.engine.model_sizes import ModelSizes, PlannedModel, size_model
 from penstock.layers.linear import weights_size_bytes
 from penstock.loader.headers import read_headers
@@ -20,7 +22,11 @@ from penstock.parallel import ParallelContext
 from penstock.worker.estimate import LIBRARY_BYTES, resident_step
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.split_contexts import split_context_bytes
-from penstock.worker.transformers_estimate import estimate_transformers_activations, layers_of_class
+from penstock.worker.transformers_estimate import (
+    ACTIVATION_TENSORS,
+    estimate_transformers_activations,
+    layers_of_class,
+)
 from penstock.worker.transformers_shape import read_transformers_shape
 from penstock.worker.unloaded_model import try_without_memory
 from penstock.worker.worker import Worker
@@ -156,23 +162,34 @@ def test_the_built_model_has_what_a_head_packs_beside_its_embedding(
     assert built.weights == pytest.approx(weights, rel=0.01)
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "gelu_new", "gelu_fast", "quick_gelu"])
+@pytest.mark.parametrize("activation", ["silu", "linear", "gelu_10", "gelu_new", "gelu_fast"])
 @pytest.mark.parametrize("class_name", ["GraniteForCausalLM", "GPTNeoXForCausalLM", "Glm4ForCausalLM"])
 def test_activations_that_hold_more_than_their_result(tmp_path: Path, class_name: str, activation: str) -> None:
     save(tmp_path, class_name, {**SHAPES["network"], "hidden_act": activation})
     check(tmp_path)
 
 
+@pytest.mark.parametrize("activation", sorted(set(ACT2CLS) - {"prelu"}))
+def test_every_activation_of_transformers_is_known(activation: str) -> None:
+    """But for the one that has a weight, which no usual layer has."""
+    x = torch.randn(64, 64)
+    with torch.no_grad(), TensorMemory() as memory:
+        ACT2FN[activation](x)
+    held = 1 + memory.peak_bytes / (x.numel() * x.element_size())
+    # xielu's masks hold a byte per value.
+    assert ACTIVATION_TENSORS[activation] == int(held)
+
+
 def test_what_is_not_known_beforehand_is_named_and_measured_without_memory(tmp_path: Path) -> None:
-    save(tmp_path / "class", "SeedOssForCausalLM", {"hidden_act": "mish"})
-    save(tmp_path / "activation", "GraniteForCausalLM", {"hidden_act": "mish"})
+    save(tmp_path / "class", "SeedOssForCausalLM", {"hidden_act": "prelu"})
+    save(tmp_path / "activation", "GraniteForCausalLM", {"hidden_act": "prelu"})
     for name, why in (
         (
             "class",
-            "the layers of SeedOssForCausalLM are not known beforehand, and the activation 'mish' is not known "
-            "beforehand",
+            "the layers of SeedOssForCausalLM are not known beforehand, and the checkpoint has "
+            "model.layers.0.mlp.act_fn.weight",
         ),
-        ("activation", "the activation 'mish' is not known beforehand"),
+        ("activation", "the activation 'prelu' is not known beforehand"),
     ):
         derived, weights, step = derive_and_measure(tmp_path / name)
         assert derived.remark == f"built and run without memory, since {why}"

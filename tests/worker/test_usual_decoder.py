@@ -222,7 +222,7 @@ def test_without_a_checkpoint_nothing_is_derived(tmp_path: Path) -> None:
         {"architectures": ["JambaForCausalLM"], "model_type": "jamba"},  # a recurrent state
         {"architectures": ["OtherForCausalLM"]},  # no class at all
         {"use_bidirectional_attention": True},
-        {"hidden_act": "mish"},
+        {"hidden_act": "prelu"},
         {"num_attention_heads": 3},
         {"num_attention_heads_per_layer": [4]},
         {"num_kv_shared_layers": 1},  # which the engine does not run

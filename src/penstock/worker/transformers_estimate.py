@@ -88,15 +88,28 @@ _MOMENTS = {
 # hold what they add up.
 ACTIVATION_TENSORS = {
     "gelu": 2,
+    "gelu_10": 3,
+    "gelu_accurate": 4,
     "gelu_fast": 5,
     "gelu_new": 4,
+    "gelu_python": 4,
+    "gelu_python_tanh": 4,
     "gelu_pytorch_tanh": 2,
+    "hardswish": 2,
+    "laplace": 4,
+    "leaky_relu": 2,
+    "linear": 1,
+    "mish": 2,
     "quick_gelu": 3,
     "relu": 2,
     "relu2": 3,
+    "relu6": 2,
+    "sigmoid": 2,
     "silu": 2,
+    "sqrtsoftplus": 3,
     "swigluoai": 6,
     "swish": 2,
+    "tanh": 2,
     "xielu": 5,
 }
 # Per chosen expert of a token: places, the same in order, their numbers, weights and weights in order.
