@@ -51,6 +51,11 @@ def test_names_of_other_engines_and_any_other_option_are_taken() -> None:
     assert json.loads(result.stdout)["memory"]["fraction"] == 0.25
 
 
+def test_an_option_that_has_a_name_of_its_own_is_taken_too() -> None:
+    result = run("demo", "--json", "--device=cpu", "--block-size", "8", "--option", "memory_fraction=0.125")
+    assert json.loads(result.stdout)["memory"]["fraction"] == 0.125
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -37,22 +37,22 @@ def plan(
     with readable_errors(debug=debug):
         from penstock.engine.plan import plan_engine
 
-        planned = plan_engine(
-            model,
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-            load_format=load_format,
-            max_model_len=options.parse_max_model_len(max_model_len),
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            memory_fraction=memory_fraction,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            kv_cache_dtype=kv_cache_dtype,
+        engine_options = {
+            "revision": revision,
+            "device": device,
+            "dtype": dtype,
+            "quantization": quantization,
+            "load_format": load_format,
+            "max_model_len": options.parse_max_model_len(max_model_len),
+            "block_size": block_size,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "memory_fraction": memory_fraction,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "kv_cache_dtype": kv_cache_dtype,
             **options.parse_options(option),
-        )
+        }
+        planned = plan_engine(model, **engine_options)
         try:
             print(json_module.dumps(planned.to_dict(), indent=2) if json else planned.table(), flush=True)
         except BrokenPipeError as error:
