@@ -90,11 +90,6 @@ class PagedKVCache:
     def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:
         return [group.backend.prepare(of_group) for group, of_group in zip(self.groups, geometry, strict=True)]
 
-    @property
-    def has_program(self) -> bool:
-        """Whether a model has recorded a program, in which case nothing else of it runs."""
-        return any(program is not None for program in self.programs.values())
-
     def program_bytes_spared(self, num_tokens: int) -> int:
         """What a step of so many tokens takes less than its first few times as often, thanks to programs."""
         return sum(program.bytes_spared(num_tokens) for program in self.programs.values() if program is not None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.config import SamplingConfig, env
 from penstock.config.capped_attention import capped_queries
@@ -50,8 +50,7 @@ WORKSPACE_BYTES = {"cpu": 0, "cuda": 32 << 20}
 LIBRARY_BYTES = 8 << 20
 # What the C library holds back of the memory that tensors give back, at most, as measured: three places of the largest
 # size, 32 MiB, that glibc's malloc does not ask the system for by itself. It ends its heap earlier only once twice as
-# much is free at its end, and a place that an aligned tensor left is too small for the next one of its size. The
-# workspace of a program is one tensor, whose place serves again.
+# much is free at its end, and a place that an aligned tensor left is too small for the next one of its size.
 _MAX_HELD_BACK_BYTES = 96 << 20
 
 
@@ -218,14 +217,12 @@ def estimate_step(
         traits.kept_in_mlp * hidden + _mlp_values(shape, traits) * value,
     )
     activations = num_tokens * (INPUT_BYTES + rotation + inside)
-    is_recorded = is_native and traits.is_recorded and not env.uses_torch_products()
-    if is_recorded:
+    if is_native and traits.is_recorded and not env.uses_torch_products():
         activations = num_tokens * (INPUT_BYTES + _program_values(shape) * value)
         activations += min(num_tokens, PROGRAM_ROWS) * _mlp_values(shape, traits) * value
     return StepMemory(
         activations=WORKSPACE_BYTES[device] + activations,
         sampling=logits_bytes(shape.vocab_size, num_tokens, num_rows, sampling, device),
-        is_recorded=is_recorded,
     )
 
 
@@ -233,10 +230,8 @@ def resident_step(tensors: StepMemory, device: str, split_contexts: int = 0) -> 
     """The memory that a step takes from the system. split_contexts: what attention keeps of them."""
     if device != "cpu":
         return tensors
-    held_back = 0 if tensors.is_recorded else _held_back(tensors.activations)
-    return replace(
-        tensors,
-        activations=LIBRARY_BYTES + tensors.activations + held_back + split_contexts,
+    return StepMemory(
+        activations=LIBRARY_BYTES + tensors.activations + _held_back(tensors.activations) + split_contexts,
         sampling=tensors.sampling + _held_back(tensors.sampling),
     )
 

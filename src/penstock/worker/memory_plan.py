@@ -15,14 +15,10 @@ _TOKEN_ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes that a step takes at most, besides weights and persistent state.
-
-    is_recorded: nearly all activations lie in one tensor, the workspace of a program.
-    """
+    """Bytes that a step takes at most, besides weights and persistent state."""
 
     activations: int
     sampling: int
-    is_recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

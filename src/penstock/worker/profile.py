@@ -43,7 +43,7 @@ def measure_step_memory(
     if device.max_profile_rows == 0:
         activations -= runner.kv_cache.program_bytes_spared(num_tokens)
         logits = logits_bytes(limits.vocab_size, num_tokens, num_rows, sampling, device.kind)
-        return StepMemory(activations, logits, is_recorded=runner.kv_cache.has_program)
+        return StepMemory(activations, logits)
     # Larger batches are sampled in parts: the rows of the other parts wait.
     num_sampled_rows = min(num_rows, runner.sampler.max_rows)
     sampled = _peak(device, lambda: profile_sampling(runner, num_sampled_rows))
@@ -51,7 +51,7 @@ def measure_step_memory(
     num_prompt_rows = min(num_tokens, runner.prompt_logprobs.max_rows)
     prompts = _peak(device, lambda: profile_prompt_logprobs(runner, num_prompt_rows))
     prompts += prompt_results_bytes(limits.vocab_size, num_tokens, sampling)
-    return StepMemory(activations, max(sampled, prompts), is_recorded=runner.kv_cache.has_program)
+    return StepMemory(activations, max(sampled, prompts))
 
 
 def _peak_of_tokens(device: Device, runner: ModelRunner, run_tokens: int, num_tokens: int) -> int:
