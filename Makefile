@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Machines without a GPU get torch's CPU build, which is a tenth of the download.
 TORCH ?= torch==2.13.0
+# Processes that tests are shared among, a file at a time: tests compute with one thread.
+JOBS ?= 2
 
 .PHONY: demo test test-slow lint format clean
 
@@ -18,10 +20,10 @@ demo: $(VENV)/.installed
 	$(BIN)/penstock generate "ROMEO:" --max-tokens 120 --temperature 0.7 --seed 1
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check

@@ -51,7 +51,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("thinking_token_budget", 1.0),
     ("extra_args", ["processor"]),
     ("extra_args", {1: 2}),
-    ("extra_args", {"processor": object()}),
+    ("extra_args", {"processor": print}),
     ("stop", ""),
     ("stop", ["fine", ""]),
     ("stop", 5),
