@@ -15,8 +15,8 @@ from penstock.worker.estimate import LIBRARY_BYTES
 
 FULL_STEPS = Path(__file__).parents[1] / "support" / "full_steps.py"
 MIB = 1 << 20
-# How the C library cuts its heap differs from step to step: one term may be exceeded a little, and less may be taken. The
-# same steps of one model took from 38 to 59 MiB.
+# How the C library cuts its heap differs from step to step: one term may be exceeded a little, and less may be taken.
+# The same steps of one model took from 38 to 59 MiB.
 LUCK = 1.25
 LESS = 4.0
 OPTIONS = {"load_format": "dummy", "num_threads": 1, "kv_cache_memory_bytes": 64 * MIB}
