@@ -16,10 +16,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks.engines import PenstockEngine
+from benchmarks.first_character import first_character as start_to_first_character
 from benchmarks.offline import machine
 from benchmarks.workloads import Workload, make_workloads, write_model
 
@@ -78,30 +78,31 @@ class EngineOf:
             cwd=_HERE,
             text=True,
         )
-        self._answer()
+        self._read_line()  # when it is ready
 
     def run(self, workload: Workload) -> tuple[list[list[int]], float]:
         assert self._process.stdin is not None
         self._process.stdin.write(workload.name + "\n")
         self._process.stdin.flush()
-        return self._answer()  # type: ignore[return-value]
+        tokens, seconds = json.loads(self._read_line())
+        return tokens, seconds
 
     def close(self) -> None:
         self._process.communicate()
 
-    def _answer(self) -> object:
+    def _read_line(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"The engine of {self.checkout} has ended; its messages are above.")
-        return json.loads(line)
+        return line
 
 
 def serve() -> None:
-    """In the process of a checkout: answer a line of JSON for every name of a workload."""
+    """In the process of a checkout: a line when it is ready, then one of JSON for every name of a workload."""
     engine = PenstockEngine(Path(sys.argv[1]), int(sys.argv[2]))
     workloads = {workload.name: workload for workload in make_workloads()}
-    print(json.dumps("ready"), flush=True)
+    print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(engine.run(workloads[line.strip()])), flush=True)
     engine.close()
@@ -124,18 +125,10 @@ def measure(engines: list[EngineOf], workload: Workload, repeats: int) -> list[l
 
 def first_character(checkout: Path) -> float:
     """Seconds from the start of `penstock generate` to its first character."""
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "penstock.cli", "generate", "ROMEO:", "--max-tokens", "8"]
-    with subprocess.Popen(
-        command, env=_environment(checkout), cwd=_HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
-        assert process.stdout is not None
-        is_there = bool(process.stdout.read(1))
-        seconds = time.perf_counter() - begin
-        process.stdout.read()
-    if not is_there:
-        raise SystemExit(f"penstock generate of {checkout} printed nothing.")
-    return seconds
+    try:
+        return start_to_first_character(_environment(checkout))[0]
+    except RuntimeError as error:
+        raise SystemExit(f"{checkout}: {error}") from error
 
 
 def _environment(checkout: Path) -> dict[str, str]:
