@@ -153,7 +153,7 @@ def test_the_built_model_has_what_a_head_packs_beside_its_embedding(
     tmp_path: Path, class_name: str, quantization: str | None
 ) -> None:
     """A scaled embedding cannot read the rows of what the head packs, so there are two; a plain one can."""
-    size = {"hidden_size": 128, "vocab_size": 2000, "tie_word_embeddings": True}
+    size = {"hidden_size": 128, "vocab_size": 2048, "tie_word_embeddings": True}
     config = save_for_fallback(tiny_transformers_model(class_name, **size), tmp_path)
     config = dataclasses.replace(config, quantization=quantization)
     _, weights, _ = derive_and_measure(tmp_path, quantization=quantization)
