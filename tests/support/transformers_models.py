@@ -85,6 +85,7 @@ WIDER = (
     "BeamForCausalLM",
     "BioGptForCausalLM",
     "BitNetForCausalLM",
+    "CTRLLMHeadModel",
     "Cohere2MoeForCausalLM",
     "CohereForCausalLM",
     "CwmForCausalLM",
@@ -94,12 +95,15 @@ WIDER = (
     "Exaone4ForCausalLM",
     "ExaoneMoeForCausalLM",
     "FlexOlmoForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTBigCodeForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Gemma4ForCausalLM",
     "Gemma4UnifiedForCausalLM",
     "GemmaForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "GlmForCausalLM",
     "GraniteMoeForCausalLM",
     "GraniteMoeSharedForCausalLM",
@@ -120,6 +124,7 @@ WIDER = (
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "ModernBertDecoderForCausalLM",
+    "MoshiForCausalLM",
     "NanoChatForCausalLM",
     "NemotronForCausalLM",
     "Olmo2ForCausalLM",
@@ -159,12 +164,24 @@ _SMALL_WHERE_PRESENT: dict[str, Any] = {
     "attn_logit_softcapping": 4.0,
     "logit_scale": 0.5,
 }
+# What only some classes call for.
+_SMALL_OF_CLASS: dict[str, dict[str, Any]] = {
+    "Glm4MoeLiteForCausalLM": {  # heads of keys and of values must be of one size
+        "num_key_value_heads": 4,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+}
 
 
 def wider_overrides(class_name: str) -> dict[str, Any]:
     """What makes one of `WIDER` small."""
     fields = {field.name for field in dataclasses.fields(getattr(transformers, class_name).config_class)}
-    return {name: value for name, value in _SMALL_WHERE_PRESENT.items() if name in fields}
+    small = {name: value for name, value in _SMALL_WHERE_PRESENT.items() if name in fields}
+    return small | _SMALL_OF_CLASS.get(class_name, {})
 
 
 def tiny_config_of(class_name: str, **overrides: Any) -> PretrainedConfig:

@@ -28,6 +28,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # Heads of another size where there is no window, as in all models of this family.
 _GEMMA4: dict[str, Any] = {"head_dim": 32, "global_head_dim": 64}
+# Each head has a key of its own, made of the narrow state that all have in common.
+_LATENT: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
+# What classes call the size of their networks, and by how much that is wider.
+_NETWORK_SIZES = {"CTRLLMHeadModel": ("dff", 1), "GPT2LMHeadModel": ("n_inner", 1), "MoshiForCausalLM": ("ffn_dim", 2)}
 _SPARSE_FROM_SECOND = ["dense", "sparse"]
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("AfmoeForCausalLM", {"num_hidden_layers": 4}),
@@ -39,6 +43,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "biogpt": ("BioGptForCausalLM", {}),
     "bitnet": ("BitNetForCausalLM", {}),
     "cohere2-moe": ("Cohere2MoeForCausalLM", {}),
+    "ctrl": ("CTRLLMHeadModel", {}),
     "dots1": ("Dots1ForCausalLM", {}),
     "ernie-4.5": ("Ernie4_5ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
@@ -55,6 +60,9 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4-unified": ("Gemma4UnifiedForCausalLM", _GEMMA4),
     "glm": ("GlmForCausalLM", {}),
+    "glm4-moe-lite": ("Glm4MoeLiteForCausalLM", {**_LATENT, "qk_nope_head_dim": 48, "v_head_dim": 64}),
+    "glm4-moe-lite-narrow-heads": ("Glm4MoeLiteForCausalLM", {**_LATENT, "q_lora_rank": None}),
+    "gpt2": ("GPT2LMHeadModel", {"pad_token_id": None}),
     "gpt-bigcode": ("GPTBigCodeForCausalLM", {}),
     "gpt-bigcode-heads-of-keys": ("GPTBigCodeForCausalLM", {"multi_query": False}),
     "granite-moe": ("GraniteMoeForCausalLM", {}),
@@ -68,6 +76,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": ("MiniMaxM2ForCausalLM", {}),
     "minimax-m3": ("MiniMaxM3VLForCausalLM", {"shared_intermediate_size": 80}),
     "modernbert": ("ModernBertDecoderForCausalLM", {"num_hidden_layers": 4, "local_attention": 18}),
+    "moshi": ("MoshiForCausalLM", {}),
     "nemotron": ("NemotronForCausalLM", {}),
     "olmo3": ("Olmo3ForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
@@ -75,6 +84,9 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save(folder: Path, class_name: str, **overrides: Any) -> None:
+    if class_name in _NETWORK_SIZES and "intermediate_size" in overrides:
+        name, factor = _NETWORK_SIZES[class_name]
+        overrides[name] = overrides["intermediate_size"] * factor
     made = tiny_transformers_model(class_name, **{**wider_overrides(class_name), **overrides})
     save_for_fallback(made, folder)
 
@@ -207,6 +219,12 @@ def test_matrices_that_do_not_fit_each_other_are_not_taken_for_a_network(tmp_pat
     save(tmp_path, "SeedOssForCausalLM")
     with pytest.raises(NotUsual, match="the sizes of its networks' projections do not fit each other"):
         read(tmp_path, **{"model.layers.1.mlp.down_proj.weight": TensorHeader("F32", (64, 96))})
+
+
+def test_heads_of_keys_and_values_that_differ_in_size_are_not_usual(tmp_path: Path) -> None:
+    save(tmp_path, "Glm4MoeLiteForCausalLM", v_head_dim=48)
+    with pytest.raises(NotUsual, match="not those of plain attention"):
+        read(tmp_path)
 
 
 def test_without_a_checkpoint_nothing_is_derived(tmp_path: Path) -> None:

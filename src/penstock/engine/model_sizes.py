@@ -157,20 +157,26 @@ def _size_usual(planned: PlannedModel) -> ModelSizes:
         usual = read_usual_decoder(model, planned.headers)
     except NotUsual as reason:
         return _size_without_memory(planned, f"{unknown}, and {reason}")
-    sizes = _size_transformers(replace(planned, headers=usual.headers), usual.kinds, usual.scaled_embeddings)
+    sizes = _size_transformers(
+        replace(planned, headers=usual.headers), usual.kinds, usual.scaled_embeddings, usual.transposed
+    )
     remark = f"estimated as a decoder of usual layers, since {unknown}"
     return replace(sizes, weights=sizes.weights + usual.buffer_bytes, remark=remark)
 
 
 def _size_transformers(
-    planned: PlannedModel, kinds: Sequence[LayerKind], scaled_embeddings: Collection[str] = ()
+    planned: PlannedModel,
+    kinds: Sequence[LayerKind],
+    scaled_embeddings: Collection[str] = (),
+    transposed: Collection[str] = (),
 ) -> ModelSizes:
     model, headers = planned.config.model, planned.headers
     shape = kinds[0].shape
     if headers is None:
         headers = transformers_weights_of_shape(model, shape)
+    as_computed_too = {*scaled_embeddings, *transposed}
     integers = planned.integers(
-        headers, shape.decoder, lambda name: is_kept_as_computed(name) or name in scaled_embeddings
+        headers, shape.decoder, lambda name: is_kept_as_computed(name) or name in as_computed_too
     )
     activations = max(
         estimate_transformers_activations(
@@ -182,7 +188,7 @@ def _size_transformers(
         )
         for kind in kinds
     )
-    weights = estimate_transformers_weights(integers.others, shape, planned.dtype, scaled_embeddings)
+    weights = estimate_transformers_weights(integers.others, shape, planned.dtype, as_computed_too)
     head_copy = planned.head_copy(integers, shape.decoder, reads_packed_rows=not scaled_embeddings)
     return ModelSizes(
         count_parameters(integers.others, shape.decoder) + integers.num_parameters,

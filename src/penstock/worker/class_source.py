@@ -25,7 +25,8 @@ class ClassSource:
     """defaults: what fields of the configuration mean where they are absent, None among it. names: of fields, by what
     the code calls them, where that differs. layer_types_rule: the statements that make `layer_types` where they are
     absent, if no others do. scales_embedding: the embedding does more than to look its rows up. has_rotary: heads turn.
-    shares_last: what all tokens go through beside experts runs after them. ignorable: expressions for names that
+    shares_last: what all tokens go through beside experts runs after them. has_transposed: linear layers keep their
+    weights as [inputs, outputs], and multiply by them themselves. ignorable: expressions for names that
     checkpoints may hold although the model has no such tensor, such as layers that predict further tokens.
     """
 
@@ -35,6 +36,7 @@ class ClassSource:
     scales_embedding: bool
     has_rotary: bool
     shares_last: bool
+    has_transposed: bool
     ignorable: tuple[str, ...]
 
     def complete(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +103,7 @@ def _class_source(body: list[ast.stmt], modeling: str) -> ClassSource:
         scales_embedding=_SCALED_EMBEDDING.search(modeling) is not None,
         has_rotary="RotaryEmbedding" in modeling,
         shares_last=first is not None and first[1] == "experts",
+        has_transposed="Conv1D(" in modeling,
         ignorable=tuple(name for names in _IGNORABLE.findall(modeling) for name in ast.literal_eval(names)),
     )
 

@@ -23,7 +23,7 @@ from penstock.worker.transformers_shape import TransformersShape, read_transform
 #   H hidden state    Q queries of all heads    R what of the queries turns    N one value per query head
 #   I inner state     K keys of all heads       S what of the keys turns
 #   X hidden and Y inner states of its experts together    Z inner state of the shared expert
-#   P inputs of its own that each layer has, of all layers together
+#   P inputs of its own that each layer has, of all layers together    C state that keys and values are made of
 # Small letters are float32 beside a narrower dtype.
 Moment = str
 _TERM = re.compile(r"(-?\d+)([A-Za-z])")
@@ -145,12 +145,12 @@ def estimate_transformers_weights(
     headers: Mapping[str, TensorHeader],
     shape: TransformersShape,
     dtype: DtypeChoice,
-    scaled_embeddings: Collection[str] = (),
+    as_computed_too: Collection[str] = (),
 ) -> int:
-    """Parameters: matrices as they are kept, the rest in the compute dtype, and so embeddings of these names."""
+    """Parameters: matrices as they are kept, the rest in the compute dtype, and so those of these names."""
     narrow = as_computed = 0
     for name, count in weights_of(headers, shape.decoder).items():
-        if len(headers[name].shape) < 2 or is_kept_as_computed(name) or name in scaled_embeddings:
+        if len(headers[name].shape) < 2 or is_kept_as_computed(name) or name in as_computed_too:
             as_computed += count
         else:
             narrow += count
@@ -282,4 +282,5 @@ def _sizes(shape: TransformersShape) -> dict[str, int]:
         "Y": 0 if experts is None else num_selected * experts.intermediate_size,
         "Z": 0 if experts is None else experts.shared_size,
         "P": shape.layer_inputs,
+        "C": shape.latent_size,
     }

@@ -55,6 +55,7 @@ class TransformersShape:
 
     other_rotary_dims: of rotations that this model's layers do not use, and that are there for others.
     layer_inputs: values of a token that layers get beside the hidden state, those of all layers together.
+    latent_size: of the state that keys and values are made of, with what of the keys turns; 0 without one.
     """
 
     decoder: ModelShape
@@ -62,6 +63,7 @@ class TransformersShape:
     activation: str
     other_rotary_dims: int = 0
     layer_inputs: int = 0
+    latent_size: int = 0
 
 
 def read_transformers_shape(model_config: ModelConfig) -> TransformersShape:
@@ -188,6 +190,7 @@ _WINDOWS: dict[str, ReadWindows] = {
     "Gemma4UnifiedForCausalLM": _gemma4_windows,
     "MixtralForCausalLM": _same_window,
     "ModernBertDecoderForCausalLM": _modernbert_windows,
+    "MoshiForCausalLM": _no_windows,  # whatever the file says of one
     "Qwen2MoeForCausalLM": _qwen2_moe_windows,
     "Qwen3MoeForCausalLM": _same_window_if_used,
     "SmolLM3ForCausalLM": _smollm3_windows,

@@ -19,6 +19,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.registry import supported_architectures
 from penstock.models.shape import ModelShape, read_shape
 from penstock.worker.class_source import ClassSource, read_class_source
+from penstock.worker.estimate import FLOAT_BYTES
 from penstock.worker.transformers_estimate import (
     ACTIVATION_TENSORS,
     NARROW_LIKE_COHERE,
@@ -39,6 +40,7 @@ from penstock.worker.usual_matrices import (
     LayerMatrices,
     NotUsual,
     UsualMatrices,
+    is_matrix_of_layer,
     is_of_layer,
     read_usual_matrices,
 )
@@ -58,6 +60,8 @@ _NUM_SELECTED = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 _JOINED: tuple[Moment, ...] = ("3H 4Q 5K",)
 # Attention that turns a part of each head.
 _PARTS_OF_HEADS: tuple[Moment, ...] = ("3H 3Q 3K", "4H 2Q 2K")
+# Attention whose keys and values are made together, of a latent state.
+_LATENT = LayerMoments(("3H 9Q 2C", "4H 6Q 2C"), ("4H 6Q 2C", *RMS_NORM))
 # What norms of heads, of attention's result and of inner states hold where all else is narrower.
 _NARROW_HEAD_NORM: tuple[Moment, ...] = ("3H 1Q 2K 2q 2n", "3H 3Q 2K 1q 1n")
 _NARROW_RESULT_NORM: tuple[Moment, ...] = ("3H 2Q 2K 2q", "3H 4Q 2K 1q")
@@ -84,8 +88,10 @@ _OWN_LAYERS = {
         WHOLE_HEADS, ("3H 1Q 2K 3q", "3H 1Q 2K 1q 3k"), has_wide_networks=True, has_wide_routing=True
     ),
     "BioGptForCausalLM": LayerMoments(("9H",), ("9H 1n",)),
+    "CTRLLMHeadModel": LayerMoments(("9H",), ("9H 1n",), kept=7),
     "Gemma4ForCausalLM": _QUERIES_FIRST,
     "Gemma4UnifiedForCausalLM": _QUERIES_FIRST,
+    "GPT2LMHeadModel": LayerMoments(("11H",), ("9H",), kept=6),
     "GPTBigCodeForCausalLM": LayerMoments(("8H", "6H 1Q 4K"), ("8H", "6H 1Q 2K"), kept=6),
     "ModernBertDecoderForCausalLM": LayerMoments(("4H 4Q 2K",), ("7H 4q", "6H 2Q 2q"), kept=5),
 }
@@ -96,23 +102,30 @@ _LATE_GATE: dict[str, tuple[tuple[Moment, ...], tuple[Moment, ...]]] = {
     "LagunaForCausalLM": (("3H 4Q 2K", "4H 3Q 2K"), ("3H 2Q 2K 2q",)),
 }
 # Whose gate is made of other operators than the activation that the configuration names.
-_OWN_ACTIVATION = {"MiniMaxM3VLForCausalLM": "swigluoai"}
+_OWN_ACTIVATION = {"CTRLLMHeadModel": "relu", "MiniMaxM3VLForCausalLM": "swigluoai"}
 # Whose routing has a bias, and gives weights in the dtype of the hidden state all the same.
 _NARROW_ROUTING = ("LagunaForCausalLM",)
 
+# Rows that an embedding has beside those of the vocabulary.
+_EXTRA_TOKENS = {"MoshiForCausalLM": 1}
+
 # Which make a causal mask of all positions as they are built, a byte for each pair, and keep it.
 _KEEP_MASK = ("GPTBigCodeForCausalLM",)
+# Which make a table of positions that is no weight, in float32, and keep it.
+_KEEP_POSITIONS = ("CTRLLMHeadModel",)
 
 
 @dataclass(frozen=True, slots=True)
 class UsualDecoder:
     """headers: of what is loaded. kinds: of layers. scaled_embeddings: the names of embeddings that do more than to
-    look rows up. buffer_bytes: of what the model keeps beside its weights.
+    look rows up. transposed: of matrices that the class multiplies by itself. buffer_bytes: of what the model keeps
+    beside its weights.
     """
 
     headers: Mapping[str, TensorHeader]
     kinds: tuple[LayerKind, ...]
     scaled_embeddings: frozenset[str]
+    transposed: frozenset[str]
     buffer_bytes: int
 
 
@@ -126,15 +139,24 @@ def read_usual_decoder(model_config: ModelConfig, headers: Mapping[str, TensorHe
     fields = ConfigFields(dataclasses.replace(model_config, hf_config=source.complete(model_config.hf_config)))
     try:
         headers = _without_ignorable(headers, source.ignorable, fields.integer("num_hidden_layers"))
-        found = read_usual_matrices(headers)
+        found = read_usual_matrices(headers, are_transposed=source.has_transposed)
         kinds = _kinds(fields, found, source)
     except (ModelError, UnsupportedFeature) as error:
         raise NotUsual(f"its configuration is not that of a usual decoder ({error})") from error
     scaled = {found.embedding} if source.scales_embedding else set()
     if found.layer_inputs:
         scaled.add(found.layer_inputs)
-    mask_bytes = model_config.longest_context**2 if model_config.architecture in _KEEP_MASK else 0
-    return UsualDecoder(headers, kinds, frozenset(scaled), mask_bytes)
+    transposed = frozenset(filter(is_matrix_of_layer, headers) if source.has_transposed else ())
+    return UsualDecoder(headers, kinds, frozenset(scaled), transposed, _buffer_bytes(fields))
+
+
+def _buffer_bytes(fields: ConfigFields) -> int:
+    model_config = fields.model_config
+    if model_config.architecture in _KEEP_MASK:
+        return model_config.longest_context**2
+    if model_config.architecture in _KEEP_POSITIONS:
+        return model_config.longest_context * fields.integer("hidden_size") * FLOAT_BYTES
+    return 0
 
 
 def _without_ignorable(
@@ -162,8 +184,11 @@ def _kinds(fields: ConfigFields, found: UsualMatrices, source: ClassSource) -> t
     kinds = []
     for numbers, layer in found.kinds(list(zip(types, num_heads, strict=True))):
         shape = _shape(fields, found, layer, [windows[number] for number in numbers], num_heads[numbers[0]])
-        if source.has_rotary:
-            shape = _turned(shape, read_rotated_share(fields, fields.model_config.architecture, types[numbers[0]]))
+        if layer.has("latent"):
+            shape = _turned(shape, layer.num_turned)
+        elif source.has_rotary:
+            share = read_rotated_share(fields, fields.model_config.architecture, types[numbers[0]])
+            shape = _turned(shape, int(shape.decoder.head_size * share))
         moments = _moments(fields.model_config.architecture, shape, layer, source)
         if numbers == (0,) and num_layers > 1:  # no layer before it has returned anything
             moments = dataclasses.replace(moments, kept=moments.kept - 1)
@@ -176,7 +201,8 @@ def _refuse_others(fields: ConfigFields, found: UsualMatrices) -> None:
     for name in _OTHER_ATTENTION:
         if config.get(name) and (name, config[name]) != _ONLY_FOR_IMAGES:
             raise NotUsual(f"config.json has {name}={config[name]!r}")
-    if found.embedded != (fields.model_config.vocab_size, fields.integer("hidden_size")):
+    num_tokens = fields.model_config.vocab_size + _EXTRA_TOKENS.get(fields.model_config.architecture, 0)
+    if found.embedded != (num_tokens, fields.integer("hidden_size")):
         raise NotUsual(f"the embedding has the shape {list(found.embedded)}")
     if len(found.layers) != fields.integer("num_hidden_layers"):
         raise NotUsual(f"the checkpoint has {len(found.layers)} layers")
@@ -204,13 +230,20 @@ def _shape(
     if activation not in ACTIVATION_TENSORS:
         raise NotUsual(f"the activation {activation!r} is not known beforehand")
     experts = _experts(fields, layer, decoder) if layer.has("router") else None
-    return TransformersShape(decoder, experts, activation, layer_inputs=found.layer_inputs_size)
+    latent_size = layer.of("latent")[0] if layer.has("latent") else 0
+    return TransformersShape(
+        decoder, experts, activation, layer_inputs=found.layer_inputs_size, latent_size=latent_size
+    )
 
 
 def _heads(fields: ConfigFields, layer: LayerMatrices, num_heads: int) -> tuple[int, int]:
     """The size of heads, and how many there are of keys."""
     head_size, rest = divmod(layer.of("output")[1], num_heads)
-    if layer.has("joined"):
+    if layer.has("latent"):
+        num_kv_heads, odd = num_heads, 0
+        is_usual = layer.of("query")[0] == num_heads * head_size
+        is_usual = is_usual and layer.of("of latent")[0] == num_heads * (2 * head_size - layer.num_turned)
+    elif layer.has("joined"):
         num_values = layer.of("joined")[0] - num_heads * head_size
         num_kv_heads, odd = divmod(num_values, 2 * head_size)
         is_usual = not layer.has("query")
@@ -252,9 +285,8 @@ def _num_selected(fields: ConfigFields) -> int:
     return fields.integer(name)
 
 
-def _turned(shape: TransformersShape, share: float) -> TransformersShape:
-    decoder = dataclasses.replace(shape.decoder, rotary_dim=int(shape.decoder.head_size * share))
-    return dataclasses.replace(shape, decoder=decoder)
+def _turned(shape: TransformersShape, rotary_dim: int) -> TransformersShape:
+    return dataclasses.replace(shape, decoder=dataclasses.replace(shape.decoder, rotary_dim=rotary_dim))
 
 
 def _with_all_rotations(fields: ConfigFields, kinds: list[LayerKind], types: list[str]) -> tuple[LayerKind, ...]:
@@ -324,6 +356,8 @@ def _moments(architecture: str, shape: TransformersShape, layer: LayerMatrices, 
 
 
 def _attention(architecture: str, shape: TransformersShape, layer: LayerMatrices) -> LayerMoments:
+    if shape.latent_size:
+        return _LATENT
     is_partial = shape.decoder.rotary_dim < shape.decoder.head_size
     turned = _PARTS_OF_HEADS if is_partial else WHOLE_HEADS
     if layer.has("joined") and (is_partial or layer.has("head norm")):

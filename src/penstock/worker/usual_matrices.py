@@ -12,23 +12,26 @@ from penstock.loader.headers import TensorHeader
 from penstock.worker.estimate import HEADS, is_no_weight
 
 _LAYER = re.compile(r"(?:\w+\.)*?(?:layers|h)\.(\d+)\.(.+)")
-_ATTENTION = r"(self_attn|attention|attn)"
+_ATTENTION = r"(self_attn|attention|attn|multi_head_attention)"
 _MIXTURE = r"((mlp|block_sparse_moe)\.)?"
 # What the tensors of a layer are, by name. Those that are only allowed, and say nothing, have the role "".
 _ROLES = tuple(
     (role, re.compile(pattern))
     for role, pattern in (
-        ("query", rf"{_ATTENTION}\.q_proj\.weight"),
-        ("key", rf"{_ATTENTION}\.k_proj\.weight"),
-        ("value", rf"{_ATTENTION}\.v_proj\.weight"),
+        ("query", rf"{_ATTENTION}\.(q_proj|q_proj\.linear|q_b_proj|Wq)\.weight"),
+        ("key", rf"{_ATTENTION}\.(k_proj|k_proj\.linear|Wk)\.weight"),
+        ("value", rf"{_ATTENTION}\.(v_proj|v_proj\.linear|Wv)\.weight"),
+        ("latent", rf"{_ATTENTION}\.kv_a_proj_with_mqa\.weight"),
+        ("of latent", rf"{_ATTENTION}\.kv_b_proj\.weight"),
+        ("", rf"{_ATTENTION}\.(q_a_proj\.(weight|bias)|kv_a_proj_with_mqa\.bias|(q_a|kv_a)_layernorm\.weight)"),
         ("joined", rf"{_ATTENTION}\.(qkv_proj|query_key_value|c_attn)\.weight"),
-        ("output", rf"{_ATTENTION}\.(o_proj|dense|out_proj|c_proj|Wo)\.weight"),
+        ("output", rf"{_ATTENTION}\.(o_proj|o_proj\.linear|dense|out_proj|c_proj|Wo)\.weight"),
         ("output gate", rf"{_ATTENTION}\.(gate_proj|g_proj)\.weight"),
         ("", rf"{_ATTENTION}\.gate_bias"),
         ("gate", r"mlp\.gate_proj\.weight"),
-        ("up", r"(mlp\.)?(up_proj|fc1|c_fc|dense_h_to_4h|Wi)\.weight"),
+        ("up", r"(mlp\.)?(up_proj|fc1|c_fc|dense_h_to_4h|Wi|ffn\.0)\.weight"),
         ("gate and up", r"mlp\.gate_up_proj\.weight"),
-        ("down", r"(mlp\.)?(down_proj|fc2|c_proj|dense_4h_to_h|Wo)\.weight"),
+        ("down", r"(mlp\.)?(down_proj|fc2|c_proj|dense_4h_to_h|Wo|ffn\.2)\.weight"),
         ("router", rf"{_MIXTURE}(gate|gate\.wg|router|router\.(gate|layer|proj))\.weight"),
         (
             "router's bias",
@@ -43,7 +46,7 @@ _ROLES = tuple(
         ("", r"mlp\.shared_(experts?|mlp)\.(gate_proj|up_proj)\.weight"),
         ("shared gate and up", r"mlp\.shared_(experts?|mlp)\.gate_up_proj\.weight"),
         ("shared", r"mlp\.shared_(experts?|mlp)\.down_proj\.weight"),
-        ("", rf"({_ATTENTION}\.|mlp\.)?(\w+_proj|fc[12]|c_\w+|dense\w*|query_key_value|W[io])\.bias"),
+        ("", rf"({_ATTENTION}\.|mlp\.)?(\w+_proj|fc[12]|c_\w+|dense\w*|query_key_value|W[ioqkv]|ffn\.[02])\.bias"),
         ("", r"mlp\.act_fn\.(alpha_n|alpha_p|beta|eps)"),
         ("head norm", r"self_attn\.(q|k|query|key)_(layer)?norm\.(weight|bias)"),
         ("result norm", r"self_attn\.attn_sub_norm\.weight"),
@@ -54,10 +57,10 @@ _ROLES = tuple(
         ("", r"layer_scalar|per_layer_(input_gate|projection)\.weight"),
     )
 )
-_EMBEDDING = re.compile(r"(\w+\.)*(embed_tokens|tok_embeddings|wte)\.weight")
+_EMBEDDING = re.compile(r"(\w+\.)*(embed_tokens|tok_embeddings|wte|w)\.weight")
 _LAYER_INPUTS = re.compile(r"(\w+\.)*embed_tokens_per_layer\.weight")
 _BESIDE_LAYERS = re.compile(
-    r"(\w+\.)*(norm|final_norm|final_layernorm|layer_norm|ln_f|per_layer_projection_norm)\.(weight|bias)|"
+    r"(\w+\.)*(norm|final_norm|final_layernorm|layer_?norm|ln_f|per_layer_projection_norm)\.(weight|bias)|"
     r"(\w+\.)*(embed_positions|wpe|per_layer_model_projection)\.weight|"
     r"(lm_head|output_projection|decoder)\.(weight|bias)|lm_head\.dense\.(weight|bias)"
 )
@@ -85,6 +88,11 @@ class LayerMatrices:
         if len(shapes) != 1:
             raise NotUsual(f"the sizes of its {role} projections do not show")
         return next(iter(shapes))
+
+    @property
+    def num_turned(self) -> int:
+        """Dimensions of a head that turn, where keys and values are made of a latent state."""
+        return self.of("latent")[0] - self.of("of latent")[1]
 
     @property
     def has_network(self) -> bool:
@@ -118,8 +126,11 @@ class UsualMatrices:
             yield tuple(numbers), layer
 
 
-def read_usual_matrices(headers: Mapping[str, TensorHeader]) -> UsualMatrices:
-    """Raises NotUsual for a tensor that usual decoders lack, and for layers that lack one."""
+def read_usual_matrices(headers: Mapping[str, TensorHeader], *, are_transposed: bool = False) -> UsualMatrices:
+    """are_transposed: the matrices of layers are stored as [inputs, outputs].
+
+    Raises NotUsual for a tensor that usual decoders lack, and for layers that lack one.
+    """
     layers: defaultdict[int, LayerMatrices] = defaultdict(LayerMatrices)
     embedding = layer_inputs = ""
     for name, header in headers.items():
@@ -130,7 +141,7 @@ def read_usual_matrices(headers: Mapping[str, TensorHeader]) -> UsualMatrices:
             role = _role(in_layer[2])
             if role is None:
                 raise NotUsual(f"the checkpoint has {name}")
-            layers[int(in_layer[1])].note(role, header.shape)
+            layers[int(in_layer[1])].note(role, header.shape[::-1] if are_transposed else header.shape)
         elif _EMBEDDING.fullmatch(name) and not embedding:
             embedding = name
         elif _LAYER_INPUTS.fullmatch(name):
@@ -157,6 +168,12 @@ def is_of_layer(name: str, num_layers: int) -> bool:
     """Whether the tensor belongs to one of the first `num_layers` layers."""
     in_layer = _LAYER.fullmatch(name)
     return in_layer is not None and int(in_layer[1]) < num_layers
+
+
+def is_matrix_of_layer(name: str) -> bool:
+    """Whether the tensor is one of a linear layer, in a layer."""
+    in_layer = _LAYER.fullmatch(name)
+    return in_layer is not None and _role(in_layer[2]) in ("joined", "output", "up", "down")
 
 
 @cache  # layers have the same names, and those with an expert to each tensor have thousands
