@@ -99,7 +99,8 @@ def test_a_tied_head_has_8_bits_and_the_embedding_reads_its_rows(quantization: s
     process_weights_after_loading(model, choose_method(quantization, vocab_size=110))
     ids = torch.tensor([0, 5, 109, 17, 5])
     assert torch.equal(embedding(ids), rounded[ids])
-    assert weights_size_bytes(model) < 112 * 64 + 112 * 4 + 1
+    # Rows fill panels, of 32 at most; each has a scale, and a sum where products need one.
+    assert weights_size_bytes(model) <= 128 * (64 + 4 + 4)
 
 
 def test_other_dtypes_are_computed_in_float32_and_keep_theirs() -> None:

@@ -152,14 +152,18 @@ def test_weights(tmp_path: Path, class_name: str, kind: str) -> None:
 def test_the_built_model_has_what_a_head_packs_beside_its_embedding(
     tmp_path: Path, class_name: str, quantization: str | None
 ) -> None:
-    """A scaled embedding cannot read the rows of what the head packs, so there are two; a plain one can."""
-    size = {"hidden_size": 128, "vocab_size": 2048, "tie_word_embeddings": True}
+    """A scaled embedding cannot read the rows of what the head packs, so there are two; a plain one can.
+
+    All sizes are of whole panels, which are 16 or 32 wide.
+    """
+    size = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 2048, "tie_word_embeddings": True}
     config = save_for_fallback(tiny_transformers_model(class_name, **size), tmp_path)
     config = dataclasses.replace(config, quantization=quantization)
     _, weights, _ = derive_and_measure(tmp_path, quantization=quantization)
     dtype = DtypeChoice("float32", "", "float32")
     built = try_without_memory(config, NUM_TOKENS, 16, dtype, "float32", "cpu")
-    assert built.weights == pytest.approx(weights, rel=0.01)
+    # Where bytes are multiplied four at a time, each row of 128 has a sum of 4 bytes too.
+    assert built.weights == pytest.approx(weights, rel=0.01 if quantization is None else 0.04)
 
 
 @pytest.mark.parametrize("activation", ["silu", "linear", "gelu_10", "gelu_new", "gelu_fast"])
