@@ -254,6 +254,16 @@ def test_ctrl_c_that_a_library_turns_into_its_own_error_is_still_ctrl_c(slow: Co
     assert process.stderr.read() == b""
 
 
+def test_ctrl_c_that_an_import_would_swallow_ends_the_command(slow: Command) -> None:
+    slow.environment["FAKE_START"] = "swallowed in an import"
+    process = slow.start("the fox", "--max-tokens", "60")
+    wait_for_output(process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=5) == 130
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+
+
 @pytest.mark.parametrize("output", [[], ["--json"]])
 def test_a_closed_pipe_ends_it_quietly(slow: Command, tmp_path: Path, output: list[str]) -> None:
     requests = jsonl(*({"prompt": "a", "max_tokens": number} for number in range(1, 50)))

@@ -44,6 +44,8 @@ def start(trouble: str | None) -> None:
             time.sleep(30)
         except KeyboardInterrupt:
             raise ImportError("numpy could not be imported") from None
+    if trouble == "swallowed in an import":
+        import support.import_that_swallows  # noqa: F401
 
 
 if __name__ == "__main__":

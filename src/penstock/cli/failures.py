@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from penstock.cli.main import EXIT_INTERRUPTED
+from penstock.cli.main import EXIT_INTERRUPTED, leave_at_once
 from penstock.config import env
 from penstock.errors import ConfigError, InvalidRequest, ModelNotFound, PenstockError
 
@@ -36,16 +36,29 @@ class OutputClosed(Exception):
 
 
 class _Interrupts:
-    """Remembers Ctrl-C, since a library in the middle of its import may turn it into an error of its own."""
+    """Remembers Ctrl-C, which a library may turn into an error of its own.
+
+    Within an import it leaves at once: libraries also go on after whatever one of their imports raised.
+    """
 
     def __init__(self) -> None:
         self.happened = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _is_importing(frame):
+            leave_at_once(number, frame)
         self.happened = True
         # The second Ctrl-C does not wait for an orderly end.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

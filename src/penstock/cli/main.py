@@ -12,11 +12,12 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """Run the command line."""
     # Before a command runs and after it has ended there is nothing to clean up.
-    signal.signal(signal.SIGINT, _leave_at_once)
+    signal.signal(signal.SIGINT, leave_at_once)
     from penstock.cli.app import app
 
     app(prog_name="penstock")
 
 
-def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
+def leave_at_once(_number: int, _frame: FrameType | None) -> None:
+    """A signal handler for where nothing has to be cleaned up."""
     os._exit(EXIT_INTERRUPTED)
