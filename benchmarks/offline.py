@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.engines import ENGINES, InOwnProcess
 from benchmarks.workloads import Workload, make_workloads, write_model
+from penstock.kernels.native import describe_kernels
 
 _STARTUP = "startup"
 
@@ -77,6 +78,10 @@ def check_agreement(workload: Workload, tokens: dict[str, list[list[int]]]) -> N
 
 def measure_startup(model: Path, repeats: int) -> dict[str, list[float]]:
     """Seconds from the process's start to the first token, each in a fresh process."""
+    load_transformers = (
+        "import torch\nfrom transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(model)!r}, dtype=torch.float32)\n"
+    )
     programs = {
         "Penstock": (
             "from penstock.config import EngineConfig\n"
@@ -89,9 +94,14 @@ def measure_startup(model: Path, repeats: int) -> dict[str, list[float]]:
             "while not core.step(): pass\n"
         ),
         "Transformers generate": (
-            "import torch\nfrom transformers import AutoModelForCausalLM\n"
-            f"model = AutoModelForCausalLM.from_pretrained({str(model)!r}, dtype=torch.float32)\n"
-            "model.generate(torch.tensor([[10, 11, 12]]), max_new_tokens=1, do_sample=False, pad_token_id=0)\n"
+            load_transformers
+            + "model.generate(torch.tensor([[10, 11, 12]]), max_new_tokens=1, do_sample=False, pad_token_id=0)\n"
+        ),
+        "Transformers continuous batching": (
+            load_transformers + "from transformers import GenerationConfig\n"
+            "config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)\n"
+            "outputs = model.generate_batch([[10, 11, 12]], generation_config=config, progress_bar=False)\n"
+            "assert [len(output.generated_tokens) for output in outputs.values()] == [1]\n"
         ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -132,6 +142,7 @@ def machine(threads: int) -> dict[str, object]:
     return {
         "date": datetime.date.today().isoformat(),
         "processor": _processor(),
+        "kernels": describe_kernels().removesuffix(" kernels"),
         "threads": threads,
         "python": platform.python_version(),
         "torch": torch.__version__,
