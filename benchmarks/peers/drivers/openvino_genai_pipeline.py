@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import openvino
 import openvino_genai
@@ -12,14 +14,18 @@ _BLOCK_SIZE = 32
 
 
 class OpenVINO:
-    def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int) -> None:
+    def __init__(
+        self, model: str, threads: int, kv_tokens: int, kv_bytes: int, inference_precision: str | None = None
+    ) -> None:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.num_kv_blocks = kv_tokens // _BLOCK_SIZE
         scheduler.max_num_batched_tokens = 2048
         scheduler.max_num_seqs = 64
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = True
-        properties = {"INFERENCE_NUM_THREADS": threads}
+        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        if inference_precision is not None:
+            properties["INFERENCE_PRECISION_HINT"] = inference_precision
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
 
     def generate(self, prompts: list[list[int]], num_outputs: list[int]) -> list[list[int]]:
