@@ -20,7 +20,6 @@ import torch
 
 from benchmarks.engines import ENGINES, InOwnProcess
 from benchmarks.workloads import Workload, make_workloads, write_model
-from penstock.kernels.native import describe_kernels
 
 _STARTUP = "startup"
 
@@ -138,6 +137,8 @@ def summarise(workloads: list[Workload], seconds: dict[str, dict[str, list[float
 
 def machine(threads: int) -> dict[str, object]:
     import transformers
+
+    from penstock.kernels.native import describe_kernels  # which checkouts of long ago lack
 
     return {
         "date": datetime.date.today().isoformat(),
