@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -45,7 +46,7 @@ def start(trouble: str | None) -> None:
         except KeyboardInterrupt:
             raise ImportError("numpy could not be imported") from None
     if trouble == "swallowed in an import":
-        import support.import_that_swallows  # noqa: F401
+        import_module("support.import_that_swallows")
 
 
 if __name__ == "__main__":
