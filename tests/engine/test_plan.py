@@ -20,6 +20,7 @@ from penstock.engine.plan import plan_engine
 from penstock.errors import CheckpointError, ConfigError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.sharded_state import copy_model_files
 from penstock.models.registry import supported_architectures
+from penstock.observability.units import format_bytes
 from penstock.runner.sampling import LogitsProcessor, LogitsRows, ProcessorContext
 from penstock.worker.estimate import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
@@ -366,3 +367,5 @@ def test_the_table_and_the_data_say_the_same(tmp_path: Path) -> None:
     terms = ("process", "weights", "activations", "sampling", "runner_state", "logits_processors")
     assert memory["left_for_kv_cache"] == memory["budget"] - sum(memory[term] for term in terms)
     assert set(memory) >= {field.name for field in dataclasses.fields(plan.memory)}
+    assert data["engine_bytes"] == sum(memory[term] for term in terms) + data["kv_cache"]["bytes"]
+    assert f"filled: {format_bytes(data['engine_bytes'])}" in table

@@ -59,9 +59,14 @@ class EnginePlan:
 
     def table(self) -> str:
         """All of it, for a person to check."""
-        return "\n".join(
-            [*self._model_lines(), "", "Memory", self.memory.table(), "", "KV cache", *self._cache_lines()]
-        )
+        in_all = f"In all, once the KV cache is filled: {format_bytes(self.engine_bytes)}"
+        memory, cache = ["Memory", self.memory.table()], ["KV cache", *self._cache_lines()]
+        return "\n".join([*self._model_lines(), "", *memory, "", *cache, "", in_all])
+
+    @property
+    def engine_bytes(self) -> int:
+        """What the engine takes in all, once its KV cache is filled and full steps have run."""
+        return self.memory.without_kv_cache + self.kv_cache.size_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; sizes in bytes."""
@@ -76,6 +81,7 @@ class EnginePlan:
             "num_parameters": self.num_parameters,
             "remark": self.remark,
             "max_model_len": self.max_model_len,
+            "engine_bytes": self.engine_bytes,
             "memory": memory,
             "kv_cache": {
                 "bytes": self.kv_cache.size_bytes,

@@ -51,8 +51,13 @@ class MemoryPlan:
     @property
     def left_for_kv_cache(self) -> int:
         """What the budget leaves; negative when the model alone exceeds it."""
+        return self.budget - self.without_kv_cache
+
+    @property
+    def without_kv_cache(self) -> int:
+        """What the engine takes besides its KV cache."""
         step = self.activations + self.sampling
-        return self.budget - self.process - self.weights - step - self.runner_state - self.logits_processors
+        return self.process + self.weights + step + self.runner_state + self.logits_processors
 
     @property
     def kv_cache_bytes(self) -> int:
