@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import mmap
+import sys
 
+import psutil
 import pytest
 import torch
 
@@ -26,6 +28,17 @@ def test_there_are_as_many_bytes_as_asked_for_and_they_begin_on_a_cache_line(num
 @pytest.mark.parametrize("num_bytes", [2 * MEBIBYTE, 7 * MEBIBYTE + 64])
 def test_large_weights_begin_on_a_large_page(num_bytes: int) -> None:
     assert weight_memory(num_bytes).data_ptr() % (2 * MEBIBYTE) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_take_as_much_memory_as_they_have_bytes() -> None:
+    num_bytes, count = 2 * MEBIBYTE + 5000, 16
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    weights = [weight_memory(num_bytes).fill_(1) for _ in range(count)]
+    taken = psutil.Process().memory_info().rss - before
+    assert taken < 1.2 * count * num_bytes
+    assert len(weights) == count
 
 
 def test_memory_stays_as_long_as_any_view_of_it() -> None:

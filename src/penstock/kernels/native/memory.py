@@ -18,16 +18,18 @@ _LARGE_PAGE = 2 << 20
 
 
 def weight_memory(num_bytes: int) -> Tensor:
-    """Uninitialised bytes: uint8 [num_bytes]. They begin on a cache line; from 2 MiB on, on a large page."""
+    """Uninitialised bytes: uint8 [num_bytes]. They begin on a cache line; from 2 MiB on, on a large page.
+
+    What does not fill a large page is in small ones: half of one more for every weight would be much of a small model.
+    """
     if num_bytes < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return _aligned(torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8), num_bytes, CACHE_LINE)
+        memory = torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8)
+        start = -memory.data_ptr() % CACHE_LINE
+        return memory[start : start + num_bytes]
     region = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages: the memory is good all the same
-        region.madvise(mmap.MADV_HUGEPAGE)
     # The tensor keeps the region, and the region goes with its last view.
-    return _aligned(torch.frombuffer(region, dtype=torch.uint8), num_bytes, _LARGE_PAGE)
-
-
-def _aligned(memory: Tensor, num_bytes: int, alignment: int) -> Tensor:
-    start = -memory.data_ptr() % alignment
+    memory = torch.frombuffer(region, dtype=torch.uint8)
+    start = -memory.data_ptr() % _LARGE_PAGE
+    with suppress(OSError):  # a kernel without large pages: the memory is good all the same
+        region.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _LARGE_PAGE * _LARGE_PAGE)
     return memory[start : start + num_bytes]
