@@ -1,4 +1,4 @@
-"""What an engine reserves for a step is what full steps take from the system, not much more and not much less."""
+"""What an engine plans with is what its process takes: when it is ready, for full steps, and in all."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from penstock.engine.plan import plan_engine
 from penstock.worker.estimate import LIBRARY_BYTES
 
-FULL_STEPS = Path(__file__).parents[1] / "support" / "full_steps.py"
+FULL_STEPS = Path(__file__).parents[2] / "benchmarks" / "full_steps.py"
 MIB = 1 << 20
 # How the C library cuts its heap differs from step to step: one term may be exceeded a little, and less may be taken.
 # The same steps of one model took from 38 to 59 MiB.
 LUCK = 1.25
 LESS = 4.0
-OPTIONS = {"load_format": "dummy", "num_threads": 1, "kv_cache_memory_bytes": 64 * MIB}
+# Of all memory that the process takes.
+TOTAL = 0.1
+OPTIONS = {"load_format": "dummy", "num_threads": 1, "kv_cache_memory_bytes": 512 * MIB}
+COMMON = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wide layers": (
         {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 2000},
@@ -33,14 +37,24 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 32_000},
         {"max_num_batched_tokens": 2048, "max_num_seqs": 32},
     ),
+    "rounded weights": (
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 6,
+            "vocab_size": 2000,
+        },
+        {"max_num_batched_tokens": 512, "max_num_seqs": 12, "quantization": "int8"},
+    ),
 }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", MODELS)
-def test_full_steps_take_what_the_engine_reserves(name: str, tmp_path: Path) -> None:
+def test_a_process_takes_what_its_engine_plans_with(name: str, tmp_path: Path) -> None:
     shape, options = MODELS[name]
-    config = LlamaConfig(**shape, num_hidden_layers=2, architectures=["LlamaForCausalLM"], max_position_embeddings=4096)
+    config = LlamaConfig(**{**COMMON, **shape})
     config.save_pretrained(tmp_path)
     found = run_full_steps(tmp_path, {**OPTIONS, **options})
     measured, reserve = found["measured"], found["activations"] + found["sampling"]
@@ -52,6 +66,11 @@ def test_full_steps_take_what_the_engine_reserves(name: str, tmp_path: Path) -> 
     # Whatever comes, and however the heap was cut before.
     most = max(measured.values())
     assert reserve / LESS <= most <= LUCK * reserve, described
+    kept = sum(found[term] for term in ("process", "weights", "runner_state")) + OPTIONS["kv_cache_memory_bytes"]
+    assert abs(found["ready"] - kept) <= TOTAL * kept, described
+    planned = plan_engine(str(tmp_path), device="cpu", **OPTIONS, **options)
+    described["planned"] = round(planned.engine_bytes / MIB, 1)
+    assert abs(planned.engine_bytes - found["resident"]) <= TOTAL * found["resident"], described
 
 
 def run_full_steps(folder: Path, options: dict[str, Any]) -> dict[str, Any]:

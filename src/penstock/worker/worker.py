@@ -95,6 +95,7 @@ class Worker(WorkerBase):
             dtype.torch_dtype,
             dtype.weights_torch_dtype,
         )
+        device.empty_cache()  # what converting and rounding the weights has left
         self._layers = attention_layers(self._model)
         logger.info(
             "Model: %s, %s of weights, computed in %s (%s)",

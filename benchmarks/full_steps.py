@@ -1,6 +1,7 @@
 """The memory that full steps of a running engine really take from the system; a program, for a process of its own.
 
-Prints JSON: by kind of step, the largest resident size above the idle engine's, and what the engine reserves for it.
+Prints JSON: by kind of step, the largest resident size above the idle engine's; the process's when it is ready, with
+its KV cache filled, and its largest; and what the engine plans with.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ EVERY_STAGE = {
     "logit_bias": {0: 1.0},
     "logprobs": 20,
 }
+
+
+# Resident sizes, of every run.
+peaks: list[int] = []
 
 
 class Engine:
@@ -59,7 +64,8 @@ def peak_of(run: Callable[[], object]) -> int:
     start = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")
     run()
-    return resident_peak() - start
+    peaks.append(resident_peak())
+    return peaks[-1] - start
 
 
 def resident_peak() -> int:
@@ -107,4 +113,5 @@ if __name__ == "__main__":
     engine = Engine(sys.argv[1], **json.loads(sys.argv[2]))
     plan = engine.core.memory_plan
     terms = {name: getattr(plan, name) for name in ("process", "weights", "activations", "sampling", "runner_state")}
-    print(json.dumps({"measured": measure(engine), **terms}))
+    ready = psutil.Process().memory_info().rss
+    print(json.dumps({"ready": ready, "measured": measure(engine), "resident": max(peaks), **terms}))
