@@ -28,6 +28,28 @@ def run(*arguments: str, exit_code: int = 0) -> tuple[str, str]:
     return out.decode(), err.decode()
 
 
+def test_garbage_is_collected_once_the_engine_has_started() -> None:
+    """What starting has made is left out of it; a library collects as its process is used to."""
+    program = """
+import gc, sys
+from penstock.cli.main import main
+from penstock.engine.session import Session
+start = Session.__init__
+def watched(self, config):
+    print(gc.isenabled(), file=sys.stderr)
+    start(self, config)
+Session.__init__ = watched
+sys.argv = ["penstock", "generate", "To be", "--max-tokens", "3", "--device", "cpu"]
+try:
+    main()
+finally:
+    print(gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    answers = [line for line in result.stderr.splitlines() if set(line.split()) <= {"True", "False"}]
+    assert answers == ["False", "True True"]
+
+
 def test_text_is_streamed_and_the_log_is_short() -> None:
     process = start("To be", "--max-tokens", "100", "--ignore-eos")
     assert process.stdout is not None

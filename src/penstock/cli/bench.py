@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
+from penstock.cli.collector import begin_collection
 from penstock.cli.failures import file_named, readable_errors
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def _measure(settings: Settings, model: str, engine: dict[str, Any], config: Eng
 
     step_bytes = _step_bytes(model, engine) if settings.workload == "long-context" else None
     with closing(Session(config)) as session:
+        begin_collection()
         if settings.workload == "long-context":
             num_runs *= len(long_context.cases(settings, session.max_model_len))
             with ProgressBar(num_runs, is_wanted=True) as bar:

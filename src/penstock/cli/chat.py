@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
+from penstock.cli.collector import begin_collection
 from penstock.cli.failures import file_named, readable_errors
 
 
@@ -77,6 +78,7 @@ def chat(
 
         with ExitStack() as stack:
             session = stack.enter_context(closing(Session(config)))
+            begin_collection()
             conversation = Conversation(session, params, system=system, chat_template=template)
             ChatTerminal(conversation, model).run()
 

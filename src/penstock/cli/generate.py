@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
+from penstock.cli.collector import begin_collection
 from penstock.cli.failures import EXIT_FAILURE, readable_errors
 from penstock.errors import ConfigError
 
@@ -120,6 +121,7 @@ def _run(
         from penstock.engine.session import Session
 
         session = stack.enter_context(closing(Session(config)))
+        begin_collection()
         if as_json:
             failure = _write_results(session, work, out)
         else:

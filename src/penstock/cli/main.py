@@ -6,6 +6,8 @@ import os
 import signal
 from types import FrameType
 
+from penstock.cli.collector import postpone_collection
+
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -13,6 +15,7 @@ def main() -> None:
     """Run the command line."""
     # Before a command runs and after it has ended there is nothing to clean up.
     signal.signal(signal.SIGINT, leave_at_once)
+    postpone_collection()
     from penstock.cli.app import app
 
     app(prog_name="penstock")
