@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.offline import machine
+from benchmarks.peers.shapes import SHAPES
 
 NUM_THREADS = 2
 MIB = 1 << 20
@@ -46,51 +47,31 @@ size. In all: what the plan says, and the process's largest resident size, of al
 
 @dataclass(frozen=True)
 class Model:
-    """config: of Transformers, by its model type. options: of the engine, beside OPTIONS."""
+    """config: what `config.json` says beside defaults. options: of the engine, beside OPTIONS."""
 
     title: str
-    model_type: str
     config: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
 
 
-_QWEN3 = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
+def _beside_peers(name: str) -> dict[str, Any]:
+    """A model that is measured beside other engines, made for contexts as long as OPTIONS asks for."""
+    return {**SHAPES[name].config, "max_position_embeddings": 8192}
+
+
 MODELS = {
-    "smollm2-135m": Model(
-        "Llama, as SmolLM2 135M",
-        "llama",
-        {
-            "vocab_size": 49_152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3-0.6b": Model("Qwen3, as 0.6B", "qwen3", _QWEN3),
-    "qwen3-0.6b-bfloat16": Model("Qwen3, as 0.6B, bfloat16", "qwen3", _QWEN3, {"dtype": "bfloat16"}),
+    "smollm2-135m": Model("Llama, as SmolLM2 135M", _beside_peers("smollm2-135m")),
+    "qwen3-0.6b": Model("Qwen3, as 0.6B", _beside_peers("qwen3-0.6b")),
+    "qwen3-0.6b-bfloat16": Model("Qwen3, as 0.6B, bfloat16", _beside_peers("qwen3-0.6b"), {"dtype": "bfloat16"}),
     "qwen3-0.6b-int8": Model(
         "Qwen3, as 0.6B, int8 weights and KV cache",
-        "qwen3",
-        _QWEN3,
+        _beside_peers("qwen3-0.6b"),
         {"quantization": "int8", "kv_cache_dtype": "int8"},
     ),
     "gemma3-270m": Model(
         "Gemma 3, as 270M",
-        "gemma3_text",
         {
+            "model_type": "gemma3_text",
             "vocab_size": 262_144,
             "hidden_size": 640,
             "intermediate_size": 2048,
@@ -101,11 +82,11 @@ MODELS = {
             "sliding_window": 512,
         },
     ),
-    "gpt2": Model("GPT-2", "gpt2", {"n_positions": 4096}),
+    "gpt2": Model("GPT-2", {"model_type": "gpt2", "n_positions": 4096}),
     "pythia-410m": Model(
         "GPT-NeoX, as Pythia 410M",
-        "gpt_neox",
         {
+            "model_type": "gpt_neox",
             "vocab_size": 50_304,
             "hidden_size": 1024,
             "intermediate_size": 4096,
@@ -116,8 +97,8 @@ MODELS = {
     ),
     "granite-350m": Model(
         "Granite, with 28 layers of 1,024",
-        "granite",
         {
+            "model_type": "granite",
             "vocab_size": 49_152,
             "hidden_size": 1024,
             "intermediate_size": 2048,
@@ -176,10 +157,9 @@ def measure(model: Model, repeats: int) -> Row:
 
     options = {**OPTIONS, **model.options}
     with tempfile.TemporaryDirectory() as folder:
-        architectures = [CAUSAL_LM[model.model_type]]
-        config = AutoConfig.for_model(model.model_type, **model.config, architectures=architectures)
-        config.save_pretrained(folder)
-        named = [f"--option={name}={json.dumps(value).strip(chr(34))}" for name, value in options.items()]
+        architectures = [CAUSAL_LM[model.config["model_type"]]]
+        AutoConfig.for_model(**{**model.config, "architectures": architectures}).save_pretrained(folder)
+        named = [f"--option={name}={value}" for name, value in options.items()]
         plans, seconds = [], []
         for _ in range(repeats):
             begin = time.perf_counter()
@@ -198,12 +178,11 @@ def measure(model: Model, repeats: int) -> Row:
 
 
 def _json_of(*arguments: str) -> dict[str, Any]:
-    """What a process of Python prints: JSON, in all of its output or in the last line."""
+    """What a process of Python prints."""
     result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{arguments[0]} failed: {result.stderr}")
-    text = result.stdout if result.stdout.startswith("{\n") else result.stdout.splitlines()[-1]
-    found: dict[str, Any] = json.loads(text)
+    found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
