@@ -121,3 +121,14 @@ class Device(ABC):
     @abstractmethod
     def empty_cache(self) -> None:
         """Give unused memory back to the system."""
+
+    @contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        """Load weights in this block: what it frees goes back to the system.
+
+        Elsewhere what a step frees may stay with the process, for the next one.
+        """
+        try:
+            yield
+        finally:
+            self.empty_cache()

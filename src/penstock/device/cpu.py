@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
+from penstock.device.host_allocator import keep_freed_memory, return_free_pages, return_freed_memory
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, cpu_quota, memory_limit
 from penstock.device.tensor_memory import TensorMemory
 from penstock.device.threads import bind, plan_threads
@@ -94,11 +95,13 @@ class CpuDevice(Device):
         pass
 
     def empty_cache(self) -> None:
-        _return_free_pages()
+        return_free_pages()
 
-
-def _return_free_pages() -> None:
-    """Make the C library's allocator give freed memory back to the system, where it can (glibc's malloc_trim)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    @contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        return_freed_memory()
+        try:
+            with super().loading_weights():
+                yield
+        finally:
+            keep_freed_memory()

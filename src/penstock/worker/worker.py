@@ -87,15 +87,15 @@ class Worker(WorkerBase):
 
     def load_model(self) -> None:
         device, dtype = self.device, self.dtype
-        self._model = load_model(
-            self.config.model,
-            self.config.load,
-            self.parallel,
-            device.torch_device,
-            dtype.torch_dtype,
-            dtype.weights_torch_dtype,
-        )
-        device.empty_cache()  # what converting and rounding the weights has left
+        with device.loading_weights():
+            self._model = load_model(
+                self.config.model,
+                self.config.load,
+                self.parallel,
+                device.torch_device,
+                dtype.torch_dtype,
+                dtype.weights_torch_dtype,
+            )
         self._layers = attention_layers(self._model)
         logger.info(
             "Model: %s, %s of weights, computed in %s (%s)",
@@ -220,19 +220,20 @@ class Worker(WorkerBase):
         """
         device, model = self.device, self.model
         new = replace(self._next_config, model=config_of_replacement(self._next_config.model, weights_path))
-        try:
-            replacement = load_replacement(
-                self.config.model,
-                new.model,
-                new.load,
-                self.parallel,
-                device,
-                self.dtype,
-                max_model_len=None if self._runner is None else self._runner.limits.max_model_len,
-                size_bytes=weights_size_bytes(model),
-            )
-        finally:
-            _give_back(device)
+        with device.loading_weights():
+            try:
+                replacement = load_replacement(
+                    self.config.model,
+                    new.model,
+                    new.load,
+                    self.parallel,
+                    device,
+                    self.dtype,
+                    max_model_len=None if self._runner is None else self._runner.limits.max_model_len,
+                    size_bytes=weights_size_bytes(model),
+                )
+            finally:
+                gc.collect()
         if new.model.eos_token_ids != self.config.model.eos_token_ids:
             logger.warning(
                 "%s ends texts with the tokens %s, but this engine goes on ending them with %s, as it was started",

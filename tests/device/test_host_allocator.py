@@ -1,0 +1,69 @@
+"""What the C library's allocator keeps, seen in a process of its own: by its resident size and its page faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+PROGRAM = """
+import resource, sys, threading
+import psutil, torch
+from penstock.config import DeviceConfig
+from penstock.device import create_device
+
+MIB = 1 << 20
+device = create_device(DeviceConfig(device="cpu", num_threads=1))
+
+def resident():
+    return psutil.Process().memory_info().rss / MIB
+
+def step():
+    "What a layer does: three tensors of 24 MiB, and one after another is freed."
+    first = torch.ones(6 * MIB)
+    second = first + 1
+    del first
+    third = second + 1
+    del second, third
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def run():
+    with device.loading_weights():
+        step()
+        print(*(faults_of_a_step() for _ in range(10)), resident())
+    for _ in range(5):
+        step()
+    print(*(faults_of_a_step() for _ in range(10)), resident())
+    weights = torch.ones(6 * MIB)
+    with device.loading_weights():
+        del weights
+    print(resident())
+
+if sys.argv[1] == "main":
+    run()
+else:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_what_a_step_frees_is_there_for_the_next_and_what_loading_frees_goes_back(thread: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, thread], capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = [[float(value) for value in line.split()] for line in result.stdout.splitlines()]
+    (*loading, loaded), (*steps, kept), (given_back,) = lines
+    assert min(loading) > 2 * 24 * 256
+    # Now and then a tensor goes to a part of the heap that none was in before.
+    assert sum(steps) < sum(loading) / 5
+    assert 24 < kept - loaded < 256
+    assert abs(given_back - loaded) < 5
