@@ -103,6 +103,18 @@ def test_a_tied_head_has_8_bits_and_the_embedding_reads_its_rows(quantization: s
     assert weights_size_bytes(model) <= 128 * (64 + 4 + 4)
 
 
+def test_an_embedding_gives_rows_of_integers_in_the_dtype_that_the_model_computes_in() -> None:
+    embedding = VocabEmbedding(50, 64, parallel=ONE_RANK)
+    embedding.weight.data.normal_()
+    head = LMHead(50, 64, parallel=ONE_RANK, tied_to=embedding)
+    for module in (embedding, head):
+        module.to(torch.bfloat16)
+        module.compute_dtype = torch.bfloat16
+    process_weights_after_loading(head, choose_method("int8", 50))
+    assert embedding.lookup is not None
+    assert embedding(torch.tensor([3, 49])).dtype is torch.bfloat16
+
+
 def test_other_dtypes_are_computed_in_float32_and_keep_theirs() -> None:
     layer = random_layer(64, 40)
     weight, bias = layer.weight.detach().clone(), layer.bias

@@ -34,10 +34,10 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
         if self.lookup is not None:
-            rows_TD = self.lookup(input_ids_T.flatten())
-            return rows_TD.view(*input_ids_T.shape, -1)
-        rows_TD = F.embedding(input_ids_T, self.weight)
-        return rows_TD if self.compute_dtype is None else rows_TD.to(self.compute_dtype)
+            rows_TD = self.lookup(input_ids_T.flatten()).view(*input_ids_T.shape, -1)
+        else:
+            rows_TD = F.embedding(input_ids_T, self.weight)
+        return rows_TD.to(self.weight.dtype if self.compute_dtype is None else self.compute_dtype)
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
