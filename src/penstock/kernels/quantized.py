@@ -6,11 +6,14 @@ group. Suffixes: T rows (tokens), I input features, O output features, G groups 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from penstock.config.rounded_products import outputs_at_once
 
 INT8_LIMIT = 127
 INT4_LEVELS = 16
@@ -95,26 +98,36 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     is_zero_T1 = largest_T1 <= _NEGLIGIBLE
     inverse_T1 = torch.where(is_zero_T1, 0.0, INT8_LIMIT / largest_T1)
     # In float64 the product is exact, so that it is rounded once.
-    values_TI = (x_TI.double() * inverse_T1).round().nan_to_num(0.0, 0.0, 0.0).to(torch.int8)
+    values_TI = x_TI.double().mul_(inverse_T1).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
     scale_T1 = torch.where(is_zero_T1, 0.0, largest_T1 / INT8_LIMIT)
     return values_TI, torch.where(largest_T1.isfinite(), scale_T1, torch.nan)
 
 
 def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias: float32 [T, O]."""
+    """x @ weight^T + bias: float32 [T, O]. Never is more of the weight widened than `outputs_at_once` says."""
     shape = weight.shape
     values_TI, scale_T1 = quantize_rows(x_TI)
-    total_TO = torch.zeros(x_TI.shape[0], shape.output_size, device=x_TI.device)
+    out_TO = torch.zeros(x_TI.shape[0], shape.output_size, device=x_TI.device)
     for group in range(shape.num_groups):
         part = slice(group * shape.group_size, (group + 1) * shape.group_size)
         # Exact in float64, which has fast products everywhere.
-        rows_TI, weight_OI = values_TI[:, part].double(), weight.values_OI[:, part].double()
-        sums_TO = rows_TI @ weight_OI.T
-        if weight.zeros_OG is not None:
-            sums_TO -= rows_TI.sum(dim=1, keepdim=True) * weight.zeros_OG[:, group].double()
-        total_TO += sums_TO.float() * weight.scales_OG[:, group]
-    out_TO = total_TO * scale_T1
-    return out_TO if bias_O is None else out_TO + bias_O
+        rows_TI = values_TI[:, part].double()
+        for outputs in _parts(shape.output_size, outputs_at_once(min(shape.group_size, shape.input_size))):
+            weight_OI = weight.values_OI[outputs, part].double()
+            sums_TO = rows_TI @ weight_OI.T
+            if weight.zeros_OG is not None:
+                zeros_1O = weight.zeros_OG[outputs, group].double().unsqueeze(0)
+                sums_TO.addmm_(rows_TI.sum(dim=1, keepdim=True), zeros_1O, alpha=-1)
+            out_TO[:, outputs] += sums_TO.float().mul_(weight.scales_OG[outputs, group])
+            # Else they would still be there when the next ones are made.
+            del weight_OI, sums_TO
+        del rows_TI
+    out_TO.mul_(scale_T1)
+    return out_TO if bias_O is None else out_TO.add_(bias_O)
+
+
+def _parts(size: int, part_size: int) -> Iterator[slice]:
+    return (slice(first, first + part_size) for first in range(0, size, part_size))
 
 
 class TorchQuantizedProducts:

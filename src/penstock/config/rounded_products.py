@@ -1,0 +1,9 @@
+"""What the arithmetic of memory has to know of products with quantised weights (`kernels/quantized.py`, in torch)."""
+
+# Values of a weight that are widened at once, to float64: 8 MiB. Large enough for products at full speed.
+_MAX_WIDENED = 1 << 20
+
+
+def outputs_at_once(group_size: int) -> int:
+    """Output features whose weights are widened at once, for one group of so many input features."""
+    return max(1, _MAX_WIDENED // group_size)
