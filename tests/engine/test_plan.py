@@ -34,7 +34,7 @@ MIB = 1 << 20
 TOLERANCE = 0.1
 # Steps that are large enough for tensors to matter beside what libraries take.
 PLANNED = {**SMALL, "max_num_batched_tokens": 4000}
-# Activations as the plan has them, and as an engine of this process counts them.
+# Activations and weights as the plan has them, and as an engine of this process counts them.
 _PLAN_AND_ENGINE = """
 import json, sys
 from penstock.engine.plan import plan_engine
@@ -42,9 +42,12 @@ from penstock.worker.estimate import LIBRARY_BYTES
 from support.engines import make_core
 folder, options = sys.argv[1], json.loads(sys.argv[2])
 plan, core = plan_engine(folder, **options), make_core(folder, **options)
-print(json.dumps([memory.activations - LIBRARY_BYTES for memory in (plan.memory, core.memory_plan)]))
+plans = plan.memory, core.memory_plan
+print(json.dumps([[memory.activations - LIBRARY_BYTES, memory.weights] for memory in plans]))
 core.close()
 """
+# So that not all weights of a layer are widened at once.
+_WIDE = {"hidden_size": 256, "intermediate_size": 3000, "num_attention_heads": 8, "tie_word_embeddings": True}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),
@@ -112,13 +115,31 @@ def test_a_plan_with_the_products_of_torch_is_what_the_engine_uses(
     compare(tmp_path, **PLANNED)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_plan_without_the_kernels_is_what_the_engine_uses(tmp_path: Path, dtype: str) -> None:
-    """Where capped scores are in memory, for some queries at once."""
-    tiny_checkpoint(tmp_path, "gemma2")
-    options = {**PLANNED, "dtype": dtype, "max_num_batched_tokens": 2000}
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        # Capped scores are in memory, for some queries at once.
+        ("gemma2", {}, {"dtype": "float32"}),
+        ("gemma2", {}, {"dtype": "bfloat16"}),
+        ("llama", _WIDE, {"quantization": "int8"}),
+        ("qwen3", _WIDE, {"quantization": "int4", "dtype": "bfloat16"}),
+        ("gpt2", {"n_inner": 3000}, {"quantization": "int8", "dtype": "bfloat16"}),
+        ("gpt-neox", {}, {"quantization": "int8", "model_impl": "transformers"}),
+        ("smollm3", {}, {"quantization": "int4", "model_impl": "transformers"}),
+    ],
+)
+def test_a_plan_without_the_kernels_is_what_the_engine_uses(
+    tmp_path: Path, family: str, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Where products with quantised weights widen them, some at once."""
+    if family in NATIVE_FAMILIES:
+        tiny_checkpoint(tmp_path, family, **changes)
+    else:
+        class_name, overrides = FALLBACK_FAMILIES[family]
+        save_for_fallback(tiny_transformers_model(class_name, **overrides), tmp_path)
+    settings = {**PLANNED, "max_num_batched_tokens": 2000, **options}
     result = subprocess.run(
-        [sys.executable, "-c", _PLAN_AND_ENGINE, str(tmp_path), json.dumps(options)],
+        [sys.executable, "-c", _PLAN_AND_ENGINE, str(tmp_path), json.dumps(settings)],
         env={**os.environ, "PENSTOCK_CPU_KERNELS": "torch", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -22,38 +22,46 @@ LUCK = 1.25
 LESS = 4.0
 # Of all memory that the process takes.
 TOTAL = 0.1
+WITHOUT_KERNELS = {"PENSTOCK_CPU_KERNELS": "torch"}
 OPTIONS = {"load_format": "dummy", "num_threads": 1, "kv_cache_memory_bytes": 512 * MIB}
 COMMON = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "max_position_embeddings": 4096}
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+ROUNDED = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "vocab_size": 2000,
+}
+FEW_TOKENS = {"max_num_batched_tokens": 512, "max_num_seqs": 12}
+# Shape, options, and environment.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "wide layers": (
         {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 2000},
         {"max_num_batched_tokens": 2048, "max_num_seqs": 12},
+        {},
     ),
     "large vocabulary": (
         {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 50_000},
         {"max_num_batched_tokens": 512, "max_num_seqs": 80},
+        {},
     ),
     "both": (
         {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 32_000},
         {"max_num_batched_tokens": 2048, "max_num_seqs": 32},
+        {},
     ),
-    "rounded weights": (
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_attention_heads": 8,
-            "num_hidden_layers": 6,
-            "vocab_size": 2000,
-        },
-        {"max_num_batched_tokens": 512, "max_num_seqs": 12, "quantization": "int8"},
-    ),
+    "rounded weights": (ROUNDED, {**FEW_TOKENS, "quantization": "int8"}, {}),
+    "rounded weights, plain products": (ROUNDED, {**FEW_TOKENS, "quantization": "int8"}, WITHOUT_KERNELS),
+    "4 bits, plain products": (ROUNDED, {**FEW_TOKENS, "quantization": "int4"}, WITHOUT_KERNELS),
 }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_process_takes_what_its_engine_plans_with(name: str, tmp_path: Path) -> None:
-    shape, options = MODELS[name]
+def test_a_process_takes_what_its_engine_plans_with(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, options, environment = MODELS[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
     config = LlamaConfig(**{**COMMON, **shape})
     config.save_pretrained(tmp_path)
     found = run_full_steps(tmp_path, {**OPTIONS, **options})

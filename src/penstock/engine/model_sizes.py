@@ -31,7 +31,7 @@ from penstock.worker.estimate import (
     weights_of_shape,
 )
 from penstock.worker.memory_plan import StepMemory
-from penstock.worker.quantized_estimate import QuantizedPart, quantized_part
+from penstock.worker.quantized_estimate import PlainProducts, QuantizedPart, plain_products, quantized_part
 from penstock.worker.transformers_estimate import (
     LayerKind,
     estimate_transformers_activations,
@@ -73,6 +73,14 @@ class PlannedModel:
         model = self.config.model
         checkpoint = read_quantized_checkpoint(model.hf_config, model.model)
         return quantized_part(headers, shape, model.quantization, checkpoint, stays_in_float)
+
+    def products(self) -> PlainProducts | None:
+        """Those of quantised weights, if they need memory of their own."""
+        model = self.config.model
+        checkpoint = read_quantized_checkpoint(model.hf_config, model.model)
+        if checkpoint is not None and self.headers is None:  # random weights get as many bits
+            return plain_products(f"int{checkpoint.bits}", None)
+        return plain_products(model.quantization, checkpoint)
 
     def head_copy(self, integers: QuantizedPart, shape: ModelShape, *, reads_packed_rows: bool = True) -> int:
         """Bytes of the head beside the embedding that has the same weight; integers are counted already."""
@@ -185,6 +193,7 @@ def _size_transformers(
             num_tokens=planned.config.scheduler.max_num_batched_tokens,
             dtype=planned.dtype.name,
             device=planned.device,
+            products=planned.products(),
         )
         for kind in kinds
     )
@@ -230,4 +239,5 @@ def _step_of_shape(planned: PlannedModel, shape: ModelShape) -> StepMemory:
         dtype=planned.dtype.name,
         device=planned.device,
         sampling=config.sampling,
+        products=planned.products(),
     )

@@ -20,6 +20,7 @@ from penstock.errors import UnsupportedFeature
 from penstock.loader.headers import TensorHeader
 from penstock.models.shape import ModelShape
 from penstock.worker.memory_plan import StepMemory
+from penstock.worker.quantized_estimate import PlainProducts
 
 FLOAT_BYTES = 4
 _FLOAT_DTYPES = ("F32", "BF16", "F16", "FloatStorage", "BFloat16Storage", "HalfStorage")
@@ -195,8 +196,12 @@ def estimate_step(
     dtype: str,
     device: str,
     sampling: SamplingConfig,
+    products: PlainProducts | None = None,
 ) -> StepMemory:
-    """The tensors of the heaviest step: `num_tokens` through the layers, and `num_rows` requests to sample for."""
+    """The tensors of the heaviest step: `num_tokens` through the layers, and `num_rows` requests to sample for.
+
+    products: of quantised weights, where those need memory of their own.
+    """
     value = DTYPE_BYTES[dtype]
     is_native = _is_native(dtype, device)
     hidden, rotation = shape.hidden_size * value, 0 if is_native else 2 * shape.rotary_dim * value
@@ -220,10 +225,32 @@ def estimate_step(
     if is_native and traits.is_recorded and not env.uses_torch_products():
         activations = num_tokens * (INPUT_BYTES + _program_values(shape) * value)
         activations += min(num_tokens, PROGRAM_ROWS) * _mlp_values(shape, traits) * value
+    if products is not None:
+        beside = num_tokens * (INPUT_BYTES + rotation)
+        in_products = _product_moments(shape, traits, products, num_tokens, value)
+        activations = max(activations, beside + max(in_products))
     return StepMemory(
         activations=WORKSPACE_BYTES[device] + activations,
         sampling=logits_bytes(shape.vocab_size, num_tokens, num_rows, sampling, device),
     )
+
+
+def _product_moments(
+    shape: ModelShape, traits: LayerTraits, products: PlainProducts, num_tokens: int, value: int
+) -> list[int]:
+    """What there is while a layer's four products are computed: inputs, results, and what the products work with."""
+    hidden, mixed, inner = shape.hidden_size, shape.num_heads * shape.head_size, shape.intermediate_size
+    widened = 2 * inner if traits.is_gated else inner
+    moments = (
+        (traits.kept_in_attention * hidden + shape.qkv_size, hidden, shape.qkv_size),
+        (traits.kept_in_attention * hidden + shape.qkv_size + mixed + hidden, mixed, hidden),
+        (traits.kept_in_mlp * hidden + widened, hidden, widened),
+        (traits.kept_in_mlp * hidden + inner + hidden, inner, hidden),
+    )
+    return [
+        num_tokens * values * value + products.working_bytes(num_tokens, num_inputs, num_outputs, value)
+        for values, num_inputs, num_outputs in moments
+    ]
 
 
 def resident_step(tensors: StepMemory, device: str, split_contexts: int = 0) -> StepMemory:

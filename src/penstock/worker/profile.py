@@ -56,15 +56,15 @@ def measure_step_memory(
 
 def _peak_of_tokens(device: Device, runner: ModelRunner, run_tokens: int, num_tokens: int) -> int:
     """The peak of a step of `num_tokens`, from steps of at most `run_tokens`."""
-    # What libraries and backends take for themselves at their first call does not grow.
-    fixed = _peak(device, lambda: profile_forward(runner, min(2, run_tokens)))
+    first_tokens = min(2, run_tokens)
+    first = _peak(device, lambda: profile_forward(runner, first_tokens))
     full = _peak(device, lambda: profile_forward(runner, run_tokens))
-    if run_tokens == num_tokens:
-        return fixed + full
     half_tokens = max(1, run_tokens // 2)
     half = _peak(device, lambda: profile_forward(runner, half_tokens))
     per_token = (full - half) / (run_tokens - half_tokens) if run_tokens > half_tokens else full
-    return fixed + full + int(per_token * (num_tokens - run_tokens))
+    # What libraries and backends take for themselves at their first call, and keep.
+    kept = max(0, first - int(full - per_token * (run_tokens - first_tokens)))
+    return kept + full + int(per_token * (num_tokens - run_tokens))
 
 
 def _peak(device: Device, run: Callable[[], None]) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.config.quantized_checkpoint import QuantizedCheckpoint
+from penstock.config.rounded_products import outputs_at_once
+from penstock.device.dtypes import has_native_kernels
 from penstock.loader.headers import TensorHeader
 from penstock.models.shape import ModelShape
 
@@ -14,8 +16,9 @@ from penstock.models.shape import ModelShape
 _INT4_GROUP_SIZE = 128
 _SCALE_BYTES = 4
 _ZERO_POINT_BYTES = 1
+_WIDENED_BYTES = 8
+_FLOAT_BYTES = 4
 _PER_WORD = 8
-_WORD_BYTES = 4
 _EMBEDDINGS = re.compile(
     r"(.*\.)?(embed_tokens|wte|wpe|embed_positions|embed_in|word_embeddings|tok_embeddings)(\.weight)?"
 )
@@ -42,12 +45,54 @@ class QuantizedPart:
     has_head: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PlainProducts:
+    """Products with quantised weights in plain torch, where there are no C++ kernels.
+
+    group_size: inputs that share a scale; None for all of an output.
+    """
+
+    group_size: int | None
+
+    def working_bytes(self, num_tokens: int, num_inputs: int, num_outputs: int, value: int) -> int:
+        """What one takes beside its input and its result, of which a value takes `value` bytes.
+
+        Rows are rounded in float64. Then there are their integers, and in float64 those of a group, the weights of
+        some outputs and the sums that they give, which are narrowed to float32. Of a narrower dtype, input and result
+        are there in float32, the result in nothing else yet.
+        """
+        width = min(self.group_size or num_inputs, num_inputs)
+        outputs = min(outputs_at_once(width), num_outputs)
+        rounding = num_tokens * num_inputs * (_WIDENED_BYTES + 1)
+        multiplying = num_tokens * num_inputs + (num_tokens + outputs) * width * _WIDENED_BYTES
+        multiplying += num_tokens * outputs * (_WIDENED_BYTES + _FLOAT_BYTES)
+        as_float = 0
+        if value < _FLOAT_BYTES:
+            as_float = num_tokens * (num_inputs * _FLOAT_BYTES + num_outputs * (_FLOAT_BYTES - value))
+        return as_float + max(rounding, multiplying)
+
+
+def plain_products(quantization: str | None, checkpoint: QuantizedCheckpoint | None) -> PlainProducts | None:
+    """None where the C++ kernels multiply, or no weight is quantised."""
+    if has_native_kernels() or (quantization is None and checkpoint is None):
+        return None
+    if checkpoint is not None:
+        return PlainProducts(checkpoint.group_size)
+    return PlainProducts(_INT4_GROUP_SIZE if quantization == "int4" else None)
+
+
 def layer_bytes(bits: int, num_outputs: int, num_inputs: int, group_size: int | None = None) -> int:
     """One linear layer. group_size: inputs that share a scale; None for all of an output."""
     if bits == 8:
         return num_outputs * (num_inputs + _SCALE_BYTES)
     num_groups = -(-num_inputs // (group_size or num_inputs))
-    return num_outputs * (num_inputs // 2 + num_groups * (_SCALE_BYTES + _ZERO_POINT_BYTES))
+    values = num_inputs * _kept_bits(bits) // 8
+    return num_outputs * (values + num_groups * (_SCALE_BYTES + _ZERO_POINT_BYTES))
+
+
+def _kept_bits(bits: int) -> int:
+    """Plain torch keeps a byte for each weight."""
+    return bits if has_native_kernels() else 8
 
 
 def rounded_layer_bytes(quantization: str, num_outputs: int, num_inputs: int, *, is_head: bool) -> int:
@@ -102,10 +147,10 @@ def _already_quantized(headers: Mapping[str, TensorHeader], checkpoint: Quantize
     others = {}
     for name, header in headers.items():
         if name.endswith(_PACKED):
-            num_bytes += header.num_elements * _WORD_BYTES
+            num_bytes += header.num_elements * _PER_WORD * _kept_bits(checkpoint.bits) // 8
             num_parameters += header.num_elements * _PER_WORD
         elif name.endswith((".weight", "._weight_qdata")) and header.dtype == "I8":
-            num_bytes += header.num_elements * checkpoint.bits // 8
+            num_bytes += header.num_elements * _kept_bits(checkpoint.bits) // 8
             num_parameters += header.num_elements
         elif name.endswith(_SCALES):
             # Zero points are kept even where a checkpoint's groups are symmetric and it has none.

@@ -17,6 +17,7 @@ from penstock.contract.kv_cache import DTYPE_BYTES
 from penstock.device.dtypes import DtypeChoice
 from penstock.loader.headers import TensorHeader
 from penstock.worker.estimate import FLOAT_BYTES, INPUT_BYTES, WORKSPACE_BYTES, weights_of
+from penstock.worker.quantized_estimate import PlainProducts
 from penstock.worker.transformers_shape import TransformersShape, read_transformers_shape
 
 # Values of a token, alive at one moment: a number of tensors, and of what size.
@@ -43,7 +44,8 @@ class LayerMoments:
     kept: hidden states that are alive beside the feed-forward network. gate: how that makes its two projections, None
     with one. shared_gate: the same of the network that all tokens go through beside experts.
     has_wide_networks: both projections meet in float32. has_wide_routing: experts' outputs meet weights in float32.
-    shares_last: that network runs after the experts, not before.
+    shares_last: that network runs after the experts, not before. joins_heads: queries, keys and values are one
+    projection.
     """
 
     attention: tuple[Moment, ...]
@@ -54,6 +56,7 @@ class LayerMoments:
     has_wide_networks: bool = False
     has_wide_routing: bool = False
     shares_last: bool = False
+    joins_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class LayerKind:
 _LIKE_LLAMA = LayerMoments(WHOLE_HEADS, (*WHOLE_HEADS, "3H 3Q 2K 1n", *RMS_NORM))
 _MOMENTS = {
     "Cohere2ForCausalLM": LayerMoments(WHOLE_HEADS, NARROW_LIKE_COHERE),
-    "GPTNeoXForCausalLM": LayerMoments(("12H",), ("10H 1n",), gate=None),
+    "GPTNeoXForCausalLM": LayerMoments(("12H",), ("10H 1n",), gate=None, joins_heads=True),
     "Glm4ForCausalLM": LayerMoments(
         ("3H 3Q 3K", "4H 2Q 2K"), ("3H 3Q 2K 1n", "4H 2Q 2K", "4H 2h", "6H 1h"), gate="together"
     ),
@@ -76,7 +79,7 @@ _MOMENTS = {
     "MixtralForCausalLM": replace(_LIKE_LLAMA, has_wide_routing=True),
     "OPTForCausalLM": LayerMoments(("9H",), ("9H 1n",), gate=None),
     "OlmoeForCausalLM": _LIKE_LLAMA,
-    "PersimmonForCausalLM": LayerMoments(("14H 1R 1S",), ("12H 1R 1S",), gate=None),
+    "PersimmonForCausalLM": LayerMoments(("14H 1R 1S",), ("12H 1R 1S",), gate=None, joins_heads=True),
     "PhiForCausalLM": LayerMoments(_PARTS_OF_HEADS, ("7H 3K 1R 1S 1n", "5H 5K 1R 1S"), gate=None),
     "Qwen2MoeForCausalLM": _LIKE_LLAMA,
     "Qwen3MoeForCausalLM": _LIKE_LLAMA,
@@ -211,23 +214,55 @@ def transformers_weights_of_shape(model_config: ModelConfig, shape: Transformers
 
 
 def estimate_transformers_activations(
-    layers: LayerMoments, shape: TransformersShape, *, num_tokens: int, dtype: str, device: str
+    layers: LayerMoments,
+    shape: TransformersShape,
+    *,
+    num_tokens: int,
+    dtype: str,
+    device: str,
+    products: PlainProducts | None = None,
 ) -> int:
-    """The tensors of a step of `num_tokens` through the layers."""
+    """The tensors of a step of `num_tokens` through the layers. products: as in `estimate_step`."""
     value = DTYPE_BYTES[dtype]
     rotation = 2 * (shape.decoder.rotary_dim + shape.other_rotary_dims) * value
     fullest = max(_moment_bytes(moment, shape, value) for moment in _moments(layers, shape, is_narrow=value < 4))
     routing = 0
     if shape.experts is not None:
         routing = shape.experts.num_selected * _ROUTE_BYTES + shape.experts.num_experts * FLOAT_BYTES
-    return WORKSPACE_BYTES[device] + num_tokens * (
-        INPUT_BYTES + rotation + shape.layer_inputs * value + fullest + routing
-    )
+    beside = INPUT_BYTES + rotation + shape.layer_inputs * value
+    tensors = num_tokens * (beside + fullest + routing)
+    if products is not None:
+        tensors = max(
+            tensors,
+            num_tokens * beside + max(_product_moments(layers, shape, products, num_tokens, value)),
+        )
+    return WORKSPACE_BYTES[device] + tensors
+
+
+def _product_moments(
+    layers: LayerMoments, shape: TransformersShape, products: PlainProducts, num_tokens: int, value: int
+) -> list[int]:
+    """What there is in attention's products, and in those of the network that is no expert: the layer's moment, and
+    what the product works with."""
+    sizes = _sizes(shape)
+    heads = sizes["Q"] + (2 * sizes["K"] if layers.joins_heads else 0)
+    moments = [("3H 1Q 2K", sizes["H"], heads), ("4H 1Q", sizes["Q"], sizes["H"])]
+    networks = {"I": layers.gate} if _has_dense_layers(shape) else {}
+    for what, gate in {**networks, "Z": layers.shared_gate}.items():
+        if inner := sizes[what]:
+            joined = 2 * inner if gate == "together" else inner
+            moments += [(f"{layers.kept}H {2 if gate else 1}{what}", sizes["H"], joined)]
+            moments += [(f"{layers.kept + 1}H 1{what}", inner, sizes["H"])]
+    return [
+        num_tokens * _moment_bytes(moment, shape, value)
+        + products.working_bytes(num_tokens, num_inputs, num_outputs, value)
+        for moment, num_inputs, num_outputs in moments
+    ]
 
 
 def _moments(layers: LayerMoments, shape: TransformersShape, *, is_narrow: bool) -> list[Moment]:
     moments = [*(layers.narrow if is_narrow else layers.attention)]
-    if shape.experts is None or shape.experts.num_layers < shape.decoder.num_layers:
+    if _has_dense_layers(shape):
         if layers.has_wide_networks:
             moments += [f"{layers.kept}H 2I 3i"] if is_narrow else [f"{layers.kept}H 4I", f"{layers.kept + 1}H 3I"]
         else:
@@ -235,6 +270,10 @@ def _moments(layers: LayerMoments, shape: TransformersShape, *, is_narrow: bool)
     if shape.experts is not None:
         moments += _expert_moments(layers, shape, is_narrow=is_narrow)
     return moments
+
+
+def _has_dense_layers(shape: TransformersShape) -> bool:
+    return shape.experts is None or shape.experts.num_layers < shape.decoder.num_layers
 
 
 def _network_moments(kept: int, inner: str, num_activation: int, gate: str | None) -> list[Moment]:

@@ -352,6 +352,7 @@ def _moments(architecture: str, shape: TransformersShape, layer: LayerMatrices, 
         has_wide_routing=moments.has_wide_routing
         or (layer.has("router's bias") and architecture not in _NARROW_ROUTING),
         shares_last=source.shares_last and layer.has("shared"),
+        joins_heads=layer.has("joined"),
     )
 
 
