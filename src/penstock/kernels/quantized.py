@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.config.rounded_products import outputs_at_once
+from penstock.config.rounded_products import outputs_at_once, rows_at_once
 
 INT8_LIMIT = 127
 INT4_LEVELS = 16
@@ -93,7 +93,14 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 
     The scale of a row that holds what is not finite is not a number.
     """
-    x_TI = x_TI.float()
+    values_TI = torch.empty(x_TI.shape, dtype=torch.int8, device=x_TI.device)
+    scale_T1 = torch.empty(x_TI.shape[0], 1, device=x_TI.device)
+    for rows in _parts(x_TI.shape[0], rows_at_once(x_TI.shape[1])):
+        values_TI[rows], scale_T1[rows] = _quantize(x_TI[rows].float())
+    return values_TI, scale_T1
+
+
+def _quantize(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     largest_T1 = x_TI.abs().amax(dim=1, keepdim=True)
     is_zero_T1 = largest_T1 <= _NEGLIGIBLE
     inverse_T1 = torch.where(is_zero_T1, 0.0, INT8_LIMIT / largest_T1)

@@ -26,14 +26,19 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
     runner.model.compute_logits(hidden[:num_reqs])
 
 
-def profile_forward(runner: ModelRunner, num_tokens: int) -> None:
-    """One prompt of `num_tokens` through a runner made for it, whose KV cache has `num_profile_blocks` blocks.
+def start_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:
+    """The forward pass of one prompt, in a runner that serves nobody; `finish_prompt` takes what this returns.
 
-    With all of its hidden states, which take the most memory.
+    All hidden states are computed, which take the most memory. The KV cache needs `num_profile_blocks` blocks.
     """
     runner.computes_all_hidden = True
-    output = _invented_prompt(runner, num_tokens)
+    output = _only_prompt(runner, token_ids)
     runner.execute_model(output)
+    return output
+
+
+def finish_prompt(runner: ModelRunner, output: SchedulerOutput) -> None:
+    """Sample its token, and forget it."""
     runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(_PROFILE_TIMEOUT_S)
     runner.requests.remove(_PROFILED)
 
@@ -59,18 +64,19 @@ def profile_prompt_logprobs(runner: ModelRunner, num_rows: int) -> None:
 
 
 def num_profile_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks, the null block included, that `profile_forward` needs."""
+    """Blocks, the null block included, that `start_prompt` needs."""
     return 1 + -(-num_tokens // block_size)
 
 
-def _invented_prompt(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
+def _only_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:
+    num_tokens = len(token_ids)
     block_ids = tuple(
         list(range(1, num_profile_blocks(num_tokens, block_size))) for block_size in runner.block_tables.block_sizes
     )
     request = NewRequestData(
         req_id=_PROFILED,
-        prompt_token_ids=[0] * num_tokens,
-        prefill_token_ids=[0] * num_tokens,
+        prompt_token_ids=token_ids,
+        prefill_token_ids=token_ids,
         sampling_params=SamplingParams(temperature=0.0, seed=0),
         block_ids=block_ids,
         num_computed_tokens=0,

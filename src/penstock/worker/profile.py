@@ -10,10 +10,11 @@ from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCa
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
 from penstock.runner.dummy_runs import (
+    finish_prompt,
     num_profile_blocks,
-    profile_forward,
     profile_prompt_logprobs,
     profile_sampling,
+    start_prompt,
 )
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.estimate import logits_bytes, prompt_results_bytes, waiting_row_bytes
@@ -56,15 +57,20 @@ def measure_step_memory(
 
 def _peak_of_tokens(device: Device, runner: ModelRunner, run_tokens: int, num_tokens: int) -> int:
     """The peak of a step of `num_tokens`, from steps of at most `run_tokens`."""
-    first_tokens = min(2, run_tokens)
-    first = _peak(device, lambda: profile_forward(runner, first_tokens))
-    full = _peak(device, lambda: profile_forward(runner, run_tokens))
-    half_tokens = max(1, run_tokens // 2)
-    half = _peak(device, lambda: profile_forward(runner, half_tokens))
+    first_tokens, half_tokens = min(2, run_tokens), max(1, run_tokens // 2)
+    first, full, half = (_peak_of_prompt(device, runner, size) for size in (first_tokens, run_tokens, half_tokens))
     per_token = (full - half) / (run_tokens - half_tokens) if run_tokens > half_tokens else full
     # What libraries and backends take for themselves at their first call, and keep.
     kept = max(0, first - int(full - per_token * (run_tokens - first_tokens)))
     return kept + full + int(per_token * (num_tokens - run_tokens))
+
+
+def _peak_of_prompt(device: Device, runner: ModelRunner, num_tokens: int) -> int:
+    """Of its forward pass; the head's product comes later, and for few rows."""
+    with device.measure_peak() as peak:
+        output = start_prompt(runner, [0] * num_tokens)
+    finish_prompt(runner, output)
+    return peak.bytes_above_start
 
 
 def _peak(device: Device, run: Callable[[], None]) -> int:

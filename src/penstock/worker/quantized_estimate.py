@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.config.quantized_checkpoint import QuantizedCheckpoint
-from penstock.config.rounded_products import outputs_at_once
+from penstock.config.rounded_products import outputs_at_once, rows_at_once
 from penstock.device.dtypes import has_native_kernels
 from penstock.loader.headers import TensorHeader
 from penstock.models.shape import ModelShape
@@ -57,19 +57,19 @@ class PlainProducts:
     def working_bytes(self, num_tokens: int, num_inputs: int, num_outputs: int, value: int) -> int:
         """What one takes beside its input and its result, of which a value takes `value` bytes.
 
-        Rows are rounded in float64. Then there are their integers, and in float64 those of a group, the weights of
-        some outputs and the sums that they give, which are narrowed to float32. Of a narrower dtype, input and result
-        are there in float32, the result in nothing else yet.
+        Beside the integers of all rows, some rows are there in float64 while they are rounded; then, in float64, those
+        of a group, the weights of some outputs and the sums that they give, which are narrowed to float32. Of a
+        narrower dtype, input and result are there in float32, the result in nothing else yet.
         """
         width = min(self.group_size or num_inputs, num_inputs)
         outputs = min(outputs_at_once(width), num_outputs)
-        rounding = num_tokens * num_inputs * (_WIDENED_BYTES + 1)
-        multiplying = num_tokens * num_inputs + (num_tokens + outputs) * width * _WIDENED_BYTES
+        rounding = min(num_tokens, rows_at_once(num_inputs)) * num_inputs * (_WIDENED_BYTES + 1)
+        multiplying = (num_tokens + outputs) * width * _WIDENED_BYTES
         multiplying += num_tokens * outputs * (_WIDENED_BYTES + _FLOAT_BYTES)
         as_float = 0
         if value < _FLOAT_BYTES:
             as_float = num_tokens * (num_inputs * _FLOAT_BYTES + num_outputs * (_FLOAT_BYTES - value))
-        return as_float + max(rounding, multiplying)
+        return as_float + num_tokens * num_inputs + max(rounding, multiplying)
 
 
 def plain_products(quantization: str | None, checkpoint: QuantizedCheckpoint | None) -> PlainProducts | None:

@@ -333,6 +333,8 @@ class Worker(WorkerBase):
                 self.config.device.attention_backend,
                 self.config.sampling,
             )
+        # What those steps left free is not the next owner's, the KV cache's.
+        self.device.empty_cache()
         split = split_context_bytes(
             self.get_kv_cache_spec().values(),  # type: ignore[arg-type]
             max(layer.num_heads for layer in self._layers.values()),
