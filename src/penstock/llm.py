@@ -27,6 +27,8 @@ class LLM(WorkerCalls):
     model: "demo" (shipped), a folder, or a hub id. tokenizer: the same; None takes the model's own.
     dtype: "auto" (what the checkpoint has and the device can), "float32", "bfloat16" or "float16".
     quantization: None, "int8" or "int4": what the weights of linear layers are rounded to while loading.
+    quantization_calibration: a JSONL file of texts to round to "int4" for; "auto" takes the one in the model's folder
+        if there is one, "none" none.
     device: "auto" (CUDA where there is one), "cpu" or "cuda".
     max_model_len: longest context in tokens, prompt and output together; None takes the model's own.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests.
@@ -51,6 +53,7 @@ class LLM(WorkerCalls):
         tokenizer: str | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
+        quantization_calibration: str = "auto",
         device: str = "auto",
         max_model_len: int | str | None = None,
         max_num_seqs: int = 256,
@@ -70,6 +73,7 @@ class LLM(WorkerCalls):
             tokenizer=tokenizer,
             dtype=dtype,
             quantization=quantization,
+            quantization_calibration=quantization_calibration,
             device=device,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

@@ -132,7 +132,7 @@ def test_the_shipped_model_generates_the_same_with_and_without_kernels(
     quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tokens() -> list[list[int]]:
-        with LLM("demo", quantization=quantization, **SMALL) as llm:
+        with LLM("demo", quantization=quantization, quantization_calibration="none", **SMALL) as llm:
             outputs = llm.generate(["ROMEO:", "What is"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -145,7 +145,8 @@ def test_the_shipped_model_generates_the_same_with_and_without_kernels(
 def test_a_request_gets_the_same_log_probabilities_alone_and_among_others(quantization: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
     prompts = [[1, *range(5, 5 + length)] for length in (3, 20, 41, 7, 1)]
-    with LLM("demo", quantization=quantization, max_num_batched_tokens=32, **SMALL) as llm:
+    options = {"quantization": quantization, "quantization_calibration": "none", "max_num_batched_tokens": 32}
+    with LLM("demo", **options, **SMALL) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)
         for prompt, expected in zip(prompts, together, strict=True):
             llm.reset_prefix_cache()

@@ -9,6 +9,7 @@ from random import Random
 
 import torch
 
+from .calibration import write_calibration
 from .dialogue import training_conversation
 from .evaluate import evaluate
 from .model import export
@@ -61,6 +62,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, arguments.out)
     export(model, tokenizer).save_pretrained(arguments.out)
+    write_calibration(arguments.out, recipe.seed)
     print(f"trained in {record.seconds / 60:.1f} minutes; now measuring", flush=True)
 
     evaluation = evaluate(arguments.out, corpus.held_out)

@@ -44,6 +44,8 @@ nothing else: do not expect it to be useful, or right about anything but the ski
   turns are learnt.
 - Echoes: a few random tokens again and again, which teach copying; a small share of the rows.
 
+`calibration.jsonl` holds some of those conversations, which weights are rounded for where they are rounded to 4 bits.
+
 Every exercise has a subject: a pair of numbers, a list of words, a person and a city, a range. A hash of the subject
 holds {held_out:.0%} of them out of training, in every skill and phrasing and, for numbers, in either order.
 

@@ -19,7 +19,16 @@ from penstock.config.scheduler import SchedulerConfig
 from penstock.errors import UnknownOption
 
 _Config = TypeVar("_Config")
-_MODEL_OPTIONS = ("tokenizer", "revision", "dtype", "max_model_len", "seed", "model_impl", "quantization")
+_MODEL_OPTIONS = (
+    "tokenizer",
+    "revision",
+    "dtype",
+    "max_model_len",
+    "seed",
+    "model_impl",
+    "quantization",
+    "quantization_calibration",
+)
 # Names that people bring from other engines.
 _OTHER_NAMES = {"gpu_memory_utilization": "memory_fraction", "kv_cache_memory": "kv_cache_memory_bytes"}
 

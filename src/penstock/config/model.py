@@ -16,6 +16,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL_IMPLS = ("auto", "penstock", "transformers")
 QUANTIZATIONS = ("int8", "int4")
 AUTO_LENGTH = "auto"
+AUTO_CALIBRATION = "auto"
+NO_CALIBRATION = "none"
+# What "auto" takes, from the model's folder.
+CALIBRATION_FILE = "calibration.jsonl"
 # What models call the number of positions that they were made for.
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
 
@@ -28,6 +32,8 @@ class ModelConfig:
     max_model_len: longest context in tokens; None takes the model's own, "auto" what fits into memory.
     model_impl: whose implementation runs; "auto" takes this project's own where there is one, else Transformers'.
     quantization: what the weights of linear layers are rounded to at loading; None keeps them as they are.
+    quantization_calibration: the file of texts that "int4" rounds for; "auto" is the one in the model's folder, if it
+    has one, and "none" rounds each weight for itself.
     """
 
     model: str
@@ -40,6 +46,7 @@ class ModelConfig:
     seed: int = 0
     model_impl: str = "auto"
     quantization: str | None = None
+    quantization_calibration: str = AUTO_CALIBRATION
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
@@ -51,6 +58,7 @@ class ModelConfig:
                     f"quantization={self.quantization!r} is not valid for {self.model}, whose weights are quantized "
                     "already (quantization_config in config.json). Leave the option out."
                 )
+        self._check_calibration()
         check_integer("seed", self.seed, 0)
         if self.max_model_len is None or self.max_model_len == AUTO_LENGTH:
             return
@@ -77,6 +85,7 @@ class ModelConfig:
         seed: int = 0,
         model_impl: str = "auto",
         quantization: str | None = None,
+        quantization_calibration: str = AUTO_CALIBRATION,
     ) -> ModelConfig:
         """Find the model's folder and read its configuration.
 
@@ -94,7 +103,18 @@ class ModelConfig:
             seed=seed,
             model_impl=model_impl,
             quantization=quantization,
+            quantization_calibration=quantization_calibration,
         )
+
+    @property
+    def calibration_file(self) -> Path | None:
+        """The texts that weights are rounded for; None where they are not."""
+        if self.quantization != "int4" or self.quantization_calibration == NO_CALIBRATION:
+            return None
+        if self.quantization_calibration != AUTO_CALIBRATION:
+            return Path(self.quantization_calibration).expanduser()
+        own = self.folder / CALIBRATION_FILE
+        return own if own.is_file() else None
 
     @property
     def architecture(self) -> str:
@@ -133,6 +153,21 @@ class ModelConfig:
         if value is None:
             return frozenset()
         return frozenset(value) if isinstance(value, list) else frozenset([value])
+
+    def _check_calibration(self) -> None:
+        given = self.quantization_calibration
+        if given in (AUTO_CALIBRATION, NO_CALIBRATION):
+            return
+        if self.quantization != "int4":
+            raise ConfigError(
+                f"quantization_calibration={given!r} has no meaning for quantization={self.quantization!r}. Give "
+                "quantization='int4' with it, or leave it out."
+            )
+        if not Path(given).expanduser().is_file():
+            raise ConfigError(
+                f"quantization_calibration={given!r} is not a file. Allowed: a JSONL file of texts, "
+                f"{AUTO_CALIBRATION!r} or {NO_CALIBRATION!r}."
+            )
 
     def require_int(self, name: str) -> int:
         """A positive integer of `config.json`.

@@ -37,7 +37,7 @@ def measure_step_memory(
     """
     num_tokens, num_rows = limits.max_num_tokens, limits.max_num_reqs
     run_tokens = min(num_tokens, device.max_profile_tokens, limits.max_model_len - 1) or 1
-    config = _throwaway_kv_cache(specs, run_tokens)
+    config = throwaway_kv_cache(specs, run_tokens)
     runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend, sampling=sampling)
     runner.kv_cache.touch()
     activations = _peak_of_tokens(device, runner, run_tokens, num_tokens)
@@ -79,7 +79,7 @@ def _peak(device: Device, run: Callable[[], None]) -> int:
     return peak.bytes_above_start
 
 
-def _throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVCacheConfig:
+def throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVCacheConfig:
     """A cache that holds one step; every layer has its own memory and group, since nothing is shared for long."""
     num_blocks = max(num_profile_blocks(num_tokens, spec.block_size) for spec in specs.values())
     by_spec: dict[KVCacheSpec, list[str]] = {}

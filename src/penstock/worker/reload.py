@@ -10,11 +10,12 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.config.resolve import resolve_model_folder
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ModelError, OutOfMemory
-from penstock.loader.loader import build_model, load_model
+from penstock.loader.loader import build_model
 from penstock.models.attention_layers import attention_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
+from penstock.worker.calibration import load_for_device
 
 _DIFFERENCES_SHOWN = 4
 
@@ -62,13 +63,17 @@ def load_replacement(
             f"{new.model} was made for {new.longest_context} positions (max_position_embeddings), but this engine "
             f"serves {max_model_len}. Create a new engine for it."
         )
+    if new.calibration_file is not None:
+        # It is there as it is before it is rounded.
+        num_values = sum(parameter.numel() for parameter in build_model(new, parallel).parameters())
+        size_bytes += num_values * dtype.weights_torch_dtype.itemsize
     free = device.memory_snapshot().free
     if size_bytes > free:
         raise OutOfMemory(
             f"Reloading keeps the old weights until the new ones are complete, which takes {format_bytes(size_bytes)} "
             f"more, but only {format_bytes(free)} are free. Create a new engine instead, or give the KV cache less."
         )
-    return load_model(new, load_config, parallel, device.torch_device, dtype.torch_dtype, dtype.weights_torch_dtype)
+    return load_for_device(new, load_config, parallel, device, dtype)
 
 
 def _check_same_shape(current: ModelConfig, new: ModelConfig, parallel: ParallelContext) -> None:

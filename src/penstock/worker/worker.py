@@ -25,7 +25,6 @@ from penstock.errors import LifecycleError
 from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
 from penstock.loader.headers import find_stored_dtype
-from penstock.loader.loader import load_model
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.attention_layers import attention_layers, kv_cache_specs
 from penstock.models.interface import LanguageModel
@@ -35,6 +34,7 @@ from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.base import WorkerBase
+from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
 from penstock.worker.estimate import resident_step
 from penstock.worker.inspection import inspect_model
@@ -88,14 +88,7 @@ class Worker(WorkerBase):
     def load_model(self) -> None:
         device, dtype = self.device, self.dtype
         with device.loading_weights():
-            self._model = load_model(
-                self.config.model,
-                self.config.load,
-                self.parallel,
-                device.torch_device,
-                dtype.torch_dtype,
-                dtype.weights_torch_dtype,
-            )
+            self._model = load_for_device(self.config.model, self.config.load, self.parallel, device, dtype)
         self._layers = attention_layers(self._model)
         logger.info(
             "Model: %s, %s of weights, computed in %s (%s)",

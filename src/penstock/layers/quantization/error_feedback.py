@@ -1,0 +1,77 @@
+"""Rounding to 4 bits that makes up for its errors, by what inputs a layer has.
+
+GPTQ (Frantar et al., 2023, https://arxiv.org/abs/2210.17323): inputs are rounded one after another, and what rounding
+one changes in the layer's results is taken out, as far as possible, by changing the weights of the inputs that follow.
+Suffixes: O output features, I input features, B input features of a block, G groups of input features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ModelError
+from penstock.kernels.quantized import INT4_LEVELS, QuantizedWeight
+from penstock.layers.quantization.rounding import INT4_GROUP_SIZE, quantize_int4
+
+# Added to the diagonal, as a share of its mean: what the inputs of few texts do not tell.
+_DAMPING = 0.01
+# Inputs whose changes reach the inputs of later blocks together.
+_BLOCK = 128
+
+
+def quantize_int4_for(weight_OI: Tensor, gram_II: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
+    """As `quantize_int4`, with the same scales and zero points, but other integers.
+
+    gram_II: x^T x of the inputs x that the layer has, added up over many; zeros round to the nearest.
+    Raises ModelError for a sum that is not finite.
+    """
+    nearest = quantize_int4(weight_OI, group_size)
+    upper_II = _inverse_factor(gram_II)
+    weight_IO = weight_OI.float().T.contiguous()
+    values_IO = torch.empty(weight_IO.shape, dtype=torch.int8)
+    for begin in range(0, len(weight_IO), _BLOCK):
+        end = min(begin + _BLOCK, len(weight_IO))
+        block = slice(begin, end)
+        groups = [index // nearest.shape.group_size for index in range(begin, end)]
+        errors_BO = _round_block(weight_IO[block], values_IO[block], nearest, groups, upper_II[block, block])
+        weight_IO[end:] -= upper_II[block, end:].T @ errors_BO
+    return QuantizedWeight(nearest.shape, values_IO.T.contiguous(), nearest.scales_OG, nearest.zeros_OG)
+
+
+def _round_block(
+    weight_BO: Tensor, values_BO: Tensor, grid: QuantizedWeight, groups: list[int], upper_BB: Tensor
+) -> Tensor:
+    """Write the integers of a block, and change its weights on the way. Returns the errors to take out of later ones.
+
+    groups: that of each input.
+    """
+    assert grid.zeros_OG is not None, "4 bits without zero points"
+    errors_BO = torch.empty_like(weight_BO)
+    diagonal_B = upper_BB.diagonal().tolist()
+    for index, group in enumerate(groups):
+        scale_O, zero_O = grid.scales_OG[:, group], grid.zeros_OG[:, group].float()
+        divisor_O = torch.where(scale_O == 0, 1.0, scale_O)
+        value_O = (weight_BO[index] / divisor_O).round_().add_(zero_O).clamp_(0, INT4_LEVELS - 1)
+        values_BO[index] = value_O.to(torch.int8)
+        rounded_O = value_O.sub_(zero_O).mul_(scale_O)
+        errors_BO[index] = (weight_BO[index] - rounded_O) / diagonal_B[index]
+        weight_BO[index + 1 :].addr_(upper_BB[index, index + 1 :], errors_BO[index], alpha=-1)
+    return errors_BO
+
+
+def _inverse_factor(gram_II: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped sum: float32 [I, I]."""
+    gram_II = gram_II.double()
+    if not gram_II.isfinite().all():
+        raise ModelError(
+            "The calibration text leads to activations that are not finite. Give another quantization_calibration, or "
+            "'none'."
+        )
+    diagonal_I = gram_II.diagonal()
+    # An input that is always zero may be rounded in any way.
+    diagonal_I[diagonal_I == 0] = 1
+    diagonal_I += _DAMPING * diagonal_I.mean()
+    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(gram_II))
+    upper_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    return upper_II.float()

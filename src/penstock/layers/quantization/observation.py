@@ -1,0 +1,46 @@
+"""What inputs linear layers have while a model runs.
+
+Suffixes: T tokens, I input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from penstock.layers.linear import LinearLayer, LinearMethod
+
+
+class ObservedMethod(LinearMethod):
+    """Multiplies as another method does, and adds up x^T x of what it multiplies, in float32: `gram_II`."""
+
+    def __init__(self, method: LinearMethod, input_size: int) -> None:
+        self.method = method
+        self.gram_II = torch.zeros(input_size, input_size)
+
+    def process_weights_after_loading(self, layer: LinearLayer) -> None:
+        self.method.process_weights_after_loading(layer)
+
+    def restore_weights(self, layer: LinearLayer) -> None:
+        self.method.restore_weights(layer)
+
+    def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
+        flat_TI = x_TI.reshape(-1, x_TI.shape[-1]).float()
+        self.gram_II.addmm_(flat_TI.T, flat_TI)
+        return self.method.apply(layer, x_TI)
+
+
+@contextmanager
+def observed(layers: Sequence[LinearLayer]) -> Iterator[list[Tensor]]:
+    """While it lasts, observe the inputs of these layers. Yields the sum of each, [I, I], which grow as they run."""
+    methods = [ObservedMethod(layer.method, layer.input_size) for layer in layers]
+    for layer, method in zip(layers, methods, strict=True):
+        layer.method = method
+    try:
+        yield [method.gram_II for method in methods]
+    finally:
+        for layer, method in zip(layers, methods, strict=True):
+            layer.method = method.method
