@@ -125,6 +125,22 @@ def test_texts_without_a_use_or_a_file_are_refused(few_texts: Path, tmp_path: Pa
         LLM("demo", **INT4, quantization_calibration=str(damaged))
 
 
+def test_tokens_that_the_model_does_not_have_are_refused(bare_demo: Path, few_texts: Path) -> None:
+    path = bare_demo / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"].append(
+        {"id": 1536, "content": "<new>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        | {"special": False}
+    )
+    path.write_text(json.dumps(content))
+    texts = bare_demo / "texts.jsonl"
+    texts.write_text('{"text": "a <new> one"}')
+    with pytest.raises(
+        ConfigError, match=r"has the token 1536 with the tokenizer in .*, but the model has 1536 tokens"
+    ):
+        LLM(str(bare_demo), **INT4, quantization_calibration=str(texts))
+
+
 def test_a_gpu_refuses_before_anything_is_read(few_texts: Path) -> None:
     from types import SimpleNamespace
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.quantized_checkpoint import refuse_quantization_on
 from penstock.device import Device, DtypeChoice
+from penstock.errors import ConfigError
 from penstock.layers.linear import LinearLayer, LinearMethod
 from penstock.layers.quantization.error_feedback import quantize_int4_for
 from penstock.layers.quantization.method import QuantizedMethod, Rounding
@@ -56,6 +57,12 @@ def load_for_device(
         return load(model_config)
     refuse_quantization_on(device.kind, "int4")
     texts = read_calibration_text(path, model_config.tokenizer_folder)
+    largest = max(max(text) for text in texts)
+    if largest >= model_config.vocab_size:
+        raise ConfigError(
+            f"quantization_calibration={str(path)!r} has the token {largest} with the tokenizer in "
+            f"{model_config.tokenizer_folder}, but the model has {model_config.vocab_size} tokens."
+        )
     model = load(replace(model_config, quantization=None, quantization_calibration="none"))
     with torch.no_grad():
         _round(model, texts, path, model_config, device, dtype)
