@@ -33,7 +33,9 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 1024 * MIB,
     "num_threads": NUM_THREADS,
 }
-_FULL_STEPS = Path(__file__).with_name("full_steps.py")
+# As a module: the folder of a script would be searched first, and Transformers asks for a package named kernels.
+_FULL_STEPS = ("-m", "benchmarks.full_steps")
+_ROOT = Path(__file__).parents[1]
 # Of the plan and of the engine's arithmetic alike.
 _TERMS = ("process", "weights", "activations", "sampling", "runner_state")
 _HEADER = """
@@ -165,7 +167,7 @@ def measure(model: Model, repeats: int) -> Row:
             begin = time.perf_counter()
             plans.append(_json_of("-m", "penstock.cli", "plan", folder, "--json", "--device", "cpu", *named))
             seconds.append(time.perf_counter() - begin)
-        runs = [_json_of(str(_FULL_STEPS), folder, json.dumps(options)) for _ in range(repeats)]
+        runs = [_json_of(*_FULL_STEPS, folder, json.dumps(options)) for _ in range(repeats)]
     return Row(
         model.title,
         statistics.median(seconds),
@@ -179,9 +181,9 @@ def measure(model: Model, repeats: int) -> Row:
 
 def _json_of(*arguments: str) -> dict[str, Any]:
     """What a process of Python prints."""
-    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise RuntimeError(f"{arguments[0]} failed: {result.stderr}")
+        raise RuntimeError(f"python {' '.join(arguments[:2])} failed: {result.stderr}")
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from penstock.engine.plan import plan_engine
 from penstock.worker.estimate import LIBRARY_BYTES
 
-FULL_STEPS = Path(__file__).parents[2] / "benchmarks" / "full_steps.py"
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 # How the C library cuts its heap differs from step to step: one term may be exceeded a little, and less may be taken.
 # The same steps of one model took from 38 to 59 MiB.
@@ -83,7 +83,8 @@ def test_a_process_takes_what_its_engine_plans_with(name: str, tmp_path: Path, m
 
 def run_full_steps(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     result = subprocess.run(
-        [sys.executable, str(FULL_STEPS), str(folder), json.dumps(options)],
+        [sys.executable, "-m", "benchmarks.full_steps", str(folder), json.dumps(options)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=250,
