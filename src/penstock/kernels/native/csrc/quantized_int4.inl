@@ -91,8 +91,7 @@ PENSTOCK_INLINE void add_int4_group(const Int4Column& t, const int32_t* group_su
                                     const IntVec (&sum)[R][kInt4Vectors], Vec (&total)[R][kInt4Vectors]) {
   for (int v = 0; v < kInt4Vectors; ++v) {
     const Vec scale = load_bytes<Vec>(group + v * sizeof(Vec));
-    const IntVec zero =
-        __builtin_convertvector(load_bytes<QuarterByteVec>(t.zeros + g * kInt4Panel + v * kLanes), IntVec);
+    const IntVec zero = widen(load_bytes<QuarterByteVec>(t.zeros + g * kInt4Panel + v * kLanes));
     for (int i = 0; i < R; ++i) {
       const IntVec exact = sum[i][v] - zero * group_sums[i * t.sums_stride + g];
       Vec product = __builtin_convertvector(exact, Vec) * scale;

@@ -41,6 +41,18 @@ PENSTOCK_INLINE ShortVec widen(HalfByteVec x) {
 #endif
 }
 
+PENSTOCK_INLINE IntVec widen(QuarterByteVec x) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 8
+  long long bytes;
+  std::memcpy(&bytes, &x, sizeof bytes);
+  return (IntVec)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bytes));
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return (IntVec)_mm512_cvtepu8_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, IntVec);
+#endif
+}
+
 // To the nearest integer, of two the even one; for magnitudes below 2^22.
 PENSTOCK_INLINE IntVec round_to_int(Vec x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
