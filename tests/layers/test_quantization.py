@@ -23,7 +23,7 @@ from penstock.layers.linear import (
 )
 from penstock.layers.quantization.choose import choose_method
 from penstock.layers.quantization.method import QuantizedMethod
-from penstock.layers.quantization.rounding import quantize_int4, quantize_int8, round_to_int4
+from penstock.layers.quantization.rounding import quantize_int4, quantize_int4_rest, quantize_int8, round_to_int4
 from penstock.parallel import ParallelContext
 
 ONE_RANK = ParallelContext()
@@ -73,7 +73,7 @@ def test_a_layer_keeps_its_weight_as_integers_only(quantization: str, bytes_per_
     layer = random_layer(512, 256)
     x_TI = torch.randn(5, 512)
     expected = layer(x_TI)
-    process_weights_after_loading(layer, choose_method(quantization, vocab_size=1000))
+    process_weights_after_loading(layer, choose_method(quantization))
     assert isinstance(layer.method, QuantizedMethod)
     assert layer.weight.numel() == 0
     assert weights_size_bytes(layer) < 512 * 256 * bytes_per_weight * 1.1 + 256 * 4
@@ -83,34 +83,63 @@ def test_a_layer_keeps_its_weight_as_integers_only(quantization: str, bytes_per_
 def test_restoring_gives_the_rounded_weight_back() -> None:
     layer = random_layer(96, 40)
     weight = layer.weight.detach().clone()
-    process_weights_after_loading(layer, choose_method("int4", vocab_size=1000))
+    process_weights_after_loading(layer, choose_method("int4"))
     restore_weights(layer)
     assert torch.equal(layer.weight, quantize_int4(weight).dequantize())
     assert isinstance(layer.method, PlainMethod)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_tied_head_has_8_bits_and_the_embedding_reads_its_rows(quantization: str) -> None:
-    embedding = VocabEmbedding(110, 64, parallel=ONE_RANK)
+def tied_head(vocab_size: int, hidden_size: int) -> tuple[VocabEmbedding, LMHead]:
+    embedding = VocabEmbedding(vocab_size, hidden_size, parallel=ONE_RANK)
     embedding.weight.data.normal_()
+    return embedding, LMHead(vocab_size, hidden_size, parallel=ONE_RANK, tied_to=embedding)
+
+
+def test_an_embedding_reads_its_rows_in_the_integers_of_the_head_that_it_is_tied_to() -> None:
+    embedding, head = tied_head(110, 64)
     rounded = quantize_int8(embedding.weight.detach()).dequantize()
-    head = LMHead(110, 64, parallel=ONE_RANK, tied_to=embedding)
     model = nn.ModuleList([embedding, head])
-    process_weights_after_loading(model, choose_method(quantization, vocab_size=110))
+    process_weights_after_loading(model, choose_method("int8"))
     ids = torch.tensor([0, 5, 109, 17, 5])
     assert torch.equal(embedding(ids), rounded[ids])
     # Rows fill panels, of 32 at most; each has a scale, and a sum where products need one.
     assert weights_size_bytes(model) <= 128 * (64 + 4 + 4)
 
 
+def test_a_tied_head_of_4_bits_has_4_more_for_the_rows_of_the_embedding() -> None:
+    embedding, head = tied_head(2100, 200)
+    weight = embedding.weight.detach().clone()
+    x_LI = torch.randn(3, 200)
+    process_weights_after_loading(head, choose_method("int4"))
+    alone = random_layer(200, 2100)
+    alone.weight.data.copy_(weight)
+    alone.bias = None
+    process_weights_after_loading(alone, choose_method("int4"))
+    assert torch.equal(head(x_LI), alone(x_LI))
+    ids = torch.tensor([0, 5, 2099, 17, 5])
+    error = (embedding(ids) - weight[ids]).norm() / weight[ids].norm()
+    assert error < 0.01
+    assert error < 1.2 * (quantize_int8(weight[ids]).dequantize() - weight[ids]).norm() / weight[ids].norm()
+    # Of 200 inputs 224, in two groups.
+    assert weights_size_bytes(nn.ModuleList([embedding, head])) <= 2 * (2112 * (112 + 2 * 5) + 66 * 64)
+    restore_weights(head)
+    assert torch.equal(embedding(ids), embedding.weight[ids])
+    assert (embedding.weight - weight).norm() < 0.01 * weight.norm()
+
+
+def test_what_4_bits_have_left_over_is_rounded_part_by_part() -> None:
+    weight_OI = torch.randn(2100, 200)
+    rounded = quantize_int4(weight_OI)
+    rest = quantize_int4(weight_OI - rounded.dequantize())
+    assert torch.equal(quantize_int4_rest(weight_OI, rounded).dequantize(), rest.dequantize())
+
+
 def test_an_embedding_gives_rows_of_integers_in_the_dtype_that_the_model_computes_in() -> None:
-    embedding = VocabEmbedding(50, 64, parallel=ONE_RANK)
-    embedding.weight.data.normal_()
-    head = LMHead(50, 64, parallel=ONE_RANK, tied_to=embedding)
+    embedding, head = tied_head(50, 64)
     for module in (embedding, head):
         module.to(torch.bfloat16)
         module.compute_dtype = torch.bfloat16
-    process_weights_after_loading(head, choose_method("int8", 50))
+    process_weights_after_loading(head, choose_method("int8"))
     assert embedding.lookup is not None
     assert embedding(torch.tensor([3, 49])).dtype is torch.bfloat16
 
@@ -120,7 +149,7 @@ def test_other_dtypes_are_computed_in_float32_and_keep_theirs() -> None:
     weight, bias = layer.weight.detach().clone(), layer.bias
     x_TI = torch.randn(3, 64).bfloat16()
     layer.to(torch.bfloat16)
-    process_weights_after_loading(layer, choose_method("int8", vocab_size=1000))
+    process_weights_after_loading(layer, choose_method("int8"))
     assert bias is not None
     assert layer(x_TI).dtype is torch.bfloat16
     expected = x_TI.float() @ weight.T + bias

@@ -66,6 +66,16 @@ class QuantizedWeight:
             centred_OI -= self._spread(self.zeros_OG.float())
         return centred_OI.mul_(self._spread(self.scales_OG))
 
+    def rows(self, rows: Tensor | slice) -> QuantizedWeight:
+        """Some rows, by their numbers: int64, or a slice."""
+        values_RI = self.values_OI[rows]
+        return QuantizedWeight(
+            QuantizedShape(self.shape.bits, values_RI.shape[0], self.shape.input_size, self.shape.group_size),
+            values_RI,
+            self.scales_OG[rows],
+            None if self.zeros_OG is None else self.zeros_OG[rows],
+        )
+
     def _spread(self, per_group_OG: Tensor) -> Tensor:
         if self.shape.num_groups == 1:
             return per_group_OG
@@ -161,11 +171,4 @@ class TorchQuantizedProducts:
         return out_TO.view(*x_TI.shape[:-1], shape.output_size)
 
     def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape) -> Tensor:
-        weight = self.unpack(packed, shape)
-        ids_T = ids_T.long()
-        return QuantizedWeight(
-            QuantizedShape(shape.bits, ids_T.shape[0], shape.input_size, shape.group_size),
-            weight.values_OI[ids_T],
-            weight.scales_OG[ids_T],
-            None if weight.zeros_OG is None else weight.zeros_OG[ids_T],
-        ).dequantize()
+        return self.unpack(packed, shape).rows(ids_T.long()).dequantize()

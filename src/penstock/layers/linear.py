@@ -59,6 +59,11 @@ class PackedMethod(LinearMethod):
     def __init__(self) -> None:
         self.packed_OI: Tensor | None = None
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """All that is kept of the weight."""
+        return () if self.packed_OI is None else (self.packed_OI,)
+
     @abstractmethod
     def pack(self, weight_OI: Tensor) -> Tensor:
         """The weight in the layout that `multiply` takes."""
@@ -171,8 +176,7 @@ def weights_size_bytes(model: nn.Module) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         if isinstance(module, LinearLayer) and isinstance(module.method, PackedMethod):
-            packed = module.method.packed_OI
-            tensors += [] if packed is None else [packed]
+            tensors += module.method.kept
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

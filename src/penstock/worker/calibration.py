@@ -16,10 +16,11 @@ from penstock.config.quantized_checkpoint import refuse_quantization_on
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError
 from penstock.layers.linear import LinearLayer, LinearMethod
+from penstock.layers.quantization.choose import int4_method
 from penstock.layers.quantization.error_feedback import quantize_int4_for
-from penstock.layers.quantization.method import QuantizedMethod, Rounding
+from penstock.layers.quantization.method import Rounding
 from penstock.layers.quantization.observation import observed
-from penstock.layers.quantization.rounding import quantize_int4, quantize_int8
+from penstock.layers.quantization.rounding import quantize_int4
 from penstock.loader.calibration_text import read_calibration_text
 from penstock.loader.loader import load_model
 from penstock.models.attention_layers import attention_layers, kv_cache_specs
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 # Tokens that are read at once; longer texts are read in parts.
 _MAX_TOKENS = 2048
 _BLOCK_SIZE = 16
+# Rows of logits at a time.
+_HEAD_ROWS = 64
 _GRAM_VALUE_BYTES = 4
 # The share of free memory for what is known of layers' inputs. The texts are read again for layers beyond it.
 _SHARE_OF_FREE = 4
@@ -74,20 +77,16 @@ def _round(
 ) -> None:
     begin = time.monotonic()
     layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
-    # The head has 8 bits, as without texts; first, since an embedding that is tied to it is rounded with it.
-    for layer in layers:
-        if layer.output_size == config.vocab_size:
-            _change_method(layer, QuantizedMethod(quantize_int8))
-    rest = [layer for layer in layers if layer.output_size != config.vocab_size]
     max_gram_bytes = device.memory_snapshot().free // _SHARE_OF_FREE
     logger.info("Quantized weights: rounding to int4 for the %s tokens of %s", f"{sum(map(len, texts)):,}", path)
     num_times = 0
-    for part in _parts(rest, max_gram_bytes):
+    for part in _parts(layers, max_gram_bytes):
         num_times += 1
-        with observed(part) as grams:
-            _read(model, texts, config, device, dtype)
+        heads = [layer for layer in part if layer.output_size == config.vocab_size]
+        with observed(part, only_inputs_of=heads) as grams:
+            _read(model, texts, config, device, dtype, reaches_heads=bool(heads))
         for layer in part:
-            _change_method(layer, QuantizedMethod(_round_once_for(grams.pop(0))))
+            _change_method(layer, int4_method(layer, _round_once_for(grams.pop(0))))
     model.requires_grad_(False)
     logger.info(
         "Quantized weights: read %s, which took %.1f s",
@@ -123,8 +122,19 @@ def _parts(layers: Sequence[LinearLayer], max_bytes: int) -> Iterator[list[Linea
         yield part
 
 
-def _read(model: CausalLM, texts: Sequence[list[int]], config: ModelConfig, device: Device, dtype: DtypeChoice) -> None:
-    """Run all texts through the model, each from its own beginning."""
+def _read(
+    model: CausalLM,
+    texts: Sequence[list[int]],
+    config: ModelConfig,
+    device: Device,
+    dtype: DtypeChoice,
+    *,
+    reaches_heads: bool,
+) -> None:
+    """Run all texts through the model, each from its own beginning.
+
+    reaches_heads: heads have all tokens, not only those that end what is read at once.
+    """
     max_tokens = min(_MAX_TOKENS, config.longest_context - 1)
     runner = ModelRunner(
         device,
@@ -135,6 +145,17 @@ def _read(model: CausalLM, texts: Sequence[list[int]], config: ModelConfig, devi
             max_num_reqs=1, max_num_tokens=max_tokens, max_model_len=max_tokens + 1, vocab_size=config.vocab_size
         ),
     )
-    for text in texts:
-        for begin in range(0, len(text), max_tokens):
-            finish_prompt(runner, start_prompt(runner, text[begin : begin + max_tokens]))
+    hidden: list[Tensor] = []
+    hook = model.register_forward_hook(lambda _model, _inputs, hidden_TD: hidden.append(hidden_TD))
+    try:
+        for text in texts:
+            for begin in range(0, len(text), max_tokens):
+                output = start_prompt(runner, text[begin : begin + max_tokens])
+                (hidden_TD,) = hidden
+                hidden.clear()
+                if reaches_heads:
+                    for rows_LD in hidden_TD[:-1].split(_HEAD_ROWS):
+                        model.compute_logits(rows_LD)
+                finish_prompt(runner, output)
+    finally:
+        hook.remove()

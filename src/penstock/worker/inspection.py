@@ -60,10 +60,11 @@ def _lines(name: str, module: nn.Module, depth: int, ties: _Ties) -> Iterator[st
 def _own(module: nn.Module, ties: _Ties) -> Iterator[str]:
     if isinstance(module, LinearLayer):
         yield f"{module.input_size} -> {module.output_size}, {type(module.method).__name__}"
-        packed = module.method.packed_OI if isinstance(module.method, PackedMethod) else None
-        if packed is not None:
+        kept = module.method.kept if isinstance(module.method, PackedMethod) else ()
+        if kept:
             lends = any(embedding.lookup is not None for embedding in module.tied_to)
-            yield f"packed {_form(packed)}" + (" (tied: the embedding reads it too)" if lends else "")
+            forms = " and ".join(map(_form, kept))
+            yield f"packed {forms}" + (" (tied: the embedding reads it too)" if lends else "")
     if id(module) in ties.rows_in:
         yield f"reads the weight of {ties.rows_in[id(module)]} (tied)"
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):

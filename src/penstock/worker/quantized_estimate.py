@@ -95,9 +95,11 @@ def _kept_bits(bits: int) -> int:
     return bits if has_native_kernels() else 8
 
 
-def rounded_layer_bytes(quantization: str, num_outputs: int, num_inputs: int, *, is_head: bool) -> int:
-    """One linear layer that is rounded at loading."""
-    return layer_bytes(8 if is_head or quantization == "int8" else 4, num_outputs, num_inputs, _INT4_GROUP_SIZE)
+def rounded_layer_bytes(quantization: str, num_outputs: int, num_inputs: int, *, is_tied: bool) -> int:
+    """One linear layer that is rounded at loading. is_tied: an embedding reads rows; then 4 bits have 4 more for it."""
+    if quantization == "int8":
+        return layer_bytes(8, num_outputs, num_inputs)
+    return layer_bytes(4, num_outputs, num_inputs, _INT4_GROUP_SIZE) * (2 if is_tied else 1)
 
 
 def quantized_part(
@@ -122,13 +124,15 @@ def quantized_part(
     for name, header in headers.items():
         if shape.ties_embeddings and _HEADS.fullmatch(name):
             continue
-        is_head = bool(_HEADS.fullmatch(name)) or _is_tied_embedding(name, header, shape)
+        is_tied = _is_tied_embedding(name, header, shape)
+        is_head = is_tied or bool(_HEADS.fullmatch(name))
         is_layer = len(header.shape) > 1 and not _EMBEDDINGS.fullmatch(name) and not _NO_LAYERS.fullmatch(name)
         is_rounded = is_head or (is_layer and not stays_in_float(name))
         if is_rounded:
             num_inputs = header.shape[-1]
             num_outputs = header.num_elements // num_inputs
-            num_bytes += rounded_layer_bytes(quantization, num_outputs, num_inputs, is_head=is_head)
+            reads_rows = is_tied and not stays_in_float(name)
+            num_bytes += rounded_layer_bytes(quantization, num_outputs, num_inputs, is_tied=reads_rows)
             has_head = has_head or is_head
         if is_rounded and not stays_in_float(name):
             num_parameters += header.num_elements

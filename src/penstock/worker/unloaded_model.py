@@ -69,7 +69,7 @@ def try_without_memory(
     heads = (
         _packed_copies(as_kept, dtype, device)
         if model_config.quantization is None
-        else _saved_by_rounding(as_kept, model_config.quantization, model_config.vocab_size)
+        else _saved_by_rounding(as_kept, model_config.quantization)
     )
     return UnloadedModel(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -90,10 +90,10 @@ def _packed_copies(model: nn.Module, dtype: DtypeChoice, device: str) -> int:
     )
 
 
-def _saved_by_rounding(model: nn.Module, quantization: str, vocab_size: int) -> int:
+def _saved_by_rounding(model: nn.Module, quantization: str) -> int:
     """What integers take more than the weights in their place: a negative number."""
     return sum(
-        rounded_layer_bytes(quantization, layer.output_size, layer.input_size, is_head=layer.output_size == vocab_size)
+        rounded_layer_bytes(quantization, layer.output_size, layer.input_size, is_tied=bool(layer.tied_to))
         - (0 if layer.shares_weight else layer.weight.numel() * layer.weight.element_size())
         for layer in _linear_layers(model)
     )

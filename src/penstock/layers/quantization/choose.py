@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.layers.linear import LinearLayer, LinearMethod
-from penstock.layers.quantization.method import QuantizedMethod
+from penstock.layers.quantization.method import QuantizedMethod, RefinedMethod, Rounding
 from penstock.layers.quantization.rounding import quantize_int4, quantize_int8
 
 MethodChoice = Callable[[LinearLayer], LinearMethod]
 
 
-def choose_method(quantization: str, vocab_size: int) -> MethodChoice:
-    """How each linear layer of a model with float weights multiplies. quantization: "int8" or "int4".
-
-    The output projection has 8 bits in either case: it is one product of many, and the one whose errors nothing after
-    it evens out.
-    """
+def choose_method(quantization: str) -> MethodChoice:
+    """How each linear layer of a model with float weights multiplies. quantization: "int8" or "int4"."""
 
     def choose(layer: LinearLayer) -> LinearMethod:
-        if quantization == "int4" and layer.output_size != vocab_size:
-            return QuantizedMethod(quantize_int4)
-        return QuantizedMethod(quantize_int8)
+        if quantization == "int8":
+            return QuantizedMethod(quantize_int8)
+        return int4_method(layer, quantize_int4)
 
     return choose
+
+
+def int4_method(layer: LinearLayer, round_weight: Rounding) -> LinearMethod:
+    """How a layer multiplies whose weight is rounded to 4 bits in this way."""
+    return RefinedMethod(round_weight) if layer.tied_to else QuantizedMethod(round_weight)

@@ -15,11 +15,15 @@ from penstock.layers.linear import LinearLayer, LinearMethod
 
 
 class ObservedMethod(LinearMethod):
-    """Multiplies as another method does, and adds up x^T x of what it multiplies, in float32: `gram_II`."""
+    """Multiplies as another method does, and adds up x^T x of what it multiplies, in float32: `gram_II`.
 
-    def __init__(self, method: LinearMethod, input_size: int) -> None:
+    only_inputs: nothing is multiplied, and zeros stand for the results.
+    """
+
+    def __init__(self, method: LinearMethod, input_size: int, *, only_inputs: bool) -> None:
         self.method = method
         self.gram_II = torch.zeros(input_size, input_size)
+        self._only_inputs = only_inputs
 
     def process_weights_after_loading(self, layer: LinearLayer) -> None:
         self.method.process_weights_after_loading(layer)
@@ -30,13 +34,18 @@ class ObservedMethod(LinearMethod):
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
         flat_TI = x_TI.reshape(-1, x_TI.shape[-1]).float()
         self.gram_II.addmm_(flat_TI.T, flat_TI)
+        if self._only_inputs:
+            return x_TI.new_zeros(*x_TI.shape[:-1], layer.output_size)
         return self.method.apply(layer, x_TI)
 
 
 @contextmanager
-def observed(layers: Sequence[LinearLayer]) -> Iterator[list[Tensor]]:
-    """While it lasts, observe the inputs of these layers. Yields the sum of each, [I, I], which grow as they run."""
-    methods = [ObservedMethod(layer.method, layer.input_size) for layer in layers]
+def observed(layers: Sequence[LinearLayer], *, only_inputs_of: Sequence[LinearLayer] = ()) -> Iterator[list[Tensor]]:
+    """While it lasts, observe the inputs of these layers. Yields the sum of each, [I, I], which grow as they run.
+
+    only_inputs_of: those whose results nobody needs meanwhile.
+    """
+    methods = [ObservedMethod(layer.method, layer.input_size, only_inputs=layer in only_inputs_of) for layer in layers]
     for layer, method in zip(layers, methods, strict=True):
         layer.method = method
     try:

@@ -41,7 +41,7 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: 
         return None
     refuse_quantization_on(device.type, option)
     _log(f"rounded to {option} while loading")
-    return OptionRounding(choose_method(option, model_config.vocab_size))
+    return OptionRounding(choose_method(option))
 
 
 def _log(how: str) -> None:
