@@ -151,6 +151,25 @@ def test_rms_norm_of_heads_that_lie_in_wider_rows(kernels: NativeKernels, shared
     torch.testing.assert_close(kernels.rms_norm(heads_THD, weight, 1e-5), rms_norm_reference(heads_THD, weight, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0,), (1,), (5,), (300,), (2, 70)], ids=str)
+@pytest.mark.parametrize("size", [1, 8, 24, 129])
+def test_rows_of_a_table(kernels: NativeKernels, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> None:
+    table_VD = torch.randn(37, size).to(dtype)
+    table_VD[3, 0] = float("inf")
+    ids = torch.randint(37, shape, dtype=torch.int32)
+    for num_threads in (1, 3):
+        with threads(num_threads):
+            assert torch.equal(kernels.lookup(ids, table_VD), F.embedding(ids, table_VD).float())
+            assert torch.equal(kernels.lookup(ids.long(), table_VD), F.embedding(ids, table_VD).float())
+
+
+@pytest.mark.parametrize("bad", [-1, 37])
+def test_rows_that_a_table_does_not_have_are_refused(kernels: NativeKernels, bad: int) -> None:
+    with pytest.raises(IndexError, match=f"row {bad} of a table of 37 rows"):
+        kernels.lookup(torch.tensor([3, bad]), torch.randn(37, 8))
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
 @pytest.mark.parametrize("size", [1, 7, 8, 24, 129])
 @pytest.mark.parametrize("activation", GATED_REFERENCES)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.kernels.embedding import embedding
 from penstock.kernels.sampling import ChosenTokens
-from penstock.layers.linear import ColumnParallelLinear, NativeMethod, refuse_tensor_parallelism
+from penstock.layers.linear import ColumnParallelLinear, refuse_tensor_parallelism
 from penstock.layers.weights import RowLookup, new_parameter
 from penstock.parallel import ParallelContext
 
@@ -33,11 +33,11 @@ class VocabEmbedding(nn.Module):
         self.lookup: RowLookup | None = None
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
-        if self.lookup is not None:
-            rows_TD = self.lookup(input_ids_T.flatten()).view(*input_ids_T.shape, -1)
-        else:
-            rows_TD = F.embedding(input_ids_T, self.weight)
-        return rows_TD.to(self.weight.dtype if self.compute_dtype is None else self.compute_dtype)
+        weight = self.weight
+        dtype = self.compute_dtype or weight.dtype
+        if self.lookup is None:
+            return embedding(input_ids_T, weight, dtype)
+        return self.lookup(input_ids_T.flatten()).view(*input_ids_T.shape, -1).to(dtype)
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
@@ -68,13 +68,12 @@ class LMHead(ColumnParallelLinear):
         return super().forward(hidden_LD).to(torch.float32)
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
-        """`greedy_tokens` of the logits, which are not written down; None where the product is not in C++.
+        """`greedy_tokens` of the logits, where the product is in C++, and else None.
 
         For rows that need nothing else: no log-probabilities, and nothing that changes logits before the choice.
         """
-        if not isinstance(self.method, NativeMethod):
-            return None
-        return ChosenTokens(*self.method.argmax(self, hidden_LD))
+        chosen = self.method.argmax(self, hidden_LD)
+        return None if chosen is None else ChosenTokens(*chosen)
 
 
 @functools.cache

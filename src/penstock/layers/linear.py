@@ -37,6 +37,13 @@ class LinearMethod(ABC):
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
         """x @ weight^T + bias: [T, O]."""
 
+    def argmax(self, layer: LinearLayer, x_LI: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The first of the largest of `apply`, and whether a row failed: int64 [L] and bool [L].
+
+        None where that saves nothing. The layer has no bias.
+        """
+        return None
+
     def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
         """Record what `apply` does. Raises Unrecordable."""
         raise Unrecordable(f"{type(self).__name__} has no kernel for programs")
@@ -132,7 +139,7 @@ class NativeMethod(PackedMethod):
         program.linear(x, self.packed_OI, layer.bias, out)
 
     def argmax(self, layer: LinearLayer, x_LI: Tensor) -> tuple[Tensor, Tensor]:
-        """The first of the largest products of a layer without a bias, none written down, and whether a row failed."""
+        """None of the products is written down."""
         assert self.packed_OI is not None, "argmax before process_weights_after_loading"
         assert layer.bias is None, "a bias would change the largest"
         return self._kernels.greedy(x_LI, self.packed_OI, layer.output_size)

@@ -36,7 +36,7 @@ class ModelProgram:
         metadata, last = context.metadata, context.last
         return self._program(
             hidden_TD,
-            positions_T.to(torch.int64),
+            positions_T if positions_T.dtype is torch.int64 else positions_T.to(torch.int64),
             metadata[0].num_tokens,
             [group.requests for group in metadata],
             None if last is None else LastRows(last.rows, last.positions, last.query_start_loc),

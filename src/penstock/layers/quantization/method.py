@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UnsupportedFeature
+from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import Buffer, NativeProgram
 from penstock.kernels.native.quantized import NativeQuantizedProducts, native_quantized_products
 from penstock.kernels.quantized import (
@@ -59,6 +60,11 @@ class QuantizedMethod(PackedMethod):
         if x_TI.dtype is torch.float32:
             return self._products.linear(x_TI, packed_OI, self.shape, bias_O)
         return self._products.linear(x_TI.float(), packed_OI, self.shape, bias_O).to(x_TI.dtype)
+
+    def argmax(self, layer: LinearLayer, x_LI: Tensor) -> tuple[Tensor, Tensor] | None:
+        if NATIVE is None or x_LI.dtype is not torch.float32:
+            return None
+        return NATIVE.argmax(self.apply(layer, x_LI))
 
     def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
         if not isinstance(self._products, NativeQuantizedProducts):

@@ -122,6 +122,16 @@ struct RowsArgs {
   int num_threads;
 };
 
+// Rows of a table that is not packed: out[i] = table[ids[i]].
+struct LookupArgs {
+  const void* table;  // [num_rows][width]
+  const int32_t* ids;
+  float* out;
+  int64_t num_ids, num_rows, width;
+  WeightType weight_type;
+  int num_threads;
+};
+
 // The first of each row's largest values; failed where that is not finite, as what is not a number counts as largest.
 struct ArgmaxArgs {
   const float* x;  // [rows][size]
@@ -155,6 +165,7 @@ struct Kernels {
   bool (*greedy)(const GreedyArgs&);
   bool (*attention)(const AttentionArgs&);
   void (*rows)(const RowsArgs&);
+  void (*lookup)(const LookupArgs&);
   void (*rms_norm)(const NormArgs&);
   void (*gate_and_mul)(const GateArgs&);
   void (*rotary)(const RotaryArgs&);

@@ -15,7 +15,7 @@ namespace PENSTOCK_NAMESPACE {
 
 static const Kernels kTable = {
     PENSTOCK_NAME, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
-    rows,          rms_norm, gate_and_mul, rotary,        argmax, draw,
+    rows,          lookup,   rms_norm,     gate_and_mul,  rotary, argmax, draw,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -373,6 +373,32 @@ static void rows(const RowsArgs& a) {
                for_type(a.weight_type, rows_thread<float>, rows_thread<Bfloat16>, rows_thread<Float16>), &args);
 }
 
+PENSTOCK_INLINE void widen_row(const float* from, int64_t size, float* to) {
+  std::memcpy(to, from, static_cast<size_t>(size) * sizeof(float));
+}
+PENSTOCK_INLINE void widen_row(const Bfloat16* from, int64_t size, float* to) {
+  for (int64_t k = 0; k < size; ++k) to[k] = widen(from[k]);
+}
+PENSTOCK_INLINE void widen_row(const Float16* from, int64_t size, float* to) {
+  int64_t k = 0;
+  for (; k + kLanes <= size; k += kLanes) store(to + k, load(from + k));
+  for (; k < size; ++k) to[k] = widen(from[k]);
+}
+
+template <class W>
+static void lookup_thread(void* data, int thread, const Team& team) {
+  const auto& a = *static_cast<const LookupArgs*>(data);
+  const int64_t begin = a.num_ids * thread / team.num_threads, end = a.num_ids * (thread + 1) / team.num_threads;
+  const W* table = static_cast<const W*>(a.table);
+  for (int64_t i = begin; i < end; ++i) widen_row(table + a.ids[i] * a.width, a.width, a.out + i * a.width);
+}
+
+static void lookup(const LookupArgs& a) {
+  LookupArgs args = a;
+  run_parallel(a.num_ids < 4 ? 1 : a.num_threads,
+               for_type(a.weight_type, lookup_thread<float>, lookup_thread<Bfloat16>, lookup_thread<Float16>), &args);
+}
+
 static void pack_weight(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed) {
   auto pack = for_type(type, pack_panels<float>, pack_panels<Bfloat16>, pack_panels<Float16>);
   pack(weight, out_features, in_features, packed);

@@ -177,6 +177,25 @@ PyObject* rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->rows, a) : nullptr;
 }
 
+PyObject* lookup(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const Kernels* kernels = in.kernels();
+  LookupArgs a;
+  a.table = in.pointer<const void>();
+  a.ids = in.pointer<const int32_t>();
+  a.out = in.pointer<float>();
+  a.num_ids = in.size();
+  a.num_rows = in.size();
+  a.width = in.size();
+  a.weight_type = static_cast<WeightType>(in.integer());
+  a.num_threads = in.integer();
+  if (!in.are_good()) return nullptr;
+  for (int64_t i = 0; i < a.num_ids; ++i)
+    if (a.ids[i] < 0 || a.ids[i] >= a.num_rows)
+      return PyErr_Format(PyExc_IndexError, "row %d of a table of %lld rows", a.ids[i], (long long)a.num_rows);
+  return run(kernels->lookup, a);
+}
+
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
@@ -308,6 +327,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(linear),
     PENSTOCK_FUNCTION(greedy),
     PENSTOCK_FUNCTION(rows),
+    PENSTOCK_FUNCTION(lookup),
     PENSTOCK_FUNCTION(attention),
     PENSTOCK_FUNCTION(rms_norm),
     PENSTOCK_FUNCTION(gate_and_mul),

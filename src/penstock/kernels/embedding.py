@@ -1,0 +1,24 @@
+"""Rows of a table, such as tokens' embeddings. Suffixes: V rows of the table, D row size."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.native import NATIVE, WEIGHT_TYPES
+
+
+def embedding(ids: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """table[ids] in `dtype`: [..., D] for int32 or int64 ids of any shape.
+
+    Raises IndexError for a row that is not there (on the CPU).
+    """
+    # Where a step is one token, torch's operator takes several times as long as all rows of the layers' norms.
+    if NATIVE is not None and dtype is torch.float32 and _native_takes(ids, table_VD):
+        return NATIVE.lookup(ids, table_VD)
+    return F.embedding(ids, table_VD).to(dtype)
+
+
+def _native_takes(ids: Tensor, table_VD: Tensor) -> bool:
+    return ids.is_cpu and table_VD.is_cpu and table_VD.dtype in WEIGHT_TYPES and table_VD.is_contiguous()
