@@ -56,14 +56,18 @@ static QuantizedRows rows_from(const QuantizedRows& rows, const QuantizedShape& 
   return {rows.values + first * rows.units, rows.units, rows.scales + first, rows.group_sums + first * groups_summed(s)};
 }
 
-// The row `row` of `count` that lie together, from x.
-static void quantize_one(const QuantizedShape& s, const float* x, const QuantizedRows& rows, int64_t row, int64_t count) {
-  const auto [start, height] = Tiles(count, tile_rows(s)).around(row);
-  int32_t* to = rows.values + start * rows.units + (row - start);
-  rows.scales[row] = s.bits == 8
-                         ? quantize_row<kInt8Form>(x, s.in_features, to, height, padded(s.in_features), nullptr)
-                         : quantize_row<Form::kByte>(x, s.in_features, to, height, s.group_size,
-                                                     rows.group_sums + row * num_groups(s));
+// The rows of a tile, from x, whose rows are x_stride apart.
+static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_stride, const QuantizedRows& rows,
+                          const Tiles::Tile& tile) {
+  for (int64_t i = 0; i < tile.height; ++i) {
+    const int64_t row = tile.start + i;
+    const float* from = x + row * x_stride;
+    int32_t* to = rows.values + tile.start * rows.units + i;
+    rows.scales[row] = s.bits == 8
+                           ? quantize_row<kInt8Form>(from, s.in_features, to, tile.height, padded(s.in_features), nullptr)
+                           : quantize_row<Form::kByte>(from, s.in_features, to, tile.height, s.group_size,
+                                                       rows.group_sums + row * num_groups(s));
+  }
 }
 
 // Panels begin .. end times a chunk of rows. The last panel may be wider than the output: it goes through a buffer.
@@ -110,13 +114,17 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
   const QuantizedRows rows = are_few ? rows_from(job.rows, a.shape, thread * job.rows_at_once) : job.rows;
   for (int64_t first = 0; first < a.rows; first += job.rows_at_once) {
     const int64_t count = a.rows - first < job.rows_at_once ? a.rows - first : job.rows_at_once;
+    const Tiles tiles(count, tile_rows(a.shape));
+    const auto quantize = [&](int64_t tile) {
+      quantize_tile(a.shape, a.x + first * a.x_stride, a.x_stride, rows, tiles.at(tile));
+    };
     if (are_few) {
-      for (int64_t row = 0; row < count; ++row) quantize_one(a.shape, a.x + row * a.x_stride, rows, row, count);
+      for (int64_t tile = 0; tile < tiles.count; ++tile) quantize(tile);
     } else {
       if (first != 0) team.barrier();  // others may still read the rows before these
       if (first != 0 && thread == 0) share_panels(job);
-      for (int64_t row = thread; row < count; row += team.num_threads)
-        quantize_one(a.shape, a.x + (first + row) * a.x_stride, rows, row, count);
+      // Whole tiles: the rows of one lie side by side, and threads that share cache lines wait for each other.
+      for (int64_t tile = thread; tile < tiles.count; tile += team.num_threads) quantize(tile);
       team.barrier();
     }
     const int64_t products = count * a.shape.in_features * panel_width(a.shape);

@@ -20,11 +20,13 @@ struct Tiles {
   struct Tile {
     int64_t start, height;
   };
+  Tile at(int64_t tile) const {
+    return {tile * height + least(tile, num_taller), tile < num_taller ? height + 1 : height};
+  }
   // The tile that the row is in.
   Tile around(int64_t row) const {
     const int64_t above = rows_of_taller();
-    if (row < above) return {row / (height + 1) * (height + 1), height + 1};
-    return {above + (row - above) / height * height, height};
+    return at(row < above ? row / (height + 1) : num_taller + (row - above) / height);
   }
 };
 
