@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS
 from penstock.layers.linear import ColumnParallelLinear
+from penstock.layers.quantization import error_feedback
 from penstock.layers.quantization.error_feedback import quantize_int4_for
 from penstock.layers.quantization.observation import observed
 from penstock.layers.quantization.rounding import quantize_int4
@@ -98,3 +99,14 @@ def test_observed_layers_multiply_as_before_and_tell_of_their_inputs(dtype: torc
     assert layer.method is method
     x_TI = torch.cat([part.view(-1, 48).float() for part in parts])
     assert torch.allclose(gram_II, x_TI.T @ x_TI, rtol=1e-5, atol=1e-4)
+
+
+def test_outputs_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_OI, x_TI = torch.randn(50, 200), torch.randn(400, 200)
+    together = quantize_int4_for(weight_OI, x_TI.T @ x_TI)
+    monkeypatch.setattr(error_feedback, "_WEIGHTS_AT_ONCE", 200 * 7)
+    in_parts = quantize_int4_for(weight_OI, x_TI.T @ x_TI)
+    assert in_parts.shape == together.shape
+    assert torch.equal(in_parts.scales_OG, together.scales_OG)
+    # Sums of other shapes may be rounded in another way, and a weight then goes to the other side.
+    assert (in_parts.values_OI != together.values_OI).float().mean() < 0.01

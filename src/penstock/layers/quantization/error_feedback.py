@@ -12,10 +12,12 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS, QuantizedWeight
-from penstock.layers.quantization.rounding import INT4_GROUP_SIZE, quantize_int4
+from penstock.layers.quantization.rounding import INT4_GROUP_SIZE, join_rows, quantize_int4
 
 # Added to the diagonal, as a share of its mean: what the inputs of few texts do not tell.
 _DAMPING = 0.01
+# Several copies of so many are there in float32.
+_WEIGHTS_AT_ONCE = 1 << 23
 # Inputs whose changes reach the inputs of later blocks together.
 _BLOCK = 128
 
@@ -26,8 +28,14 @@ def quantize_int4_for(weight_OI: Tensor, gram_II: Tensor, group_size: int = INT4
     gram_II: x^T x of the inputs x that the layer has, added up over many; zeros round to the nearest.
     Raises ModelError for a sum that is not finite.
     """
-    nearest = quantize_int4(weight_OI, group_size)
     upper_II = _inverse_factor(gram_II)
+    num_rows = max(1, _WEIGHTS_AT_ONCE // weight_OI.shape[1])
+    return join_rows([_round_rows(part_OI, upper_II, group_size) for part_OI in weight_OI.split(num_rows)])
+
+
+def _round_rows(weight_OI: Tensor, upper_II: Tensor, group_size: int) -> QuantizedWeight:
+    """Outputs do not depend on each other."""
+    nearest = quantize_int4(weight_OI, group_size)
     weight_IO = weight_OI.float().T.contiguous()
     values_IO = torch.empty(weight_IO.shape, dtype=torch.int8)
     for begin in range(0, len(weight_IO), _BLOCK):

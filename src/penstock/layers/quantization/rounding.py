@@ -5,6 +5,8 @@ Suffixes: O output features, I input features, G groups of input features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,15 +52,24 @@ def quantize_int4_rest(weight_OI: Tensor, rounded: QuantizedWeight) -> Quantized
     num_outputs = weight_OI.shape[0]
     num_rows = max(1, _ELEMENTS_AT_ONCE // weight_OI.shape[1])
     parts = [slice(first, first + num_rows) for first in range(0, num_outputs, num_rows)]
-    rests = [
-        quantize_int4(weight_OI[rows].float() - rounded.rows(rows).dequantize(), rounded.shape.group_size)
-        for rows in parts
-    ]
+    return join_rows(
+        [
+            quantize_int4(weight_OI[rows].float() - rounded.rows(rows).dequantize(), rounded.shape.group_size)
+            for rows in parts
+        ]
+    )
+
+
+def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of 4 bits below each other."""
+    values_OI = torch.cat([part.values_OI for part in parts])
+    num_outputs, num_inputs = values_OI.shape
+    shape = QuantizedShape(4, num_outputs, num_inputs, parts[0].shape.group_size)
     return QuantizedWeight(
-        rounded.shape,
-        torch.cat([rest.values_OI for rest in rests]),
-        torch.cat([rest.scales_OG for rest in rests]),
-        torch.cat([rest.zeros_OG for rest in rests if rest.zeros_OG is not None]),
+        shape,
+        values_OI,
+        torch.cat([part.scales_OG for part in parts]),
+        torch.cat([part.zeros_OG for part in parts if part.zeros_OG is not None]),
     )
 
 
