@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.config import DeviceConfig
 from penstock.device import Device, create_device
+from penstock.device.host_allocator import keep_freed_memory
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.worker.pages_ahead import PagesAhead
@@ -69,6 +70,14 @@ def test_pages_are_handed_out_and_values_stay(device: Device) -> None:
     assert share_handed_out(memory) == 1
     assert memory[7] == 42
     assert int(memory.sum()) == 42
+
+
+def test_memory_is_fresh_whatever_the_heap_has_kept(device: Device) -> None:
+    keep_freed_memory()
+    # Together they lie at the end of the heap, which keeps them.
+    pieces = [np.ones(24 << 20, dtype=np.uint8) for _ in range(6)]
+    del pieces
+    assert share_handed_out(device.allocate(64 << 20)) == 0
 
 
 def test_an_eighth_of_the_cache_is_ready_beyond_what_is_used(device: Device) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
+from penstock.device.fresh_memory import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
 from penstock.device.host_allocator import keep_freed_memory, return_free_pages, return_freed_memory
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, cpu_quota, memory_limit
 from penstock.device.tensor_memory import TensorMemory
@@ -76,8 +77,9 @@ class CpuDevice(Device):
         peak.bytes_above_start = memory.peak_bytes
 
     def allocate(self, num_bytes: int) -> Tensor:
-        # Unlike torch, numpy gets zeros from the system, which hands out pages on first use.
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+        if num_bytes >= LARGE_PAGE and HAS_LARGE_PAGES:
+            return fresh_memory(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def make_pages_ready(self, memory: Tensor) -> bool:
         start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

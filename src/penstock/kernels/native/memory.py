@@ -6,15 +6,12 @@ looking up the next one's place in memory costs time: streaming a weight is up t
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
-
 import torch
 from torch import Tensor
 
+from penstock.device.fresh_memory import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
+
 CACHE_LINE = 64
-# What Linux has on x86-64, and with 4 KiB pages on Arm.
-_LARGE_PAGE = 2 << 20
 
 
 def weight_memory(num_bytes: int) -> Tensor:
@@ -22,14 +19,8 @@ def weight_memory(num_bytes: int) -> Tensor:
 
     What does not fill a large page is in small ones: half of one more for every weight would be much of a small model.
     """
-    if num_bytes < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        memory = torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8)
-        start = -memory.data_ptr() % CACHE_LINE
-        return memory[start : start + num_bytes]
-    region = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The tensor keeps the region, and the region goes with its last view.
-    memory = torch.frombuffer(region, dtype=torch.uint8)
-    start = -memory.data_ptr() % _LARGE_PAGE
-    with suppress(OSError):  # a kernel without large pages: the memory is good all the same
-        region.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _LARGE_PAGE * _LARGE_PAGE)
+    if num_bytes >= LARGE_PAGE and HAS_LARGE_PAGES:
+        return fresh_memory(num_bytes)
+    memory = torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8)
+    start = -memory.data_ptr() % CACHE_LINE
     return memory[start : start + num_bytes]
