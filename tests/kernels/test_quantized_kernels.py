@@ -130,7 +130,11 @@ def test_unpacking_gives_every_bit_back(products: QuantizedProducts, bits: int, 
 def test_rows_are_those_of_the_weight(products: QuantizedProducts, bits: int, inputs: int) -> None:
     weight = random_weight(bits, 50, inputs, 128)
     ids_T = torch.tensor([0, 49, 7, 7, 16, 31])
-    assert torch.equal(products.rows(ids_T, products.pack(weight), weight.shape), weight.dequantize()[ids_T])
+    packed, expected = products.pack(weight), weight.dequantize()[ids_T]
+    assert torch.equal(products.rows(ids_T, packed, weight.shape), expected)
+    rest = random_weight(bits, 50, inputs, 128, seed=1)
+    rows = products.rows(ids_T, packed, weight.shape, products.pack(rest))
+    assert torch.equal(rows, expected + rest.dequantize()[ids_T])
 
 
 @any_products

@@ -15,10 +15,11 @@ def embedding(ids: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
     Raises IndexError for a row that is not there (on the CPU).
     """
     # Where a step is one token, torch's operator takes several times as long as all rows of the layers' norms.
-    if NATIVE is not None and dtype is torch.float32 and _native_takes(ids, table_VD):
+    if NATIVE is not None and dtype is torch.float32 and ids.is_cpu and native_takes(table_VD):
         return NATIVE.lookup(ids, table_VD)
     return F.embedding(ids, table_VD).to(dtype)
 
 
-def _native_takes(ids: Tensor, table_VD: Tensor) -> bool:
-    return ids.is_cpu and table_VD.is_cpu and table_VD.dtype in WEIGHT_TYPES and table_VD.is_contiguous()
+def native_takes(table_VD: Tensor) -> bool:
+    """Whether the C++ kernels can read rows of this table."""
+    return table_VD.is_cpu and table_VD.dtype in WEIGHT_TYPES and table_VD.is_contiguous()

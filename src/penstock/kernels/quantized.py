@@ -94,8 +94,11 @@ class QuantizedProducts(Protocol):
     def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:
         """x @ weight^T + bias, with x rounded to 8 bits row by row: float32, as many dimensions as x has."""
 
-    def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape) -> Tensor:
-        """Rows of the weight, such as tokens' embeddings: float32 [T, I]."""
+    def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape, rest: Tensor | None = None) -> Tensor:
+        """Rows of the weight, such as tokens' embeddings: float32 [T, I].
+
+        rest: another packed weight of that shape, whose rows are added.
+        """
 
 
 def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,5 +173,6 @@ class TorchQuantizedProducts:
         out_TO = quantized_linear_reference(flat_TI, self.unpack(packed, shape), bias_O)
         return out_TO.view(*x_TI.shape[:-1], shape.output_size)
 
-    def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape) -> Tensor:
-        return self.unpack(packed, shape).rows(ids_T.long()).dequantize()
+    def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape, rest: Tensor | None = None) -> Tensor:
+        rows_TI = self.unpack(packed, shape).rows(ids_T.long()).dequantize()
+        return rows_TI if rest is None else rows_TI.add_(self.rows(ids_T, rest, shape))

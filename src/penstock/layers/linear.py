@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,10 @@ class LinearMethod(ABC):
     def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
         """Record what `apply` does. Raises Unrecordable."""
         raise Unrecordable(f"{type(self).__name__} has no kernel for programs")
+
+    def record_argmax(self, program: NativeProgram, layer: LinearLayer, x: Buffer) -> None:
+        """Record what `argmax` does, as the step's choice. Raises Unrecordable."""
+        raise Unrecordable(f"{type(self).__name__} has no choice for programs")
 
 
 class PlainMethod(LinearMethod):
@@ -128,21 +133,41 @@ class NativeMethod(PackedMethod):
         return self._kernels.unpack_weight(packed_OI, output_size)
 
     def row_lookup(self, packed_OI: Tensor) -> RowLookup:
-        return lambda ids_T: self._kernels.rows(ids_T, packed_OI)
+        return _PackedRows(self._kernels, packed_OI)
 
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return self._kernels.linear(x_TI, packed_OI, output_size, bias_O)
 
     def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
-        if program.kernels is not self._kernels or self.packed_OI is None:
-            raise Unrecordable("the weight is packed for other kernels")
-        program.linear(x, self.packed_OI, layer.bias, out)
+        program.linear(x, self._packed_for(program), layer.bias, out)
 
     def argmax(self, layer: LinearLayer, x_LI: Tensor) -> tuple[Tensor, Tensor]:
         """None of the products is written down."""
         assert self.packed_OI is not None, "argmax before process_weights_after_loading"
         assert layer.bias is None, "a bias would change the largest"
         return self._kernels.greedy(x_LI, self.packed_OI, layer.output_size)
+
+    def record_argmax(self, program: NativeProgram, layer: LinearLayer, x: Buffer) -> None:
+        program.greedy(x, self._packed_for(program), layer.output_size)
+
+    def _packed_for(self, program: NativeProgram) -> Tensor:
+        if program.kernels is not self._kernels or self.packed_OI is None:
+            raise Unrecordable("the weight is packed for other kernels")
+        return self.packed_OI
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedRows(RowLookup):
+    kernels: NativeKernels
+    packed_OI: Tensor
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        return self.kernels.rows(ids_T, self.packed_OI)
+
+    def record(self, program: NativeProgram, out: Buffer) -> None:
+        if program.kernels is not self.kernels:
+            raise Unrecordable("the weight is packed for other kernels")
+        program.rows(self.packed_OI, out)
 
 
 def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = None) -> LinearMethod:

@@ -5,7 +5,7 @@ A module that can be recorded has a method `record` beside its `forward`, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,12 +31,25 @@ class Recorder:
         Raises Unrecordable for a module that has none, that has a forward of another class than its `record`, or
         whose forward does more than its class says.
         """
-        owner = _owner(module, "record")
-        if owner is None or owner is not _owner(module, "forward") or "forward" in vars(module):
-            raise Unrecordable(f"{type(module).__name__} runs in Python")
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise Unrecordable(f"a hook was registered on a {type(module).__name__}")
+        _require_own(module, "record", ("forward",))
         return module.record(self, *args, **kwargs)  # type: ignore[operator]
+
+    def record_greedy(self, module: nn.Module, *args: Any) -> None:
+        """`module.record_greedy(self, ...)`, which ends in the choice of a token.
+
+        Raises Unrecordable as `record` does, for all that such a module has to do with that choice.
+        """
+        _require_own(module, "record_greedy", ("forward", "compute_logits", "compute_greedy"))
+        module.record_greedy(self, *args)  # type: ignore[operator]
+
+
+def _require_own(module: nn.Module, recorded: str, methods: Sequence[str]) -> None:
+    owner = _owner(module, recorded)
+    others = {_owner(module, method) for method in methods} - {owner, None}
+    if owner is None or others or any(method in vars(module) for method in methods):
+        raise Unrecordable(f"{type(module).__name__} runs in Python")
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise Unrecordable(f"a hook was registered on a {type(module).__name__}")
 
 
 def _owner(module: nn.Module, method: str) -> type | None:

@@ -28,7 +28,7 @@ from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism
 from penstock.models.config_fields import ConfigFields
-from penstock.models.program import ModelProgram, record_model
+from penstock.models.program import GreedyProgram, GreedyStep, ModelProgram, record_greedy, record_model
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelContext
 
@@ -325,6 +325,21 @@ class DecoderForCausalLM(CausalLM):
         if type(self).compute_logits is not DecoderForCausalLM.compute_logits:
             return None
         return self.lm_head.compute_greedy(hidden_LD)
+
+    def bind_greedy(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> GreedyStep | None:
+        if context.programs is None:
+            return None
+        if self not in context.programs:
+            context.programs[self] = record_greedy(self, self.config.hidden_size, context.layers)
+        program: GreedyProgram | None = context.programs[self]
+        return None if program is None else program.bind(input_ids_T, positions_T, context)
+
+    def record_greedy(self, recorder: Recorder) -> None:
+        """Everything from tokens to tokens."""
+        program = recorder.program
+        recorder.record(self.model.embed_tokens, program.input)
+        recorder.record(self.model)
+        recorder.record_greedy(self.lm_head, program.output)
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         table = dict(self.weight_table)

@@ -17,10 +17,12 @@ from penstock.config import SamplingConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.device import Device
 from penstock.errors import LifecycleError
+from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.batch_plan import Planner
 from penstock.runner.block_tables import BlockTables
+from penstock.runner.greedy_steps import GreedySteps
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.poisoned_blocks import PoisonedBlocks
@@ -46,7 +48,8 @@ class RunnerLimits:
 class PendingStep(msgspec.Struct, frozen=True, gc=False):
     """A step that has been run and not yet sampled. `batch` is None when no token was run.
 
-    hidden: of each request's last token. all_hidden: of all tokens, where prompt_rows are among them.
+    hidden: of each request's last token; None where the step has `chosen` its tokens already. all_hidden: of all
+    tokens, where prompt_rows are among them.
     """
 
     batch: InputBatch | None
@@ -54,6 +57,7 @@ class PendingStep(msgspec.Struct, frozen=True, gc=False):
     errors: dict[str, str]
     prompt_rows: PromptRows | None = None
     all_hidden: Tensor | None = None
+    chosen: ChosenTokens | None = None
 
 
 class ModelRunner:
@@ -88,6 +92,7 @@ class ModelRunner:
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         self.repeated = RepeatedStep(self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache)
+        self.greedy_steps = GreedySteps(self.sampler)
         # Whether every step computes all of its hidden states, as one does that must tell of prompts.
         self.computes_all_hidden = False
         self._pending: dict[int, PendingStep] = {}
@@ -100,13 +105,19 @@ class ModelRunner:
         if output.step_id in self._pending:
             raise LifecycleError(f"Step {output.step_id} was executed before and is still waiting for sample_tokens.")
         errors: dict[str, str] = {}
-        prepared = self.repeated.prepare(output) or self._prepare(output, errors)
+        repeated = self.repeated.prepare(output)
+        prepared = repeated or self._prepare(output, errors)
         if prepared is None:
             self._pending[output.step_id] = PendingStep(None, None, errors)
             return
 
         batch, context = prepared
         prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests)
+        if repeated is not None and prompt_rows is None:
+            chosen = self.greedy_steps.run(self.model, batch, context)
+            if chosen is not None:
+                self._pending[output.step_id] = PendingStep(batch, None, errors, chosen=chosen)
+                return
         if prompt_rows is None and batch.layout.max_query_len > 1 and not self.computes_all_hidden:
             context = self.kv_cache.ask_for_last_tokens(context, batch)
         hidden = self.model(batch.input_ids, batch.positions, context)
@@ -125,12 +136,12 @@ class ModelRunner:
                 f"sample_tokens names step {grammar.step_id}, which is not waiting to be sampled. "
                 f"Waiting: {sorted(self._pending) or 'none'}. Every step is executed once, then sampled once."
             )
-        if step.batch is None or step.hidden is None:
+        if step.batch is None:
             return ReadyOutput(ModelRunnerOutput(step_id=grammar.step_id, errors=step.errors))
         batch, errors = step.batch, step.errors
         rows = batch.logits_rows
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.all_hidden)
-        sampled = self._sample(step.hidden, rows)
+        sampled = self._sample(step, rows)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
         req_ids = batch.layout.req_ids
         if sampled.errors:
@@ -158,8 +169,14 @@ class ModelRunner:
         self.sampler.advance(rows, outcome)
         return result
 
+    def forget_programs(self) -> None:
+        """Let models record anew what they run: they, or their weights, may be others."""
+        self.greedy_steps.forget()
+        self.kv_cache.forget_programs()
+
     def _prepare(self, output: SchedulerOutput, errors: dict[str, str]) -> tuple[InputBatch, ForwardContext] | None:
         """The inputs of a step, None if it runs no token; `errors` gets the requests that cannot run."""
+        self.greedy_steps.forget()
         errors |= self.lifecycle.apply(output)
         self.poisoned_blocks.clear(output)
         scheduled = _without(output.num_scheduled_tokens, errors)
@@ -172,11 +189,13 @@ class ModelRunner:
             self.repeated.remember(output, batch, context)
         return batch, context
 
-    def _sample(self, hidden: Tensor, rows: LogitsRows) -> SamplerOutput:
-        if self.sampler.is_plain_greedy(rows):
+    def _sample(self, step: PendingStep, rows: LogitsRows) -> SamplerOutput:
+        chosen, hidden = step.chosen, step.hidden
+        if hidden is not None and self.sampler.is_plain_greedy(rows):
             chosen = self.model.compute_greedy(hidden)
-            if chosen is not None:
-                return SamplerOutput(*chosen, None, {})
+        if chosen is not None:
+            return SamplerOutput(*chosen, None, {})
+        assert hidden is not None, "a step has its tokens, or what they are chosen from"
         return self.sampler.sample(self.model.compute_logits(hidden), rows)
 
 

@@ -177,7 +177,7 @@ class Worker(WorkerBase):
 
     def forget_programs(self) -> None:
         if self._runner is not None:
-            self._runner.kv_cache.forget_programs()
+            self._runner.forget_programs()
 
     def get_model(self) -> LanguageModel:
         return self.language_model

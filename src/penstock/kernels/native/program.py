@@ -6,7 +6,7 @@ dimensions, P positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from penstock.config.program import PROGRAM_ROWS
 from penstock.kernels.native import ACTIVATIONS, WEIGHT_TYPES, NativeKernels
 from penstock.kernels.native.attention import CACHE_TYPES, HeadShape, StepRequests
 from penstock.kernels.native.quantized import NativeQuantizedProducts
+from penstock.kernels.native.stored import StoredArguments
 from penstock.kernels.quantized import QuantizedShape
 
 # Kinds of buffers, as the library knows them.
@@ -50,6 +51,40 @@ class LastRows:
 _ALL_ROWS = (0, 0, 0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Where a step's tokens are.
+
+    positions_T: int64, contiguous. num_tokens: those that are no padding, which come first. groups: by KV-cache group.
+    last: the only rows whose output is asked for.
+    """
+
+    positions_T: Tensor
+    num_tokens: int
+    groups: Sequence[StepRequests]
+    last: LastRows | None = None
+
+
+class BoundChoices:
+    """A program that takes tokens to tokens, with all that it reads and writes: it runs again without being told more.
+
+    index_T: int64, the choice after every token. failed_T: bool, where there is none. Every run writes both anew, from
+    what the step's tensors hold by then.
+    """
+
+    def __init__(
+        self, run: Callable[[int], None], arguments: StoredArguments, index_T: Tensor, failed_T: Tensor, used: object
+    ) -> None:
+        self._run = run
+        self._arguments = arguments
+        self.index_T = index_T
+        self.failed_T = failed_T
+        self._keeps_alive = used
+
+    def run(self) -> None:
+        self._run(self._arguments.address)
+
+
 @dataclass(slots=True)
 class _Stack:
     """Where buffers of a kind lie in a row of the workspace: taken up to `top` now, and to `size` at most."""
@@ -60,9 +95,10 @@ class _Stack:
 
 
 class NativeProgram:
-    """Takes hidden states to hidden states. Holds the weights and caches that it was recorded with.
+    """Takes hidden states to hidden states; or tokens to tokens, where a lookup was recorded first and a choice last.
 
-    Every kernel is the one that the same call would run by itself, so the results have the same bits.
+    Holds the weights and caches that it was recorded with. Every kernel is the one that the same call would run by
+    itself, so the results have the same bits.
     """
 
     def __init__(self, hidden_size: int, kernels: NativeKernels) -> None:
@@ -166,38 +202,94 @@ class NativeProgram:
             table_PR.shape[1] // 2,
         )
 
+    def lookup(self, table_VD: Tensor, out: Buffer) -> None:
+        """`NativeKernels.lookup` of the step's tokens."""
+        self._module.program_lookup(
+            self._program, out.number, self._address(table_VD), *table_VD.shape, WEIGHT_TYPES[table_VD.dtype]
+        )
+
+    def rows(self, packed: Tensor, out: Buffer) -> None:
+        """`NativeKernels.rows` of the step's tokens."""
+        self._module.program_rows(
+            self._program, out.number, self._address(packed), *packed.shape, WEIGHT_TYPES[packed.dtype]
+        )
+
+    def quantized_rows(
+        self,
+        products: NativeQuantizedProducts,
+        packed: Tensor,
+        shape: QuantizedShape,
+        out: Buffer,
+        rest: Tensor | None = None,
+    ) -> None:
+        """`NativeQuantizedProducts.rows` of the step's tokens."""
+        self._module.program_quantized_rows(
+            self._program,
+            out.number,
+            products.index,
+            self._address(packed),
+            self._address(rest),
+            *shape.kernel_sizes,
+        )
+
+    def greedy(self, x: Buffer, packed: Tensor, num_outputs: int) -> None:
+        """The step's choices are those of `NativeKernels.greedy`."""
+        self._module.program_greedy(
+            self._program, x.number, self._address(packed), packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
+        )
+
+    def argmax(self, logits: Buffer) -> None:
+        """The step's choices are those of `NativeKernels.argmax`."""
+        self._module.program_argmax(self._program, logits.number, logits.width)
+
     def bytes_spared(self, num_tokens: int) -> int:
         """By buffers that hold a part of the rows."""
         return max(0, num_tokens - PROGRAM_ROWS) * self._part.size * torch.float32.itemsize
 
-    def __call__(
-        self,
-        input_TD: Tensor,
-        positions_T: Tensor,
-        num_tokens: int,
-        groups: Sequence[StepRequests],
-        last: LastRows | None = None,
-    ) -> Tensor:
-        """The output, float32 [T, D], or that of the rows of `last`; the input is overwritten.
+    def __call__(self, input_TD: Tensor, step: StepTokens) -> Tensor:
+        """The output, float32 [T, D], or that of the last rows; the input is overwritten."""
+        output_TD = torch.empty(input_TD.shape[0], self._hidden_size)
+        workspace = self._workspace(input_TD.shape[0])
+        self._run(self._arguments(step, input_TD, output_TD, workspace).address)
+        return output_TD if step.last is None else output_TD[: step.last.rows.shape[0]]
 
-        positions_T: int64, contiguous. num_tokens: those that are no padding, which come first.
-        """
-        num_rows = input_TD.shape[0]
-        output_TD = torch.empty(num_rows, self._hidden_size)
-        workspace = torch.empty(num_rows * self._whole.size + min(num_rows, PROGRAM_ROWS) * self._part.size)
-        self._module.program_run(
-            self._program,
-            input_TD.data_ptr(),
-            output_TD.data_ptr(),
-            workspace.data_ptr(),
-            positions_T.data_ptr(),
-            num_rows,
-            num_tokens,
-            torch.get_num_threads(),
-            *(_ALL_ROWS if last is None else last.arguments),
-            *[argument for requests in groups for argument in requests.arguments],
+    def bind(self, ids_T: Tensor, step: StepTokens) -> BoundChoices:
+        """Steps from these tokens (int32, contiguous); all tensors stay where they are."""
+        num_rows = ids_T.shape[0]
+        hidden_2TD = torch.empty(2, num_rows, self._hidden_size)
+        workspace = self._workspace(num_rows)
+        index_T, failed_T = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
+        arguments = self._arguments(step, hidden_2TD[0], hidden_2TD[1], workspace, ids_T, index_T, failed_T)
+        return BoundChoices(self._run, arguments, index_T, failed_T, (ids_T, step, hidden_2TD, workspace))
+
+    def _run(self, address: int) -> None:
+        self._module.program_run(self._program, address)
+
+    def _workspace(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows * self._whole.size + min(num_rows, PROGRAM_ROWS) * self._part.size)
+
+    def _arguments(
+        self,
+        step: StepTokens,
+        input_TD: Tensor,
+        output_TD: Tensor,
+        workspace: Tensor,
+        ids_T: Tensor | None = None,
+        index_T: Tensor | None = None,
+        failed_T: Tensor | None = None,
+    ) -> StoredArguments:
+        tensors = (input_TD, output_TD, workspace, ids_T, index_T, failed_T, step.positions_T)
+        return StoredArguments(
+            [
+                *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
+                input_TD.shape[0],
+                step.num_tokens,
+                torch.get_num_threads(),
+                *(_ALL_ROWS if step.last is None else step.last.arguments),
+                len(step.groups),
+                *[argument for requests in step.groups for argument in requests.arguments],
+            ]
         )
-        return output_TD if last is None else output_TD[: last.rows.shape[0]]
 
     @contextmanager
     def _room(self, stack: _Stack, widths: Sequence[int]) -> Iterator[list[Buffer]]:

@@ -60,13 +60,14 @@ class NativeQuantizedProducts:
         )
         return out_TO
 
-    def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape) -> Tensor:
+    def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape, rest: Tensor | None = None) -> Tensor:
         ids_T = ids_T.to(torch.int32)
         out_TI = torch.empty(ids_T.shape[0], shape.input_size)
         self._module.quantized_rows(
             self.index,
             *shape.kernel_sizes,
             packed.data_ptr(),
+            0 if rest is None else rest.data_ptr(),
             ids_T.data_ptr(),
             out_TI.data_ptr(),
             ids_T.shape[0],

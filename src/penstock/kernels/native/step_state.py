@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors, TokensOnHost
+from penstock.kernels.native.stored import StoredArguments
 
 
 class NativeStep(BoundStep):
@@ -29,9 +29,9 @@ class NativeStep(BoundStep):
             slot_mappings_T=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in state.block_sizes),
         )
         self._num_columns: tuple[int, ...] | None = None
-        self._gather_arguments = _Arguments([])
+        self._gather_arguments = StoredArguments([])
         self._outcome_3R = torch.empty(3, layout.num_reqs, dtype=torch.int64)
-        self._outcome_arguments = _Arguments(
+        self._outcome_arguments = StoredArguments(
             [
                 self._tensors.seq_lens_R.data_ptr(),
                 state.prefill_len_S.data_ptr(),
@@ -40,7 +40,7 @@ class NativeStep(BoundStep):
                 self._outcome_3R.data_ptr(),
             ]
         )
-        self._advance_arguments = _Arguments(
+        self._advance_arguments = StoredArguments(
             [
                 state.all_token_ids_SL.data_ptr(),
                 state.all_token_ids_SL.shape[1],
@@ -104,14 +104,4 @@ class NativeStep(BoundStep):
                 blocks.shape[1],
                 slot_mapping.data_ptr(),
             ]
-        self._gather_arguments = _Arguments(arguments)
-
-
-class _Arguments:
-    """Integers side by side in memory, for a call that takes their address."""
-
-    __slots__ = ("_values", "address")
-
-    def __init__(self, values: list[int]) -> None:
-        self._values = np.array(values, dtype=np.int64)
-        self.address: int = self._values.ctypes.data
+        self._gather_arguments = StoredArguments(arguments)

@@ -6,6 +6,7 @@ Suffixes: T tokens, I input features, O output features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from penstock.layers.recording import Unrecordable
 from penstock.layers.weights import RowLookup
 
 Rounding = Callable[[Tensor], QuantizedWeight]
+_REORDERED = "the inputs of a quantized weight are in an order of their own"
 PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProducts()
 
 
@@ -49,9 +51,8 @@ class QuantizedMethod(PackedMethod):
         return self._products.unpack(packed_OI, self.shape).dequantize()
 
     def row_lookup(self, packed_OI: Tensor) -> RowLookup:
-        shape = self.shape
-        assert shape is not None, "row_lookup before pack"
-        return lambda ids_T: self._products.rows(ids_T, packed_OI, shape)
+        assert self.shape is not None, "row_lookup before pack"
+        return _QuantizedRows(self._products, self.shape, packed_OI)
 
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         assert self.shape is not None, "multiply before pack"
@@ -67,11 +68,14 @@ class QuantizedMethod(PackedMethod):
         return NATIVE.argmax(self.apply(layer, x_LI))
 
     def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
-        if not isinstance(self._products, NativeQuantizedProducts):
-            raise Unrecordable("the C++ kernels for quantized weights are not there")
         assert self.packed_OI is not None, "record before process_weights_after_loading"
         assert self.shape is not None, "record before pack"
-        program.quantized_linear(self._products, x, self.packed_OI, self.shape, layer.bias, out)
+        program.quantized_linear(_native(self._products), x, self.packed_OI, self.shape, layer.bias, out)
+
+    def record_argmax(self, program: NativeProgram, layer: LinearLayer, x: Buffer) -> None:
+        with program.buffers_of_part(layer.output_size) as (logits,):
+            self.record(program, layer, x, logits)
+            program.argmax(logits)
 
 
 class RefinedMethod(QuantizedMethod):
@@ -99,9 +103,8 @@ class RefinedMethod(QuantizedMethod):
         return super().unpack(packed_OI, output_size) + super().unpack(self._rest_OI, output_size)
 
     def row_lookup(self, packed_OI: Tensor) -> RowLookup:
-        assert self._rest_OI is not None, "row_lookup before pack"
-        rounded, rest = super().row_lookup(packed_OI), super().row_lookup(self._rest_OI)
-        return lambda ids_T: rounded(ids_T).add_(rest(ids_T))
+        assert self.shape is not None, "row_lookup before pack"
+        return _QuantizedRows(self._products, self.shape, packed_OI, self._rest_OI)
 
     def restore_weights(self, layer: LinearLayer) -> None:
         super().restore_weights(layer)
@@ -123,14 +126,45 @@ class ReorderedMethod(QuantizedMethod):
         return super().unpack(packed_OI, output_size).index_select(1, self._places_I)
 
     def row_lookup(self, packed_OI: Tensor) -> RowLookup:
-        in_order = super().row_lookup(packed_OI)
-        return lambda ids_T: in_order(ids_T).index_select(1, self._places_I)
+        return _ReorderedRows(super().row_lookup(packed_OI), self._places_I)
 
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return super().multiply(x_TI.index_select(-1, self._order_I), packed_OI, output_size, bias_O)
 
     def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
-        raise Unrecordable("the inputs of a quantized weight are in an order of their own")
+        raise Unrecordable(_REORDERED)
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantizedRows(RowLookup):
+    products: QuantizedProducts
+    shape: QuantizedShape
+    packed_OI: Tensor
+    rest_OI: Tensor | None = None
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        return self.products.rows(ids_T, self.packed_OI, self.shape, self.rest_OI)
+
+    def record(self, program: NativeProgram, out: Buffer) -> None:
+        program.quantized_rows(_native(self.products), self.packed_OI, self.shape, out, self.rest_OI)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReorderedRows(RowLookup):
+    rows: RowLookup
+    places_I: Tensor
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        return self.rows(ids_T).index_select(1, self.places_I)
+
+    def record(self, program: NativeProgram, out: Buffer) -> None:
+        raise Unrecordable(_REORDERED)
+
+
+def _native(products: QuantizedProducts) -> NativeQuantizedProducts:
+    if not isinstance(products, NativeQuantizedProducts):
+        raise Unrecordable("the C++ kernels for quantized weights are not there")
+    return products
 
 
 def refuse_quantized(model: nn.Module, action: str) -> None:

@@ -177,6 +177,16 @@ PyObject* rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->rows, a) : nullptr;
 }
 
+// Whether a table of so many rows has these; if not, a Python error is set.
+bool are_rows(const int32_t* ids, int64_t count, int64_t num_rows) {
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= num_rows) {
+      PyErr_Format(PyExc_IndexError, "row %d of a table of %lld rows", ids[i], static_cast<long long>(num_rows));
+      return false;
+    }
+  return true;
+}
+
 PyObject* lookup(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
@@ -189,11 +199,7 @@ PyObject* lookup(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.width = in.size();
   a.weight_type = static_cast<WeightType>(in.integer());
   a.num_threads = in.integer();
-  if (!in.are_good()) return nullptr;
-  for (int64_t i = 0; i < a.num_ids; ++i)
-    if (a.ids[i] < 0 || a.ids[i] >= a.num_rows)
-      return PyErr_Format(PyExc_IndexError, "row %d of a table of %lld rows", a.ids[i], (long long)a.num_rows);
-  return run(kernels->lookup, a);
+  return in.are_good() && are_rows(a.ids, a.num_ids, a.num_rows) ? run(kernels->lookup, a) : nullptr;
 }
 
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -311,6 +317,7 @@ PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 }  // namespace
 
+#include "module_stored.inl"
 #include "module_quantized.inl"
 #include "module_program.inl"
 #include "module_step.inl"
@@ -350,6 +357,11 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(program_linear),
     PENSTOCK_FUNCTION(program_quantized_linear),
     PENSTOCK_FUNCTION(program_attention),
+    PENSTOCK_FUNCTION(program_lookup),
+    PENSTOCK_FUNCTION(program_rows),
+    PENSTOCK_FUNCTION(program_quantized_rows),
+    PENSTOCK_FUNCTION(program_greedy),
+    PENSTOCK_FUNCTION(program_argmax),
     PENSTOCK_FUNCTION(program_run),
     {nullptr, nullptr, 0, nullptr},
 };

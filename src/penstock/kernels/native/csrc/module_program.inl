@@ -17,7 +17,7 @@ PyObject* program_new(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const Kernels* kernels = in.kernels();
   const int64_t rows_at_once = in.size();
   if (!in.are_good()) return nullptr;
-  auto* program = new (std::nothrow) Program{kernels, rows_at_once, 0, {}, {}};
+  auto* program = new (std::nothrow) Program{kernels, rows_at_once, 0, 0, {}, {}};
   if (program == nullptr) return PyErr_NoMemory();
   PyObject* capsule = PyCapsule_New(program, kProgramName, delete_program);
   if (capsule == nullptr) delete program;
@@ -35,6 +35,12 @@ struct ProgramCall {
     if (!in.are_good() || program == nullptr) return nullptr;
     program->operations.push_back(operation);
     Py_RETURN_NONE;
+  }
+
+  // An operation that reads rows of so many.
+  PyObject* add_lookup(const Operation& operation, int64_t num_rows) {
+    if (program != nullptr) program->num_ids = num_rows;
+    return add(operation);
   }
 };
 
@@ -135,32 +141,101 @@ PyObject* program_attention(PyObject*, PyObject* const* values, Py_ssize_t count
   return call.add(operation);
 }
 
-// The last five arguments are repeated for every KV-cache group.
+PyObject* program_lookup(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kLookup;
+  operation.out = call.in.integer();
+  operation.lookup = {};
+  operation.lookup.table = call.in.pointer<const void>();
+  operation.lookup.num_rows = call.in.size();
+  operation.lookup.width = call.in.size();
+  operation.lookup.weight_type = static_cast<WeightType>(call.in.integer());
+  return call.add_lookup(operation, operation.lookup.num_rows);
+}
+
+PyObject* program_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kRows;
+  operation.out = call.in.integer();
+  operation.rows = {};
+  operation.rows.weight = call.in.pointer<const void>();
+  const int64_t num_rows = call.in.size();
+  operation.rows.in_features = call.in.size();
+  operation.rows.weight_type = static_cast<WeightType>(call.in.integer());
+  return call.add_lookup(operation, num_rows);
+}
+
+PyObject* program_quantized_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kQuantizedRows;
+  operation.out = call.in.integer();
+  operation.quantized_kernels = quantized_kernels(call.in);
+  operation.quantized_rows = {};
+  operation.quantized_rows.weight = call.in.pointer<const void>();
+  operation.quantized_rows.rest = call.in.pointer<const void>();
+  operation.quantized_rows.shape = quantized_shape(call.in);
+  return call.add_lookup(operation, operation.quantized_rows.shape.out_features);
+}
+
+PyObject* program_greedy(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kGreedy;
+  operation.in = call.in.integer();
+  operation.greedy = {};
+  LinearArgs& product = operation.greedy.product;
+  product.weight = call.in.pointer<const void>();
+  product.in_features = call.in.size();
+  product.out_features = call.in.size();
+  product.weight_type = static_cast<WeightType>(call.in.integer());
+  return call.add(operation);
+}
+
+PyObject* program_argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kArgmax;
+  operation.in = call.in.integer();
+  operation.argmax = {};
+  operation.argmax.size = call.in.size();
+  return call.add(operation);
+}
+
+// (program, address of [ProgramStep, number of groups, StepRequests of each])
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
+  StoredArguments in(call.in.pointer<const int64_t>());
+  if (!call.in.are_good() || call.program == nullptr) return nullptr;
   ProgramStep step;
-  step.input = call.in.pointer<float>();
-  step.output = call.in.pointer<float>();
-  step.workspace = call.in.pointer<float>();
-  step.positions = call.in.pointer<const int64_t>();
-  step.num_rows = call.in.size();
-  step.num_tokens = call.in.size();
-  step.num_threads = call.in.integer();
-  step.last.rows = call.in.pointer<const int64_t>();
-  step.last.positions = call.in.pointer<const int64_t>();
-  step.last.query_start = call.in.pointer<const int32_t>();
-  step.last.count = call.in.size();
+  step.input = in.pointer<float>();
+  step.output = in.pointer<float>();
+  step.workspace = in.pointer<float>();
+  step.ids = in.pointer<const int32_t>();
+  step.index = in.pointer<int64_t>();
+  step.failed = in.pointer<bool>();
+  step.positions = in.pointer<const int64_t>();
+  step.num_rows = in.size();
+  step.num_tokens = in.size();
+  step.num_threads = in.integer();
+  step.last.rows = in.pointer<const int64_t>();
+  step.last.positions = in.pointer<const int64_t>();
+  step.last.query_start = in.pointer<const int32_t>();
+  step.last.count = in.size();
   StepRequests groups[kMaxGroups];
-  int num_groups = 0;
-  for (; call.in.has_more() && num_groups < kMaxGroups; ++num_groups) {
-    groups[num_groups].query_start = call.in.pointer<const int32_t>();
-    groups[num_groups].seq_lens = call.in.pointer<const int32_t>();
-    groups[num_groups].block_table = call.in.pointer<const int32_t>();
-    groups[num_groups].block_table_stride = call.in.size();
-    groups[num_groups].num_requests = call.in.size();
+  const int64_t num_groups = in.size();
+  if (num_groups > kMaxGroups) return PyErr_Format(PyExc_ValueError, "more than %d KV-cache groups", kMaxGroups);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    groups[group].query_start = in.pointer<const int32_t>();
+    groups[group].seq_lens = in.pointer<const int32_t>();
+    groups[group].block_table = in.pointer<const int32_t>();
+    groups[group].block_table_stride = in.size();
+    groups[group].num_requests = in.size();
   }
   step.groups = groups;
-  if (!call.in.are_good() || call.program == nullptr) return nullptr;
+  if (step.ids != nullptr && !are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;
   bool had_memory;
   Py_BEGIN_ALLOW_THREADS;
   had_memory = run_program(*call.program, step);

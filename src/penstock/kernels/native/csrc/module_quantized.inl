@@ -90,6 +90,7 @@ PyObject* quantized_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
   QuantizedRowsArgs a;
   a.shape = quantized_shape(in);
   a.weight = in.pointer<const void>();
+  a.rest = in.pointer<const void>();
   a.ids = in.pointer<const int32_t>();
   a.out = in.pointer<float>();
   a.num_ids = in.size();

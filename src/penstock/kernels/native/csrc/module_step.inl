@@ -1,22 +1,6 @@
-// A step's bookkeeping as Python functions. What stays the same from step to step comes as the address of an array:
-// a dozen integers in Python are a dozen objects, and after a forward pass none of them is in a cache.
+// A step's bookkeeping as Python functions; part of module.cpp.
 
 namespace {
-
-// Values that were written down once, as int64.
-class StoredArguments {
- public:
-  explicit StoredArguments(const int64_t* values) : values_(values) {}
-
-  template <class T>
-  T* pointer() {
-    return reinterpret_cast<T*>(static_cast<uintptr_t>(size()));
-  }
-  int64_t size() { return *values_++; }
-
- private:
-  const int64_t* values_;
-};
 
 // (address of [GatherArgs, number of groups, TableArgs of each])
 PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {

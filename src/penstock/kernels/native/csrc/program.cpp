@@ -20,6 +20,11 @@ class Runner {
       case Operation::Kind::kLinear: return linear(operation);
       case Operation::Kind::kQuantizedLinear: return quantized_linear(operation);
       case Operation::Kind::kAttention: return attention(operation);
+      case Operation::Kind::kLookup: return lookup(operation);
+      case Operation::Kind::kRows: return rows(operation);
+      case Operation::Kind::kQuantizedRows: return quantized_rows(operation);
+      case Operation::Kind::kGreedy: return greedy(operation);
+      case Operation::Kind::kArgmax: return argmax(operation);
     }
     return false;
   }
@@ -93,6 +98,57 @@ class Runner {
     a.rows = num_rows_;
     a.num_threads = step_.num_threads;
     return operation.quantized_kernels->linear(a);
+  }
+
+  bool lookup(const Operation& operation) const {
+    LookupArgs a = operation.lookup;
+    a.ids = step_.ids + first_row_;
+    a.out = at(operation.out);
+    a.num_ids = num_rows_;
+    a.num_threads = step_.num_threads;
+    program_.kernels->lookup(a);
+    return true;
+  }
+
+  bool rows(const Operation& operation) const {
+    RowsArgs a = operation.rows;
+    a.ids = step_.ids + first_row_;
+    a.out = at(operation.out);
+    a.num_ids = num_rows_;
+    a.num_threads = step_.num_threads;
+    program_.kernels->rows(a);
+    return true;
+  }
+
+  bool quantized_rows(const Operation& operation) const {
+    QuantizedRowsArgs a = operation.quantized_rows;
+    a.ids = step_.ids + first_row_;
+    a.out = at(operation.out);
+    a.num_ids = num_rows_;
+    a.num_threads = step_.num_threads;
+    return operation.quantized_kernels->rows(a);
+  }
+
+  bool greedy(const Operation& operation) const {
+    GreedyArgs a = operation.greedy;
+    a.product.x = at(operation.in);
+    a.product.x_stride = width(operation.in);
+    a.product.rows = num_rows_;
+    a.product.num_threads = step_.num_threads;
+    a.index = step_.index + first_row_;
+    a.failed = step_.failed + first_row_;
+    return program_.kernels->greedy(a);
+  }
+
+  bool argmax(const Operation& operation) const {
+    ArgmaxArgs a = operation.argmax;
+    a.x = at(operation.in);
+    a.rows = num_rows_;
+    a.index = step_.index + first_row_;
+    a.failed = step_.failed + first_row_;
+    a.num_threads = step_.num_threads;
+    program_.kernels->argmax(a);
+    return true;
   }
 
   // Rows of padding become zero.

@@ -11,6 +11,7 @@ namespace penstock {
 
 // Rows of floats, contiguous. The input and the output are the caller's; the others lie in its workspace, `offset` floats
 // per row from the beginning of their kind's part. Their lifetimes may let them share a place.
+// What begins with tokens has its first rows in the input all the same, and what ends with choices its last in the output.
 //
 // kWhole: a row for every token of a step. kPart: for those that are worked on at once between two attentions.
 struct Buffer {
@@ -23,7 +24,10 @@ enum : int { kInput = 0, kOutput = 1 };
 // Which kernel, its buffers by number, and its arguments but for what a step decides: addresses of buffers, numbers of
 // rows and threads.
 struct Operation {
-  enum class Kind { kNorm, kGate, kLinear, kQuantizedLinear, kAttention } kind;
+  // kLookup, kRows and kQuantizedRows read the step's tokens, kGreedy and kArgmax write its choices.
+  enum class Kind {
+    kNorm, kGate, kLinear, kQuantizedLinear, kAttention, kLookup, kRows, kQuantizedRows, kGreedy, kArgmax
+  } kind;
   // residual: what a norm adds to its input first; beside the last attention, what is added to its output later; or -1
   int in, residual, out;
   int group;              // of the KV cache, for attention
@@ -34,6 +38,11 @@ struct Operation {
     LinearArgs linear;
     QuantizedLinearArgs quantized;
     AttentionArgs attention;
+    LookupArgs lookup;
+    RowsArgs rows;
+    QuantizedRowsArgs quantized_rows;
+    GreedyArgs greedy;
+    ArgmaxArgs argmax;
   };
 };
 
@@ -42,6 +51,7 @@ struct Operation {
 struct Program {
   const Kernels* kernels;
   int64_t rows_at_once;
+  int64_t num_ids;  // tokens that its lookup knows: from 0 to num_ids - 1
   int64_t whole_size;  // floats per token of the buffers for whole steps
   std::vector<Buffer> buffers;
   std::vector<Operation> operations;
@@ -66,10 +76,14 @@ struct LastTokens {
 
 // workspace: num_rows times the floats of whole buffers, then the rows at once times those of the others.
 // positions: int64, one per token. Of the tokens, the first num_tokens are no padding.
+// ids, index, failed: of each row, its token, and the choice after it; for programs that begin, or end, with these.
 struct ProgramStep {
   float* input;
   float* output;
   float* workspace;
+  const int32_t* ids;
+  int64_t* index;
+  bool* failed;
   const int64_t* positions;
   int64_t num_rows, num_tokens;
   const StepRequests* groups;

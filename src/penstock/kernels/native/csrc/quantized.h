@@ -37,10 +37,11 @@ struct QuantizedLinearArgs {
   int num_threads;
 };
 
-// out[i] = weight[ids[i]].
+// out[i] = weight[ids[i]], plus rest[ids[i]] if there is one: of the same shape, what rounding has left over.
 struct QuantizedRowsArgs {
   QuantizedShape shape;
   const void* weight;
+  const void* rest;
   const int32_t* ids;
   float* out;
   int64_t num_ids;
@@ -54,7 +55,7 @@ struct QuantizedKernels {
   void (*unpack)(const QuantizedPackArgs&);
   // False when there is no memory to work in; the output is undefined then.
   bool (*linear)(const QuantizedLinearArgs&);
-  void (*rows)(const QuantizedRowsArgs&);
+  bool (*rows)(const QuantizedRowsArgs&);
 };
 
 // nullptr where the library was built for another architecture.

@@ -158,16 +158,36 @@ static int64_t packed_bytes(const QuantizedShape& s) {
 static void pack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? pack_int8(a) : pack_int4(a); }
 static void unpack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? unpack_int8(a) : unpack_int4(a); }
 
+struct QuantizedRowsJob {
+  const QuantizedRowsArgs* args;
+  float* rests;  // [threads][in_features], where there are any
+};
+
 static void quantized_rows_thread(void* data, int thread, const Team& team) {
-  const auto& a = *static_cast<const QuantizedRowsArgs*>(data);
+  const auto& job = *static_cast<const QuantizedRowsJob*>(data);
+  const QuantizedRowsArgs& a = *job.args;
+  const int64_t size = a.shape.in_features;
+  const auto read_row = a.shape.bits == 8 ? read_int8_row : read_int4_row;
   const int64_t begin = a.num_ids * thread / team.num_threads, end = a.num_ids * (thread + 1) / team.num_threads;
-  for (int64_t i = begin; i < end; ++i)
-    (a.shape.bits == 8 ? read_int8_row : read_int4_row)(a.shape, a.weight, a.ids[i], a.out + i * a.shape.in_features);
+  for (int64_t i = begin; i < end; ++i) {
+    float* row = a.out + i * size;
+    read_row(a.shape, a.weight, a.ids[i], row);
+    if (a.rest == nullptr) continue;
+    float* rest = job.rests + thread * size;
+    read_row(a.shape, a.rest, a.ids[i], rest);
+    for (int64_t k = 0; k < size; ++k) row[k] += rest[k];
+  }
 }
 
-static void quantized_rows(const QuantizedRowsArgs& a) {
-  QuantizedRowsArgs args = a;
-  run_parallel(a.num_ids < 4 ? 1 : a.num_threads, quantized_rows_thread, &args);
+static bool quantized_rows(const QuantizedRowsArgs& a) {
+  static thread_local Scratch scratch;
+  QuantizedRowsJob job{&a, nullptr};
+  if (a.rest != nullptr) {
+    job.rests = scratch.get(static_cast<size_t>(a.num_threads * a.shape.in_features));
+    if (job.rests == nullptr) return false;
+  }
+  run_parallel(a.num_ids < 4 ? 1 : a.num_threads, quantized_rows_thread, &job);
+  return true;
 }
 
 static const QuantizedKernels kQuantizedTable = {
