@@ -54,7 +54,7 @@ static __attribute__((noinline)) void score(const float* x, const KeyBlock<T>* b
       PENSTOCK_UNROLL
       for (int b = 0; b < B; ++b)
         PENSTOCK_UNROLL
-        for (int v = 0; v < V; ++v) sum[i][b][v] += xi * key[b][v];
+        for (int v = 0; v < V; ++v) multiply_add(sum[i][b][v], xi, key[b][v]);
     }
   }
   PENSTOCK_UNROLL
@@ -130,7 +130,7 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
       for (int i = 0; i < R; ++i) {
         const Vec wi = splat(weight[i * weights_stride + k]);
         PENSTOCK_UNROLL
-        for (int v = 0; v < V; ++v) sum[i][v] += wi * value[v];
+        for (int v = 0; v < V; ++v) multiply_add(sum[i][v], wi, value[v]);
       }
     }
   }

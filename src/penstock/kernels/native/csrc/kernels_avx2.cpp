@@ -22,6 +22,7 @@
 #define PENSTOCK_LANES 8
 #define PENSTOCK_PANEL_VECTORS 2
 #define PENSTOCK_TILE_ROWS 6
+#define PENSTOCK_FMA_REGISTER "x"
 #define PENSTOCK_WIDEN_FLOAT16(h) __builtin_ia32_vcvtph2ps256((short __attribute__((vector_size(16))))(h))
 #include "kernels.inl"
 

@@ -22,6 +22,7 @@
 #define PENSTOCK_LANES 16
 #define PENSTOCK_PANEL_VECTORS 2
 #define PENSTOCK_TILE_ROWS 12
+#define PENSTOCK_FMA_REGISTER "v"
 #define PENSTOCK_WIDEN_FLOAT16(h) \
   __builtin_ia32_vcvtph2ps512_mask((short __attribute__((vector_size(32))))(h), penstock::avx512::Vec{}, -1, 4)
 #include "kernels.inl"

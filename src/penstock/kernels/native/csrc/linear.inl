@@ -19,17 +19,15 @@ constexpr int64_t kRowsInCache = 96 * 1024;
 static_assert(PENSTOCK_PANEL_VECTORS == 2, "panels are two vectors wide");
 
 template <class W>
-PENSTOCK_INLINE void load_pair(const W* from, Vec (&w)[2]) {
-  w[0] = load(from);
-  w[1] = load(from + kLanes);
+PENSTOCK_INLINE Vec load_one(const W* from, int v) {
+  return load(from + v * kLanes);
 }
 
 // bfloat16 is the upper half of a float.
-PENSTOCK_INLINE void load_pair(const Bfloat16* from, Vec (&w)[2]) {
+PENSTOCK_INLINE Vec load_one(const Bfloat16* from, int v) {
   UintVec pairs;
   std::memcpy(&pairs, from, sizeof pairs);
-  w[0] = (Vec)(pairs << 16);
-  w[1] = (Vec)(pairs & 0xffff0000u);
+  return v == 0 ? (Vec)(pairs << 16) : (Vec)(pairs & 0xffff0000u);
 }
 
 // Where the weight of a panel's column lies among those of an inner element.
@@ -65,13 +63,23 @@ PENSTOCK_INLINE void keep_apart(const float*& pointer) { asm("" : "+r"(pointer))
 template <int R, int P, class W>
 PENSTOCK_INLINE void multiply_step(const float* const (&x)[R], int k, const W* weight, int64_t panel_stride,
                                    Vec (&sum)[R][P][2]) {
-  Vec w[P][2];
-  for (int p = 0; p < P; ++p) load_pair(weight + p * panel_stride + k * kPanel, w[p]);
+  // What there is more of is loaded as it is needed: registers are full of sums.
+  if constexpr (P == 1) {
+    Vec w[2];
+    for (int v = 0; v < 2; ++v) w[v] = load_one(weight + k * kPanel, v);
 #pragma GCC unroll 16
-  for (int i = 0; i < R; ++i) {
-    const Vec xi = splat(x[i][k]);
+    for (int i = 0; i < R; ++i) {
+      const Vec xi = splat(x[i][k]);
+      for (int v = 0; v < 2; ++v) multiply_add(sum[i][0][v], xi, w[v]);
+    }
+  } else {
+    Vec xs[R];
+    for (int i = 0; i < R; ++i) xs[i] = splat(x[i][k]);
     for (int p = 0; p < P; ++p)
-      for (int v = 0; v < 2; ++v) sum[i][p][v] += xi * w[p][v];
+      for (int v = 0; v < 2; ++v) {
+        const Vec w = load_one(weight + p * panel_stride + k * kPanel, v);
+        for (int i = 0; i < R; ++i) multiply_add(sum[i][p][v], xs[i], w);
+      }
   }
 }
 
