@@ -254,8 +254,9 @@ static Function for_type(WeightType type, Function float32, Function bfloat16, F
   return type == WeightType::kFloat32 ? float32 : type == WeightType::kBfloat16 ? bfloat16 : float16;
 }
 
-// Products that a thread should make before it looks for the next ones.
-constexpr int64_t kProductsPerTurn = 512 * 1024;
+// Products that a thread should make before it looks for the next ones: a microsecond's worth, many times what looking
+// takes. At the end one waits for the other's turn, half of one on average.
+constexpr int64_t kProductsPerTurn = 64 * 1024;
 constexpr int64_t kPanelsPerTurn = 4;
 
 // A product cut into rows that are taken at a time, times panels, the last of which may not be full. Each thread has a
