@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
-from penstock.kernels.native.program import BoundChoices, NativeProgram, StepTokens
+from penstock.kernels.native.program import NativeProgram
+from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.quantized import native_quantized_products
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
 
@@ -107,3 +112,21 @@ def test_what_is_not_finite_is_told(kernels: NativeKernels) -> None:
     bound = bind(program, [6, 7])
     bound.run()
     assert bound.failed_T.tolist() == [False, True]
+
+
+def test_arguments_stay_while_a_program_runs(kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = NativeProgram(WIDTH, kernels)
+    positions_T = torch.zeros(3, dtype=torch.int64)
+    seen: list[tuple[int, ...]] = []
+
+    def look(address: int) -> None:
+        others = [np.zeros(size, dtype=np.int64) for size in range(1, 64) for _ in range(8)]
+        assert others
+        seen.append(struct.unpack("15q", ctypes.string_at(address, 15 * 8)))
+
+    monkeypatch.setattr(program, "_run", look)
+    input_TD = torch.randn(3, WIDTH)
+    program(input_TD, StepTokens(positions_T, 3, []))
+    ((input_at, *_, positions_at, num_rows, num_tokens, _, _, _, _, _, num_groups),) = seen
+    assert (input_at, positions_at, num_rows, num_tokens) == (input_TD.data_ptr(), positions_T.data_ptr(), 3, 3)
+    assert num_groups == 0

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from penstock.attention import BoundLayer, ForwardContext
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.program import BoundChoices, LastRows, NativeProgram, StepTokens
+from penstock.kernels.native.program import NativeProgram
+from penstock.kernels.native.program_step import BoundChoices, LastRows, StepTokens
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.recording import Recorder, Unrecordable
 

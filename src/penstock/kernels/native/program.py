@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.config.program import PROGRAM_ROWS
 from penstock.kernels.native import ACTIVATIONS, WEIGHT_TYPES, NativeKernels
-from penstock.kernels.native.attention import CACHE_TYPES, HeadShape, StepRequests
+from penstock.kernels.native.attention import CACHE_TYPES, HeadShape
+from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.quantized import NativeQuantizedProducts
 from penstock.kernels.native.stored import StoredArguments
 from penstock.kernels.quantized import QuantizedShape
@@ -30,59 +32,6 @@ class Buffer:
 
     number: int
     width: int
-
-
-@dataclass(frozen=True, slots=True)
-class LastRows:
-    """The last token of every request. rows, positions: int64 [R], rising rows. query_start_loc: int32, 0 to R."""
-
-    rows: Tensor
-    positions: Tensor
-    query_start_loc: Tensor
-
-    @property
-    def arguments(self) -> tuple[int, int, int, int]:
-        """As the library takes it."""
-        addresses = self.rows.data_ptr(), self.positions.data_ptr(), self.query_start_loc.data_ptr()
-        return *addresses, self.rows.shape[0]
-
-
-# What `LastRows.arguments` are where the hidden states of all tokens are asked for.
-_ALL_ROWS = (0, 0, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """Where a step's tokens are.
-
-    positions_T: int64, contiguous. num_tokens: those that are no padding, which come first. groups: by KV-cache group.
-    last: the only rows whose output is asked for.
-    """
-
-    positions_T: Tensor
-    num_tokens: int
-    groups: Sequence[StepRequests]
-    last: LastRows | None = None
-
-
-class BoundChoices:
-    """A program that takes tokens to tokens, with all that it reads and writes: it runs again without being told more.
-
-    index_T: int64, the choice after every token. failed_T: bool, where there is none. Every run writes both anew, from
-    what the step's tensors hold by then.
-    """
-
-    def __init__(
-        self, run: Callable[[int], None], arguments: StoredArguments, index_T: Tensor, failed_T: Tensor, used: object
-    ) -> None:
-        self._run = run
-        self._arguments = arguments
-        self.index_T = index_T
-        self.failed_T = failed_T
-        self._keeps_alive = used
-
-    def run(self) -> None:
-        self._run(self._arguments.address)
 
 
 @dataclass(slots=True)
@@ -105,6 +54,8 @@ class NativeProgram:
         self.kernels = kernels
         self._module = kernels.module
         self._program = self._module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
+        # Takes the address of what `_arguments` makes.
+        self._run: Callable[[int], None] = partial(self._module.program_run, self._program)
         self._keeps_alive: list[Tensor] = []
         self._whole, self._part = _Stack(_WHOLE), _Stack(_PART)
         self._hidden_size = hidden_size
@@ -250,7 +201,8 @@ class NativeProgram:
         """The output, float32 [T, D], or that of the last rows; the input is overwritten."""
         output_TD = torch.empty(input_TD.shape[0], self._hidden_size)
         workspace = self._workspace(input_TD.shape[0])
-        self._run(self._arguments(step, input_TD, output_TD, workspace).address)
+        arguments = self._arguments(step, (input_TD, output_TD, workspace))
+        self._run(arguments.address)  # they stay until it is done
         return output_TD if step.last is None else output_TD[: step.last.rows.shape[0]]
 
     def bind(self, ids_T: Tensor, step: StepTokens) -> BoundChoices:
@@ -259,36 +211,19 @@ class NativeProgram:
         hidden_2TD = torch.empty(2, num_rows, self._hidden_size)
         workspace = self._workspace(num_rows)
         index_T, failed_T = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
-        arguments = self._arguments(step, hidden_2TD[0], hidden_2TD[1], workspace, ids_T, index_T, failed_T)
+        arguments = self._arguments(step, (*hidden_2TD, workspace), (ids_T, index_T, failed_T))
         return BoundChoices(self._run, arguments, index_T, failed_T, (ids_T, step, hidden_2TD, workspace))
-
-    def _run(self, address: int) -> None:
-        self._module.program_run(self._program, address)
 
     def _workspace(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows * self._whole.size + min(num_rows, PROGRAM_ROWS) * self._part.size)
 
     def _arguments(
-        self,
-        step: StepTokens,
-        input_TD: Tensor,
-        output_TD: Tensor,
-        workspace: Tensor,
-        ids_T: Tensor | None = None,
-        index_T: Tensor | None = None,
-        failed_T: Tensor | None = None,
+        self, step: StepTokens, hidden_states: Sequence[Tensor], tokens: Sequence[Tensor] = ()
     ) -> StoredArguments:
-        tensors = (input_TD, output_TD, workspace, ids_T, index_T, failed_T, step.positions_T)
+        """hidden_states: input, output, workspace. tokens: ids, index and failed of a program that has them."""
+        tokens_at = [tensor.data_ptr() for tensor in tokens] or [0, 0, 0]
         return StoredArguments(
-            [
-                *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
-                input_TD.shape[0],
-                step.num_tokens,
-                torch.get_num_threads(),
-                *(_ALL_ROWS if step.last is None else step.last.arguments),
-                len(step.groups),
-                *[argument for requests in step.groups for argument in requests.arguments],
-            ]
+            [*[tensor.data_ptr() for tensor in hidden_states], *tokens_at, *step.arguments(torch.get_num_threads())]
         )
 
     @contextmanager
