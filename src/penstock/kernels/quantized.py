@@ -116,7 +116,8 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 def _quantize(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     largest_T1 = x_TI.abs().amax(dim=1, keepdim=True)
     is_zero_T1 = largest_T1 <= _NEGLIGIBLE
-    inverse_T1 = torch.where(is_zero_T1, 0.0, INT8_LIMIT / largest_T1)
+    # Of a number and a tensor, torch would multiply the number by the tensor's reciprocal, which is rounded twice.
+    inverse_T1 = torch.where(is_zero_T1, 0.0, torch.full_like(largest_T1, INT8_LIMIT) / largest_T1)
     # In float64 the product is exact, so that it is rounded once.
     values_TI = x_TI.double().mul_(inverse_T1).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
     scale_T1 = torch.where(is_zero_T1, 0.0, largest_T1 / INT8_LIMIT)
