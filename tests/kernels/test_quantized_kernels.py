@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,6 +42,14 @@ def random_weight(bits: int, outputs: int, inputs: int, group_size: int, seed: i
     return QuantizedWeight(shape, values_OI, scales_OG, zeros_OG)
 
 
+def narrow(weight: QuantizedWeight) -> QuantizedWeight:
+    """Of 8 bits, as they are where bytes are multiplied: inputs 2i and 2i + 1 not beyond 128 together."""
+    values_OI = weight.values_OI.clone()
+    first, second = values_OI[:, : values_OI.shape[1] // 2 * 2].unflatten(1, (-1, 2)).unbind(2)
+    second.copy_(torch.maximum(torch.minimum(second.short(), 128 - first.short()), -128 - first.short()))
+    return dataclasses.replace(weight, values_OI=values_OI)
+
+
 def integers(low: int, high: int, size: tuple[int, int], random: torch.Generator, dtype: torch.dtype) -> Tensor:
     return torch.randint(low, high, size, dtype=dtype, generator=random)
 
@@ -63,6 +73,8 @@ def test_products_equal_float64(products: QuantizedProducts, data: st.DataObject
     group_size = data.draw(st.sampled_from([32, 64, 128]), label="group_size")
     seed = data.draw(st.integers(0, 99), label="seed")
     weight = random_weight(bits, outputs, inputs, group_size, seed)
+    if bits == 8 and data.draw(st.booleans(), label="narrow"):
+        weight = narrow(weight)
     x_TI = exact_rows(inputs, rows, seed)
     if data.draw(st.booleans(), label="rows lie apart"):
         x_TI = torch.cat((x_TI, torch.full((rows, 5), torch.nan)), dim=1)[:, :inputs]
@@ -92,10 +104,13 @@ def test_rounding_of_activations_is_that_of_the_specification(products: NativeQu
     ("bits", "outputs", "inputs", "group_size"),
     [(8, 16, 8, 8), (8, 50, 33, 33), (8, 100, 2100, 2100), (4, 16, 64, 32), (4, 50, 200, 128), (4, 33, 2500, 64)],
 )
+@pytest.mark.parametrize("is_narrow", [False, True])
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
-    products: NativeQuantizedProducts, bits: int, outputs: int, inputs: int, group_size: int
+    products: NativeQuantizedProducts, bits: int, outputs: int, inputs: int, group_size: int, is_narrow: bool
 ) -> None:
     weight = random_weight(bits, outputs, inputs, group_size)
+    if is_narrow and bits == 8:
+        weight = narrow(weight)
     packed, bias_O, x_TI = products.pack(weight), torch.randn(outputs), torch.randn(150, inputs)
     threads = torch.get_num_threads()
     try:
@@ -115,11 +130,17 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (17, 40), (70, 513)])
 def test_unpacking_gives_every_bit_back(products: QuantizedProducts, bits: int, outputs: int, inputs: int) -> None:
     weight = random_weight(bits, outputs, inputs, 64)
+    check_unpacking(products, weight)
+    if bits == 8:
+        check_unpacking(products, narrow(weight))
+
+
+def check_unpacking(products: QuantizedProducts, weight: QuantizedWeight) -> None:
     unpacked = products.unpack(products.pack(weight), weight.shape)
     assert unpacked.shape == weight.shape
     assert torch.equal(unpacked.values_OI, weight.values_OI)
     assert torch.equal(unpacked.scales_OG, weight.scales_OG)
-    assert (unpacked.zeros_OG is None) == (bits == 8)
+    assert (unpacked.zeros_OG is None) == (weight.shape.bits == 8)
     if weight.zeros_OG is not None and unpacked.zeros_OG is not None:
         assert torch.equal(unpacked.zeros_OG, weight.zeros_OG)
 
@@ -133,6 +154,8 @@ def test_rows_are_those_of_the_weight(products: QuantizedProducts, bits: int, in
     packed, expected = products.pack(weight), weight.dequantize()[ids_T]
     assert torch.equal(products.rows(ids_T, packed, weight.shape), expected)
     rest = random_weight(bits, 50, inputs, 128, seed=1)
+    if bits == 8:
+        rest = narrow(rest)
     rows = products.rows(ids_T, packed, weight.shape, products.pack(rest))
     assert torch.equal(rows, expected + rest.dequantize()[ids_T])
 
@@ -173,6 +196,25 @@ def test_the_largest_sums_do_not_overflow(products: QuantizedProducts) -> None:
         exact = x_TI.double() @ weight.dequantize().double().T
         actual = products.linear(x_TI, products.pack(weight), shape, None)
         torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
+
+
+@any_products
+@pytest.mark.parametrize(
+    "pair", [(1, 127), (127, 1), (64, 64), (-128, 0), (-64, -64), (-1, -127), (127, -127), (127, 2)]
+)
+@pytest.mark.parametrize("inputs", [6, 4096])
+def test_neighbours_at_the_limit_of_16_bits_do_not_overflow(
+    products: QuantizedProducts, pair: tuple[int, int], inputs: int
+) -> None:
+    values_OI = torch.tensor(pair, dtype=torch.int8).repeat(20, inputs // 2)
+    weight = QuantizedWeight(QuantizedShape(8, 20, inputs, inputs), values_OI, torch.ones(20, 1))
+    packed = products.pack(weight)
+    for first in (1, -1):
+        for second in (1, -1):
+            x_TI = torch.tensor([first, second]).repeat(7, inputs // 2).float()
+            exact = x_TI.double() @ weight.dequantize().double().T
+            actual = products.linear(x_TI, packed, weight.shape, None)
+            torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
 
 
 @any_products

@@ -21,10 +21,17 @@ _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 def quantize_int8(weight_OI: Tensor) -> QuantizedWeight:
-    """Symmetric, one scale per output feature: the largest magnitude of a row becomes 127."""
+    """Symmetric, one scale per output feature: the largest of a row, a weight or a sum of two neighbours, becomes 127.
+
+    Neighbours are inputs 2i and 2i + 1. Rounded, they are never beyond 128 together, so that products can be made of
+    bytes (`quantized_int8.inl`). The rule is the same everywhere, so that all processors round a checkpoint alike.
+    """
     weight_OI = weight_OI.float()
-    scales_O1 = weight_OI.abs().amax(dim=1, keepdim=True) / INT8_LIMIT
-    return round_to_int8(weight_OI, scales_O1)
+    num_outputs, num_inputs = weight_OI.shape
+    neighbours_OP = F.pad(weight_OI, (0, num_inputs % 2)).view(num_outputs, -1, 2).sum(dim=2)
+    largest_O1 = weight_OI.abs().amax(dim=1, keepdim=True)
+    largest_O1 = torch.maximum(largest_O1, neighbours_OP.abs_().amax(dim=1, keepdim=True))
+    return round_to_int8(weight_OI, largest_O1 / INT8_LIMIT)
 
 
 def round_to_int8(weight_OI: Tensor, scales_O1: Tensor) -> QuantizedWeight:

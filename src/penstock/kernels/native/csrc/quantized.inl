@@ -22,7 +22,7 @@ constexpr int64_t kQuantizedRowsInCache = 256 * 1024;
 constexpr int64_t kFewRows = 2;
 
 constexpr int kWidestPanel = kInt8Panel > kInt4Panel ? kInt8Panel : kInt4Panel;
-constexpr int kMostTileRows = kInt8TileRows > kInt4TileRows ? kInt8TileRows : kInt4TileRows;
+constexpr int kMostTileRows = PENSTOCK_TILE_ROWS;
 
 // Products that a thread should make before it looks for the next ones, and panels that this is at most.
 constexpr int64_t kProductsPerTurn = 1024 * 1024;
@@ -38,22 +38,26 @@ struct QuantizedJob {
 
 PENSTOCK_INLINE int64_t panel_width(const QuantizedShape& s) { return s.bits == 8 ? kInt8Panel : kInt4Panel; }
 PENSTOCK_INLINE int64_t num_panels(const QuantizedShape& s) { return divided_up(s.out_features, panel_width(s)); }
-PENSTOCK_INLINE int64_t tile_rows(const QuantizedShape& s) { return s.bits == 8 ? kInt8TileRows : kInt4TileRows; }
-PENSTOCK_INLINE int64_t row_units(const QuantizedShape& s) {
-  return padded(s.in_features) / unit_size(s.bits == 8 ? kInt8Form : Form::kByte);
+PENSTOCK_INLINE Form form_for(const QuantizedLinearArgs& a) {
+  return a.shape.bits == 8 ? int8_form(a.weight) : Form::kByte;
 }
+PENSTOCK_INLINE int64_t tile_rows(Form form) {
+  return form == Form::kByte ? kInt4TileRows : form == Form::kShort ? Pairs::kTileRows : Quads::kTileRows;
+}
+PENSTOCK_INLINE int64_t row_units(const QuantizedShape& s, Form form) { return padded(s.in_features) / unit_size(form); }
 PENSTOCK_INLINE int64_t groups_summed(const QuantizedShape& s) { return s.bits == 4 ? num_groups(s) : 0; }
 
 // Memory for `count` rows; values is nullptr when there is none.
-static QuantizedRows place_rows(Scratch& scratch, const QuantizedShape& s, int64_t count) {
-  const int64_t units = row_units(s);
+static QuantizedRows place_rows(Scratch& scratch, const QuantizedShape& s, Form form, int64_t count) {
+  const int64_t units = row_units(s, form);
   int32_t* memory = reinterpret_cast<int32_t*>(scratch.get(static_cast<size_t>(count * (units + groups_summed(s) + 1))));
   if (memory == nullptr) return {};
-  return {memory, units, reinterpret_cast<float*>(memory + count * units), memory + count * (units + 1)};
+  return {form, memory, units, reinterpret_cast<float*>(memory + count * units), memory + count * (units + 1)};
 }
 
 static QuantizedRows rows_from(const QuantizedRows& rows, const QuantizedShape& s, int64_t first) {
-  return {rows.values + first * rows.units, rows.units, rows.scales + first, rows.group_sums + first * groups_summed(s)};
+  return {rows.form, rows.values + first * rows.units, rows.units, rows.scales + first,
+          rows.group_sums + first * groups_summed(s)};
 }
 
 // The rows of a tile, from x, whose rows are x_stride apart.
@@ -63,10 +67,13 @@ static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_str
     const int64_t row = tile.start + i;
     const float* from = x + row * x_stride;
     int32_t* to = rows.values + tile.start * rows.units + i;
-    rows.scales[row] = s.bits == 8
-                           ? quantize_row<kInt8Form>(from, s.in_features, to, tile.height, padded(s.in_features), nullptr)
-                           : quantize_row<Form::kByte>(from, s.in_features, to, tile.height, s.group_size,
-                                                       rows.group_sums + row * num_groups(s));
+    if (rows.form == Form::kByte) {
+      rows.scales[row] = quantize_row<Form::kByte>(from, s.in_features, to, tile.height, s.group_size,
+                                                   rows.group_sums + row * num_groups(s));
+    } else {
+      const auto quantize = rows.form == Form::kShort ? quantize_row<Form::kShort> : quantize_row<Form::kOffsetByte>;
+      rows.scales[row] = quantize(from, s.in_features, to, tile.height, padded(s.in_features), nullptr);
+    }
   }
 }
 
@@ -79,8 +86,11 @@ static void multiply_quantized_panels(const QuantizedLinearArgs& a, const Quanti
   const int64_t at_once = s.bits == 8 ? int8_panels_at_once(rows) : 1;
   const auto multiply = [&](const QuantizedRows& some, int64_t count, int64_t panel, int64_t panels, const float* bias,
                             float* out, int64_t out_stride) {
-    if (s.bits == 8) return multiply_int8_panels(a, some, count, panel, panels, bias, out, out_stride);
-    multiply_int4_panel(a, some, count, panel, bias, out, out_stride);
+    switch (some.form) {
+      case Form::kShort: return multiply_int8_panels<Pairs>(a, some, count, panel, panels, bias, out, out_stride);
+      case Form::kOffsetByte: return multiply_int8_panels<Quads>(a, some, count, panel, panels, bias, out, out_stride);
+      case Form::kByte: return multiply_int4_panel(a, some, count, panel, bias, out, out_stride);
+    }
   };
   float* const out = a.out + first_row * a.out_stride;
   for (int64_t panel = begin, panels = 1; panel < least(end, full); panel += panels) {
@@ -94,7 +104,7 @@ static void multiply_quantized_panels(const QuantizedLinearArgs& a, const Quanti
   if (a.bias != nullptr) std::memcpy(bias, a.bias + full * width, columns * sizeof(float));
   float edge[kMostTileRows * kWidestPanel];
   for (int64_t start = 0, height; start < rows; start += height) {
-    height = Tiles(rows, tile_rows(s)).around(start).height;
+    height = Tiles(rows, tile_rows(x.form)).around(start).height;
     multiply(rows_from(x, s, start), height, full, 1, a.bias == nullptr ? nullptr : bias, edge, width);
     for (int64_t i = 0; i < height; ++i)
       std::memcpy(out + (start + i) * a.out_stride + full * width, edge + i * width, columns * sizeof(float));
@@ -114,7 +124,7 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
   const QuantizedRows rows = are_few ? rows_from(job.rows, a.shape, thread * job.rows_at_once) : job.rows;
   for (int64_t first = 0; first < a.rows; first += job.rows_at_once) {
     const int64_t count = a.rows - first < job.rows_at_once ? a.rows - first : job.rows_at_once;
-    const Tiles tiles(count, tile_rows(a.shape));
+    const Tiles tiles(count, tile_rows(rows.form));
     const auto quantize = [&](int64_t tile) {
       quantize_tile(a.shape, a.x + first * a.x_stride, a.x_stride, rows, tiles.at(tile));
     };
@@ -136,14 +146,16 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
 
 static bool quantized_linear(const QuantizedLinearArgs& a) {
   if (a.rows == 0) return true;
-  const int64_t tile = tile_rows(a.shape);
-  const int64_t fitting = kQuantizedRowsInCache / (row_units(a.shape) * 4), most = fitting < 4 * tile ? 4 * tile : fitting;
+  const Form form = form_for(a);
+  const int64_t tile = tile_rows(form);
+  const int64_t fitting = kQuantizedRowsInCache / (row_units(a.shape, form) * 4);
+  const int64_t most = fitting < 4 * tile ? 4 * tile : fitting;
   // Chunks of nearly the same size, in whole tiles.
   const int64_t rows_at_once =
       least(a.rows, divided_up(divided_up(a.rows, divided_up(a.rows, most)), tile) * tile);
   static thread_local Scratch scratch, shares_scratch;
   const int64_t copies = a.rows <= kFewRows ? a.num_threads : 1;
-  QuantizedJob job{&a, place_rows(scratch, a.shape, copies * rows_at_once), rows_at_once,
+  QuantizedJob job{&a, place_rows(scratch, a.shape, form, copies * rows_at_once), rows_at_once,
                    shares_scratch.get(Shares::floats_for(a.num_threads)), {}};
   if (job.rows.values == nullptr || job.memory == nullptr) return false;
   share_panels(job);
@@ -152,7 +164,8 @@ static bool quantized_linear(const QuantizedLinearArgs& a) {
 }
 
 static int64_t packed_bytes(const QuantizedShape& s) {
-  return num_panels(s) * (s.bits == 8 ? int8_panel_bytes(s.in_features) : int4_panel_bytes(s));
+  const int64_t panels = num_panels(s);
+  return s.bits == 8 ? kCacheLine + panels * int8_panel_bytes(s.in_features) : panels * int4_panel_bytes(s);
 }
 
 static void pack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? pack_int8(a) : pack_int4(a); }

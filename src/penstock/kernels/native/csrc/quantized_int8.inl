@@ -1,27 +1,44 @@
 // Products with 8-bit weights: one scale per output feature, exact integer sums.
 //
-// A panel is a header (scales, and sums of weights where those are needed) and [inner steps][output][elements of a step].
-// Without an instruction for four products of bytes, both sides are widened to 16 bits: multiplying bytes directly
-// (vpmaddubsw) would saturate, and costs as many multiplications.
+// A packed weight is a cache line that says how its products are made, then panels. A panel is a header (scales, and what
+// is to be taken off every sum) and [inner steps][output][elements of a step].
 
 namespace PENSTOCK_NAMESPACE {
 
 constexpr int kInt8Vectors = 2;
 constexpr int kInt8Panel = kInt8Vectors * kLanes;
-constexpr int kInt8TileRows = PENSTOCK_TILE_ROWS;
-#if PENSTOCK_DOT_QUADS
-constexpr int kStep = 4;
-constexpr Form kInt8Form = Form::kOffsetByte;
 constexpr int64_t kInt8Header = kInt8Panel * (sizeof(float) + sizeof(int32_t));
-#else
-constexpr int kStep = 2;
-constexpr Form kInt8Form = Form::kShort;
-constexpr int64_t kInt8Header = kInt8Panel * sizeof(float);
-#endif
+
+// Two inner elements at a time, both sides widened to 16 bits: for any weights.
+struct Pairs {
+  static constexpr Form kForm = Form::kShort;
+  static constexpr int kStep = 2;
+  static constexpr int kTileRows = PENSTOCK_TILE_ROWS;
+};
+
+// Four bytes at a time, a third to a half faster. Rows are 128 too large, so that they have no signs. Without an
+// instruction for all four, only for weights of which no two neighbours are together beyond kMostOfNeighbours; and
+// the ones that it then takes to add up what two bytes each gave need room among the registers.
+struct Quads {
+  static constexpr Form kForm = Form::kOffsetByte;
+  static constexpr int kStep = 4;
+  static constexpr int kTileRows = PENSTOCK_DOT_QUADS ? PENSTOCK_TILE_ROWS : PENSTOCK_TILE_ROWS - 1;
+};
+
+// 255 * 128 < 2^15.
+constexpr int kMostOfNeighbours = 128;
+
 // Bytes of a panel's part that stays in the first-level cache while all rows pass over it.
 constexpr int64_t kInt8Part = 12 * 1024;
 
 PENSTOCK_INLINE int64_t int8_panel_bytes(int64_t in_features) { return kInt8Header + padded(in_features) * kInt8Panel; }
+
+PENSTOCK_INLINE const int8_t* int8_panel(const void* packed, int64_t in_features, int64_t panel) {
+  return static_cast<const int8_t*>(packed) + kCacheLine + panel * int8_panel_bytes(in_features);
+}
+
+PENSTOCK_INLINE Form int8_form(const void* packed) { return static_cast<Form>(*static_cast<const int8_t*>(packed)); }
+PENSTOCK_INLINE int int8_step(Form form) { return form == Form::kShort ? Pairs::kStep : Quads::kStep; }
 
 // Tiles of R rows by P panels, one after the other, over a part of the inner dimension.
 //
@@ -46,23 +63,29 @@ struct Int8Column {
 
 // Steps between two turns of a loop; they divide those of any part.
 constexpr int64_t kInt8Unroll = 4;
-constexpr int64_t kTurnLines = kInt8Unroll * kStep * kInt8Panel / kCacheLine;
 
 // One step: sum += x * weight.
 template <int R, int P>
-PENSTOCK_INLINE void multiply_int8_step(const int32_t* x, const int8_t* weight, int64_t panel_stride,
+PENSTOCK_INLINE void multiply_int8_step(Quads, const int32_t* x, const int8_t* weight, int64_t panel_stride,
                                         IntVec (&sum)[R][P][kInt8Vectors]) {
-#if PENSTOCK_DOT_QUADS
   ByteVec w[P][kInt8Vectors];
   for (int p = 0; p < P; ++p)
     for (int v = 0; v < kInt8Vectors; ++v)
       w[p][v] = load_bytes<ByteVec>(weight + p * panel_stride + v * sizeof(ByteVec));
+#pragma GCC unroll 16
   for (int i = 0; i < R; ++i) {
     const ByteVec xi = (ByteVec)splat_int(x[i]);
     for (int p = 0; p < P; ++p)
-      for (int v = 0; v < kInt8Vectors; ++v) sum[i][p][v] = add_dot_quads(sum[i][p][v], xi, w[p][v]);
+      for (int v = 0; v < kInt8Vectors; ++v) {
+        sum[i][p][v] = add_dot_quads(sum[i][p][v], xi, w[p][v]);
+        PENSTOCK_NEEDED_NOW(sum[i][p][v]);
+      }
   }
-#else
+}
+
+template <int R, int P>
+PENSTOCK_INLINE void multiply_int8_step(Pairs, const int32_t* x, const int8_t* weight, int64_t panel_stride,
+                                        IntVec (&sum)[R][P][kInt8Vectors]) {
   ShortVec w[P][kInt8Vectors];
   for (int p = 0; p < P; ++p)
     for (int v = 0; v < kInt8Vectors; ++v)
@@ -76,7 +99,6 @@ PENSTOCK_INLINE void multiply_int8_step(const int32_t* x, const int8_t* weight, 
         PENSTOCK_NEEDED_NOW(sum[i][p][v]);
       }
   }
-#endif
 }
 
 // The products of a tile's last part: sums times scales, plus the bias.
@@ -88,11 +110,7 @@ PENSTOCK_INLINE void finish_int8_tile(const Int8Column& t, const float* row_scal
       const int8_t* header = t.header + p * t.panel_stride;
       const Vec scale = load_bytes<Vec>(header + v * sizeof(Vec));
       const Vec bias = t.bias == nullptr ? Vec{} : load(t.bias + p * kInt8Panel + v * kLanes);
-#if PENSTOCK_DOT_QUADS
       const IntVec excess = load_bytes<IntVec>(header + (kInt8Vectors + v) * sizeof(Vec));
-#else
-      const IntVec excess{};
-#endif
       for (int i = 0; i < R; ++i) {
         Vec product = __builtin_convertvector(sum[i][p][v] - excess, Vec) * (scale * row_scales[i]);
         PENSTOCK_NEEDED_NOW(product);
@@ -101,8 +119,9 @@ PENSTOCK_INLINE void finish_int8_tile(const Int8Column& t, const float* row_scal
     }
 }
 
-template <int R, int P>
+template <class Way, int R, int P>
 static __attribute__((noinline)) void run_int8_tiles(const Int8Column& t) {
+  constexpr int64_t kStepBytes = Way::kStep * kInt8Panel, kTurnLines = kInt8Unroll * kStepBytes / kCacheLine;
   static const float zeros[P * kInt8Panel] = {};
   const int64_t start_stride = t.is_first ? 0 : t.out_stride;
   const char* next = t.next;
@@ -122,9 +141,9 @@ static __attribute__((noinline)) void run_int8_tiles(const Int8Column& t) {
       next += kTurnLines * t.next_step;
 #pragma GCC unroll 4
       for (int step = 0; step < kInt8Unroll; ++step)
-        multiply_int8_step<R, P>(x + step * R, weight + step * kStep * kInt8Panel, t.panel_stride, sum);
+        multiply_int8_step<R, P>(Way{}, x + step * R, weight + step * kStepBytes, t.panel_stride, sum);
       x += kInt8Unroll * R;
-      weight += kInt8Unroll * kStep * kInt8Panel;
+      weight += kInt8Unroll * kStepBytes;
     }
     if (t.is_last) {
       finish_int8_tile<R, P>(t, t.row_scales + tile * R, sum, out);
@@ -141,31 +160,33 @@ static __attribute__((noinline)) void run_int8_tiles(const Int8Column& t) {
 // A row alone takes several panels at once: a weight is read faster from several places.
 constexpr int64_t int8_panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; }
 
+template <class Way>
 static void multiply_int8(int64_t rows, int64_t panels, const Int8Column& t) {
   switch (rows) {
-    case 1: return panels == 4 ? run_int8_tiles<1, 4>(t) : run_int8_tiles<1, 1>(t);
-    case 2: return run_int8_tiles<2, 1>(t);
-    case 3: return run_int8_tiles<3, 1>(t);
-    case 4: return run_int8_tiles<4, 1>(t);
-    case 5: return run_int8_tiles<5, 1>(t);
+    case 1: return panels == 4 ? run_int8_tiles<Way, 1, 4>(t) : run_int8_tiles<Way, 1, 1>(t);
+    case 2: return run_int8_tiles<Way, 2, 1>(t);
+    case 3: return run_int8_tiles<Way, 3, 1>(t);
+    case 4: return run_int8_tiles<Way, 4, 1>(t);
 #if PENSTOCK_TILE_ROWS > 6
-    case 6: return run_int8_tiles<6, 1>(t);
-    case 7: return run_int8_tiles<7, 1>(t);
-    case 8: return run_int8_tiles<8, 1>(t);
-    case 9: return run_int8_tiles<9, 1>(t);
-    case 10: return run_int8_tiles<10, 1>(t);
-    case 11: return run_int8_tiles<11, 1>(t);
+    case 5: return run_int8_tiles<Way, 5, 1>(t);
+    case 6: return run_int8_tiles<Way, 6, 1>(t);
+    case 7: return run_int8_tiles<Way, 7, 1>(t);
+    case 8: return run_int8_tiles<Way, 8, 1>(t);
+    case 9: return run_int8_tiles<Way, 9, 1>(t);
+    case 10: return run_int8_tiles<Way, 10, 1>(t);
 #endif
-    default: return run_int8_tiles<kInt8TileRows, 1>(t);
+    case PENSTOCK_TILE_ROWS - 1: return run_int8_tiles<Way, PENSTOCK_TILE_ROWS - 1, 1>(t);
+    default: return run_int8_tiles<Way, Way::kTileRows, 1>(t);
   }
 }
 
 // Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart.
+template <class Way>
 static void multiply_int8_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, int64_t panel,
                                  int64_t panels, const float* bias, float* out, int64_t out_stride) {
   const int64_t depth = padded(a.shape.in_features), panel_bytes = int8_panel_bytes(a.shape.in_features);
-  const int8_t* header = static_cast<const int8_t*>(a.weight) + panel * panel_bytes;
-  const Tiles tiles(rows, kInt8TileRows);
+  const int8_t* header = int8_panel(a.weight, a.shape.in_features, panel);
+  const Tiles tiles(rows, Way::kTileRows);
   const int64_t block = tiles.count == 1 ? depth : kInt8Part / kInt8Panel;
   for (int64_t k = 0; k < depth; k += block) {
     const int64_t part = least(block, depth - k);
@@ -175,59 +196,77 @@ static void multiply_int8_panels(const QuantizedLinearArgs& a, const QuantizedRo
     const char* const next =
         reinterpret_cast<const char*>(weight) + (tiles.count == 1 ? PENSTOCK_AHEAD : part * kInt8Panel);
     const int64_t next_step = divided_up(kCacheLine, tiles.count);
-    Int8Column t{x.values + k / kStep * (tiles.height + 1), x.units, x.scales, header, weight, panel_bytes, part / kStep,
-                 bias, out, out_stride, k == 0, k + part == depth, next, next_step, tiles.num_taller};
-    if (t.num_tiles > 0) multiply_int8(tiles.height + 1, panels, t);
+    Int8Column t{x.values + k / Way::kStep * (tiles.height + 1), x.units, x.scales, header, weight, panel_bytes,
+                 part / Way::kStep, bias, out, out_stride, k == 0, k + part == depth, next, next_step, tiles.num_taller};
+    if (t.num_tiles > 0) multiply_int8<Way>(tiles.height + 1, panels, t);
     const int64_t above = tiles.rows_of_taller();
-    t.x = x.values + above * x.units + k / kStep * tiles.height;
+    t.x = x.values + above * x.units + k / Way::kStep * tiles.height;
     t.row_scales += above;
     t.out += above * out_stride;
     t.next += tiles.num_taller * next_step * (part * kInt8Panel / kCacheLine);
     t.num_tiles = tiles.count - tiles.num_taller;
-    multiply_int8(tiles.height, panels, t);
+    multiply_int8<Way>(tiles.height, panels, t);
   }
 }
 
-PENSTOCK_INLINE int64_t int8_offset(int64_t n, int64_t k) {
-  return k / kStep * kInt8Panel * kStep + n * kStep + k % kStep;
+PENSTOCK_INLINE int64_t int8_offset(int step, int64_t n, int64_t k) {
+  return k / step * kInt8Panel * step + n * step + k % step;
+}
+
+static bool can_take_quads(const QuantizedPackArgs& a) {
+  if (PENSTOCK_DOT_QUADS || !kHasQuads) return kHasQuads;
+  const int64_t depth = a.shape.in_features;
+  for (int64_t n = 0; n < a.shape.out_features; ++n) {
+    const int8_t* values = a.values + n * depth;
+    for (int64_t k = 0; k + 1 < depth; k += 2) {
+      const int both = values[k] + values[k + 1];
+      if (both > kMostOfNeighbours || both < -kMostOfNeighbours) return false;
+    }
+  }
+  return true;
 }
 
 static void pack_int8(const QuantizedPackArgs& a) {
   const int64_t depth = a.shape.in_features, bytes = int8_panel_bytes(depth);
-  int8_t* header = static_cast<int8_t*>(a.packed);
+  int8_t* const start = static_cast<int8_t*>(a.packed);
+  const Form form = can_take_quads(a) ? Form::kOffsetByte : Form::kShort;
+  std::memset(start, 0, kCacheLine);
+  *start = static_cast<int8_t>(form);
+  int8_t* header = start + kCacheLine;
   for (int64_t first = 0; first < a.shape.out_features; first += kInt8Panel, header += bytes) {
     std::memset(header, 0, bytes);
     for (int64_t n = 0; n < kInt8Panel && first + n < a.shape.out_features; ++n) {
       const int8_t* values = a.values + (first + n) * depth;
       int32_t sum = 0;
       for (int64_t k = 0; k < depth; ++k) {
-        header[kInt8Header + int8_offset(n, k)] = values[k];
+        header[kInt8Header + int8_offset(int8_step(form), n, k)] = values[k];
         sum += values[k];
       }
       std::memcpy(header + n * sizeof(float), a.scales + first + n, sizeof(float));
       sum *= 128;  // what offset bytes add to every product
-      if (kInt8Form == Form::kOffsetByte) std::memcpy(header + (kInt8Panel + n) * sizeof(float), &sum, sizeof sum);
+      if (form == Form::kOffsetByte) std::memcpy(header + (kInt8Panel + n) * sizeof(float), &sum, sizeof sum);
     }
   }
 }
 
 static void unpack_int8(const QuantizedPackArgs& a) {
   const int64_t depth = a.shape.in_features;
+  const int step = int8_step(int8_form(a.packed));
   for (int64_t n = 0; n < a.shape.out_features; ++n) {
-    const int8_t* header = static_cast<const int8_t*>(a.packed) + n / kInt8Panel * int8_panel_bytes(depth);
+    const int8_t* header = int8_panel(a.packed, depth, n / kInt8Panel);
     const int64_t column = n % kInt8Panel;
     std::memcpy(a.scales + n, header + column * sizeof(float), sizeof(float));
-    for (int64_t k = 0; k < depth; ++k) a.values[n * depth + k] = header[kInt8Header + int8_offset(column, k)];
+    for (int64_t k = 0; k < depth; ++k) a.values[n * depth + k] = header[kInt8Header + int8_offset(step, column, k)];
   }
 }
 
 static void read_int8_row(const QuantizedShape& shape, const void* weight, int64_t n, float* out) {
-  const int8_t* header = static_cast<const int8_t*>(weight) + n / kInt8Panel * int8_panel_bytes(shape.in_features);
+  const int8_t* header = int8_panel(weight, shape.in_features, n / kInt8Panel);
+  const int step = int8_step(int8_form(weight));
   float scale;
   std::memcpy(&scale, header + n % kInt8Panel * sizeof(float), sizeof scale);
-  const int8_t* values = header + kInt8Header + n % kInt8Panel * kStep;
   for (int64_t k = 0; k < shape.in_features; ++k)
-    out[k] = scale * values[k / kStep * kInt8Panel * kStep + k % kStep];
+    out[k] = scale * header[kInt8Header + int8_offset(step, n % kInt8Panel, k)];
 }
 
 }  // namespace PENSTOCK_NAMESPACE

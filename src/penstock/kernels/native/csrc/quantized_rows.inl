@@ -11,6 +11,7 @@ constexpr int unit_size(Form form) { return form == Form::kShort ? 2 : 4; }
 
 // Rows lie in tiles of [unit][row], the last tile with fewer rows, with zeros up to a multiple of kPadding elements.
 struct QuantizedRows {
+  Form form;
   int32_t* values;
   int64_t units;  // of a row
   float* scales;

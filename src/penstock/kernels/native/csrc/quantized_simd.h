@@ -85,12 +85,18 @@ PENSTOCK_INLINE ShortVec dot_byte_pairs(ByteVec is_unsigned, ByteVec is_signed) 
 #endif
 }
 
-#if PENSTOCK_DOT_QUADS
-// Each lane: sum, plus its four products of an unsigned and a signed byte.
+// Whether four products of bytes are made faster than two at a time of 16 bits.
+constexpr bool kHasQuads = PENSTOCK_LANES > 4;
+
+// Each lane: sum, plus its four products of an unsigned and a signed byte. Without an instruction for all four, those of
+// two neighbours must not exceed 16 bits together.
 PENSTOCK_INLINE IntVec add_dot_quads(IntVec sum, ByteVec is_unsigned, ByteVec is_signed) {
+#if PENSTOCK_DOT_QUADS
   return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)is_unsigned, (__m512i)is_signed);
-}
+#else
+  return sum + dot_pairs(dot_byte_pairs(is_unsigned, is_signed), ShortVec{} + 1);
 #endif
+}
 
 // Both halves of every byte as bytes of their own.
 PENSTOCK_INLINE ByteVec low_halves(ByteVec x) { return x & 15; }
