@@ -94,6 +94,11 @@ def test_what_comes_or_goes_is_seen_in_the_next_step(event_name: str) -> None:
     else:
         driver.turn()
     output = driver.turn()
+    if event_name != "add":
+        # Put together anew, and from then on the same: the first step after it shares its lists too.
+        assert _continues(output, after := driver.turn())
+        assert after.scheduled_cached_reqs.req_ids is output.scheduled_cached_reqs.req_ids
+        assert not after.finished_req_ids
     assert set(output.num_scheduled_tokens) == ({"a", "b", "c"} if event_name == "add" else {"a"})
     assert output.finished_req_ids == (set() if event_name == "add" else {"b"})
     driver.drain()

@@ -59,11 +59,12 @@ class DecodeSteps:
         "requests",
     )
 
-    def __init__(self, requests: list[Request]) -> None:
+    def __init__(self, requests: list[Request], named: tuple[list[str], dict[str, int]] | None = None) -> None:
+        """named: the ids of these requests and their tokens, one each, as the step before had them in its message."""
         self.requests = requests
-        self._req_ids = [request.req_id for request in requests]
+        self._req_ids = [request.req_id for request in requests] if named is None else named[0]
         self._no_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
-        self._counts = dict.fromkeys(self._req_ids, 1)
+        self._counts = dict.fromkeys(self._req_ids, 1) if named is None else named[1]
         self.num_steps = 0
         self.num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
         self.due: dict[int, list[int]] = {}

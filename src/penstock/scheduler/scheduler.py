@@ -323,7 +323,7 @@ class Scheduler:
         num_running = len(self._running)
         runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
         can_admit = num_running < self._max_num_seqs and len(self._waiting) > 0
-        return DecodeSteps(self._running.copy()) if runs_all and not can_admit else None
+        return DecodeSteps(self._running.copy(), step.cached_only) if runs_all and not can_admit else None
 
     def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
         """A block of each group for the requests of these rows; None where somebody would have to give way."""

@@ -94,6 +94,11 @@ class StepBuilder:
         self._num_computed_tokens.append(request.num_computed_tokens)
         self._launch(request, num_tokens, (), shared)
 
+    @property
+    def cached_only(self) -> tuple[list[str], dict[str, int]] | None:
+        """What the message names of requests that the worker holds, and their tokens; None if there are others."""
+        return None if self._new_reqs else (self._cached_req_ids, self._num_scheduled_tokens)
+
     def build(self, finished_req_ids: set[str]) -> SchedulerOutput:
         """The message to the worker."""
         return SchedulerOutput(
