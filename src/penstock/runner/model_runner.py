@@ -105,15 +105,14 @@ class ModelRunner:
         if output.step_id in self._pending:
             raise LifecycleError(f"Step {output.step_id} was executed before and is still waiting for sample_tokens.")
         errors: dict[str, str] = {}
-        repeated = self.repeated.prepare(output)
-        prepared = repeated or self._prepare(output, errors)
+        prepared = self.repeated.prepare(output) or self._prepare(output, errors)
         if prepared is None:
             self._pending[output.step_id] = PendingStep(None, None, errors)
             return
 
         batch, context = prepared
         prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests)
-        if repeated is not None and prompt_rows is None:
+        if batch.layout.has_one_token_each and prompt_rows is None:
             chosen = self.greedy_steps.run(self.model, batch, context)
             if chosen is not None:
                 self._pending[output.step_id] = PendingStep(batch, None, errors, chosen=chosen)
