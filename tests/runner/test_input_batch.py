@@ -70,6 +70,29 @@ def test_the_hosts_bounds_are_never_below_the_devices_counts() -> None:
         driver.runner.sample_tokens(GrammarOutput(step_id=driver.step_id))
 
 
+def test_one_token_of_each_request_is_laid_out_as_any_number_is() -> None:
+    driver = _driver()
+    builder = driver.runner.batcher
+    plans = [BatchPlan(2, 2, 2, 2), BatchPlan(2, 2, 3, 2)]  # the second with padding, which takes the way of any layout
+    known, general = (builder.build({"b": 1, "a": 1}, plan).layout for plan in plans)
+    assert (known.has_one_token_each, general.has_one_token_each) == (True, False)
+    assert known.req_ids == general.req_ids == ["b", "a"]
+    assert known.max_query_len == general.max_query_len == 1
+    for of_known, of_general in [
+        (known.query_start_loc, general.query_start_loc[:3]),
+        (known.slots, general.slots),
+        (known.logits_indices, general.logits_indices),
+        (known.tensors.idx_mapping_R, general.tensors.idx_mapping_R[:2]),
+        (known.tensors.num_scheduled_R, general.tensors.num_scheduled_R[:2]),
+        (known.tensors.token_to_req_T, general.tensors.token_to_req_T[:2]),
+        (known.tensors.token_offset_T, general.tensors.token_offset_T[:2]),
+    ]:
+        assert of_known.dtype is of_general.dtype
+        assert torch.equal(of_known, of_general)
+    assert known.query_start_loc_np.tolist() == general.query_start_loc_np.tolist()[:3] == [0, 1, 2]
+    assert known.counts_np.tolist() == general.counts_np.tolist() == [1, 1]
+
+
 def test_a_layout_is_reused_only_while_requests_slots_counts_and_plan_stay_the_same() -> None:
     driver = _driver()
     builder, requests = driver.runner.batcher, driver.runner.requests

@@ -43,17 +43,53 @@ class BatchLayout:
         return per_token if self.has_one_token_each else per_token.index_select(0, self.logits_indices)
 
 
-def lay_out_batch(
-    device: Device, requests: RequestStates, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan
+class _OneTokenEach:
+    """Layouts of steps in which every request has one token and nothing is padding: all but the slots is known before.
+
+    What it knows it keeps for every number of requests, since making a few small arrays takes longer than most of what
+    else a step does on the host.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known: dict[int, tuple[np.ndarray, np.ndarray, Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def lay_out(self, req_ids: list[str], slots: np.ndarray, plan: BatchPlan) -> BatchLayout:
+        num_reqs = len(req_ids)
+        known = self._known.get(num_reqs)
+        if known is None:
+            known = self._known[num_reqs] = self._make(num_reqs)
+        counts, starts, counts_R, starts_R, numbers_R, zeros_R = known
+        slots_R = self._device.upload(slots)
+        return BatchLayout(
+            plan=plan,
+            req_ids=req_ids,
+            slots_np=slots,
+            counts_np=counts,
+            query_start_loc_np=starts,
+            max_query_len=min(1, num_reqs),
+            has_one_token_each=True,
+            query_start_loc=starts_R,
+            slots=slots_R,
+            logits_indices=numbers_R,
+            tensors=LayoutTensors(slots_R, counts_R, numbers_R, zeros_R, num_reqs, num_reqs),
+        )
+
+    def _make(self, num_reqs: int) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor, Tensor, Tensor]:
+        counts, starts = np.ones(num_reqs, dtype=np.int64), np.arange(num_reqs + 1)
+        counts_R, starts_R, zeros_R = map(self._device.upload, (counts, starts, np.zeros_like(counts)))
+        return counts, starts, counts_R, starts_R.int(), starts_R[:num_reqs], zeros_R
+
+
+def _lay_out(
+    device: Device, req_ids: list[str], slots: np.ndarray, counts: np.ndarray, plan: BatchPlan, padding_slot: int
 ) -> BatchLayout:
-    """The layout of a step that runs so many tokens of each request, carried to the device in one copy."""
-    req_ids, counts = _order_by_count(num_scheduled_tokens)
-    slots = np.fromiter((requests.slot_of[req_id] for req_id in req_ids), np.int64, len(req_ids))
+    """Any layout, carried to the device in one copy."""
     num_reqs, num_tokens = plan.num_reqs, plan.num_tokens
     # Padding tokens need a padding row, or they would be read as tokens of a real request.
     needs_row = plan.num_tokens_padded > num_tokens and plan.num_reqs_padded == num_reqs
     num_rows = plan.num_reqs_padded + needs_row
-    idx_mapping = np.full(num_rows, requests.padding_slot, dtype=np.int64)
+    idx_mapping = np.full(num_rows, padding_slot, dtype=np.int64)
     idx_mapping[:num_reqs] = slots
     num_scheduled = np.zeros(num_rows, dtype=np.int64)
     num_scheduled[:num_reqs] = counts
@@ -77,7 +113,7 @@ def lay_out_batch(
         counts_np=counts,
         query_start_loc_np=query_start_loc,
         max_query_len=int(counts.max(initial=0)),
-        has_one_token_each=plan.num_tokens_padded == num_tokens == num_reqs,
+        has_one_token_each=False,
         query_start_loc=starts_R.int(),
         slots=idx_mapping_R[:num_reqs],
         logits_indices=last_R,
@@ -91,6 +127,7 @@ class LayoutCache:
     def __init__(self, device: Device, requests: RequestStates) -> None:
         self._device = device
         self._requests = requests
+        self._one_token_each = _OneTokenEach(device)
         self._counts: dict[str, int] = {}
         self._generation = -1
         self._layout: BatchLayout | None = None
@@ -104,10 +141,21 @@ class LayoutCache:
             or self._counts != num_scheduled_tokens
             or layout.plan != plan
         ):
-            layout = lay_out_batch(self._device, self._requests, num_scheduled_tokens, plan)
+            layout = self._make(num_scheduled_tokens, plan)
             self._layout, self._counts = layout, dict(num_scheduled_tokens)
             self._generation = self._requests.generation
         return layout
+
+    def _make(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> BatchLayout:
+        has_one_token_each = plan.num_tokens_padded == plan.num_tokens == plan.num_reqs
+        req_ids, counts = list(num_scheduled_tokens), None
+        if not has_one_token_each:
+            req_ids, counts = _order_by_count(num_scheduled_tokens)
+        slot_of = self._requests.slot_of
+        slots = np.array([slot_of[req_id] for req_id in req_ids], dtype=np.int64)
+        if counts is None:
+            return self._one_token_each.lay_out(req_ids, slots, plan)
+        return _lay_out(self._device, req_ids, slots, counts, plan, self._requests.padding_slot)
 
 
 def _order_by_count(num_scheduled_tokens: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
