@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.config import DeviceConfig
-from penstock.device import create_device
+from penstock.device import Device, create_device
 from penstock.errors import UnsupportedFeature
 
 DEVICE = create_device(DeviceConfig(device="cpu"))
@@ -56,6 +57,16 @@ def test_a_download_copies_nothing() -> None:
     copy = DEVICE.download([tensor])
     assert copy.is_done()
     assert copy.tensors[0] is tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_scattered_values_arrive_as_on_any_device(dtype: torch.dtype) -> None:
+    index = np.array([7, 0, 3])
+    values = np.array([-5, 9, 2], dtype=torch.empty(0, dtype=dtype).numpy().dtype)
+    here, anywhere = torch.arange(9, dtype=dtype), torch.arange(9, dtype=dtype)
+    DEVICE.scatter(here, index, values)
+    Device.scatter(DEVICE, anywhere, index, values)
+    assert here.tolist() == anywhere.tolist() == [9, 1, 2, 2, 4, 5, 6, -5, 8]
 
 
 def test_a_missing_gpu_is_named() -> None:

@@ -107,6 +107,13 @@ class Device(ABC):
     def upload(self, array: np.ndarray) -> Tensor:
         """A device tensor with the array's contents, without waiting. The array must not be changed afterwards."""
 
+    def scatter(self, cells: Tensor, index: np.ndarray, values: np.ndarray) -> None:
+        """cells[index] = values, without waiting: a flat tensor of the device, int64 numbers of its cells, its dtype.
+
+        The arrays must not be changed afterwards. Of two values for one cell, either may be the one that stays.
+        """
+        cells.index_copy_(0, self.upload(index), self.upload(values))
+
     @abstractmethod
     def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
         """Begin to copy the tensors to the host; work queued later does not delay the copy.

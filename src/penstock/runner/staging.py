@@ -20,40 +20,38 @@ class StagedTensor:
 
     def __init__(self, device: Device, rows: int, width: int, dtype: torch.dtype) -> None:
         self.tensor = device.allocate(rows * width * dtype.itemsize).view(dtype).view(rows, width)
+        self._cells = self.tensor.view(-1)
         self._device = device
         self._width = width
-        self._indices: list[np.ndarray] = []
-        self._values: list[np.ndarray] = []
+        # Of every write its row, its first cell and what is written there.
+        self._staged: list[tuple[int, int, Sequence[int]]] = []
         self._host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
 
     def stage(self, row: int, start: int, values: Sequence[int]) -> None:
-        """Write `values` to cells start, start + 1, … of `row` at the next flush."""
+        """Write `values`, which must stay as they are, to cells start, start + 1, … of `row` at the next flush."""
         if not values:
             return
         if start < 0 or start + len(values) > self._width:
             raise IndexError(f"cells {start}..{start + len(values)} are outside a row of {self._width}")
-        first = row * self._width + start
-        self._indices.append(np.arange(first, first + len(values)))
-        self._values.append(np.asarray(values, dtype=self._host_dtype))
+        self._staged.append((row, row * self._width + start, values))
 
     def discard(self, row: int) -> None:
         """Forget what is staged for `row`, whose owner could not be added after all."""
-        kept = [
-            (index, values)
-            for index, values in zip(self._indices, self._values, strict=True)
-            if index[0] // self._width != row
-        ]
-        self._indices = [index for index, _ in kept]
-        self._values = [values for _, values in kept]
+        self._staged = [write for write in self._staged if write[0] != row]
 
     def flush(self) -> None:
-        if not self._indices:
+        staged = self._staged
+        if not staged:
             return
-        index = self._device.upload(np.concatenate(self._indices))
-        values = self._device.upload(np.concatenate(self._values))
-        self.tensor.view(-1).index_copy_(0, index, values)
-        self._indices.clear()
-        self._values.clear()
+        if len(staged) == sum(len(values) for _, _, values in staged):
+            # A cell each, as when decoding requests get a block.
+            index = np.array([first for _, first, _ in staged])
+            cells = np.array([values[0] for _, _, values in staged], dtype=self._host_dtype)
+        else:
+            index = np.concatenate([np.arange(first, first + len(values)) for _, first, values in staged])
+            cells = np.concatenate([np.asarray(values, dtype=self._host_dtype) for _, _, values in staged])
+        self._device.scatter(self._cells, index, cells)
+        self._staged = []
 
 
 class SlotParameter:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
+from array import array
+from collections.abc import Iterable
 
 
 class StoredArguments:
-    """Integers side by side in memory, for a call that takes their address."""
+    """Integers of 64 bits side by side in memory, for a call that takes their address."""
 
     __slots__ = ("_values", "address")
 
-    def __init__(self, values: Sequence[int]) -> None:
-        self._values = np.array(values, dtype=np.int64)
-        self.address: int = self._values.ctypes.data
+    def __init__(self, values: Iterable[int]) -> None:
+        self._values = array("q", values)
+        self.address: int = self._values.buffer_info()[0]

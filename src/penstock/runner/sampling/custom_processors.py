@@ -41,6 +41,8 @@ class CustomProcessors(SamplingStage):
             self._wants[index, slot] = bool(wants)
 
     def remove_request(self, slot: int) -> None:
+        if not self._processors:
+            return
         for index in np.flatnonzero(self._wants[:, slot]).tolist():
             processor = self._processors[index]
             try:
