@@ -133,9 +133,10 @@ def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: 
     elements = head_elements(head_size, dtype)
     layer_bytes = 2 * batch * context * num_kv_heads * elements * TORCH_DTYPES[dtype].itemsize
     num_layers = max(2, -(-_COLD_BYTES // layer_bytes))
-    shape = backend.kv_cache_shape(num_blocks, _BLOCK_SIZE, num_kv_heads, elements)
-    cache_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
-    caches = [_fill(_memory(cache_bytes).view(TORCH_DTYPES[dtype]).view(shape)) for _ in range(num_layers)]
+    sizes = num_blocks, _BLOCK_SIZE, num_kv_heads, elements
+    cache_bytes = math.prod(backend.kv_cache_shape(*sizes)) * TORCH_DTYPES[dtype].itemsize
+    memory = [_memory(cache_bytes).view(TORCH_DTYPES[dtype]) for _ in range(num_layers)]
+    caches = [_fill(backend.view_cache(part, *sizes)) for part in memory]
     query, key, value = torch.randn(batch, num_heads + 2 * num_kv_heads, head_size).split(
         [num_heads, num_kv_heads, num_kv_heads], 1
     )

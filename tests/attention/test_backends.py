@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,10 +90,11 @@ def _check(
     queries = [round_trip(rng.standard_normal((length, layer.num_heads, head_size))) for length in lengths]
 
     backend = backend_class(layer)
-    shape = backend.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+    sizes = num_blocks, block_size, num_kv_heads, head_size
     # Whatever was in memory before must not matter; the torch backends need it to be finite.
     stale = float("nan") if backend_class is CpuNativeBackend else 7.0
-    kv_cache = torch.full(shape, stale, dtype=cache_dtype or dtype)
+    memory = torch.full((math.prod(backend.kv_cache_shape(*sizes)),), stale, dtype=cache_dtype or dtype)
+    kv_cache = backend.view_cache(memory, *sizes)
 
     def run(parts: list[tuple[int, int, int]], with_padding: int = 0) -> torch.Tensor:
         """A step that runs positions start..stop of each (request, start, stop)."""

@@ -85,10 +85,9 @@ def test_an_eighth_of_the_cache_is_ready_beyond_what_is_used(device: Device) -> 
     pages = PagesAhead(device, tables, cache)
     try:
         wait_for(lambda: pages.num_ready == NUM_BLOCKS // 8 + 1)
-        keys = cache.layer_memory(LAYER.name)[0]
-        assert share_handed_out(keys[: NUM_BLOCKS // 8]) == 1
+        assert share_handed_out(next(cache.memory_of_blocks(0, NUM_BLOCKS // 8))) == 1
         # Where pages are large, the last one reaches beyond.
-        assert share_handed_out(keys[NUM_BLOCKS // 4 : NUM_BLOCKS // 2]) < 0.1
+        assert share_handed_out(next(cache.memory_of_blocks(NUM_BLOCKS // 4, NUM_BLOCKS // 2))) < 0.1
 
         tables.append_blocks(0, ([100],))
         pages.begin_step()

@@ -115,6 +115,11 @@ class AttentionBackend(ABC):
     def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Shape of one layer's cache; keys and values are [0] and [1]."""
 
+    @classmethod
+    def view_cache(cls, memory: Tensor, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Tensor:
+        """One layer's cache, of `kv_cache_shape`, in flat memory of its dtype. How it lies there is free."""
+        return memory.view(cls.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size))
+
     @abstractmethod
     def prepare(self, geometry: StepGeometry) -> AttentionMetadata:
         """What `forward` needs of this step, computed once for all layers of the group."""

@@ -66,11 +66,9 @@ class PagedKVCache:
             )
             backend = backend_class(layers[group.layer_names[0]])
             self.groups.append(AttentionGroup(backend, refusals))
-            shape = backend.kv_cache_shape(
-                config.num_blocks, spec.block_size, spec.num_kv_heads, spec.elements_per_head
-            )
+            sizes = config.num_blocks, spec.block_size, spec.num_kv_heads, spec.elements_per_head
             for name in group.layer_names:
-                self._layers[name] = BoundLayer(index, backend, owner[name].view(dtype).view(shape))
+                self._layers[name] = BoundLayer(index, backend, backend.view_cache(owner[name].view(dtype), *sizes))
 
         # Whether what `prepare` made stays good while a batch's tensors take the next step's values.
         self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
@@ -110,14 +108,15 @@ class PagedKVCache:
 
     @property
     def largest_part_bytes(self) -> int:
-        """Of a block's keys or values in one layer."""
-        return max(bound.kv_cache[0, 0].nbytes for bound in self._layers.values())
+        """Of what `memory_of_blocks` gives for one block."""
+        return max(part.nbytes for part in self.memory_of_blocks(0, 1))
 
     def memory_of_blocks(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The parts of memory that blocks start .. stop have: one of keys and one of values in every layer."""
+        """The parts of memory that blocks start .. stop have, contiguous: of a layer its keys and values, or both."""
         for bound in self._layers.values():
-            for half in bound.kv_cache:
-                yield half[start:stop]
+            cache = bound.kv_cache
+            for part in cache.unbind(0) if cache.is_contiguous() else [cache.permute(1, 2, 0, 3, 4)]:
+                yield part[start:stop]
 
     def touch(self) -> None:
         """Write to all of it, so that a system that hands out pages on first use counts it as taken."""

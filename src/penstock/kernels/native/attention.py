@@ -21,6 +21,15 @@ _NOTHING = (0, 0)
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
+def cache_arguments(kv_cache: Tensor) -> tuple[int, int, int, int]:
+    """As the library takes it: [2, blocks, K, ...] of one of `CACHE_TYPES`, wherever the values lie.
+
+    The heads of all blocks must follow one another at equal distances.
+    """
+    size, keys = kv_cache.element_size(), kv_cache.data_ptr()
+    return keys, keys + kv_cache.stride(0) * size, kv_cache.stride(2) * size, CACHE_TYPES[kv_cache.dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class StepRequests:
     """Which tokens and blocks a step's requests have, as the library takes it; one for all layers of a group.
@@ -166,15 +175,12 @@ class NativeAttention:
         preparation: tuple[int | float, ...],
         phase: int,
     ) -> None:
-        cache = kv_cache.data_ptr()
         self._module.attention(
             self._index,
             *query,
             *key,
             *value,
-            cache,
-            cache + kv_cache.stride(0) * kv_cache.element_size(),
-            CACHE_TYPES[kv_cache.dtype],
+            *cache_arguments(kv_cache),
             *requests.arguments,
             *out,
             *shape.arguments,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.config.program import PROGRAM_ROWS
 from penstock.kernels.native import ACTIVATIONS, WEIGHT_TYPES, NativeKernels
-from penstock.kernels.native.attention import CACHE_TYPES, HeadShape
+from penstock.kernels.native.attention import HeadShape, cache_arguments
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.quantized import NativeQuantizedProducts
 from penstock.kernels.native.stored import StoredArguments
@@ -136,16 +136,14 @@ class NativeProgram:
         residual: beside the last attention, the other rows that a step goes on with; where only last tokens are asked
         for, it goes on with theirs.
         """
-        cache = self._address(kv_cache)
+        self._keeps_alive.append(kv_cache)
         self._module.program_attention(
             self._program,
             qkv.number,
             -1 if residual is None else residual.number,
             out.number,
             group,
-            cache,
-            cache + kv_cache.stride(0) * kv_cache.element_size(),
-            CACHE_TYPES[kv_cache.dtype],
+            *cache_arguments(kv_cache),
             *shape.arguments,
             self._address(None if norm is None else norm[0]),
             0.0 if norm is None else norm[1],

@@ -56,17 +56,9 @@ PENSTOCK_INLINE void narrow_one(float x, float, uint16_t* to) {
   *to = static_cast<uint16_t>(x == x ? rounded : bits >> 16 | 0x40);
 }
 
-// Bytes of one block of one KV head, of the keys or of the values.
-template <class T>
-PENSTOCK_INLINE int64_t block_bytes(const AttentionArgs& a) {
-  const int64_t scales = sizeof(T) == 1 ? static_cast<int64_t>(sizeof(float)) : 0;
-  return a.block_size * (a.head_size * static_cast<int64_t>(sizeof(T)) + scales);
-}
-
 template <class T>
 PENSTOCK_INLINE T* block_at(const AttentionArgs& a, void* cache, int64_t block, int64_t kv_head) {
-  char* bytes = static_cast<char*>(cache) + (block * a.num_kv_heads + kv_head) * block_bytes<T>(a);
-  return reinterpret_cast<T*>(bytes);
+  return reinterpret_cast<T*>(static_cast<char*>(cache) + (block * a.num_kv_heads + kv_head) * a.head_stride);
 }
 
 // The scales behind a block's elements, which need not be aligned.

@@ -53,6 +53,7 @@ struct AttentionArgs {
   int64_t value_stride;
   void* key_cache;
   void* value_cache;
+  int64_t head_stride;  // bytes from one KV head of a block to the next, of which a block has num_kv_heads
   CacheType cache_type;
   const int32_t* query_start;
   const int32_t* seq_lens;

@@ -214,6 +214,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.value_stride = in.size();
   a.key_cache = in.pointer<void>();
   a.value_cache = in.pointer<void>();
+  a.head_stride = in.size();
   a.cache_type = static_cast<CacheType>(in.integer());
   a.query_start = in.pointer<const int32_t>();
   a.seq_lens = in.pointer<const int32_t>();

@@ -126,6 +126,7 @@ PyObject* program_attention(PyObject*, PyObject* const* values, Py_ssize_t count
   AttentionArgs& a = operation.attention = {};
   a.key_cache = call.in.pointer<void>();
   a.value_cache = call.in.pointer<void>();
+  a.head_stride = call.in.size();
   a.cache_type = static_cast<CacheType>(call.in.integer());
   a.num_heads = call.in.size();
   a.num_kv_heads = call.in.size();
