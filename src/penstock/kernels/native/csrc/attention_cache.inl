@@ -11,9 +11,21 @@ typedef int8_t ByteVec __attribute__((vector_size(PENSTOCK_LANES)));
 PENSTOCK_INLINE Vec widen(const float* from) { return load(from); }
 // bfloat16 is the upper half of a float.
 PENSTOCK_INLINE Vec widen(const uint16_t* from) {
+#if defined(__GNUC__) && !defined(__clang__) && PENSTOCK_LANES >= 8
+  // GCC widens each half of the vector by itself and then puts them together: three instructions more.
+  typedef short Halves __attribute__((vector_size(PENSTOCK_LANES * 2)));
+  Halves h;
+  std::memcpy(&h, from, sizeof h);
+#if PENSTOCK_LANES == 8
+  return (Vec)((UintVec)__builtin_ia32_pmovzxwd256(h) << 16);
+#else
+  return (Vec)((UintVec)__builtin_ia32_pmovzxwd512_mask(h, IntVec{}, -1) << 16);
+#endif
+#else
   HalfVec h;
   std::memcpy(&h, from, sizeof h);
   return (Vec)(__builtin_convertvector(h, UintVec) << 16);
+#endif
 }
 PENSTOCK_INLINE Vec widen(const int8_t* from) {
 #if defined(__GNUC__) && !defined(__clang__) && PENSTOCK_LANES >= 8
