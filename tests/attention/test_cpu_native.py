@@ -98,32 +98,34 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_chunks(
 
 
 @pytest.mark.parametrize("window", [None, 1500])
-@pytest.mark.parametrize("num_query_heads", [1, 4])
+@pytest.mark.parametrize(("num_kv_heads", "group_size"), [(1, 1), (1, 4), (3, 2)])
 def test_long_contexts_have_the_same_bits_however_they_are_shared_among_threads(
-    window: int | None, num_query_heads: int
+    window: int | None, num_kv_heads: int, group_size: int
 ) -> None:
-    """One thread never splits a context; many threads split one that is long, and less where there is other work."""
+    """One thread never splits a context; many threads split one that is long, and less where there is other work. Where
+    there is much of it, a thread goes through all KV heads of a request at once."""
     kernels = load_native_kernels(AVAILABLE[0])
     assert kernels is not None
     length, head_size, block_size = 5000, 16, 16
     generator = torch.Generator().manual_seed(4)
-    heads = torch.randn(length, num_query_heads + 2, head_size, generator=generator)
+    num_query_heads = num_kv_heads * group_size
+    heads = torch.randn(length, num_query_heads + 2 * num_kv_heads, head_size, generator=generator)
     num_blocks = -(-length // block_size)
     table = torch.randperm(num_blocks, generator=generator).to(torch.int32)[None] + 1
-    shape = HeadShape(num_query_heads, 1, head_size, block_size, 0.3, window, None)
+    shape = HeadShape(num_query_heads, num_kv_heads, head_size, block_size, 0.3, window, None)
 
     def step(kv_cache: Tensor, parts: list[tuple[int, int]]) -> Tensor:
         starts = torch.tensor([0, *np.cumsum([stop - start for start, stop in parts])], dtype=torch.int32)
         rows = torch.cat([heads[start:stop] for start, stop in parts])
         seq_lens = torch.tensor([stop for _, stop in parts], dtype=torch.int32)
         requests = StepRequests.of(starts, seq_lens, table.expand(len(parts), -1), len(parts))
-        parts_of_heads = rows.split([num_query_heads, 1, 1], 1)
+        parts_of_heads = rows.split([num_query_heads, num_kv_heads, num_kv_heads], 1)
         return kernels.attention(*parts_of_heads, kv_cache, requests, shape)
 
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        kv_cache = torch.full((2, num_blocks + 1, 1, block_size, head_size), float("nan"))
+        kv_cache = torch.full((2, num_blocks + 1, num_kv_heads, block_size, head_size), float("nan"))
         whole = step(kv_cache, [(0, length)])
         for num_threads in (1, 2, 3, 8):
             torch.set_num_threads(num_threads)
@@ -133,14 +135,17 @@ def test_long_contexts_have_the_same_bits_however_they_are_shared_among_threads(
                 assert torch.equal(step(kv_cache, [(stop - 3, stop)]), whole[stop - 3 : stop])
                 together = step(kv_cache, [(stop - 1, stop), (stop - 6, stop)])
                 assert torch.equal(together, torch.cat([whole[stop - 1 : stop], whole[stop - 6 : stop]]))
+            ends = (length, 4097, 3500, 2049, 5, length - 1, 1025, 4000)
+            assert torch.equal(step(kv_cache, [(stop - 1, stop) for stop in ends]), whole[[stop - 1 for stop in ends]])
     finally:
         torch.set_num_threads(before)
     positions = torch.arange(length)
-    keys, values = heads[:, num_query_heads].double(), heads[:, num_query_heads + 1].double()
+    keys, values = heads[:, num_query_heads:].double().split(num_kv_heads, 1)
     for position in (1023, 1024, 3000, length - 1):
         is_seen = positions <= position
         if window is not None:
             is_seen &= positions > position - window
-        scores = heads[position, :num_query_heads].double() @ keys[is_seen].T * 0.3
-        expected = scores.softmax(-1) @ values[is_seen]
+        query = heads[position, :num_query_heads].double().view(num_kv_heads, group_size, head_size)
+        weights = (query @ keys[is_seen].permute(1, 2, 0) * 0.3).softmax(-1)
+        expected = (weights @ values[is_seen].transpose(0, 1)).flatten(0, 1)
         torch.testing.assert_close(whole[position].double(), expected, rtol=1e-5, atol=1e-5)

@@ -3,9 +3,9 @@
 //
 // An item is one KV head and a few queries, whose rows are the query heads that share the KV head: queries of one
 // request, or of several that begin with the same blocks, which are then read once for all of them. The unit of work is
-// an item over all of its context or over a part. Positions are taken in chunks and tiles that begin at fixed
-// multiples. Each chunk is summed up by itself and then merged into those before it, whoever computed it: a row's result
-// has the same bits however its request was cut into steps, and whatever else runs.
+// an item, or those of a few KV heads, over all of its context or over a part. Positions are taken in chunks and tiles
+// that begin at fixed multiples. Each chunk is summed up by itself and then merged into those before it, whoever computed
+// it: a row's result has the same bits however its request was cut into steps, and whatever else runs.
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -26,13 +26,15 @@ struct Part {
   int64_t shared_tiles;  // leading tiles that have the blocks of the part before
 };
 
-// Some queries of one KV head; and of the positions that any of them sees, those that one thread goes through.
+// Some queries of one KV head, or of a few; and of the positions that any of them sees, those that one thread goes
+// through. The rows of each head follow those of the head before.
 struct Unit {
   const Work* work;
-  int64_t split;  // of an item that is split
-  int64_t kv_head, num_parts, rows;
-  int64_t begin;     // first position that any query sees
-  int64_t from, to;  // positions to go through; `from` is in the first chunk
+  int64_t split;               // of an item that is split
+  int64_t kv_head, num_heads;  // the first, and how many
+  int64_t num_parts, rows;     // rows: of each head
+  int64_t begin;               // first position that any query sees
+  int64_t from, to;            // positions to go through; `from` is in the first chunk
   Part parts[kQueryRows];
 };
 
@@ -92,30 +94,33 @@ PENSTOCK_INLINE int64_t tokens_in(const Part& part) { return part.end - part.fir
 
 PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, const AttentionBuffers& buffers) {
   const int64_t group = a.num_heads / a.num_kv_heads;
-  for (int64_t p = 0; p < unit.num_parts; ++p) {
-    const Part& part = unit.parts[p];
-    for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
-      const int64_t token = part.first_token + i / group, head = unit.kv_head * group + i % group;
-      prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale * kLog2e,
-                   buffers.query + (part.first_row + i) * a.head_size);
-      buffers.positions[part.first_row + i] = static_cast<int32_t>(part.first_position + i / group);
+  for (int64_t h = 0; h < unit.num_heads; ++h)
+    for (int64_t p = 0; p < unit.num_parts; ++p) {
+      const Part& part = unit.parts[p];
+      for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
+        const int64_t token = part.first_token + i / group, head = (unit.kv_head + h) * group + i % group;
+        const int64_t row = h * unit.rows + part.first_row + i;
+        prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale * kLog2e,
+                     buffers.query + row * a.head_size);
+        buffers.positions[row] = static_cast<int32_t>(part.first_position + i / group);
+      }
     }
-  }
 }
 
 PENSTOCK_INLINE void write_output(const AttentionArgs& a, const Unit& unit, const Sums& sums) {
   const int64_t group = a.num_heads / a.num_kv_heads, size = a.head_size;
-  for (int64_t p = 0; p < unit.num_parts; ++p) {
-    const Part& part = unit.parts[p];
-    for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
-      const int64_t token = part.first_token + i / group, head = unit.kv_head * group + i % group;
-      const int64_t row = part.first_row + i;
-      const float scale = 1.0f / sum_lanes(load(sums.mass + row * kLanes));
-      const float* from = sums.values + row * size;
-      float* to = a.out + token * a.out_stride + head * size;
-      for (int64_t d = 0; d < size; ++d) to[d] = from[d] * scale;
+  for (int64_t h = 0; h < unit.num_heads; ++h)
+    for (int64_t p = 0; p < unit.num_parts; ++p) {
+      const Part& part = unit.parts[p];
+      for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
+        const int64_t token = part.first_token + i / group, head = (unit.kv_head + h) * group + i % group;
+        const int64_t row = h * unit.rows + part.first_row + i;
+        const float scale = 1.0f / sum_lanes(load(sums.mass + row * kLanes));
+        const float* from = sums.values + row * size;
+        float* to = a.out + token * a.out_stride + head * size;
+        for (int64_t d = 0; d < size; ++d) to[d] = from[d] * scale;
+      }
     }
-  }
 }
 
 PENSTOCK_INLINE void copy_scales(const AttentionArgs& a, int8_t* block, int64_t from, int64_t to, float* scales) {
@@ -213,15 +218,15 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   }
 }
 
-// Sets what a run's next tile is: that of a part from position `start` on.
+// Sets what a run's next tile is: a head's of a part from position `start` on.
 PENSTOCK_INLINE void set_next(const AttentionArgs& a, const Cut& cut, const Unit& unit, const Part& part,
-                              int64_t start, Run& run) {
+                              int64_t start, int64_t kv_head, Run& run) {
   const int64_t first = (start > unit.begin ? start : unit.begin) / a.block_size;
   const int64_t left = (part.end + a.block_size - 1) / a.block_size - first;
   const int64_t end_of_tile = (start + cut.tile) / a.block_size - first;
   run.next = table_of(a, part.request) + first;
   run.num_next = left < end_of_tile ? left : end_of_tile;
-  run.next_kv_head = unit.kv_head;
+  run.next_kv_head = kv_head;
 }
 
 // Finds what comes after part `done` of a tile: another part, the next tile, or another unit.
@@ -229,17 +234,17 @@ PENSTOCK_INLINE void find_next(const AttentionArgs& a, const Cut& cut, const Uni
                                int64_t start, int64_t done, Run& run) {
   for (; start < unit.to; start += cut.tile, done = -1)
     for (int64_t p = done + 1; p < unit.num_parts; ++p)
-      if (unit.parts[p].end > start) return set_next(a, cut, unit, unit.parts[p], start, run);
+      if (unit.parts[p].end > start) return set_next(a, cut, unit, unit.parts[p], start, unit.kv_head, run);
   run.num_next = 0;
   if (next_unit != nullptr)
-    set_next(a, cut, *next_unit, next_unit->parts[0], next_unit->from / cut.tile * cut.tile, run);
+    set_next(a, cut, *next_unit, next_unit->parts[0], next_unit->from / cut.tile * cut.tile, next_unit->kv_head, run);
 }
 
 // What a unit's item sees of one chunk, summed up.
 template <class T>
 static void attend_chunk(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
                          const Unit& unit, const Unit* next_unit, int64_t chunk) {
-  clear(sums, unit.rows, a.head_size);
+  clear(sums, unit.num_heads * unit.rows, a.head_size);
   const int64_t first = chunk * cut.chunk, begin = first > unit.from ? first : unit.from;
   const int64_t end = first + cut.chunk < unit.to ? first + cut.chunk : unit.to;
   const int64_t group = a.num_heads / a.num_kv_heads;
@@ -255,10 +260,15 @@ static void attend_chunk(const AttentionArgs& a, const Cut& cut, const Attention
         run.blocks = table_of(a, unit.parts[p].request);
         run.first_row = unit.parts[p].first_row;
         run.rows = unit.parts[last].first_row + tokens_in(unit.parts[last]) * group - run.first_row;
-        run.kv_head = unit.kv_head;
         run.begin = unit.begin;
-        find_next(a, cut, unit, next_unit, start, last, run);
-        attend_tile<T>(a, cut, buffers, sums, run, start, start + cut.tile < stop ? start + cut.tile : stop);
+        for (int64_t h = 0; h < unit.num_heads; ++h, run.first_row += unit.rows) {
+          run.kv_head = unit.kv_head + h;
+          if (h + 1 < unit.num_heads)
+            set_next(a, cut, unit, unit.parts[p], start, run.kv_head + 1, run);
+          else
+            find_next(a, cut, unit, next_unit, start, last, run);
+          attend_tile<T>(a, cut, buffers, sums, run, start, start + cut.tile < stop ? start + cut.tile : stop);
+        }
       }
       p = last + 1;
     }
@@ -270,8 +280,9 @@ template <class T>
 PENSTOCK_INLINE void write_parts(const AttentionArgs& a, const Unit& unit, float* key) {
   for (int64_t p = 0; p < unit.num_parts; ++p) {
     const Part& part = unit.parts[p];
-    write_positions<T>(a, part.request, unit.kv_head, part.first_position > unit.from ? part.first_position : unit.from,
-                       part.end < unit.to ? part.end : unit.to, key);
+    const int64_t from = part.first_position > unit.from ? part.first_position : unit.from;
+    const int64_t to = part.end < unit.to ? part.end : unit.to;
+    for (int64_t h = 0; h < unit.num_heads; ++h) write_positions<T>(a, part.request, unit.kv_head + h, from, to, key);
   }
 }
 
@@ -283,7 +294,7 @@ static void attend(const AttentionArgs& a, const Cut& cut, const AttentionBuffer
   attend_chunk<T>(a, cut, buffers, buffers.total, unit, next_unit, first);
   for (int64_t chunk = first + 1; chunk <= last; ++chunk) {
     attend_chunk<T>(a, cut, buffers, buffers.chunk, unit, next_unit, chunk);
-    merge(buffers.total, buffers.chunk, unit.rows, a.head_size);
+    merge(buffers.total, buffers.chunk, unit.num_heads * unit.rows, a.head_size);
   }
   write_output(a, unit, buffers.total);
 }
@@ -292,15 +303,16 @@ static void attend(const AttentionArgs& a, const Cut& cut, const AttentionBuffer
 template <class T>
 static void attend_split(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Unit& unit,
                          const Unit* next_unit) {
-  const int64_t size = a.head_size, stride = unit.rows * sums_size(size);
+  const int64_t size = a.head_size, rows = unit.num_heads * unit.rows, stride = rows * sums_size(size);
   const Work& work = *unit.work;
-  float* partial = work.partial + unit.kv_head * work.num_splits * stride;
-  const Sums sums = sums_at(partial + unit.split * stride, unit.rows, size);
+  const int64_t heads = unit.kv_head / unit.num_heads;
+  float* partial = work.partial + heads * work.num_splits * stride;
+  const Sums sums = sums_at(partial + unit.split * stride, rows, size);
   attend_chunk<T>(a, cut, buffers, sums, unit, next_unit, unit.from / cut.chunk);
-  if (__atomic_sub_fetch(work.left + unit.kv_head, 1, __ATOMIC_ACQ_REL) != 0) return;
-  const Sums total = sums_at(partial, unit.rows, size);
+  if (__atomic_sub_fetch(work.left + heads, 1, __ATOMIC_ACQ_REL) != 0) return;
+  const Sums total = sums_at(partial, rows, size);
   for (int64_t other = 1; other < work.num_splits; ++other)
-    merge(total, sums_at(partial + other * stride, unit.rows, size), unit.rows, size);
+    merge(total, sums_at(partial + other * stride, rows, size), rows, size);
   write_output(a, unit, total);
 }
 
@@ -331,11 +343,12 @@ static bool take_unit(AttentionJob& job, Unit& unit) {
     (plan.work[middle].first_unit <= number ? low : high) = middle;
   }
   const Work& work = plan.work[low];
-  // The items of a head follow each other, so that its keys and values are still in the processor's own cache.
-  const int64_t units_per_head = work.items_per_head * work.num_splits;
-  const int64_t within = (number - work.first_unit) % units_per_head;
+  // The items of the same heads follow each other, so that keys and values are still in the processor's own cache.
+  const int64_t units_of_heads = work.items_per_head * work.num_splits;
+  const int64_t within = (number - work.first_unit) % units_of_heads;
   unit.work = &work;
-  unit.kv_head = (number - work.first_unit) / units_per_head;
+  unit.kv_head = (number - work.first_unit) / units_of_heads * work.num_heads;
+  unit.num_heads = work.num_heads;
   unit.split = work.num_splits > 1 ? within : 0;
   unit.num_parts = work.num_members;
   unit.rows = 0;

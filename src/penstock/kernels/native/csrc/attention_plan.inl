@@ -33,10 +33,11 @@ struct Work {
   int64_t first_unit;
   int64_t first_member, num_members;
   int64_t items_per_head;
+  int64_t num_heads;   // KV heads of a unit
   int64_t num_splits;  // units of an item; 1 for a whole item at once
   int64_t rows;        // of an item, if it is split
-  float* partial;      // [kv heads][num_splits][rows * sums_size], if it is split
-  int32_t* left;       // [kv heads], splits that are not done
+  float* partial;      // [kv heads / num_heads][num_splits][num_heads * rows * sums_size], if it is split
+  int32_t* left;       // [kv heads / num_heads], splits that are not done
 };
 
 struct AttentionPlan {
@@ -150,6 +151,18 @@ PENSTOCK_INLINE int64_t tokens_per_item(const AttentionArgs& a, const AttentionP
   return fitting > plan.few_tokens ? fitting : plan.few_tokens;
 }
 
+// KV heads that a unit of so many rows for each of them goes through: those of a block follow each other in memory, and
+// what is read in one go comes sooner. As many as leave eight chunks to each thread, and as have room in the buffers.
+PENSTOCK_INLINE int64_t heads_per_unit(const AttentionArgs& a, const AttentionPlan& plan, int64_t rows,
+                                       int64_t num_chunks) {
+  if (rows > 2 * kFewRows) return 1;
+  int64_t heads = a.num_kv_heads;
+  while (heads > 1 && (a.num_kv_heads % heads != 0 || heads * rows > plan.few_tokens * (a.num_heads / a.num_kv_heads) ||
+                       num_chunks < heads * 8 * plan.num_threads))
+    --heads;
+  return heads;
+}
+
 // Makes work of the members: as many together as share blocks, while there is enough to do for every thread.
 static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
   int64_t tokens_of_few = 0, tokens_of_others = 0, num_chunks = 0;
@@ -181,8 +194,6 @@ static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
       num_chunks += chunks_of(a, plan.cut, member.request) * smallest_items * a.num_kv_heads;
     }
   }
-  // An item is split when it is more than a quarter of a thread's share; what is split is then few.
-  const int64_t most_chunks = plan.num_threads == 1 ? INT64_MAX : num_chunks / (4 * plan.num_threads) + 1;
   plan.work[0].first_unit = 0;
   for (int64_t w = 0; w < plan.num_work; ++w) {
     Work& work = plan.work[w];
@@ -193,8 +204,13 @@ static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
       tokens += tokens_of(a, request);
     }
     work.rows = tokens * (a.num_heads / a.num_kv_heads);
-    work.num_splits = work.items_per_head == 1 && chunks > most_chunks ? chunks : 1;
-    plan.work[w + 1].first_unit = work.first_unit + work.items_per_head * work.num_splits * a.num_kv_heads;
+    work.num_heads = work.items_per_head == 1 ? heads_per_unit(a, plan, work.rows, num_chunks) : 1;
+    // An item is split when a unit of it is more than a quarter of a thread's share; what is split is then few.
+    const int64_t share_of_unit = num_chunks / (4 * plan.num_threads * work.num_heads);
+    const bool is_split = plan.num_threads > 1 && work.items_per_head == 1 && chunks > share_of_unit + 1;
+    work.num_splits = is_split ? chunks : 1;
+    plan.work[w + 1].first_unit =
+        work.first_unit + work.items_per_head * work.num_splits * (a.num_kv_heads / work.num_heads);
   }
 }
 
