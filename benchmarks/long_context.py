@@ -5,9 +5,11 @@
 
 Three kinds of rows. "attention": the attention of one layer after the other, so that no cache of the processor holds
 what is read. "step": a model's whole forward pass and its logits, which read all weights and the KV cache once, over a
-cache of random numbers. "engine": steps of a whole engine after a real prefill (batch 1, the first context and dtype).
+cache of random numbers. "engine": steps of a whole engine after a real prefill (batch 1, the first dtype, up to the
+first context).
 The ceiling is how fast a C program reads memory that no cache holds (`benchmarks/ceilings.c`), measured in turns with
-what stands beside it.
+what stands beside it. Both are medians of a quarter of a second: decoding is one step after the other, and the first
+one after a pause waits for a processor that has gone to sleep.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.layers.linear import weights_size_bytes
 
+_SECONDS = 0.25  # of each turn, at least
+_ENGINE_STEPS = 1024
 # More than any cache holds: the layers' caches together have at least so many.
 _COLD_BYTES = 512 << 20
 _BLOCK_SIZE = 16
@@ -112,16 +116,23 @@ class Turns:
 
     def time(self, run: Callable[[], object]) -> tuple[float, float]:
         """Median seconds of `run`, and median bytes per second of plain reading."""
-        run()
         taken, speeds = [], []
         for _ in range(self._repeats):
             ceilings = self._meter.measure()
             assert ceilings is not None
             speeds.append(ceilings["memory_gb_s"] * 1e9)
-            begin = time.perf_counter()
             run()
-            taken.append(time.perf_counter() - begin)
+            taken.append(_median_seconds(run))
         return statistics.median(taken), statistics.median(speeds)
+
+
+def _median_seconds(run: Callable[[], object]) -> float:
+    taken: list[float] = []
+    while sum(taken) < _SECONDS:
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
 
 
 def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: int) -> Row:
@@ -176,13 +187,21 @@ def measure_engine(clock: Turns, dtype: str, context: int, threads: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         core = _start(folder, dtype, context, threads, -(-context // _BLOCK_SIZE) + 2)
         (runner,) = core.collective_rpc(lambda worker: worker.runner)
-        prompt = torch.randint(10, 30_000, (context - 64,)).tolist()
-        params = SamplingParams(temperature=0.0, seed=0, max_tokens=60, ignore_eos=True)
+        prompt = torch.randint(10, 30_000, (context - _ENGINE_STEPS,)).tolist()
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=_ENGINE_STEPS, ignore_eos=True)
         core.add_request(EngineRequest(req_id="long", prompt_token_ids=prompt, sampling_params=params))
         while not core.step():
             pass
-        seconds, speed = clock.time(core.step)
-        num_bytes = _bytes_of_step(runner.model, core, 1, context)
+        num_steps = 0
+
+        def run() -> None:
+            nonlocal num_steps
+            if not core.step():
+                raise RuntimeError(f"the request has ended after {_ENGINE_STEPS} tokens: ask for fewer --repeats")
+            num_steps += 1
+
+        seconds, speed = clock.time(run)
+        num_bytes = _bytes_of_step(runner.model, core, 1, len(prompt) + num_steps // 2)
         core.close()
     return _row("engine", "60M Llama", dtype, 1, context, seconds, num_bytes, speed)
 
