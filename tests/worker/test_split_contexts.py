@@ -35,11 +35,28 @@ def kept_bytes(spec: FullAttentionSpec, num_heads: int, requests: list[tuple[int
         return (length - 1) // chunk - begin // chunk + 1
 
     total = sum(chunks_of(*one) * -(-one[0] // tokens_per_item) * spec.num_kv_heads for one in requests)
-    most = total // (split_contexts.SHARES_OF_A_THREAD * num_threads) + 1
+
+    def heads_per_unit(rows: int) -> int:
+        return max(
+            heads
+            for heads in range(1, spec.num_kv_heads + 1)
+            if heads == 1
+            or (
+                spec.num_kv_heads % heads == 0
+                and rows <= 8
+                and heads * rows <= tokens_per_item * group
+                and total >= heads * 8 * num_threads
+            )
+        )
+
+    def is_split(tokens: int, length: int) -> bool:
+        shares = split_contexts.SHARES_OF_A_THREAD * num_threads * heads_per_unit(tokens * group)
+        return tokens <= tokens_per_item and chunks_of(tokens, length) > total // shares + 1
+
     return sum(
         4 * spec.num_kv_heads * chunks_of(tokens, length) * tokens * group * (spec.head_size + 17)
         for tokens, length in requests
-        if tokens <= tokens_per_item and chunks_of(tokens, length) > most
+        if is_split(tokens, length)
     )
 
 
@@ -82,5 +99,5 @@ def test_the_sizes_are_those_of_the_source() -> None:
         ("kChunkPositions", split_contexts.CHUNK_POSITIONS),
     ):
         assert re.search(rf"constexpr int64_t {name} = {value};", source), name
-    assert f"num_chunks / ({split_contexts.SHARES_OF_A_THREAD} * plan.num_threads) + 1" in source
+    assert f"num_chunks / ({split_contexts.SHARES_OF_A_THREAD} * plan.num_threads * work.num_heads)" in source
     assert "return size + kLanes + 1;" in SOURCE.with_name("attention.inl").read_text()

@@ -1,7 +1,7 @@
 """The memory in which the C++ attention keeps what threads find in their parts of a context, before it is joined.
 
-A request of few tokens is computed by one thread, unless its context is more than a quarter of a thread's share of the
-step: then its chunks are (split-KV). No tensor holds this. Needs no torch.
+A KV head of a request of few tokens, or a few of its heads, is computed by one thread, unless its context is more than
+a quarter of a thread's share of the step: then its chunks are (split-KV). No tensor holds this. Needs no torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def split_context_bytes(
 ) -> int:
     """At most, in the layer that takes the most; all layers take turns. num_heads: of the queries.
 
-    A request has more chunks than are in all KV heads of all requests together, divided by four times the threads. So
-    fewer than four times the threads' number of heads are split, each in as many chunks as the longest context has.
+    What is split has more chunks than are in all KV heads of all requests together, divided by four times the threads.
+    So fewer than four times the threads' number of units are split, each in as many chunks as the longest context has;
+    and several heads are one unit only if they have no more rows together than one head may have.
     """
     if device != "cpu" or num_threads == 1 or not has_native_kernels():
         return 0
