@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 
 # One thread: the models are so small that a second one only waits, and waits long on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Shells let what they start in the background ignore Ctrl-C, and tests send it to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Helpers live in tests/support and are imported as `support.…`.
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -180,7 +180,9 @@ def test_readers_that_leave_at_any_output_free_their_blocks(folder: Path) -> Non
                 other = asyncio.create_task(collect(engine, PROMPTS[1], sampled()))
                 stream = engine.generate(PROMPTS[0], sampled(n=num_outputs % 3 + 1, max_tokens=60))
                 for _ in range(num_outputs):
-                    assert not (await anext(stream)).finished
+                    # A reader that is kept waiting gets many tokens at once, and then may see the end first.
+                    if (await anext(stream)).finished:
+                        break
                 await stream.aclose()
                 assert (await other).outputs[0].token_ids == undisturbed
                 await settled(engine)
