@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def _run(heads_TXD: torch.Tensor, dtype: torch.dtype, num_kv_heads: int, block_s
     num_tokens=st.integers(1, 90),
     num_kv_heads=st.integers(1, 3),
     group_size=st.sampled_from([1, 2, 5, 8]),
-    head_size=st.sampled_from([8, 20, 64]),
+    head_size=st.sampled_from([7, 8, 20, 64]),
     block_size=st.sampled_from([1, 5, 16, 70]),
     window=st.sampled_from([None, 1, 9]),
     magnitude=st.sampled_from([1e-3, 1.0, 30.0]),
@@ -98,6 +99,29 @@ def test_attention_is_that_over_the_rounded_keys_and_values(
     is_off = error > exact + magnitude / 127 / 8
     assert is_off.sum() <= max(2, 0.01 * error.size)
     assert error.max() <= exact.max() + 5 * magnitude / 127
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (640, 16), (512, 16), (64, 700), (16, 512)])
+def test_sums_of_the_largest_integers_have_room(head_size: int, block_size: int) -> None:
+    """Where all elements are the largest there are, in 8 bits and in 16, every product has the same sign."""
+    heads = torch.ones(2 * block_size, 4, head_size)
+    heads[:, :2] = torch.tensor([5.0, -5.0])[:, None]
+    heads[: block_size + 3, 2] = -1.0  # the first query head sees what comes after them, the second them
+    heads[:, 3] = torch.where(heads[:, 2] < 0, 3.0, -2.0)
+    output = _run(heads, torch.int8, 1, block_size, None)[-1]
+    torch.testing.assert_close(output, torch.tensor([-2.0, 3.0])[:, None].expand(-1, head_size), rtol=1e-4, atol=0)
+
+
+def test_many_positions_that_weigh_little_are_not_lost() -> None:
+    """A position that weighs 30,000 times as much as each of 4,000 others leaves them their eighth."""
+    heads = torch.zeros(4001, 3, 16)
+    heads[:, 0, 0] = 5.0
+    heads[17, 1, 0] = math.log(30_000)
+    heads[:, 2] = torch.linspace(1.0, 2.0, 16)
+    heads[17, 2] = -1.0
+    output = _run(heads, torch.int8, 1, 16, None)[-1, 0]
+    expected = (4000 * torch.linspace(1.0, 2.0, 16) - 30_000) / 34_000
+    torch.testing.assert_close(output, expected, rtol=0, atol=0.005)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

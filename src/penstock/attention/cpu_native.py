@@ -1,9 +1,9 @@
 """The CPU backend whose attention is one C++ kernel for any mix of decodes and prefill chunks.
 
-It computes in float32; the cache is float32, bfloat16, or int8 with a scale for each position of each head.
+It computes in float32, or in integers over an int8 cache, which has a scale for each position of each head.
 Keys of the cache are [num_blocks, K, D, block_size], values [num_blocks, K, block_size, D]: either way the innermost
-dimension is the one that the kernel computes many of at once. In memory a head's values of a block follow its keys:
-pieces twice as long are read faster.
+dimension is the one that the kernel computes many of at once. Of int8, rows are interleaved two by two. In memory a
+head's values of a block follow its keys: pieces twice as long are read faster.
 """
 
 from __future__ import annotations

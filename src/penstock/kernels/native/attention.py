@@ -85,7 +85,8 @@ class NativeAttention:
 
     Results have the same bits however a request is cut into steps, whatever else runs, on any number of threads.
     The tensors are float32. The cache is [2, blocks, K, block_size, D] in float32, bfloat16 or int8, where int8 has
-    D + 4 bytes for a position of a head. Its first half, the keys, is really [blocks, K, D, block_size].
+    D + 4 bytes for a position of a head. Its first half, the keys, is really [blocks, K, D, block_size]. How int8 lies
+    is the kernels' own matter (`attention_cache.inl`).
     """
 
     def __init__(self, module: Any, instruction_set: int) -> None:

@@ -49,10 +49,12 @@ struct Run {
 
 // Buffers of one thread.
 struct AttentionBuffers {
-  float* query;        // [rows][head_size], scaled
+  float* query;        // [rows][head_size], scaled; of 16 bits each for an int8 cache
+  float* query_scale;  // [rows], what those are to be multiplied with
   int32_t* positions;  // [rows]
   float* scores;       // [rows][tile]
-  float* keep;         // [rows], in whole vectors: what a larger peak leaves of the sums
+  float* weight_scale;  // [rows]
+  float* keep;          // [rows], in whole vectors: what a larger peak leaves of the sums
   float* key_scale;
   float* value_scale;
   Sums total, chunk;
@@ -92,6 +94,7 @@ static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk
 
 PENSTOCK_INLINE int64_t tokens_in(const Part& part) { return part.end - part.first_position; }
 
+template <class T>
 PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, const AttentionBuffers& buffers) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   for (int64_t h = 0; h < unit.num_heads; ++h)
@@ -100,8 +103,9 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
       for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
         const int64_t token = part.first_token + i / group, head = (unit.kv_head + h) * group + i % group;
         const int64_t row = h * unit.rows + part.first_row + i;
-        prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale * kLog2e,
-                     buffers.query + row * a.head_size);
+        float* query = buffers.query + row * a.head_size;
+        prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale * kLog2e, query);
+        if (kIsInt8<T>) buffers.query_scale[row] = narrow(query, a.head_size, largest_of(a.head_size));
         buffers.positions[row] = static_cast<int32_t>(part.first_position + i / group);
       }
     }
@@ -152,12 +156,11 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   const int64_t first_block = seen / block_size, end_block = (stop + block_size - 1) / block_size;
   const int32_t* positions = buffers.positions + run.first_row;
   const float* query = buffers.query + run.first_row * size;
-  const bool has_scales = sizeof(T) == 1;
 
   // Positions outside seen .. stop are not read: what lies there is not this request's, and may not be a number.
   Segment<T> segments[kTilePositions + 1];
   int num_segments = 0;
-  const int pair = run.rows <= 3 ? 2 : 1;
+  const int pair = run.rows <= kRowsOfTwoBlocks<T> ? 2 : 1;
   for (int64_t block = first_block; block < end_block;) {
     KeyBlock<T> now[2];
     int count = 0;
@@ -168,12 +171,15 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
       const int64_t later_head = has_next ? run.next_kv_head : run.kv_head;
       T* keys = block_at<T>(a, a.key_cache, run.blocks[block], run.kv_head);
       T* values = block_at<T>(a, a.value_cache, run.blocks[block], run.kv_head);
-      now[count] = {keys, block_at<T>(a, a.key_cache, later, later_head), buffers.scores + block * block_size - start};
+      T* later_keys = block_at<T>(a, a.key_cache, later, later_head);
+      T* later_values = block_at<T>(a, a.value_cache, later, later_head);
+      now[count] = {keys, later_keys, buffers.scores + block * block_size - start};
       const int64_t from = block * block_size > seen ? block * block_size : seen;
       const int64_t to = (block + 1) * block_size < stop ? (block + 1) * block_size : stop;
-      const int64_t skipped = from % block_size * size;
-      segments[num_segments++] = {values + skipped, block_at<T>(a, a.value_cache, later, later_head) + skipped,
-                                  from - start, to - from};
+      const int64_t before = kIsInt8<T> ? from % block_size % 2 : 0;  // the one that the first is interleaved with
+      const int64_t skipped = from % block_size - before;
+      segments[num_segments++] = {values + skipped * size, later_values + skipped * size, from - before - start,
+                                  to - from + before, (block_size - skipped) / 2 * 2};
       copy_scales(a, keys, from % block_size, from % block_size + to - from, buffers.key_scale + from - start);
       copy_scales(a, values, from % block_size, from % block_size + to - from, buffers.value_scale + from - start);
     }
@@ -183,28 +189,31 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
       const int64_t rows = rows_at_once(run.rows, row);
       KeyBlock<T> at[2] = {now[0], now[1]};
       for (int b = 0; b < count; ++b) at[b].scores += row * stride;
-      score_blocks(rows, query + row * size, at, count, block_size, size, stride);
+      score_blocks(rows, query + row * size, buffers.query_scale + run.first_row + row, at, count, block_size, size, stride);
       row += rows;
     }
   }
-  segments[num_segments] = {nullptr, nullptr, stop, 0};
+  segments[num_segments] = {nullptr, nullptr, stop, 0, 0};
 
   // All rows at each stage: while one waits for a result, another goes on.
   for (int64_t row = 0; row < run.rows; ++row) {
     const float old_peak = sums.peak[run.first_row + row];
     const float peak = find_peak(a.soft_cap * kLog2e, buffers.scores + row * stride,
-                                 visible_to(a, positions[row], start, stop), has_scales ? buffers.key_scale : nullptr);
+                                 visible_to(a, positions[row], start, stop), kIsInt8<T> ? buffers.key_scale : nullptr);
     buffers.keep[row] = peak > old_peak ? old_peak - peak : 0.0f;
     if (peak > old_peak) sums.peak[run.first_row + row] = peak;
   }
   for (int64_t row = 0; row < run.rows; row += kLanes)
     store(buffers.keep + row, exp2_of_negative(load(buffers.keep + row)));
   const int64_t length = (stop - start + kLanes - 1) / kLanes * kLanes;
+  const float largest_weight = kIsInt8<T> ? largest_of(cut.tile) : 0.0f;
   for (int64_t row = 0; row < run.rows; ++row) {
     float* mass = sums.mass + (run.first_row + row) * kLanes;
-    store(mass, soften(buffers.scores + row * stride, visible_to(a, positions[row], start, stop), length,
-                       sums.peak[run.first_row + row], has_scales ? buffers.value_scale : nullptr,
-                       load(mass) * buffers.keep[row]));
+    float* weights = buffers.scores + row * stride;
+    const Visible visible = visible_to(a, positions[row], start, stop);
+    store(mass, soften(weights, visible, length, sums.peak[run.first_row + row],
+                       kIsInt8<T> ? buffers.value_scale : nullptr, load(mass) * buffers.keep[row]));
+    if (kIsInt8<T>) buffers.weight_scale[row] = narrow_weights(weights, visible, stride, largest_weight);
   }
 
   for (int64_t row = 0; row < run.rows;) {
@@ -212,8 +221,8 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
     int64_t limit = 0;
     for (int64_t i = row; i < row + rows; ++i) limit = positions[i] >= limit ? positions[i] + 1 : limit;
     limit = limit < stop ? limit - start : stop - start;
-    weigh_rows(rows, buffers.scores + row * stride, stride, segments, limit, size, buffers.keep + row,
-               sums.values + (run.first_row + row) * size);
+    weigh_rows(rows, buffers.scores + row * stride, stride, buffers.weight_scale + row, segments, limit, size,
+               buffers.keep + row, sums.values + (run.first_row + row) * size);
     row += rows;
   }
 }
@@ -393,7 +402,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
   const int64_t scores = rows * stride > size ? rows * stride : size;
   const int64_t keep = (rows + kLanes - 1) / kLanes * kLanes;
   float* memory =
-      scratch.get(static_cast<size_t>(rows * (size + 1 + 2 * sums_size(size)) + scores + 2 * stride + keep));
+      scratch.get(static_cast<size_t>(rows * (size + 3 + 2 * sums_size(size)) + scores + 2 * stride + keep));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   AttentionBuffers b;
   b.scores = memory;
@@ -403,7 +412,9 @@ static void attention_thread(void* data, int thread, const Team& team) {
   b.query = b.value_scale + stride;
   b.total = sums_at(b.query + rows * size, rows, size);
   b.chunk = sums_at(b.query + rows * (size + sums_size(size)), rows, size);
-  b.positions = reinterpret_cast<int32_t*>(b.query + rows * (size + 2 * sums_size(size)));
+  b.query_scale = b.query + rows * (size + 2 * sums_size(size));
+  b.weight_scale = b.query_scale + rows;
+  b.positions = reinterpret_cast<int32_t*>(b.weight_scale + rows);
   if (plan.writes_first) {
     if (memory != nullptr) write_all<T>(a, thread, team.num_threads, b.scores);
     team.barrier();
@@ -417,7 +428,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
     const Unit& unit = units[now];
     bool has_next = looks_ahead && take_unit(job, units[now ^ 1]);
     const Unit* next = has_next ? &units[now ^ 1] : nullptr;
-    load_queries(a, unit, b);
+    load_queries<T>(a, unit, b);
     if (!plan.writes_first && a.phase == AttentionPhase::kBoth) write_parts<T>(a, unit, b.scores);
     if (unit.work->num_splits > 1)
       attend_split<T>(a, plan.cut, b, unit, next);

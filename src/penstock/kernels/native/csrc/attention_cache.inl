@@ -1,13 +1,13 @@
 // The paged cache: how its elements lie, how a step's keys and values are written to it, and how they are read.
 //
-// A block of one KV head holds its keys as [dimension][position], its values as [position][dimension]. int8 has one
-// scale for each position of a head, float32, behind the block's elements: an element times its scale is the value.
+// A block of one KV head holds its keys as [dimension][position], its values as [position][dimension]. Of int8 two rows
+// are interleaved, so that the products of two dimensions, or positions, are made and added at once; the last row of an
+// odd number is as it is. int8 has one scale for each position of a head, float32, behind the block's elements: an
+// element times its scale is the value.
 
 namespace PENSTOCK_NAMESPACE {
 
-typedef int8_t ByteVec __attribute__((vector_size(PENSTOCK_LANES)));
-
-// Elements as floats, without their scales.
+// Elements as floats.
 PENSTOCK_INLINE Vec widen(const float* from) { return load(from); }
 // bfloat16 is the upper half of a float.
 PENSTOCK_INLINE Vec widen(const uint16_t* from) {
@@ -27,27 +27,8 @@ PENSTOCK_INLINE Vec widen(const uint16_t* from) {
   return (Vec)(__builtin_convertvector(h, UintVec) << 16);
 #endif
 }
-PENSTOCK_INLINE Vec widen(const int8_t* from) {
-#if defined(__GNUC__) && !defined(__clang__) && PENSTOCK_LANES >= 8
-  // GCC takes vectors of less than 16 bytes apart.
-  typedef char Bytes __attribute__((vector_size(16)));
-  typedef int64_t Words __attribute__((vector_size(16)));
-  Words words = {};
-  std::memcpy(&words, from, PENSTOCK_LANES);
-#if PENSTOCK_LANES == 8
-  return __builtin_convertvector((IntVec)__builtin_ia32_pmovsxbd256((Bytes)words), Vec);
-#else
-  return __builtin_convertvector((IntVec)__builtin_ia32_pmovsxbd512_mask((Bytes)words, IntVec{}, -1), Vec);
-#endif
-#else
-  ByteVec bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
-#endif
-}
 
 PENSTOCK_INLINE float widen_one(float x) { return x; }
-PENSTOCK_INLINE float widen_one(int8_t x) { return static_cast<float>(x); }
 PENSTOCK_INLINE float widen_one(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
   float wide;
@@ -89,18 +70,42 @@ PENSTOCK_INLINE float int8_scale(const float* x, int64_t size) {
   return (most > 1e-30f ? most / 127.0f : 1.0f) + poison;
 }
 
-// Writes one vector to `to`, element d at d * stride; `offset` is the position in the block.
-template <class T>
-PENSTOCK_INLINE void write_vector(const AttentionArgs&, const float* x, int64_t size, int64_t stride, T*, int64_t,
-                                  T* to) {
-  for (int64_t d = 0; d < size; ++d) narrow_one(x[d], 1.0f, to + d * stride);
+// Where the element of an int8 matrix [rows][columns] lies.
+PENSTOCK_INLINE int64_t place_in_pairs(int64_t row, int64_t column, int64_t rows, int64_t columns) {
+  return row < rows / 2 * 2 ? row / 2 * 2 * columns + 2 * column + row % 2 : row * columns + column;
 }
-PENSTOCK_INLINE void write_vector(const AttentionArgs& a, const float* x, int64_t size, int64_t stride, int8_t* block,
-                                  int64_t offset, int8_t* to) {
-  const float scale = int8_scale(x, size);
+
+// Writes the key at position `offset` of a block.
+template <class T>
+PENSTOCK_INLINE void write_key(const AttentionArgs& a, const float* x, T* block, int64_t offset) {
+  for (int64_t d = 0; d < a.head_size; ++d) narrow_one(x[d], 1.0f, block + d * a.block_size + offset);
+}
+
+template <class T>
+PENSTOCK_INLINE void write_value(const AttentionArgs& a, const float* x, T* block, int64_t offset) {
+  for (int64_t d = 0; d < a.head_size; ++d) narrow_one(x[d], 1.0f, block + offset * a.head_size + d);
+}
+
+// Writes a vector's scale, and returns what its elements are to be multiplied with.
+PENSTOCK_INLINE float write_scale(const AttentionArgs& a, const float* x, int8_t* block, int64_t offset) {
+  const float scale = int8_scale(x, a.head_size);
   std::memcpy(scales_of(a, block) + offset * sizeof(float), &scale, sizeof scale);
-  const float inverse_scale = scale == scale ? 1.0f / scale : 0.0f;
-  for (int64_t d = 0; d < size; ++d) narrow_one(scale == scale ? x[d] : 0.0f, inverse_scale, to + d * stride);
+  return scale == scale ? 1.0f / scale : 0.0f;
+}
+
+PENSTOCK_INLINE void write_key(const AttentionArgs& a, const float* x, int8_t* block, int64_t offset) {
+  const float inverse_scale = write_scale(a, x, block, offset);
+  for (int64_t d = 0; d < a.head_size; ++d)
+    narrow_one(inverse_scale != 0.0f ? x[d] : 0.0f, inverse_scale,
+               block + place_in_pairs(d, offset, a.head_size, a.block_size));
+}
+
+PENSTOCK_INLINE void write_value(const AttentionArgs& a, const float* x, int8_t* block, int64_t offset) {
+  const float inverse_scale = write_scale(a, x, block, offset);
+  int8_t* to = block + place_in_pairs(offset, 0, a.block_size, a.head_size);
+  const int64_t step = offset < a.block_size / 2 * 2 ? 2 : 1;
+  for (int64_t d = 0; d < a.head_size; ++d)
+    narrow_one(inverse_scale != 0.0f ? x[d] : 0.0f, inverse_scale, to + d * step);
 }
 
 // A query or key head as attention takes it: normalised and turned where that is asked for, and times `factor`.
@@ -125,11 +130,9 @@ static void write_positions(const AttentionArgs& a, int64_t request, int64_t kv_
     const int64_t token = first_token + position, offset = position % a.block_size;
     const int64_t block = blocks[position / a.block_size];
     prepare_head(a, a.key + token * a.key_stride + kv_head * a.head_size, a.num_heads + kv_head, token, 1.0f, key);
-    T* keys = block_at<T>(a, a.key_cache, block, kv_head);
-    write_vector(a, key, a.head_size, a.block_size, keys, offset, keys + offset);
-    T* values = block_at<T>(a, a.value_cache, block, kv_head);
-    write_vector(a, a.value + token * a.value_stride + kv_head * a.head_size, a.head_size, 1, values, offset,
-                 values + offset * a.head_size);
+    write_key(a, key, block_at<T>(a, a.key_cache, block, kv_head), offset);
+    write_value(a, a.value + token * a.value_stride + kv_head * a.head_size, block_at<T>(a, a.value_cache, block, kv_head),
+                offset);
   }
 }
 

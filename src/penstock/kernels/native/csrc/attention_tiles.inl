@@ -16,6 +16,15 @@ constexpr int kFewRows = 4;
 constexpr int kManyRows = 6;
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
+template <class T>
+constexpr bool kIsInt8 = false;
+template <>
+constexpr bool kIsInt8<int8_t> = true;
+
+// Rows whose sums for two blocks fit into the registers; the products of integers need one register more.
+template <class T>
+constexpr int kRowsOfTwoBlocks = kIsInt8<T> ? 2 : 3;
+
 // Keys of a block, and those that come a tile later.
 template <class T>
 struct KeyBlock {
@@ -30,6 +39,7 @@ struct Segment {
   const T* values;
   const T* next;
   int64_t offset, count;
+  int64_t paired;  // of int8: those up to the block's end that are interleaved
 };
 
 // Scores of R rows with B blocks, V vectors of positions each: scores[i][.] = sum over d of x[i][d] * keys[d][.].
@@ -72,16 +82,16 @@ PENSTOCK_INLINE void score_rows(int64_t rows, const float* x, const KeyBlock<T>*
     case 1: return score<T, 1, B, V>(x, blocks, column, block_size, size, scores_stride);
     case 2: return score<T, 2, B, V>(x, blocks, column, block_size, size, scores_stride);
     case 3: return score<T, 3, B, V>(x, blocks, column, block_size, size, scores_stride);
-    // Two blocks of more than three rows would not fit into the registers.
+    // Never of two blocks: see kRowsOfTwoBlocks.
     case 4: return score<T, B == 1 ? 4 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
     case 5: return score<T, B == 1 ? 5 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
     default: return score<T, B == 1 ? 6 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
   }
 }
 
-// Scores of one or two blocks; two for up to three rows only.
+// Scores of one or two blocks; two for up to kRowsOfTwoBlocks rows.
 template <class T>
-PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const KeyBlock<T>* blocks, int num_blocks,
+PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float*, const KeyBlock<T>* blocks, int num_blocks,
                                   int64_t block_size, int64_t size, int64_t scores_stride) {
   int64_t column = 0;
   for (; column + 2 * kLanes <= block_size; column += 2 * kLanes) {
@@ -163,8 +173,8 @@ PENSTOCK_INLINE void weigh_columns(const float* weights, int64_t weights_stride,
 }
 
 template <class T>
-PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const Segment<T>* segments,
-                                int64_t limit, int64_t size, const float* keep, float* out) {
+PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float*,
+                                const Segment<T>* segments, int64_t limit, int64_t size, const float* keep, float* out) {
   switch (rows) {
     case 1: return weigh_columns<T, 1>(weights, weights_stride, segments, limit, size, keep, out);
     case 2: return weigh_columns<T, 2>(weights, weights_stride, segments, limit, size, keep, out);

@@ -1,6 +1,7 @@
 // All kernels of one instruction set, and their table.
 
 #include "simd.h"
+#include "simd_integers.h"
 #include "tiles.h"
 #include "linear.inl"
 #include "greedy.inl"
@@ -8,6 +9,7 @@
 #include "sampling.inl"
 #include "attention_cache.inl"
 #include "attention_tiles.inl"
+#include "attention_int8.inl"
 #include "attention_plan.inl"
 #include "attention.inl"
 

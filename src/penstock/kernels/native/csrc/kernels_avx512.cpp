@@ -10,6 +10,8 @@
 #include "shares.h"
 
 #if defined(__x86_64__)
+#include <immintrin.h>
+
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
 #else

@@ -9,6 +9,10 @@
 #include "scratch.h"
 #include "shares.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #define PENSTOCK_NAME "generic"
 #define PENSTOCK_NAMESPACE penstock::generic
 #define PENSTOCK_LANES 4

@@ -5,7 +5,7 @@
 
 #include "simd.h"
 #include "tiles.h"
-#include "quantized_simd.h"
+#include "simd_integers.h"
 #include "quantized_rows.inl"
 
 // How far ahead of its use, in bytes, few rows fetch a weight.

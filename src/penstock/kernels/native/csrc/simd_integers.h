@@ -41,6 +41,18 @@ PENSTOCK_INLINE ShortVec widen(HalfByteVec x) {
 #endif
 }
 
+PENSTOCK_INLINE IntVec widen_to_ints(const int8_t* from) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 8
+  return (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return (IntVec)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  IntVec ints;
+  for (int i = 0; i < kLanes; ++i) ints[i] = from[i];
+  return ints;
+#endif
+}
+
 PENSTOCK_INLINE IntVec widen(QuarterByteVec x) {
 #if defined(__x86_64__) && PENSTOCK_LANES == 8
   long long bytes;

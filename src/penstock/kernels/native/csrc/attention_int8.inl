@@ -1,0 +1,239 @@
+// What attention_tiles.inl does, for keys and values in 8 bits: in integers, two products at a time.
+//
+// A row's query, and its weights of a tile, are rounded to 16 bits of the largest of them, a hundred times finer than what
+// the cache holds. Their products with it then have sums of 32 bits, which are exact whatever their order.
+
+namespace PENSTOCK_NAMESPACE {
+
+// Magnitude up to which numbers may be rounded of which `count` are multiplied with one of 8 bits each and added up.
+PENSTOCK_INLINE float largest_of(int64_t count) {
+  const int64_t fitting = INT32_MAX / (128 * count);
+  return static_cast<float>(fitting < INT16_MAX ? fitting : INT16_MAX);
+}
+
+PENSTOCK_INLINE int32_t two_shorts(const void* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return pair;
+}
+
+// Where two_shorts() finds a row's numbers after narrow().
+PENSTOCK_INLINE const char* shorts_of(const float* row) { return reinterpret_cast<const char*>(row); }
+
+// Makes 16-bit numbers of `count` floats, in place, and returns what one of them is worth: not a number if any of the
+// floats is not finite.
+static __attribute__((noinline)) float narrow(float* x, int64_t count, float largest) {
+  typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
+  const int64_t whole = count / kLanes * kLanes;
+  Vec highest{}, poison{};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Vec v = load(x + i);
+    highest = max(max(v, -v), highest);
+    poison += v * 0.0f;
+  }
+  float most = max_lanes(highest), sick = sum_lanes(poison);
+  for (int64_t i = whole; i < count; ++i) {
+    most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most;
+    sick += x[i] * 0.0f;
+  }
+  const bool is_nothing = !(most > 1e-33f);
+  const float factor = is_nothing ? 0.0f : largest / most;
+  char* to = reinterpret_cast<char*>(x);
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Shorts rounded = __builtin_convertvector(round_to_int(load(x + i) * factor), Shorts);
+    std::memcpy(to + i * sizeof(int16_t), &rounded, sizeof rounded);
+  }
+  for (int64_t i = whole; i < count; ++i) {
+    const int16_t rounded = static_cast<int16_t>(round_to_int(splat(sick == 0.0f ? x[i] * factor : 0.0f))[0]);
+    std::memcpy(to + i * sizeof rounded, &rounded, sizeof rounded);
+  }
+  if (count % 2 != 0) std::memset(to + count * sizeof(int16_t), 0, sizeof(int16_t));
+  return (is_nothing ? 1.0f : most / largest) + sick;
+}
+
+// The same of a row's weights in a tile; what it does not see weighs nothing.
+PENSTOCK_INLINE float narrow_weights(float* weights, const Visible& visible, int64_t length, float largest) {
+  for (int64_t i = visible.first(); i < visible.from; ++i) weights[i] = 0.0f;
+  for (int64_t i = visible.to; i < length; ++i) weights[i] = 0.0f;
+  return narrow(weights, length, largest);
+}
+
+// Scores of R rows with B blocks, V vectors of positions each: scores[i][.] = scale[i] * sum over d of x[i][d] *
+// keys[d][.].
+template <int R, int B, int V>
+static __attribute__((noinline)) void score_pairs(const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
+                                                  int64_t column, int64_t block_size, int64_t size,
+                                                  int64_t scores_stride) {
+  IntVec sum[R][B][V] = {};
+  int64_t d = 0;
+  for (; d + 1 < size; d += 2) {
+    const int64_t at = d * block_size + 2 * column;
+    ShortVec key[B][V];
+    PENSTOCK_UNROLL
+    for (int b = 0; b < B; ++b) {
+      if (R <= kFewRows) __builtin_prefetch(blocks[b].next + at, 0, 2);
+      PENSTOCK_UNROLL
+      for (int v = 0; v < V; ++v) key[b][v] = widen(load_bytes<HalfByteVec>(blocks[b].keys + at + v * 2 * kLanes));
+    }
+    PENSTOCK_UNROLL
+    for (int i = 0; i < R; ++i) {
+      const ShortVec xi = (ShortVec)splat_int(two_shorts(shorts_of(x + i * size) + d * sizeof(int16_t)));
+      PENSTOCK_UNROLL
+      for (int b = 0; b < B; ++b)
+        PENSTOCK_UNROLL
+        for (int v = 0; v < V; ++v) {
+          sum[i][b][v] += dot_pairs(xi, key[b][v]);
+          PENSTOCK_NEEDED_NOW(sum[i][b][v]);
+        }
+    }
+  }
+  for (; d < size; ++d)
+    for (int i = 0; i < R; ++i) {
+      const ShortVec xi = (ShortVec)splat_int(two_shorts(shorts_of(x + i * size) + d * sizeof(int16_t)));
+      for (int b = 0; b < B; ++b)
+        for (int v = 0; v < V; ++v) {
+          const int8_t* keys = blocks[b].keys + d * block_size + column + v * kLanes;
+          sum[i][b][v] += dot_pairs(xi, (ShortVec)widen_to_ints(keys));
+        }
+    }
+  PENSTOCK_UNROLL
+  for (int i = 0; i < R; ++i)
+    PENSTOCK_UNROLL
+    for (int b = 0; b < B; ++b)
+      PENSTOCK_UNROLL
+      for (int v = 0; v < V; ++v)
+        store(blocks[b].scores + i * scores_stride + column + v * kLanes,
+              __builtin_convertvector(sum[i][b][v], Vec) * scale[i]);
+}
+
+template <int B, int V>
+PENSTOCK_INLINE void score_pairs_of(int64_t rows, const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
+                                    int64_t column, int64_t block_size, int64_t size, int64_t scores_stride) {
+  switch (rows) {
+    case 1: return score_pairs<1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    case 2: return score_pairs<2, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    // Never of two blocks: see kRowsOfTwoBlocks.
+    case 3: return score_pairs<B == 1 ? 3 : 1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    case 4: return score_pairs<B == 1 ? 4 : 1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    case 5: return score_pairs<B == 1 ? 5 : 1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    default: return score_pairs<B == 1 ? 6 : 1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+  }
+}
+
+PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
+                                  int num_blocks, int64_t block_size, int64_t size, int64_t scores_stride) {
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= block_size; column += 2 * kLanes) {
+    if (num_blocks == 2)
+      score_pairs_of<2, 2>(rows, x, scale, blocks, column, block_size, size, scores_stride);
+    else
+      score_pairs_of<1, 2>(rows, x, scale, blocks, column, block_size, size, scores_stride);
+  }
+  for (int b = 0; b < num_blocks; ++b) {
+    int64_t from = column;
+    for (; from + kLanes <= block_size; from += kLanes)
+      score_pairs_of<1, 1>(rows, x, scale, blocks + b, from, block_size, size, scores_stride);
+    for (; from < block_size; ++from)
+      for (int64_t i = 0; i < rows; ++i) {
+        int32_t sum = 0;
+        for (int64_t d = 0; d < size; ++d) {
+          const int32_t xd = static_cast<int16_t>(two_shorts(shorts_of(x + i * size) + d / 2 * sizeof(int32_t)) >> d % 2 * 16);
+          sum += xd * blocks[b].keys[place_in_pairs(d, from, size, block_size)];
+        }
+        blocks[b].scores[i * scores_stride + from] = static_cast<float>(sum) * scale[i];
+      }
+  }
+}
+
+// out[i][.] = out[i][.] * keep[i] + scale[i] * sum over positions before `limit` of weights[i][position] *
+// values[position][.], for R rows, V vectors.
+template <int R, int V>
+static __attribute__((noinline)) void weigh_pairs(const float* weights, int64_t weights_stride, const float* scale,
+                                                  const Segment<int8_t>* segments, int64_t limit, int64_t column,
+                                                  int64_t size, const float* keep, float* out) {
+  IntVec sum[R][V] = {};
+  for (; segments->offset < limit; ++segments) {
+    const int8_t* values = segments->values + 2 * column;
+    const int8_t* next = segments->next + 2 * column;
+    const char* weight = shorts_of(weights) + segments->offset * sizeof(int16_t);
+    const int64_t left = limit - segments->offset, count = left < segments->count ? left : segments->count;
+    const int64_t in_pairs = count < segments->paired ? count : segments->paired;
+    for (int64_t k = 0; k < in_pairs; k += 2) {
+      ShortVec value[V];
+      PENSTOCK_UNROLL
+      for (int v = 0; v < V; ++v) {
+        if (R <= kFewRows && v * 2 * kLanes % kLine == 0) __builtin_prefetch(next + k * size + v * 2 * kLanes, 0, 2);
+        value[v] = widen(load_bytes<HalfByteVec>(values + k * size + v * 2 * kLanes));
+      }
+      PENSTOCK_UNROLL
+      for (int i = 0; i < R; ++i) {
+        const char* of_row = weight + i * weights_stride * sizeof(float);
+        const ShortVec wi = (ShortVec)splat_int(two_shorts(of_row + k * sizeof(int16_t)));
+        PENSTOCK_UNROLL
+        for (int v = 0; v < V; ++v) {
+          sum[i][v] += dot_pairs(wi, value[v]);
+          PENSTOCK_NEEDED_NOW(sum[i][v]);
+        }
+      }
+    }
+    for (int64_t k = segments->paired; k < count; ++k)
+      for (int i = 0; i < R; ++i) {
+        int16_t of_position;
+        std::memcpy(&of_position, weight + i * weights_stride * sizeof(float) + k * sizeof of_position, sizeof of_position);
+        const ShortVec wi = (ShortVec)splat_int(static_cast<uint16_t>(of_position));
+        for (int v = 0; v < V; ++v)
+          sum[i][v] += dot_pairs(wi, (ShortVec)widen_to_ints(segments->values + k * size + column + v * kLanes));
+      }
+  }
+  PENSTOCK_UNROLL
+  for (int i = 0; i < R; ++i)
+    PENSTOCK_UNROLL
+    for (int v = 0; v < V; ++v) {
+      float* to = out + i * size + column + v * kLanes;
+      Vec total = load(to) * keep[i];
+      multiply_add(total, __builtin_convertvector(sum[i][v], Vec), splat(scale[i]));
+      store(to, total);
+    }
+}
+
+template <int R>
+PENSTOCK_INLINE void weigh_pairs_in_columns(const float* weights, int64_t weights_stride, const float* scale,
+                                            const Segment<int8_t>* segments, int64_t limit, int64_t size,
+                                            const float* keep, float* out) {
+  int64_t column = 0;
+  if (R <= 2)
+    for (; column + 4 * kLanes <= size; column += 4 * kLanes)
+      weigh_pairs<R, R <= 2 ? 4 : 1>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+  for (; column + 2 * kLanes <= size; column += 2 * kLanes)
+    weigh_pairs<R, 2>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+  for (; column + kLanes <= size; column += kLanes)
+    weigh_pairs<R, 1>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+  for (; column < size; ++column)
+    for (int i = 0; i < R; ++i) {
+      int32_t sum = 0;
+      for (const Segment<int8_t>* s = segments; s->offset < limit; ++s)
+        for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k) {
+          int16_t weight;
+          std::memcpy(&weight, shorts_of(weights + i * weights_stride) + (s->offset + k) * sizeof weight, sizeof weight);
+          sum += weight * s->values[place_in_pairs(k, column, s->paired, size)];
+        }
+      Vec total = splat(out[i * size + column] * keep[i]);
+      multiply_add(total, splat(static_cast<float>(sum)), splat(scale[i]));
+      out[i * size + column] = total[0];
+    }
+}
+
+PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float* scale,
+                                const Segment<int8_t>* segments, int64_t limit, int64_t size, const float* keep,
+                                float* out) {
+  switch (rows) {
+    case 1: return weigh_pairs_in_columns<1>(weights, weights_stride, scale, segments, limit, size, keep, out);
+    case 2: return weigh_pairs_in_columns<2>(weights, weights_stride, scale, segments, limit, size, keep, out);
+    case 3: return weigh_pairs_in_columns<3>(weights, weights_stride, scale, segments, limit, size, keep, out);
+    case 4: return weigh_pairs_in_columns<4>(weights, weights_stride, scale, segments, limit, size, keep, out);
+    case 5: return weigh_pairs_in_columns<5>(weights, weights_stride, scale, segments, limit, size, keep, out);
+    default: return weigh_pairs_in_columns<6>(weights, weights_stride, scale, segments, limit, size, keep, out);
+  }
+}
+
+}  // namespace PENSTOCK_NAMESPACE
