@@ -1,11 +1,11 @@
-// Causal attention over the paged cache, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), and long
-// contexts shared among the threads (split-KV, as in Flash-Decoding: Dao, Haziza, Massa and Sizov 2023).
+// Causal attention over the paged cache, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), and
+// long contexts shared among the threads (split-KV, as in Flash-Decoding: Dao, Haziza, Massa and Sizov 2023).
 //
 // An item is one KV head and a few queries, whose rows are the query heads that share the KV head: queries of one
 // request, or of several that begin with the same blocks, which are then read once for all of them. The unit of work is
 // an item, or those of a few KV heads, over all of its context or over a part. Positions are taken in chunks and tiles
-// that begin at fixed multiples. Each chunk is summed up by itself and then merged into those before it, whoever computed
-// it: a row's result has the same bits however its request was cut into steps, and whatever else runs.
+// that begin at fixed multiples. Each chunk is summed up by itself and then merged into those before it, whoever
+// computed it: a row's result has the same bits however its request was cut into steps, and whatever else runs.
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -189,7 +189,8 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
       const int64_t rows = rows_at_once(run.rows, row);
       KeyBlock<T> at[2] = {now[0], now[1]};
       for (int b = 0; b < count; ++b) at[b].scores += row * stride;
-      score_blocks(rows, query + row * size, buffers.query_scale + run.first_row + row, at, count, block_size, size, stride);
+      score_blocks(rows, query + row * size, buffers.query_scale + run.first_row + row, at, count, block_size, size,
+                   stride);
       row += rows;
     }
   }

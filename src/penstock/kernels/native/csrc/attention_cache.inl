@@ -131,8 +131,8 @@ static void write_positions(const AttentionArgs& a, int64_t request, int64_t kv_
     const int64_t block = blocks[position / a.block_size];
     prepare_head(a, a.key + token * a.key_stride + kv_head * a.head_size, a.num_heads + kv_head, token, 1.0f, key);
     write_key(a, key, block_at<T>(a, a.key_cache, block, kv_head), offset);
-    write_value(a, a.value + token * a.value_stride + kv_head * a.head_size, block_at<T>(a, a.value_cache, block, kv_head),
-                offset);
+    const float* value = a.value + token * a.value_stride + kv_head * a.head_size;
+    write_value(a, value, block_at<T>(a, a.value_cache, block, kv_head), offset);
   }
 }
 

@@ -1,7 +1,7 @@
 // What attention_tiles.inl does, for keys and values in 8 bits: in integers, two products at a time.
 //
-// A row's query, and its weights of a tile, are rounded to 16 bits of the largest of them, a hundred times finer than what
-// the cache holds. Their products with it then have sums of 32 bits, which are exact whatever their order.
+// A row's query, and its weights of a tile, are rounded to 16 bits of the largest of them, a hundred times finer than
+// what the cache holds. Their products with it then have sums of 32 bits, which are exact whatever their order.
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -11,13 +11,20 @@ PENSTOCK_INLINE float largest_of(int64_t count) {
   return static_cast<float>(fitting < INT16_MAX ? fitting : INT16_MAX);
 }
 
-PENSTOCK_INLINE int32_t two_shorts(const void* from) {
+// Numbers that narrow() has made: two, or one.
+PENSTOCK_INLINE int32_t two_shorts(const char* from) {
   int32_t pair;
   std::memcpy(&pair, from, sizeof pair);
   return pair;
 }
 
-// Where two_shorts() finds a row's numbers after narrow().
+PENSTOCK_INLINE int16_t one_short(const char* from) {
+  int16_t number;
+  std::memcpy(&number, from, sizeof number);
+  return number;
+}
+
+// Where a row's are.
 PENSTOCK_INLINE const char* shorts_of(const float* row) { return reinterpret_cast<const char*>(row); }
 
 // Makes 16-bit numbers of `count` floats, in place, and returns what one of them is worth: not a number if any of the
@@ -136,10 +143,9 @@ PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float* sca
     for (; from < block_size; ++from)
       for (int64_t i = 0; i < rows; ++i) {
         int32_t sum = 0;
-        for (int64_t d = 0; d < size; ++d) {
-          const int32_t xd = static_cast<int16_t>(two_shorts(shorts_of(x + i * size) + d / 2 * sizeof(int32_t)) >> d % 2 * 16);
-          sum += xd * blocks[b].keys[place_in_pairs(d, from, size, block_size)];
-        }
+        for (int64_t d = 0; d < size; ++d)
+          sum += one_short(shorts_of(x + i * size) + d * sizeof(int16_t)) *
+                 blocks[b].keys[place_in_pairs(d, from, size, block_size)];
         blocks[b].scores[i * scores_stride + from] = static_cast<float>(sum) * scale[i];
       }
   }
@@ -178,9 +184,8 @@ static __attribute__((noinline)) void weigh_pairs(const float* weights, int64_t 
     }
     for (int64_t k = segments->paired; k < count; ++k)
       for (int i = 0; i < R; ++i) {
-        int16_t of_position;
-        std::memcpy(&of_position, weight + i * weights_stride * sizeof(float) + k * sizeof of_position, sizeof of_position);
-        const ShortVec wi = (ShortVec)splat_int(static_cast<uint16_t>(of_position));
+        const char* of_row = weight + i * weights_stride * sizeof(float);
+        const ShortVec wi = (ShortVec)splat_int(static_cast<uint16_t>(one_short(of_row + k * sizeof(int16_t))));
         for (int v = 0; v < V; ++v)
           sum[i][v] += dot_pairs(wi, (ShortVec)widen_to_ints(segments->values + k * size + column + v * kLanes));
       }
@@ -212,11 +217,9 @@ PENSTOCK_INLINE void weigh_pairs_in_columns(const float* weights, int64_t weight
     for (int i = 0; i < R; ++i) {
       int32_t sum = 0;
       for (const Segment<int8_t>* s = segments; s->offset < limit; ++s)
-        for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k) {
-          int16_t weight;
-          std::memcpy(&weight, shorts_of(weights + i * weights_stride) + (s->offset + k) * sizeof weight, sizeof weight);
-          sum += weight * s->values[place_in_pairs(k, column, s->paired, size)];
-        }
+        for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
+          sum += one_short(shorts_of(weights + i * weights_stride) + (s->offset + k) * sizeof(int16_t)) *
+                 s->values[place_in_pairs(k, column, s->paired, size)];
       Vec total = splat(out[i * size + column] * keep[i]);
       multiply_add(total, splat(static_cast<float>(sum)), splat(scale[i]));
       out[i * size + column] = total[0];
