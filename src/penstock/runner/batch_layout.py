@@ -46,19 +46,23 @@ class BatchLayout:
 class _OneTokenEach:
     """Layouts of steps in which every request has one token and nothing is padding: all but the slots is known before.
 
-    What it knows it keeps for every number of requests, since making a few small arrays takes longer than most of what
-    else a step does on the host.
+    What it knows it has for the most requests there may be, and keeps the part of it that fewer of them take, since
+    making a few small arrays takes longer than most of what else a step does on the host.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, max_num_reqs: int) -> None:
         self._device = device
+        self._counts, self._starts = np.ones(max_num_reqs, dtype=np.int64), np.arange(max_num_reqs + 1)
+        arrays = self._counts, self._starts, np.zeros_like(self._counts)
+        self._counts_R, self._numbers_R, self._zeros_R = map(device.upload, arrays)
+        self._starts_R = self._numbers_R.int()
         self._known: dict[int, tuple[np.ndarray, np.ndarray, Tensor, Tensor, Tensor, Tensor]] = {}
 
     def lay_out(self, req_ids: list[str], slots: np.ndarray, plan: BatchPlan) -> BatchLayout:
         num_reqs = len(req_ids)
         known = self._known.get(num_reqs)
         if known is None:
-            known = self._known[num_reqs] = self._make(num_reqs)
+            known = self._known[num_reqs] = self._part(num_reqs)
         counts, starts, counts_R, starts_R, numbers_R, zeros_R = known
         slots_R = self._device.upload(slots)
         return BatchLayout(
@@ -75,10 +79,15 @@ class _OneTokenEach:
             tensors=LayoutTensors(slots_R, counts_R, numbers_R, zeros_R, num_reqs, num_reqs),
         )
 
-    def _make(self, num_reqs: int) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor, Tensor, Tensor]:
-        counts, starts = np.ones(num_reqs, dtype=np.int64), np.arange(num_reqs + 1)
-        counts_R, starts_R, zeros_R = map(self._device.upload, (counts, starts, np.zeros_like(counts)))
-        return counts, starts, counts_R, starts_R.int(), starts_R[:num_reqs], zeros_R
+    def _part(self, num_reqs: int) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor, Tensor, Tensor]:
+        return (
+            self._counts[:num_reqs],
+            self._starts[: num_reqs + 1],
+            self._counts_R[:num_reqs],
+            self._starts_R[: num_reqs + 1],
+            self._numbers_R[:num_reqs],
+            self._zeros_R[:num_reqs],
+        )
 
 
 def _lay_out(
@@ -127,7 +136,7 @@ class LayoutCache:
     def __init__(self, device: Device, requests: RequestStates) -> None:
         self._device = device
         self._requests = requests
-        self._one_token_each = _OneTokenEach(device)
+        self._one_token_each = _OneTokenEach(device, requests.padding_slot)
         self._counts: dict[str, int] = {}
         self._generation = -1
         self._layout: BatchLayout | None = None
@@ -147,15 +156,16 @@ class LayoutCache:
         return layout
 
     def _make(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> BatchLayout:
-        has_one_token_each = plan.num_tokens_padded == plan.num_tokens == plan.num_reqs
-        req_ids, counts = list(num_scheduled_tokens), None
-        if not has_one_token_each:
-            req_ids, counts = _order_by_count(num_scheduled_tokens)
+        if plan.num_tokens_padded == plan.num_tokens == plan.num_reqs:
+            req_ids = list(num_scheduled_tokens)
+            return self._one_token_each.lay_out(req_ids, self._slots_of(req_ids), plan)
+        req_ids, counts = _order_by_count(num_scheduled_tokens)
+        padding_slot = self._requests.padding_slot
+        return _lay_out(self._device, req_ids, self._slots_of(req_ids), counts, plan, padding_slot)
+
+    def _slots_of(self, req_ids: list[str]) -> np.ndarray:
         slot_of = self._requests.slot_of
-        slots = np.array([slot_of[req_id] for req_id in req_ids], dtype=np.int64)
-        if counts is None:
-            return self._one_token_each.lay_out(req_ids, slots, plan)
-        return _lay_out(self._device, req_ids, slots, counts, plan, self._requests.padding_slot)
+        return np.array([slot_of[req_id] for req_id in req_ids], dtype=np.int64)
 
 
 def _order_by_count(num_scheduled_tokens: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
