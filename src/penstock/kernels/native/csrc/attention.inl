@@ -49,14 +49,14 @@ struct Run {
 
 // Buffers of one thread.
 struct AttentionBuffers {
-  float* query;        // [rows][head_size], scaled; of 16 bits each for an int8 cache
-  float* query_scale;  // [rows], what those are to be multiplied with
-  int32_t* positions;  // [rows]
-  float* scores;       // [rows][tile]
-  float* weight_scale;  // [rows]
+  float* query;         // [rows][head_size], scaled; of 16 bits each for an int8 cache
+  float* query_scale;   // [rows], what those are to be multiplied with
+  int32_t* positions;   // [rows]
+  float* scores;        // [rows][tile]; as weights of 16 bits each for an int8 cache
+  float* weight_scale;  // [rows], what those are to be multiplied with
   float* keep;          // [rows], in whole vectors: what a larger peak leaves of the sums
-  float* key_scale;
-  float* value_scale;
+  float* key_scale;     // [tile]
+  float* value_scale;   // [tile]
   Sums total, chunk;
 };
 
