@@ -80,13 +80,16 @@ static void greedy_thread(void* data, int thread, const Team&) {
       part.x_stride = spread.x_stride;
       chunk = turn.chunk;
     }
-    // Panels lie in the output at their own numbers.
-    part.out = products - turn.begin * kPanel;
-    const int64_t full = least(turn.end, full_panels);
-    multiply_panels<W>(part, 0, rows, turn.begin, full);
-    for (int64_t row = 0; row < rows && turn.begin < full; ++row)
-      look_at(products + row * part.out_stride, (full - turn.begin) * kPanel, turn.begin * kPanel, best[first + row]);
-    if (turn.end > full_panels) {
+    bool has_edge;
+    const Panels full = turn.panels.without(full_panels, has_edge);
+    multiply_panels<W>(part, 0, rows, full, products, kPanel);
+    // Panels next to each other are looked at together.
+    const int64_t together = full.apart == 1 ? full.count : 1;
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < full.count; i += together)
+        look_at(products + row * part.out_stride + i * kPanel, together * kPanel, full.at(i) * kPanel,
+                best[first + row]);
+    if (has_edge) {
       part.out = products - full_panels * kPanel;
       multiply_edge<W>(part, 0, rows);
       for (int64_t row = 0; row < rows; ++row)

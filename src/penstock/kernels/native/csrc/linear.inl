@@ -42,8 +42,8 @@ constexpr int64_t place_in_panel<Bfloat16>(int64_t column) {
 
 // Tiles of R rows by P panels, one below the other: out += x * weight over `depth` inner elements.
 //
-// weight: panels `panel_stride` apart. out: row i, panel p at out + i * out_stride + p * kPanel; started from zero if
-// `is_first`.
+// weight: panels `panel_stride` apart. out: row i, panel p at out + i * out_stride + p * out_panel_stride; started from
+// zero if `is_first`.
 template <class W>
 struct TileColumn {
   const float* x;
@@ -51,7 +51,7 @@ struct TileColumn {
   const W* weight;
   int64_t panel_stride, depth;
   float* out;
-  int64_t out_stride;
+  int64_t out_stride, out_panel_stride;
   bool is_first;
   Fetch fetch;
   int64_t num_tiles;
@@ -60,11 +60,21 @@ struct TileColumn {
 // Compilers would else keep every sum of a stride and a step at hand, more of them than there are registers.
 PENSTOCK_INLINE void keep_apart(const float*& pointer) { asm("" : "+r"(pointer)); }
 
-template <int R, int P, class W>
-PENSTOCK_INLINE void multiply_step(const float* const (&x)[R], int k, const W* weight, int64_t panel_stride,
-                                   Vec (&sum)[R][P][2]) {
+// Inner elements that go on in one panel before the next one's turn: a cache line of one row's weights, so that lines
+// are read one after the other.
+template <class W>
+constexpr int steps_at_once(int rows, int panels) {
+  constexpr int64_t kStepsOfLine = kCacheLine / (kPanel * sizeof(W));
+  return rows == 1 && panels > 1 && kStepsOfLine > 1 ? kStepsOfLine : 1;
+}
+
+// K inner elements from k on.
+template <int R, int P, int K, class W>
+PENSTOCK_INLINE void multiply_steps(const float* const (&x)[R], int k, const W* weight, int64_t panel_stride,
+                                    Vec (&sum)[R][P][2]) {
   // What there is more of is loaded as it is needed: registers are full of sums.
   if constexpr (P == 1) {
+    static_assert(K == 1, "a panel alone goes from element to element");
     Vec w[2];
     for (int v = 0; v < 2; ++v) w[v] = load_one(weight + k * kPanel, v);
 #pragma GCC unroll 16
@@ -73,20 +83,23 @@ PENSTOCK_INLINE void multiply_step(const float* const (&x)[R], int k, const W* w
       for (int v = 0; v < 2; ++v) multiply_add(sum[i][0][v], xi, w[v]);
     }
   } else {
-    Vec xs[R];
-    for (int i = 0; i < R; ++i) xs[i] = splat(x[i][k]);
+    Vec xs[R][K];
+    for (int i = 0; i < R; ++i)
+      for (int step = 0; step < K; ++step) xs[i][step] = splat(x[i][k + step]);
     for (int p = 0; p < P; ++p)
-      for (int v = 0; v < 2; ++v) {
-        const Vec w = load_one(weight + p * panel_stride + k * kPanel, v);
-        for (int i = 0; i < R; ++i) multiply_add(sum[i][p][v], xs[i], w);
-      }
+      for (int step = 0; step < K; ++step)
+        for (int v = 0; v < 2; ++v) {
+          const Vec w = load_one(weight + p * panel_stride + (k + step) * kPanel, v);
+          for (int i = 0; i < R; ++i) multiply_add(sum[i][p][v], xs[i][step], w);
+        }
   }
 }
 
 template <int R, int P, class W>
 static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
-  static const float zeros[P * kPanel] = {};
-  const int64_t start_stride = t.is_first ? 0 : t.out_stride;
+  constexpr int kSteps = steps_at_once<W>(R, P);
+  static const float zeros[kPanel] = {};
+  const int64_t start_stride = t.is_first ? 0 : t.out_stride, start_panel_stride = t.is_first ? 0 : t.out_panel_stride;
   float* out = t.out;
   Fetch fetch = t.fetch;
   for (int64_t tile = 0; tile < t.num_tiles; ++tile, out += R * t.out_stride) {
@@ -101,14 +114,14 @@ static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i)
       for (int p = 0; p < P; ++p)
-        for (int v = 0; v < 2; ++v) sum[i][p][v] = load(start + i * start_stride + p * kPanel + v * kLanes);
+        for (int v = 0; v < 2; ++v) sum[i][p][v] = load(start + i * start_stride + p * start_panel_stride + v * kLanes);
 
     const W* weight = t.weight;
     int64_t left = t.depth;
     for (; left >= kUnroll; left -= kUnroll, weight += kUnroll * kPanel) {
       fetch.turn();
 #pragma GCC unroll 8
-      for (int k = 0; k < kUnroll; ++k) multiply_step<R, P>(x, k, weight, t.panel_stride, sum);
+      for (int k = 0; k < kUnroll; k += kSteps) multiply_steps<R, P, kSteps>(x, k, weight, t.panel_stride, sum);
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
         x[i] += kUnroll;
@@ -116,14 +129,14 @@ static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
       }
     }
     for (; left > 0; --left, weight += kPanel) {
-      multiply_step<R, P>(x, 0, weight, t.panel_stride, sum);
+      multiply_steps<R, P, 1>(x, 0, weight, t.panel_stride, sum);
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) ++x[i];
     }
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i)
       for (int p = 0; p < P; ++p)
-        for (int v = 0; v < 2; ++v) store(out + i * t.out_stride + p * kPanel + v * kLanes, sum[i][p][v]);
+        for (int v = 0; v < 2; ++v) store(out + i * t.out_stride + p * t.out_panel_stride + v * kLanes, sum[i][p][v]);
   }
 }
 
@@ -174,28 +187,30 @@ PENSTOCK_INLINE void multiply_column(const Tiles& tiles, int64_t panels, TileCol
   multiply<W>(tiles.height, panels, t);
 }
 
-// Panels first_panel .. last_panel, all of them full, times a chunk of rows.
+// Some panels, all of them full, times a chunk of rows. out: the first panel's, of which the next one's is
+// `out_panel_stride` away.
 template <class W>
-static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t first_panel,
-                            int64_t last_panel) {
-  const int64_t depth = a.in_features, panel_stride = depth * kPanel;
+static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels, float* out,
+                            int64_t out_panel_stride) {
+  const int64_t depth = a.in_features, panel_stride = depth * kPanel * panels.apart;
   const Tiles tiles(rows, kTileRows);
   const bool is_single = tiles.count == 1;
-  const int64_t at_once = is_single ? panels_at_once(rows) : 1;
+  const int64_t most_at_once = is_single ? panels_at_once(rows) : 1;
   const int64_t block = is_single ? depth : kDepth;
-  for (int64_t panel = first_panel; panel < last_panel; panel += at_once) {
-    const int64_t panels = least(at_once, last_panel - panel);
+  for (int64_t done = 0, at_once; done < panels.count; done += at_once) {
+    at_once = least(most_at_once, panels.count - done);
+    const W* const panel = static_cast<const W*>(a.weight) + panels.first * depth * kPanel + done * panel_stride;
     for (int64_t k = 0; k < depth; k += block) {
       const int64_t part = least(block, depth - k);
-      const W* weight = static_cast<const W*>(a.weight) + panel * panel_stride + k * kPanel;
+      const W* weight = panel + k * kPanel;
       // While the rows pass over one part of a panel, the part after it is fetched. Several panels are fetched as they
       // are read: that is from several places already.
       const int64_t bytes = part * kPanel * static_cast<int64_t>(sizeof(W));
       const int64_t turns = tiles.count * divided_up(part, kUnroll);
       const Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(weight + part * kPanel, bytes, turns);
-      multiply_column<W>(tiles, panels,
+      multiply_column<W>(tiles, at_once,
                          {a.x + first_row * a.x_stride + k, a.x_stride, weight, panel_stride, part,
-                          a.out + first_row * a.out_stride + panel * kPanel, a.out_stride, k == 0, fetch, 0});
+                          out + done * out_panel_stride, a.out_stride, out_panel_stride, k == 0, fetch, 0});
     }
   }
 }
@@ -209,16 +224,19 @@ static void multiply_edge(const LinearArgs& a, int64_t first_row, int64_t rows) 
   for (int64_t start = 0; start < rows; start += kTileRows) {
     const int64_t height = least(kTileRows, rows - start);
     const float* x = a.x + (first_row + start) * a.x_stride;
-    multiply<W>(height, 1, {x, a.x_stride, weight, 0, a.in_features, edge, kPanel, true, fetch_nothing(), 1});
+    multiply<W>(height, 1, {x, a.x_stride, weight, 0, a.in_features, edge, kPanel, 0, true, fetch_nothing(), 1});
     float* out = a.out + (first_row + start) * a.out_stride + panel * kPanel;
     for (int i = 0; i < height; ++i) std::memcpy(out + i * a.out_stride, edge + i * kPanel, columns * sizeof(float));
   }
 }
 
-static void add_bias(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t begin, int64_t end) {
+static void add_bias(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels) {
   for (int64_t row = first_row; row < first_row + rows; ++row) {
     float* out = a.out + row * a.out_stride;
-    for (int64_t n = begin; n < end; ++n) out[n] += a.bias[n];
+    for (int64_t i = 0; i < panels.count; ++i) {
+      const int64_t begin = panels.at(i) * kPanel;
+      for (int64_t n = begin; n < least(begin + kPanel, a.out_features); ++n) out[n] += a.bias[n];
+    }
   }
 }
 
@@ -260,10 +278,12 @@ constexpr int64_t kProductsPerTurn = 64 * 1024;
 constexpr int64_t kPanelsPerTurn = 4;
 
 // A product cut into rows that are taken at a time, times panels, the last of which may not be full. Each thread has a
-// share of the panels, for all rows.
+// share of the panels, for all rows; in streams where several panels are taken at once, which a few rows do.
 struct PanelShares {
   Shares shares;
   int64_t chunk_rows, num_panels, panels_each, num_chunks, panels_per_turn;
+  PanelStreams streams{0, 1, 1};
+  bool has_streams;
 
   // most_panels: that a thread takes at a turn. False when there is no memory.
   bool divide(const LinearArgs& a, int64_t most_panels, Scratch& scratch) {
@@ -275,26 +295,35 @@ struct PanelShares {
     num_chunks = divided_up(a.rows, chunk_rows);
     const int64_t products = least(chunk_rows, a.rows) * a.in_features * kPanel;
     panels_per_turn = least(divided_up(kProductsPerTurn, products), most_panels);
-    shares.divide(memory, a.num_threads, num_chunks * panels_each);
+    streams = {num_panels, a.num_threads, panels_at_once(a.rows)};
+    has_streams = panels_at_once(a.rows) > 1;
+    shares.divide(memory, a.num_threads, has_streams ? streams.turns_each() : num_chunks * panels_each);
     return true;
   }
 
   struct Turn {
-    int64_t chunk, begin, end;  // panels
+    int64_t chunk;
+    Panels panels;
   };
 
   // Calls run(Turn) for all that this thread takes.
   template <class Function>
   void take_turns(int thread, const Function& run) {
     Shares::Pieces taken;
-    while (shares.take(thread, panels_per_turn, taken))
+    while (shares.take(thread, has_streams ? 1 : panels_per_turn, taken)) {
+      if (has_streams) {
+        const Panels panels = streams.at(taken.begin);
+        if (panels.count > 0) run(Turn{0, panels});
+        continue;
+      }
       for (int64_t next; taken.begin < taken.end; taken.begin = next) {
         const int64_t share = taken.begin / panels_each;  // of one thread and one chunk
         next = least(taken.end, (share + 1) * panels_each);
         const int64_t before = share / num_chunks * panels_each - share * panels_each;
-        const Turn turn{share % num_chunks, taken.begin + before, least(next + before, num_panels)};
-        if (turn.begin < turn.end) run(turn);  // the last threads may have less than their share
+        const int64_t first = taken.begin + before, count = least(next + before, num_panels) - first;
+        if (count > 0) run(Turn{share % num_chunks, {first, count, 1}});  // the last threads may have less than a share
       }
+    }
   }
 };
 
@@ -314,9 +343,12 @@ static void linear_thread(void* data, int thread, const Team&) {
     const int64_t first = turn.chunk * at_once, rows = least(at_once, a.rows - first);
     if (turn.chunk != chunk) spread = spread_rows(a, first, rows);
     chunk = turn.chunk;
-    multiply_panels<W>(spread, first, rows, turn.begin, least(turn.end, full_panels));
-    if (turn.end > full_panels) multiply_edge<W>(spread, first, rows);
-    if (a.bias != nullptr) add_bias(a, first, rows, turn.begin * kPanel, least(turn.end * kPanel, a.out_features));
+    bool has_edge;
+    const Panels full = turn.panels.without(full_panels, has_edge);
+    float* const out = a.out + first * a.out_stride + full.first * kPanel;
+    multiply_panels<W>(spread, first, rows, full, out, full.apart * kPanel);
+    if (has_edge) multiply_edge<W>(spread, first, rows);
+    if (a.bias != nullptr) add_bias(a, first, rows, turn.panels);
   });
 }
 

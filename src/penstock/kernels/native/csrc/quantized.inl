@@ -33,7 +33,9 @@ struct QuantizedJob {
   QuantizedRows rows;  // few of them: `rows_at_once` for each thread
   int64_t rows_at_once;
   float* memory;  // of the shares
-  Shares panels;  // of the rows that are at hand
+  PanelStreams streams;
+  bool has_streams;
+  Shares panels;  // of the rows that are at hand; turns if there are streams
 };
 
 PENSTOCK_INLINE int64_t panel_width(const QuantizedShape& s) { return s.bits == 8 ? kInt8Panel : kInt4Panel; }
@@ -77,43 +79,50 @@ static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_str
   }
 }
 
-// Panels begin .. end times a chunk of rows. The last panel may be wider than the output: it goes through a buffer.
+PENSTOCK_INLINE int64_t panels_at_once(const QuantizedLinearArgs& a) {
+  return a.shape.bits == 8 ? int8_panels_at_once(a.rows) : 1;
+}
+
+// Some panels times a chunk of rows. The last of all may be wider than the output: it goes through a buffer.
 static void multiply_quantized_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row,
-                                      int64_t rows, int64_t begin, int64_t end) {
+                                      int64_t rows, const Panels& panels) {
   const QuantizedShape& s = a.shape;
-  const int64_t width = panel_width(s);
-  const int64_t full = s.out_features / width;
-  const int64_t at_once = s.bits == 8 ? int8_panels_at_once(rows) : 1;
-  const auto multiply = [&](const QuantizedRows& some, int64_t count, int64_t panel, int64_t panels, const float* bias,
-                            float* out, int64_t out_stride) {
+  const int64_t width = panel_width(s), edge_panel = s.out_features / width;
+  bool has_edge;
+  const Panels full = panels.without(edge_panel, has_edge);
+  const auto multiply = [&](const QuantizedRows& some, int64_t count, const Panels& which, const float* bias, float* out,
+                            int64_t out_stride) {
     switch (some.form) {
-      case Form::kShort: return multiply_int8_panels<Pairs>(a, some, count, panel, panels, bias, out, out_stride);
-      case Form::kOffsetByte: return multiply_int8_panels<Quads>(a, some, count, panel, panels, bias, out, out_stride);
-      case Form::kByte: return multiply_int4_panel(a, some, count, panel, bias, out, out_stride);
+      case Form::kShort: return multiply_int8_panels<Pairs>(a, some, count, which, bias, out, out_stride);
+      case Form::kOffsetByte: return multiply_int8_panels<Quads>(a, some, count, which, bias, out, out_stride);
+      case Form::kByte: return multiply_int4_panel(a, some, count, which.first, bias, out, out_stride);
     }
   };
   float* const out = a.out + first_row * a.out_stride;
-  for (int64_t panel = begin, panels = 1; panel < least(end, full); panel += panels) {
-    panels = least(end, full) - panel < at_once ? 1 : at_once;
-    multiply(x, rows, panel, panels, a.bias == nullptr ? nullptr : a.bias + panel * width, out + panel * width,
-             a.out_stride);
+  const int64_t at_once = panels_at_once(a);
+  for (int64_t done = 0, count; done < full.count; done += count) {
+    count = full.count - done < at_once ? 1 : at_once;
+    const int64_t panel = full.at(done);
+    multiply(x, rows, {panel, count, full.apart}, a.bias == nullptr ? nullptr : a.bias + panel * width,
+             out + panel * width, a.out_stride);
   }
-  if (end <= full) return;
-  const int64_t columns = s.out_features - full * width;
+  if (!has_edge) return;
+  const int64_t columns = s.out_features - edge_panel * width;
   float bias[kWidestPanel] = {};
-  if (a.bias != nullptr) std::memcpy(bias, a.bias + full * width, columns * sizeof(float));
+  if (a.bias != nullptr) std::memcpy(bias, a.bias + edge_panel * width, columns * sizeof(float));
   float edge[kMostTileRows * kWidestPanel];
   for (int64_t start = 0, height; start < rows; start += height) {
     height = Tiles(rows, tile_rows(x.form)).around(start).height;
-    multiply(rows_from(x, s, start), height, full, 1, a.bias == nullptr ? nullptr : bias, edge, width);
+    multiply(rows_from(x, s, start), height, {edge_panel, 1, 1}, a.bias == nullptr ? nullptr : bias, edge, width);
     for (int64_t i = 0; i < height; ++i)
-      std::memcpy(out + (start + i) * a.out_stride + full * width, edge + i * width, columns * sizeof(float));
+      std::memcpy(out + (start + i) * a.out_stride + edge_panel * width, edge + i * width, columns * sizeof(float));
   }
 }
 
 static void share_panels(QuantizedJob& job) {
   const int num_threads = job.args->num_threads;
-  job.panels.divide(job.memory, num_threads, divided_up(num_panels(job.args->shape), num_threads));
+  job.panels.divide(job.memory, num_threads, job.has_streams ? job.streams.turns_each()
+                                                             : divided_up(num_panels(job.args->shape), num_threads));
 }
 
 static void quantized_linear_thread(void* data, int thread, const Team& team) {
@@ -138,9 +147,13 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
       team.barrier();
     }
     const int64_t products = count * a.shape.in_features * panel_width(a.shape);
-    const int64_t per_turn = least(divided_up(kProductsPerTurn, products), kMostPanelsPerTurn);
-    for (Shares::Pieces turn; job.panels.take(thread, per_turn, turn);)
-      if (turn.begin < last) multiply_quantized_panels(a, rows, first, count, turn.begin, least(turn.end, last));
+    const int64_t per_turn =
+        job.has_streams ? 1 : least(divided_up(kProductsPerTurn, products), kMostPanelsPerTurn);
+    for (Shares::Pieces turn; job.panels.take(thread, per_turn, turn);) {
+      const Panels panels = job.has_streams ? job.streams.at(turn.begin)
+                                            : Panels{turn.begin, least(turn.end, last) - turn.begin, 1};
+      if (panels.count > 0) multiply_quantized_panels(a, rows, first, count, panels);
+    }
   }
 }
 
@@ -156,7 +169,8 @@ static bool quantized_linear(const QuantizedLinearArgs& a) {
   static thread_local Scratch scratch, shares_scratch;
   const int64_t copies = a.rows <= kFewRows ? a.num_threads : 1;
   QuantizedJob job{&a, place_rows(scratch, a.shape, form, copies * rows_at_once), rows_at_once,
-                   shares_scratch.get(Shares::floats_for(a.num_threads)), {}};
+                   shares_scratch.get(Shares::floats_for(a.num_threads)),
+                   {num_panels(a.shape), a.num_threads, panels_at_once(a)}, panels_at_once(a) > 1, {}};
   if (job.rows.values == nullptr || job.memory == nullptr) return false;
   share_panels(job);
   run_parallel(a.num_threads, quantized_linear_thread, &job);

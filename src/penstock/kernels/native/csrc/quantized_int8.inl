@@ -42,8 +42,8 @@ PENSTOCK_INLINE int int8_step(Form form) { return form == Form::kShort ? Pairs::
 
 // Tiles of R rows by P panels, one after the other, over a part of the inner dimension.
 //
-// x: [step][row], tiles R * row_units apart. header, weight: panels panel_stride apart. out: holds the integers summed so
-// far until the last part.
+// x: [step][row], tiles R * row_units apart. header, weight: panels panel_stride apart. out, bias: panels out_panel_stride
+// apart; out holds the integers summed so far until the last part.
 struct Int8Column {
   const int32_t* x;
   int64_t row_units;
@@ -53,7 +53,7 @@ struct Int8Column {
   int64_t panel_stride, steps;
   const float* bias;
   float* out;
-  int64_t out_stride;
+  int64_t out_stride, out_panel_stride;
   bool is_first, is_last;
   // Memory to fetch into the cache meanwhile: a step on for every cache line of weights.
   const char* next;
@@ -109,12 +109,12 @@ PENSTOCK_INLINE void finish_int8_tile(const Int8Column& t, const float* row_scal
     for (int v = 0; v < kInt8Vectors; ++v) {
       const int8_t* header = t.header + p * t.panel_stride;
       const Vec scale = load_bytes<Vec>(header + v * sizeof(Vec));
-      const Vec bias = t.bias == nullptr ? Vec{} : load(t.bias + p * kInt8Panel + v * kLanes);
+      const Vec bias = t.bias == nullptr ? Vec{} : load(t.bias + p * t.out_panel_stride + v * kLanes);
       const IntVec excess = load_bytes<IntVec>(header + (kInt8Vectors + v) * sizeof(Vec));
       for (int i = 0; i < R; ++i) {
         Vec product = __builtin_convertvector(sum[i][p][v] - excess, Vec) * (scale * row_scales[i]);
         PENSTOCK_NEEDED_NOW(product);
-        store(out + i * t.out_stride + p * kInt8Panel + v * kLanes, product + bias);
+        store(out + i * t.out_stride + p * t.out_panel_stride + v * kLanes, product + bias);
       }
     }
 }
@@ -122,8 +122,8 @@ PENSTOCK_INLINE void finish_int8_tile(const Int8Column& t, const float* row_scal
 template <class Way, int R, int P>
 static __attribute__((noinline)) void run_int8_tiles(const Int8Column& t) {
   constexpr int64_t kStepBytes = Way::kStep * kInt8Panel, kTurnLines = kInt8Unroll * kStepBytes / kCacheLine;
-  static const float zeros[P * kInt8Panel] = {};
-  const int64_t start_stride = t.is_first ? 0 : t.out_stride;
+  static const float zeros[kInt8Panel] = {};
+  const int64_t start_stride = t.is_first ? 0 : t.out_stride, start_panel_stride = t.is_first ? 0 : t.out_panel_stride;
   const char* next = t.next;
   for (int64_t tile = 0; tile < t.num_tiles; ++tile) {
     float* const out = t.out + tile * R * t.out_stride;
@@ -133,7 +133,7 @@ static __attribute__((noinline)) void run_int8_tiles(const Int8Column& t) {
     for (int i = 0; i < R; ++i)
       for (int p = 0; p < P; ++p)
         for (int v = 0; v < kInt8Vectors; ++v)
-          sum[i][p][v] = (IntVec)load(start + i * start_stride + p * kInt8Panel + v * kLanes);
+          sum[i][p][v] = (IntVec)load(start + i * start_stride + p * start_panel_stride + v * kLanes);
     const int32_t* x = t.x + tile * R * t.row_units;
     const int8_t* weight = t.weight;
     for (int64_t k = 0; k < t.steps; k += kInt8Unroll) {
@@ -152,7 +152,7 @@ static __attribute__((noinline)) void run_int8_tiles(const Int8Column& t) {
       for (int i = 0; i < R; ++i)
         for (int p = 0; p < P; ++p)
           for (int v = 0; v < kInt8Vectors; ++v)
-            store(out + i * t.out_stride + p * kInt8Panel + v * kLanes, (Vec)sum[i][p][v]);
+            store(out + i * t.out_stride + p * t.out_panel_stride + v * kLanes, (Vec)sum[i][p][v]);
     }
   }
 }
@@ -180,12 +180,13 @@ static void multiply_int8(int64_t rows, int64_t panels, const Int8Column& t) {
   }
 }
 
-// Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart.
+// Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart; bias, out: of the first panel.
 template <class Way>
-static void multiply_int8_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, int64_t panel,
-                                 int64_t panels, const float* bias, float* out, int64_t out_stride) {
-  const int64_t depth = padded(a.shape.in_features), panel_bytes = int8_panel_bytes(a.shape.in_features);
-  const int8_t* header = int8_panel(a.weight, a.shape.in_features, panel);
+static void multiply_int8_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows,
+                                 const Panels& panels, const float* bias, float* out, int64_t out_stride) {
+  const int64_t depth = padded(a.shape.in_features);
+  const int64_t panel_stride = panels.apart * int8_panel_bytes(a.shape.in_features);
+  const int8_t* header = int8_panel(a.weight, a.shape.in_features, panels.first);
   const Tiles tiles(rows, Way::kTileRows);
   const int64_t block = tiles.count == 1 ? depth : kInt8Part / kInt8Panel;
   for (int64_t k = 0; k < depth; k += block) {
@@ -196,16 +197,17 @@ static void multiply_int8_panels(const QuantizedLinearArgs& a, const QuantizedRo
     const char* const next =
         reinterpret_cast<const char*>(weight) + (tiles.count == 1 ? PENSTOCK_AHEAD : part * kInt8Panel);
     const int64_t next_step = divided_up(kCacheLine, tiles.count);
-    Int8Column t{x.values + k / Way::kStep * (tiles.height + 1), x.units, x.scales, header, weight, panel_bytes,
-                 part / Way::kStep, bias, out, out_stride, k == 0, k + part == depth, next, next_step, tiles.num_taller};
-    if (t.num_tiles > 0) multiply_int8<Way>(tiles.height + 1, panels, t);
+    Int8Column t{x.values + k / Way::kStep * (tiles.height + 1), x.units, x.scales, header, weight, panel_stride,
+                 part / Way::kStep, bias, out, out_stride, panels.apart * kInt8Panel, k == 0, k + part == depth, next,
+                 next_step, tiles.num_taller};
+    if (t.num_tiles > 0) multiply_int8<Way>(tiles.height + 1, panels.count, t);
     const int64_t above = tiles.rows_of_taller();
     t.x = x.values + above * x.units + k / Way::kStep * tiles.height;
     t.row_scales += above;
     t.out += above * out_stride;
     t.next += tiles.num_taller * next_step * (part * kInt8Panel / kCacheLine);
     t.num_tiles = tiles.count - tiles.num_taller;
-    multiply_int8<Way>(tiles.height, panels, t);
+    multiply_int8<Way>(tiles.height, panels.count, t);
   }
 }
 

@@ -30,6 +30,41 @@ struct Tiles {
   }
 };
 
+// Every `apart`-th panel from the first on.
+struct Panels {
+  int64_t first, count, apart;
+
+  int64_t at(int64_t i) const { return first + i * apart; }
+  // Without the last one if that is the panel `edge`, which is not full; `has_edge` tells whether it is.
+  Panels without(int64_t edge, bool& has_edge) const {
+    has_edge = count > 0 && at(count - 1) == edge;
+    return {first, count - has_edge, apart};
+  }
+};
+
+// Panels that are taken several at once: each thread has a share of them, cut into as many streams, and a turn takes one
+// panel of each. So every stream is read from its beginning to its end: memory gives more to who reads in several places,
+// and less to who begins in new places at every turn.
+class PanelStreams {
+ public:
+  PanelStreams(int64_t num_panels, int num_threads, int64_t num_streams)
+      : num_panels_(num_panels), panels_each_(divided_up(num_panels, num_threads)), num_streams_(num_streams) {}
+
+  // Of a thread.
+  int64_t turns_each() const { return divided_up(panels_each_, num_streams_); }
+
+  // The panels of a turn; the last threads may have turns without any.
+  Panels at(int64_t turn) const {
+    const int64_t first = turn / turns_each() * panels_each_;
+    const int64_t panels = least(panels_each_, num_panels_ - first);
+    const int64_t length = divided_up(panels, num_streams_), place = turn % turns_each();
+    return place < length ? Panels{first + place, divided_up(panels - place, length), length} : Panels{0, 0, 1};
+  }
+
+ private:
+  int64_t num_panels_, panels_each_, num_streams_;
+};
+
 // Memory to fetch while something else is computed, from its two halves at once: there are then twice as many requests
 // under way, from the hardware's prefetchers too, which stop at the end of a page.
 struct Fetch {
