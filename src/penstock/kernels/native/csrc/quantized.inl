@@ -80,7 +80,7 @@ static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_str
 }
 
 PENSTOCK_INLINE int64_t panels_at_once(const QuantizedLinearArgs& a) {
-  return a.shape.bits == 8 ? int8_panels_at_once(a.rows) : 1;
+  return a.shape.bits == 8 ? int8_panels_at_once(a.rows) : int4_panels_at_once(a.rows);
 }
 
 // Some panels times a chunk of rows. The last of all may be wider than the output: it goes through a buffer.
@@ -95,7 +95,7 @@ static void multiply_quantized_panels(const QuantizedLinearArgs& a, const Quanti
     switch (some.form) {
       case Form::kShort: return multiply_int8_panels<Pairs>(a, some, count, which, bias, out, out_stride);
       case Form::kOffsetByte: return multiply_int8_panels<Quads>(a, some, count, which, bias, out, out_stride);
-      case Form::kByte: return multiply_int4_panel(a, some, count, which.first, bias, out, out_stride);
+      case Form::kByte: return multiply_int4_panels(a, some, count, which, bias, out, out_stride);
     }
   };
   float* const out = a.out + first_row * a.out_stride;

@@ -26,9 +26,10 @@ PENSTOCK_INLINE int64_t int4_panel_bytes(const QuantizedShape& s) {
   return int4_zeros_bytes(s) + num_groups(s) * kInt4Header + padded(s.in_features) * kInt4Panel / 2;
 }
 
-// Tiles of R rows by a panel, one after the other, over some groups.
+// Tiles of R rows by P panels, one after the other, over some groups.
 //
-// x: [unit of 4 elements][row], tiles R * row_units apart. group_sums: rows, sums_stride apart.
+// x: [unit of 4 elements][row], tiles R * row_units apart. group_sums: rows, sums_stride apart. zeros, weight: panels
+// panel_stride apart; bias, out: out_panel_stride.
 struct Int4Column {
   const int32_t* x;
   int64_t row_units;
@@ -37,10 +38,10 @@ struct Int4Column {
   const float* row_scales;
   const uint8_t* zeros;
   const uint8_t* weight;
-  int64_t elements, group_size;
+  int64_t panel_stride, elements, group_size;
   const float* bias;
   float* out;
-  int64_t out_stride;
+  int64_t out_stride, out_panel_stride;
   bool is_first, is_last;
   // Memory to fetch into the cache meanwhile: a step on for every cache line of weights.
   const char* next;
@@ -87,11 +88,12 @@ PENSTOCK_INLINE void multiply_int4_run(const int32_t* x, const uint8_t* weight, 
 
 // A group is done: its exact sums, without what the zero points add, times its scales.
 template <int R>
-PENSTOCK_INLINE void add_int4_group(const Int4Column& t, const int32_t* group_sums, int64_t g, const uint8_t* group,
-                                    const IntVec (&sum)[R][kInt4Vectors], Vec (&total)[R][kInt4Vectors]) {
+PENSTOCK_INLINE void add_int4_group(const Int4Column& t, const int32_t* group_sums, int64_t g, const uint8_t* zeros,
+                                    const uint8_t* group, const IntVec (&sum)[R][kInt4Vectors],
+                                    Vec (&total)[R][kInt4Vectors]) {
   for (int v = 0; v < kInt4Vectors; ++v) {
     const Vec scale = load_bytes<Vec>(group + v * sizeof(Vec));
-    const IntVec zero = widen(load_bytes<QuarterByteVec>(t.zeros + g * kInt4Panel + v * kLanes));
+    const IntVec zero = widen(load_bytes<QuarterByteVec>(zeros + g * kInt4Panel + v * kLanes));
     for (int i = 0; i < R; ++i) {
       const IntVec exact = sum[i][v] - zero * group_sums[i * t.sums_stride + g];
       Vec product = __builtin_convertvector(exact, Vec) * scale;
@@ -101,63 +103,77 @@ PENSTOCK_INLINE void add_int4_group(const Int4Column& t, const int32_t* group_su
   }
 }
 
-template <int R>
+// Several panels go on by turns, group by group.
+template <int R, int P>
 static __attribute__((noinline)) void run_int4_tiles(const Int4Column& t) {
   const char* next = t.next;
   for (int64_t tile = 0; tile < t.num_tiles; ++tile) {
     float* const out = t.out + tile * R * t.out_stride;
     const int32_t* group_sums = t.group_sums + tile * R * t.sums_stride;
-    Vec total[R][kInt4Vectors];
-    for (int i = 0; i < R; ++i)
-      for (int v = 0; v < kInt4Vectors; ++v)
-        total[i][v] = t.is_first ? Vec{} : load(out + i * t.out_stride + v * kLanes);
+    Vec total[P][R][kInt4Vectors];
+    for (int p = 0; p < P; ++p)
+      for (int i = 0; i < R; ++i)
+        for (int v = 0; v < kInt4Vectors; ++v)
+          total[p][i][v] = t.is_first ? Vec{} : load(out + i * t.out_stride + p * t.out_panel_stride + v * kLanes);
     const int32_t* x = t.x + tile * R * t.row_units;
     const uint8_t* group = t.weight;
     for (int64_t first = 0, g = 0; first < t.elements; first += t.group_size, ++g) {
       const int64_t size = least(t.group_size, t.elements - first);
-      IntVec sum[R][kInt4Vectors]{};
-      const uint8_t* weight = group + kInt4Header;
-      for (int64_t k = 0; k < size; k += kRun, x += kRun / 4 * R, weight += kRun * kInt4Panel / 2) {
-        for (int line = 0; line < kRunLines; ++line) __builtin_prefetch(next + line * t.next_step);
-        next += kRunLines * t.next_step;
-        multiply_int4_run<R>(x, weight, sum);
+      for (int p = 0; p < P; ++p) {
+        IntVec sum[R][kInt4Vectors]{};
+        const int32_t* xs = x;
+        const uint8_t* const panel = group + p * t.panel_stride;
+        const uint8_t* weight = panel + kInt4Header;
+        const char* fetched = next + p * t.panel_stride;
+        for (int64_t k = 0; k < size; k += kRun, xs += kRun / 4 * R, weight += kRun * kInt4Panel / 2) {
+          for (int line = 0; line < kRunLines; ++line) __builtin_prefetch(fetched + line * t.next_step);
+          fetched += kRunLines * t.next_step;
+          multiply_int4_run<R>(xs, weight, sum);
+        }
+        add_int4_group<R>(t, group_sums, g, t.zeros + p * t.panel_stride, panel, sum, total[p]);
       }
-      add_int4_group<R>(t, group_sums, g, group, sum, total);
+      x += size / 4 * R;
+      next += size / kRun * kRunLines * t.next_step;
       group += int4_group_bytes(size);
     }
     const float* row_scales = t.row_scales + tile * R;
-    for (int v = 0; v < kInt4Vectors; ++v) {
-      const Vec bias = t.bias == nullptr || !t.is_last ? Vec{} : load(t.bias + v * kLanes);
-      for (int i = 0; i < R; ++i) {
-        Vec product = total[i][v] * splat(t.is_last ? row_scales[i] : 1.0f);
-        PENSTOCK_NEEDED_NOW(product);
-        store(out + i * t.out_stride + v * kLanes, product + bias);
+    for (int p = 0; p < P; ++p)
+      for (int v = 0; v < kInt4Vectors; ++v) {
+        const int64_t column = p * t.out_panel_stride + v * kLanes;
+        const Vec bias = t.bias == nullptr || !t.is_last ? Vec{} : load(t.bias + column);
+        for (int i = 0; i < R; ++i) {
+          Vec product = total[p][i][v] * splat(t.is_last ? row_scales[i] : 1.0f);
+          PENSTOCK_NEEDED_NOW(product);
+          store(out + i * t.out_stride + column, product + bias);
+        }
       }
-    }
   }
 }
 
-static void multiply_int4(int64_t rows, const Int4Column& t) {
+// A row alone takes several panels at once: a weight is read faster from several places.
+constexpr int64_t int4_panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; }
+
+static void multiply_int4(int64_t rows, int64_t panels, const Int4Column& t) {
   switch (rows) {
-    case 1: return run_int4_tiles<1>(t);
-    case 2: return run_int4_tiles<2>(t);
-    case 3: return run_int4_tiles<3>(t);
+    case 1: return panels == 4 ? run_int4_tiles<1, 4>(t) : run_int4_tiles<1, 1>(t);
+    case 2: return run_int4_tiles<2, 1>(t);
+    case 3: return run_int4_tiles<3, 1>(t);
 #if PENSTOCK_INT4_TILE_ROWS > 4
-    case 4: return run_int4_tiles<4>(t);
-    case 5: return run_int4_tiles<5>(t);
-    case 6: return run_int4_tiles<6>(t);
-    case 7: return run_int4_tiles<7>(t);
+    case 4: return run_int4_tiles<4, 1>(t);
+    case 5: return run_int4_tiles<5, 1>(t);
+    case 6: return run_int4_tiles<6, 1>(t);
+    case 7: return run_int4_tiles<7, 1>(t);
 #endif
-    default: return run_int4_tiles<kInt4TileRows>(t);
+    default: return run_int4_tiles<kInt4TileRows, 1>(t);
   }
 }
 
-// A panel times all rows of a chunk, into `out`, whose rows are out_stride apart.
-static void multiply_int4_panel(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, int64_t panel,
-                                const float* bias, float* out, int64_t out_stride) {
+// Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart; bias, out: of the first panel.
+static void multiply_int4_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows,
+                                 const Panels& panels, const float* bias, float* out, int64_t out_stride) {
   const QuantizedShape& s = a.shape;
   const int64_t depth = padded(s.in_features), groups = num_groups(s), panel_bytes = int4_panel_bytes(s);
-  const uint8_t* zeros = static_cast<const uint8_t*>(a.weight) + panel * panel_bytes;
+  const uint8_t* zeros = static_cast<const uint8_t*>(a.weight) + panels.first * panel_bytes;
   const uint8_t* weight = zeros + int4_zeros_bytes(s);
   const Tiles tiles(rows, kInt4TileRows);
   const int64_t fitting = kInt4Part / int4_group_bytes(s.group_size);
@@ -171,16 +187,16 @@ static void multiply_int4_panel(const QuantizedLinearArgs& a, const QuantizedRow
     const char* const next = reinterpret_cast<const char*>(weight) + (is_single ? PENSTOCK_AHEAD : bytes);
     const int64_t next_step = divided_up(kCacheLine, tiles.count);
     Int4Column t{x.values + k / 4 * (tiles.height + 1), x.units, x.group_sums + g, groups, x.scales,
-                 zeros + g * kInt4Panel, weight, part, s.group_size, bias, out, out_stride, k == 0,
-                 k + part == depth, next, next_step, tiles.num_taller};
-    if (t.num_tiles > 0) multiply_int4(tiles.height + 1, t);
+                 zeros + g * kInt4Panel, weight, panels.apart * panel_bytes, part, s.group_size, bias, out, out_stride,
+                 panels.apart * kInt4Panel, k == 0, k + part == depth, next, next_step, tiles.num_taller};
+    if (t.num_tiles > 0) multiply_int4(tiles.height + 1, panels.count, t);
     t.x = x.values + above * x.units + k / 4 * tiles.height;
     t.group_sums += above * groups;
     t.row_scales += above;
     t.out += above * out_stride;
     t.next += tiles.num_taller * next_step * (part / kRun * kRunLines);
     t.num_tiles = tiles.count - tiles.num_taller;
-    multiply_int4(tiles.height, t);
+    multiply_int4(tiles.height, panels.count, t);
     weight += bytes;
     g += num_parts;
   }
