@@ -120,8 +120,8 @@ def test_an_embedding_reads_its_rows_in_the_integers_of_the_head_that_it_is_tied
     process_weights_after_loading(model, choose_method("int8"))
     ids = torch.tensor([0, 5, 109, 17, 5])
     assert torch.equal(embedding(ids), rounded[ids])
-    # Rows fill panels, of 32 at most; each has a scale, and a sum where products need one.
-    assert weights_size_bytes(model) <= 128 * (64 + 4 + 4)
+    # A cache line tells the layout. Rows fill panels, of 32 at most; each has a scale, and a sum where products need one.
+    assert weights_size_bytes(model) <= 64 + 128 * (64 + 4 + 4)
 
 
 def test_a_tied_head_of_4_bits_has_4_more_for_the_rows_of_the_embedding() -> None:
