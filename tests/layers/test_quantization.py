@@ -120,7 +120,7 @@ def test_an_embedding_reads_its_rows_in_the_integers_of_the_head_that_it_is_tied
     process_weights_after_loading(model, choose_method("int8"))
     ids = torch.tensor([0, 5, 109, 17, 5])
     assert torch.equal(embedding(ids), rounded[ids])
-    # A cache line tells the layout. Rows fill panels, of 32 at most; each has a scale, and a sum where products need one.
+    # A cache line tells the layout. Rows fill panels, of 32 at most; each has a scale, and a sum if products need one.
     assert weights_size_bytes(model) <= 64 + 128 * (64 + 4 + 4)
 
 

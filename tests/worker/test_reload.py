@@ -213,7 +213,7 @@ def test_a_folder_of_weights_alone_keeps_the_configuration(
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_running_requests_go_on_from_their_tokens_with_the_new_weights(old: Path, new: Path, is_async: bool) -> None:
-    core = make_core(old, async_scheduling=is_async)
+    core = make_core(old, async_scheduling=is_async, num_continuous_decode_steps=1)
     results = start(core, num_steps=8)
     in_flight = {
         req_id: core.scheduler._requests[req_id].num_output_placeholders

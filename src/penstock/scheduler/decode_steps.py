@@ -13,7 +13,7 @@ from penstock.scheduler.step import ScheduledRequest
 
 
 class DecodeStep(msgspec.Struct, frozen=True, gc=False):
-    """A step in flight in which every request samples its next token.
+    """A step in flight in which every request samples its next token; or its next `max_steps` tokens at most.
 
     num_computed_tokens: per request, before the step.
     """
@@ -21,9 +21,10 @@ class DecodeStep(msgspec.Struct, frozen=True, gc=False):
     requests: list[Request]
     req_ids: list[str]
     num_computed_tokens: list[int]
+    max_steps: int = 1
 
     def has_plain_results(self, results: ModelRunnerOutput) -> bool:
-        """Whether the results are a token for each request, in this order, and nothing else."""
+        """Whether the results are tokens for each request, in this order, and nothing else."""
         return (
             results.req_ids == self.req_ids
             and results.logprobs is None
@@ -31,13 +32,19 @@ class DecodeStep(msgspec.Struct, frozen=True, gc=False):
             and not results.errors
         )
 
-    def part(self, row: int) -> ScheduledRequest:
-        """One request's part in the step."""
-        return ScheduledRequest(self.requests[row], self.num_computed_tokens[row] + 1, samples=True)
+    def num_steps(self, results: ModelRunnerOutput) -> int:
+        """How often the step was run, as its first request tells; 1 where that cannot be."""
+        num_tokens = len(results.sampled_token_ids[0]) if results.sampled_token_ids else 0
+        return num_tokens if 1 <= num_tokens <= self.max_steps else 1
 
-    def by_request(self) -> dict[str, ScheduledRequest]:
+    def part(self, row: int, num_steps: int = 1) -> ScheduledRequest:
+        """One request's part in the step, which was run so often."""
+        num_computed_tokens = self.num_computed_tokens[row] + num_steps
+        return ScheduledRequest(self.requests[row], num_computed_tokens, samples=True, num_steps=num_steps)
+
+    def by_request(self, num_steps: int = 1) -> dict[str, ScheduledRequest]:
         """All parts, by request id."""
-        return {req_id: self.part(row) for row, req_id in enumerate(self.req_ids)}
+        return {req_id: self.part(row, num_steps) for row, req_id in enumerate(self.req_ids)}
 
 
 class DecodeSteps:
@@ -46,11 +53,16 @@ class DecodeSteps:
     Good for as long as no request comes, goes or is preempted, and none of them reaches its limit, which is known
     beforehand: `num_left` steps. Every request must have sampled one token in the step before.
 
+    A step may be run several times at once, as long as no request reaches its limit or the end of its blocks, and none
+    has stop strings, which only its text shows.
+
     num_steps: steps since then. due: by that number, the rows whose requests need a block for the step that comes next.
     """
 
     __slots__ = (
         "_counts",
+        "_most_at_once",
+        "_next_due",
         "_no_blocks",
         "_req_ids",
         "due",
@@ -59,7 +71,13 @@ class DecodeSteps:
         "requests",
     )
 
-    def __init__(self, requests: list[Request], named: tuple[list[str], dict[str, int]] | None = None) -> None:
+    def __init__(
+        self,
+        requests: list[Request],
+        named: tuple[list[str], dict[str, int]] | None = None,
+        *,
+        most_at_once: int = 1,
+    ) -> None:
         """named: the ids of these requests and their tokens, one each, as the step before had them in its message."""
         self.requests = requests
         self._req_ids = [request.req_id for request in requests] if named is None else named[0]
@@ -67,9 +85,11 @@ class DecodeSteps:
         self._counts = dict.fromkeys(self._req_ids, 1) if named is None else named[1]
         self.num_steps = 0
         self.num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
+        self._most_at_once = 1 if any(request.sampling_params.stop for request in requests) else most_at_once
         self.due: dict[int, list[int]] = {}
         for row in range(len(requests)):
             self._note_capacity(row)
+        self._next_due = min(self.due)
 
     def next(
         self, step_id: int, new_block_ids: dict[int, tuple[list[int], ...]] | None = None
@@ -79,6 +99,9 @@ class DecodeSteps:
         new_block_ids: of the rows that are due; None if none are.
         """
         blocks = self._no_blocks if new_block_ids is None else self._take_blocks(new_block_ids)
+        max_steps = self._most_at_once
+        if max_steps > 1:
+            max_steps = min(max_steps, self.num_left, self._next_due - self.num_steps)
         self.num_left -= 1
         self.num_steps += 1
         num_computed_tokens = []
@@ -94,8 +117,14 @@ class DecodeSteps:
             ),
             num_scheduled_tokens=self._counts,
             total_num_scheduled_tokens=len(self._req_ids),
+            max_steps=max_steps,
         )
-        return output, DecodeStep(self.requests, self._req_ids, num_computed_tokens)
+        return output, DecodeStep(self.requests, self._req_ids, num_computed_tokens, max_steps)
+
+    def count_more(self, num_steps: int) -> None:
+        """The last step was run so many times more."""
+        self.num_left -= num_steps
+        self.num_steps += num_steps
 
     def _take_blocks(self, new_block_ids: dict[int, tuple[list[int], ...]]) -> list[tuple[list[int], ...] | None]:
         del self.due[self.num_steps]
@@ -103,6 +132,7 @@ class DecodeSteps:
         for row, block_ids in new_block_ids.items():
             blocks[row] = block_ids
             self._note_capacity(row)
+        self._next_due = min(self.due)
         return blocks
 
     def _note_capacity(self, row: int) -> None:

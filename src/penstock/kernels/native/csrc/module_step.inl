@@ -2,11 +2,8 @@
 
 namespace {
 
-// (address of [GatherArgs, number of groups, TableArgs of each])
-PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments given(values, count);
-  StoredArguments in(given.pointer<const int64_t>());
-  if (!given.are_good()) return nullptr;
+// Fills the step's inputs. in: [GatherArgs, number of groups, TableArgs of each].
+void gather_stored(StoredArguments in) {
   GatherArgs a;
   a.all_token_ids = in.pointer<const int32_t>();
   a.width = in.size();
@@ -32,6 +29,39 @@ PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
     table.slot_mapping = in.pointer<int64_t>();
     gather_blocks(a, table);
   }
+}
+
+// in: the first part of OutcomeArgs and its outcome.
+OutcomeArgs outcome_stored(StoredArguments in) {
+  OutcomeArgs a{};
+  a.seq_lens = in.pointer<const int32_t>();
+  a.prefill_lens = in.pointer<const int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.outcome = in.pointer<int64_t>();
+  return a;
+}
+
+// in: AdvanceArgs.
+void advance_stored(StoredArguments in) {
+  AdvanceArgs a;
+  a.all_token_ids = in.pointer<int32_t>();
+  a.width = in.size();
+  a.total_len = in.pointer<int64_t>();
+  a.num_computed = in.pointer<int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_scheduled = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.outcome = in.pointer<const int64_t>();
+  advance_state(a);
+}
+
+// (address for gather_stored)
+PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments given(values, count);
+  StoredArguments in(given.pointer<const int64_t>());
+  if (!given.are_good()) return nullptr;
+  gather_stored(in);
   Py_RETURN_NONE;
 }
 
@@ -71,21 +101,18 @@ PyObject* failure_list(const OutcomeArgs& a) {
   return list;
 }
 
-// (address of the first part of OutcomeArgs and its outcome, sampled, failures, failure_size)
-// -> (token_lists, failure_list)
+// (address for outcome_stored, sampled, failures, failure_size) -> (token_lists, failure_list)
 PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments given(values, count);
   StoredArguments in(given.pointer<const int64_t>());
-  OutcomeArgs a;
-  a.sampled = given.pointer<const int64_t>();
-  a.failures = given.pointer<const void>();
-  a.failure_size = given.size();
+  const auto* sampled = given.pointer<const int64_t>();
+  const auto* failures_of_rows = given.pointer<const void>();
+  const int64_t failure_size = given.size();
   if (!given.are_good()) return nullptr;
-  a.seq_lens = in.pointer<const int32_t>();
-  a.prefill_lens = in.pointer<const int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.outcome = in.pointer<int64_t>();
+  OutcomeArgs a = outcome_stored(in);
+  a.sampled = sampled;
+  a.failures = failures_of_rows;
+  a.failure_size = failure_size;
   step_outcome(a);
   PyObject* tokens = token_lists(a);
   PyObject* failures = tokens != nullptr ? failure_list(a) : nullptr;
@@ -100,21 +127,12 @@ PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return both;
 }
 
-// (address of AdvanceArgs)
+// (address for advance_stored)
 PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments given(values, count);
   StoredArguments in(given.pointer<const int64_t>());
   if (!given.are_good()) return nullptr;
-  AdvanceArgs a;
-  a.all_token_ids = in.pointer<int32_t>();
-  a.width = in.size();
-  a.total_len = in.pointer<int64_t>();
-  a.num_computed = in.pointer<int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_scheduled = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.outcome = in.pointer<const int64_t>();
-  advance_state(a);
+  advance_stored(in);
   Py_RETURN_NONE;
 }
 
