@@ -160,12 +160,12 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   // Positions outside seen .. stop are not read: what lies there is not this request's, and may not be a number.
   Segment<T> segments[kTilePositions + 1];
   int num_segments = 0;
-  const int pair = run.rows <= kRowsOfTwoBlocks<T> ? 2 : 1;
+  const int most_blocks = blocks_at_once<T>(run.rows, block_size);
   for (int64_t block = first_block; block < end_block;) {
-    KeyBlock<T> now[2];
+    KeyBlock<T> now[kMostBlocks];
     int count = 0;
     const int64_t first = block;
-    for (; count < pair && block < end_block; ++count, ++block) {
+    for (; count < most_blocks && block < end_block; ++count, ++block) {
       const bool has_next = block - first_block < run.num_next;
       const int64_t later = has_next ? run.next[block - first_block] : run.blocks[block];
       const int64_t later_head = has_next ? run.next_kv_head : run.kv_head;
@@ -187,8 +187,8 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
     while (row < run.rows && positions[row] < first * block_size) ++row;  // which sees none of it
     while (row < run.rows) {
       const int64_t rows = rows_at_once(run.rows, row);
-      KeyBlock<T> at[2] = {now[0], now[1]};
-      for (int b = 0; b < count; ++b) at[b].scores += row * stride;
+      KeyBlock<T> at[kMostBlocks];
+      for (int b = 0; b < count; ++b) at[b] = {now[b].keys, now[b].next, now[b].scores + row * stride};
       score_blocks(rows, query + row * size, buffers.query_scale + run.first_row + row, at, count, block_size, size,
                    stride);
       row += rows;

@@ -116,14 +116,15 @@ static __attribute__((noinline)) void score_pairs(const float* x, const float* s
 template <int B, int V>
 PENSTOCK_INLINE void score_pairs_of(int64_t rows, const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
                                     int64_t column, int64_t block_size, int64_t size, int64_t scores_stride) {
+  // More rows than have so many vectors never come: see blocks_at_once.
+  constexpr auto kFits = [](int of) { return B * V <= vectors_at_once<int8_t>(of) ? of : 1; };
   switch (rows) {
     case 1: return score_pairs<1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
     case 2: return score_pairs<2, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    // Never of two blocks: see kRowsOfTwoBlocks.
-    case 3: return score_pairs<B == 1 ? 3 : 1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    case 4: return score_pairs<B == 1 ? 4 : 1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    case 5: return score_pairs<B == 1 ? 5 : 1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    default: return score_pairs<B == 1 ? 6 : 1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    case 3: return score_pairs<kFits(3), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    case 4: return score_pairs<kFits(4), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    case 5: return score_pairs<kFits(5), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+    default: return score_pairs<kFits(6), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
   }
 }
 
@@ -136,11 +137,17 @@ PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float* sca
     else
       score_pairs_of<1, 2>(rows, x, scale, blocks, column, block_size, size, scores_stride);
   }
+  for (; column + kLanes <= block_size; column += kLanes) {
+    int b = 0;
+    for (; b + 4 <= num_blocks; b += 4)
+      score_pairs_of<4, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
+    for (; b + 2 <= num_blocks; b += 2)
+      score_pairs_of<2, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
+    for (; b < num_blocks; ++b)
+      score_pairs_of<1, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
+  }
   for (int b = 0; b < num_blocks; ++b) {
-    int64_t from = column;
-    for (; from + kLanes <= block_size; from += kLanes)
-      score_pairs_of<1, 1>(rows, x, scale, blocks + b, from, block_size, size, scores_stride);
-    for (; from < block_size; ++from)
+    for (int64_t from = column; from < block_size; ++from)
       for (int64_t i = 0; i < rows; ++i) {
         int32_t sum = 0;
         for (int64_t d = 0; d < size; ++d)
@@ -206,9 +213,9 @@ PENSTOCK_INLINE void weigh_pairs_in_columns(const float* weights, int64_t weight
                                             const Segment<int8_t>* segments, int64_t limit, int64_t size,
                                             const float* keep, float* out) {
   int64_t column = 0;
-  if (R <= 2)
+  if constexpr (vectors_at_once<int8_t>(R) == 4)
     for (; column + 4 * kLanes <= size; column += 4 * kLanes)
-      weigh_pairs<R, R <= 2 ? 4 : 1>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+      weigh_pairs<R, 4>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
   for (; column + 2 * kLanes <= size; column += 2 * kLanes)
     weigh_pairs<R, 2>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
   for (; column + kLanes <= size; column += kLanes)

@@ -21,9 +21,25 @@ constexpr bool kIsInt8 = false;
 template <>
 constexpr bool kIsInt8<int8_t> = true;
 
-// Rows whose sums for two blocks fit into the registers; the products of integers need one register more.
+// With 32 registers, four vectors of sums for each row always fit. With 16, for so many rows only, two for more; the
+// products of integers need one register more.
+constexpr bool kHasManyRegisters = kLanes == 16;
 template <class T>
-constexpr int kRowsOfTwoBlocks = kIsInt8<T> ? 2 : 3;
+constexpr int kRowsOfFourVectors = kHasManyRegisters ? kManyRows : kIsInt8<T> ? 2 : 3;
+
+// Vectors of sums that so many rows may have. A single chain of additions per vector would wait for itself, and more of
+// them share what is loaded.
+template <class T>
+constexpr int vectors_at_once(int64_t rows) {
+  return rows <= kRowsOfFourVectors<T> ? 4 : 2;
+}
+
+// Blocks that so many rows are multiplied with at once, by one or two vectors of the positions of each.
+constexpr int kMostBlocks = 4;
+template <class T>
+PENSTOCK_INLINE int blocks_at_once(int64_t rows, int64_t block_size) {
+  return vectors_at_once<T>(rows < kManyRows ? rows : kManyRows) / (block_size >= 2 * kLanes ? 2 : 1);
+}
 
 // Keys of a block, and those that come a tile later.
 template <class T>
@@ -43,8 +59,6 @@ struct Segment {
 };
 
 // Scores of R rows with B blocks, V vectors of positions each: scores[i][.] = sum over d of x[i][d] * keys[d][.].
-//
-// Few rows take two blocks at once: a single chain of additions per vector would wait for itself.
 template <class T, int R, int B, int V>
 static __attribute__((noinline)) void score(const float* x, const KeyBlock<T>* blocks, int64_t column,
                                             int64_t block_size, int64_t size, int64_t scores_stride) {
@@ -78,18 +92,19 @@ static __attribute__((noinline)) void score(const float* x, const KeyBlock<T>* b
 template <class T, int B, int V>
 PENSTOCK_INLINE void score_rows(int64_t rows, const float* x, const KeyBlock<T>* blocks, int64_t column,
                                 int64_t block_size, int64_t size, int64_t scores_stride) {
+  // More rows than have so many vectors never come: see blocks_at_once.
+  constexpr auto kFits = [](int of) { return B * V <= vectors_at_once<T>(of) ? of : 1; };
   switch (rows) {
     case 1: return score<T, 1, B, V>(x, blocks, column, block_size, size, scores_stride);
     case 2: return score<T, 2, B, V>(x, blocks, column, block_size, size, scores_stride);
-    case 3: return score<T, 3, B, V>(x, blocks, column, block_size, size, scores_stride);
-    // Never of two blocks: see kRowsOfTwoBlocks.
-    case 4: return score<T, B == 1 ? 4 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
-    case 5: return score<T, B == 1 ? 5 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
-    default: return score<T, B == 1 ? 6 : 1, B, V>(x, blocks, column, block_size, size, scores_stride);
+    case 3: return score<T, kFits(3), B, V>(x, blocks, column, block_size, size, scores_stride);
+    case 4: return score<T, kFits(4), B, V>(x, blocks, column, block_size, size, scores_stride);
+    case 5: return score<T, kFits(5), B, V>(x, blocks, column, block_size, size, scores_stride);
+    default: return score<T, kFits(6), B, V>(x, blocks, column, block_size, size, scores_stride);
   }
 }
 
-// Scores of one or two blocks; two for up to kRowsOfTwoBlocks rows.
+// Scores of up to blocks_at_once blocks.
 template <class T>
 PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float*, const KeyBlock<T>* blocks, int num_blocks,
                                   int64_t block_size, int64_t size, int64_t scores_stride) {
@@ -100,11 +115,14 @@ PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float*, co
     else
       score_rows<T, 1, 2>(rows, x, blocks, column, block_size, size, scores_stride);
   }
+  for (; column + kLanes <= block_size; column += kLanes) {
+    int b = 0;
+    for (; b + 4 <= num_blocks; b += 4) score_rows<T, 4, 1>(rows, x, blocks + b, column, block_size, size, scores_stride);
+    for (; b + 2 <= num_blocks; b += 2) score_rows<T, 2, 1>(rows, x, blocks + b, column, block_size, size, scores_stride);
+    for (; b < num_blocks; ++b) score_rows<T, 1, 1>(rows, x, blocks + b, column, block_size, size, scores_stride);
+  }
   for (int b = 0; b < num_blocks; ++b) {
-    int64_t from = column;
-    for (; from + kLanes <= block_size; from += kLanes)
-      score_rows<T, 1, 1>(rows, x, blocks + b, from, block_size, size, scores_stride);
-    for (; from < block_size; ++from)
+    for (int64_t from = column; from < block_size; ++from)
       for (int64_t i = 0; i < rows; ++i) {
         float sum = 0.0f;
         for (int64_t d = 0; d < size; ++d) sum += x[i * size + d] * widen_one(blocks[b].keys[d * block_size + from]);
@@ -150,14 +168,14 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
     for (int v = 0; v < V; ++v) store(out + i * size + column + v * kLanes, sum[i][v]);
 }
 
-// All columns of R rows: few rows in four vectors at once, then two, then one, then single elements.
+// All columns of R rows: in four vectors at once, if there are the registers, then two, then one, then single elements.
 template <class T, int R>
 PENSTOCK_INLINE void weigh_columns(const float* weights, int64_t weights_stride, const Segment<T>* segments,
                                    int64_t limit, int64_t size, const float* keep, float* out) {
   int64_t column = 0;
-  if (R <= 3)
+  if constexpr (vectors_at_once<T>(R) == 4)
     for (; column + 4 * kLanes <= size; column += 4 * kLanes)
-      weigh<T, R, R <= 3 ? 4 : 1>(weights, weights_stride, segments, limit, column, size, keep, out);
+      weigh<T, R, 4>(weights, weights_stride, segments, limit, column, size, keep, out);
   for (; column + 2 * kLanes <= size; column += 2 * kLanes)
     weigh<T, R, 2>(weights, weights_stride, segments, limit, column, size, keep, out);
   for (; column + kLanes <= size; column += kLanes)

@@ -76,12 +76,16 @@ PENSTOCK_INLINE float sum_lanes(Vec v) {
   return lanes[0];
 }
 
+// Of lanes that are all numbers.
 PENSTOCK_INLINE float max_lanes(Vec v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  float most = lanes[0];
-  for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
-  return most;
+  typedef float Four __attribute__((vector_size(16)));
+  Four parts[kLanes / 4];
+  std::memcpy(parts, &v, sizeof v);
+  for (int width = kLanes / 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) parts[i] = parts[i] > parts[i + width] ? parts[i] : parts[i + width];
+  const float low = parts[0][0] > parts[0][1] ? parts[0][0] : parts[0][1];
+  const float high = parts[0][2] > parts[0][3] ? parts[0][2] : parts[0][3];
+  return low > high ? low : high;
 }
 
 // e^x by the polynomial of Cephes' expf, about one unit in the last place. 0 from -87.3 down, also for -infinity;
