@@ -7,8 +7,12 @@ namespace PENSTOCK_NAMESPACE {
 
 constexpr int kPanel = PENSTOCK_PANEL_VECTORS * kLanes;
 constexpr int kTileRows = PENSTOCK_TILE_ROWS;
-// Inner elements taken at a time, so that a panel's part stays in a near cache while all rows pass over it.
-constexpr int64_t kDepth = 512;
+// Inner elements taken at a time: a panel's part of them, at most 32 KB, stays in a near cache while all rows pass over it.
+template <class W>
+constexpr int64_t kDepth = least(512, 32 * 1024 / (kPanel * sizeof(W)));
+// Bytes between what a single tile of rows multiplies and what it fetches meanwhile. Much more than that would be pushed
+// out of the first-level cache again by what comes after it.
+constexpr int64_t kFetchedAhead = 8 * 1024;
 // Inner elements between two turns of a loop: with so few turns, processors foresee its end.
 constexpr int kUnroll = 8;
 // Floats of rows that a thread goes over for every panel: they should stay in the second-level cache.
@@ -196,18 +200,19 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
   const Tiles tiles(rows, kTileRows);
   const bool is_single = tiles.count == 1;
   const int64_t most_at_once = is_single ? panels_at_once(rows) : 1;
-  const int64_t block = is_single ? depth : kDepth;
+  const int64_t block = is_single ? depth : kDepth<W>;
   for (int64_t done = 0, at_once; done < panels.count; done += at_once) {
     at_once = least(most_at_once, panels.count - done);
     const W* const panel = static_cast<const W*>(a.weight) + panels.first * depth * kPanel + done * panel_stride;
     for (int64_t k = 0; k < depth; k += block) {
       const int64_t part = least(block, depth - k);
       const W* weight = panel + k * kPanel;
-      // While the rows pass over one part of a panel, the part after it is fetched. Several panels are fetched as they
-      // are read: that is from several places already.
+      // While several tiles pass over one part of a panel, the part after it is fetched; a single one fetches what it comes
+      // to a little later. Several panels are fetched as they are read: that is from several places already.
       const int64_t bytes = part * kPanel * static_cast<int64_t>(sizeof(W));
       const int64_t turns = tiles.count * divided_up(part, kUnroll);
-      const Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(weight + part * kPanel, bytes, turns);
+      const char* const fetched = reinterpret_cast<const char*>(weight) + (is_single ? kFetchedAhead : bytes);
+      const Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(fetched, bytes, turns);
       multiply_column<W>(tiles, at_once,
                          {a.x + first_row * a.x_stride + k, a.x_stride, weight, panel_stride, part,
                           out + done * out_panel_stride, a.out_stride, out_panel_stride, k == 0, fetch, 0});

@@ -5,7 +5,7 @@ namespace PENSTOCK_NAMESPACE {
 
 constexpr int64_t kCacheLine = 64;
 
-PENSTOCK_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr PENSTOCK_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 PENSTOCK_INLINE int64_t divided_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
 
 // Rows in tiles of nearly the same height: a low tile takes almost as long as one of full height.
@@ -65,31 +65,25 @@ class PanelStreams {
   int64_t num_panels_, panels_each_, num_streams_;
 };
 
-// Memory to fetch while something else is computed, from its two halves at once: there are then twice as many requests
-// under way, from the hardware's prefetchers too, which stop at the end of a page.
+// Memory to fetch while something else is computed, a step of it at every turn.
 struct Fetch {
   const char* next;
-  const char* end;  // of the first half
-  int64_t half;
-  int64_t step;  // bytes of each half at a turn
+  const char* end;
+  int64_t step;  // bytes
 
   void turn() {
     const char* const stop = next + step < end ? next + step : end;
-    for (; next < stop; next += kCacheLine) {
-      __builtin_prefetch(next);
-      __builtin_prefetch(next + half);
-    }
+    for (; next < stop; next += kCacheLine) __builtin_prefetch(next);
   }
 
   void skip(int64_t turns) { next = next + turns * step < end ? next + turns * step : end; }
 };
 
-PENSTOCK_INLINE Fetch fetch_nothing() { return {nullptr, nullptr, 0, 0}; }
+PENSTOCK_INLINE Fetch fetch_nothing() { return {nullptr, nullptr, 0}; }
 
 PENSTOCK_INLINE Fetch fetch_in_turns(const void* from, int64_t bytes, int64_t turns) {
   const char* const first = static_cast<const char*>(from);
-  const int64_t half = divided_up(bytes, 2 * kCacheLine) * kCacheLine;
-  return {first, first + half, half, divided_up(half, turns * kCacheLine) * kCacheLine};
+  return {first, first + bytes, divided_up(bytes, turns * kCacheLine) * kCacheLine};
 }
 
 }  // namespace PENSTOCK_NAMESPACE
