@@ -76,8 +76,7 @@ def test_a_block_that_is_due_does_not_end_it() -> None:
     driver.turn()
     steps = [driver.turn() for _ in range(10)]
     assert all(_continues(step, after) for step, after in pairwise(steps))
-    given = [[blocks is not None for blocks in step.scheduled_cached_reqs.new_block_ids] for step in steps]
-    assert [row for row in given if any(row)] == [[False, True], [True, False]] * 2 + [[False, True]]
+    assert [rows for rows in _rows_given_blocks(steps) if rows] == [[1], [0]] * 2 + [[1]]
     driver.drain()
 
 
@@ -106,16 +105,37 @@ def test_what_comes_or_goes_is_seen_in_the_next_step(event_name: str) -> None:
 
 
 def test_steps_run_at_once_until_a_block_or_a_limit_is_due() -> None:
-    driver = Driver(cache_config(40), num_continuous_decode_steps=16)
+    driver = Driver(cache_config(10), num_continuous_decode_steps=16)
     driver.worker.random.randint = lambda low, high: high  # type: ignore[method-assign]
     driver.add("a", [1] * 5, max_tokens=20, ignore_eos=True)
     driver.add("b", [2] * 7, max_tokens=12, ignore_eos=True)
     steps = [driver.turn() for _ in range(10)]
-    # Blocks of 4: a gets one every fourth step, b two steps before. In the seventh, b reaches its limit.
-    assert [step.max_steps for step in steps] == [1, 1, 2, 2, 2, 2, 2, 1, 3, 4]
-    assert [len(step.num_scheduled_tokens) for step in steps] == [2] * 7 + [1] * 3
+    # Blocks of 4: b needs one, and a gets its next one too, two steps ahead. In the fifth, b reaches its limit.
+    assert [step.max_steps for step in steps] == [1, 1, 4, 4, 2, 1, 7, 1, 1, 1]
+    assert [len(step.num_scheduled_tokens) for step in steps] == [2] * 5 + [1] * 2 + [0] * 3
+    assert _rows_given_blocks(steps[2:5]) == [[0, 1], [0, 1], [1]]
     assert driver.ends.keys() == {"a", "b"}
     driver.drain()
+
+
+def test_scarce_blocks_are_given_when_they_are_due() -> None:
+    driver = Driver(cache_config(8), num_continuous_decode_steps=16)
+    driver.worker.random.randint = lambda low, high: high  # type: ignore[method-assign]
+    driver.add("a", [1] * 5, max_tokens=20, ignore_eos=True)
+    driver.add("b", [2] * 7, max_tokens=12, ignore_eos=True)
+    steps = [driver.turn() for _ in range(5)]
+    # The last of 7 blocks is b's, who needs it now; a needs the next one, and b gives way.
+    assert _rows_given_blocks(steps[2:4]) == [[0, 1], [1]]
+    assert [step.max_steps for step in steps] == [1, 1, 4, 2, 1]
+    assert steps[4].preempted_req_ids == {"b"}
+    driver.drain()
+
+
+def _rows_given_blocks(steps: list[SchedulerOutput]) -> list[list[int]]:
+    return [
+        [row for row, blocks in enumerate(step.scheduled_cached_reqs.new_block_ids) if blocks is not None]
+        for step in steps
+    ]
 
 
 def test_stop_strings_are_looked_for_after_every_step() -> None:

@@ -10,9 +10,9 @@ from penstock.models.interface import BoundGreedy, LanguageModel
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.sampling.sampler import Sampler
 
-# Steps are run at once for no longer than this, for who waits to be admitted, or for the next token. Between two calls
-# the host needs a tenth of a millisecond, or two: a share worth sparing where a step takes no more than a few.
-_AT_ONCE_S = 0.012
+# Steps are run at once for no longer than this, a frame of most screens, for who waits to be admitted, or for the next
+# token. Between two calls the host needs a tenth of a millisecond, or two: a share worth sparing where steps are short.
+_AT_ONCE_S = 0.016
 
 
 class GreedyRun(NamedTuple):

@@ -12,6 +12,10 @@ from penstock.scheduler.request import Request
 from penstock.scheduler.step import ScheduledRequest
 
 
+# Where steps are run at once, the next blocks are given when fewer steps than this have room: seldom, and for many.
+_FEW_STEPS = 4
+
+
 class DecodeStep(msgspec.Struct, frozen=True, gc=False):
     """A step in flight in which every request samples its next token; or its next `max_steps` tokens at most.
 
@@ -54,18 +58,19 @@ class DecodeSteps:
     beforehand: `num_left` steps. Every request must have sampled one token in the step before.
 
     A step may be run several times at once, as long as no request reaches its limit or the end of its blocks, and none
-    has stop strings, which only its text shows.
+    has stop strings, which only its text shows. Blocks are therefore given ahead of their use, where there are enough:
+    among many requests there is one at almost every step that needs another block.
 
-    num_steps: steps since then. due: by that number, the rows whose requests need a block for the step that comes next.
+    num_steps: steps since then.
     """
 
     __slots__ = (
         "_counts",
+        "_due",
         "_most_at_once",
         "_next_due",
         "_no_blocks",
         "_req_ids",
-        "due",
         "num_left",
         "num_steps",
         "requests",
@@ -86,19 +91,31 @@ class DecodeSteps:
         self.num_steps = 0
         self.num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
         self._most_at_once = 1 if any(request.sampling_params.stop for request in requests) else most_at_once
-        self.due: dict[int, list[int]] = {}
+        # By `num_steps`, the rows whose requests need a block for the step that comes next.
+        self._due: dict[int, list[int]] = {}
         for row in range(len(requests)):
             self._note_capacity(row)
-        self._next_due = min(self.due)
+        self._next_due = min(self._due)
+
+    def rows_due(self) -> list[int]:
+        """Rows whose requests need a block for the next step."""
+        return self._due.get(self.num_steps, [])
+
+    def rows_due_soon(self) -> list[int]:
+        """Rows whose requests need a block for any of the steps that might be run at once; none while a few have room."""
+        if self._next_due >= self.num_steps + min(_FEW_STEPS, self._most_at_once):
+            return []
+        end = self.num_steps + min(self._most_at_once, self.num_left)
+        return [row for num_steps, rows in self._due.items() if num_steps < end for row in rows]
 
     def next(
-        self, step_id: int, new_block_ids: dict[int, tuple[list[int], ...]] | None = None
+        self, step_id: int, new_block_ids: dict[int, tuple[list[int], ...]]
     ) -> tuple[SchedulerOutput, DecodeStep]:
         """The next step, for the worker and to be remembered; moves the requests ahead as if it were done.
 
-        new_block_ids: of the rows that are due; None if none are.
+        new_block_ids: by row; of those that are due, and of those that are due soon if they get theirs now.
         """
-        blocks = self._no_blocks if new_block_ids is None else self._take_blocks(new_block_ids)
+        blocks = self._take_blocks(new_block_ids) if new_block_ids else self._no_blocks
         max_steps = self._most_at_once
         if max_steps > 1:
             max_steps = min(max_steps, self.num_left, self._next_due - self.num_steps)
@@ -127,15 +144,16 @@ class DecodeSteps:
         self.num_steps += num_steps
 
     def _take_blocks(self, new_block_ids: dict[int, tuple[list[int], ...]]) -> list[tuple[list[int], ...] | None]:
-        del self.due[self.num_steps]
+        for num_steps in [num_steps for num_steps, rows in self._due.items() if rows[0] in new_block_ids]:
+            del self._due[num_steps]
         blocks = self._no_blocks.copy()
         for row, block_ids in new_block_ids.items():
             blocks[row] = block_ids
             self._note_capacity(row)
-        self._next_due = min(self.due)
+        self._next_due = min(self._due)
         return blocks
 
     def _note_capacity(self, row: int) -> None:
         request = self.requests[row]
         num_steps = request.kv_capacity - request.num_computed_tokens
-        self.due.setdefault(self.num_steps + num_steps, []).append(row)
+        self._due.setdefault(self.num_steps + num_steps, []).append(row)

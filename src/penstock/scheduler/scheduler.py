@@ -147,9 +147,8 @@ class Scheduler:
         self._next_step_id += 1
         decodes = self._decodes
         if decodes is not None and decodes.num_left > 0 and (self._runs_ahead or not self._in_flight):
-            rows = decodes.due.get(decodes.num_steps)
-            new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
-            if rows is None or new_block_ids is not None:
+            new_block_ids = self._allocate_for(decodes)
+            if new_block_ids is not None:
                 output, self._in_flight[step_id] = decodes.next(step_id, new_block_ids)
                 return output
         step = StepBuilder(step_id, self._max_num_batched_tokens)
@@ -331,13 +330,21 @@ class Scheduler:
             return None
         return DecodeSteps(self._running.copy(), step.cached_only, most_at_once=self._most_steps_at_once)
 
-    def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
-        """A block of each group for the requests of these rows; None where somebody would have to give way."""
-        if len(rows) * len(self._kv_cache_config.groups) > self.kv_cache.pool.num_free_blocks:
+    def _allocate_for(self, decodes: DecodeSteps) -> dict[int, tuple[list[int], ...]] | None:
+        """A block of each group for the rows that need one soon, or now; None where somebody would have to give way."""
+        num_available = self.kv_cache.pool.num_free_blocks // len(self._kv_cache_config.groups)
+        rows = decodes.rows_due_soon()
+        if len(rows) > num_available:
+            rows = decodes.rows_due()
+        if len(rows) > num_available:
             return None
-        new_block_ids = {row: self.kv_cache.allocate_slots(decodes.requests[row], 1) for row in rows}
-        assert all(blocks is not None for blocks in new_block_ids.values())
-        return new_block_ids  # type: ignore[return-value]
+        new_block_ids = {}
+        for row in rows:
+            request = decodes.requests[row]
+            blocks = self.kv_cache.allocate_slots(request, request.kv_capacity + 1 - request.num_computed_tokens)
+            assert blocks is not None
+            new_block_ids[row] = blocks
+        return new_block_ids
 
     def _share_next(self, request: Request, num_tokens: int) -> Sequence[KVCacheBlock]:
         """Let others find what the request's next tokens fill, from the step on that computes them.
