@@ -94,9 +94,13 @@ static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk
 
 PENSTOCK_INLINE int64_t tokens_in(const Part& part) { return part.end - part.first_position; }
 
+// Tokens ahead of the one that is loaded, whose queries are fetched: they lie too far apart for processors to foresee.
+constexpr int64_t kTokensAhead = 8;
+
+// Meanwhile the places of the results are fetched too.
 template <class T>
 PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, const AttentionBuffers& buffers) {
-  const int64_t group = a.num_heads / a.num_kv_heads;
+  const int64_t group = a.num_heads / a.num_kv_heads, size_in_bytes = a.head_size * static_cast<int64_t>(sizeof(float));
   for (int64_t h = 0; h < unit.num_heads; ++h)
     for (int64_t p = 0; p < unit.num_parts; ++p) {
       const Part& part = unit.parts[p];
@@ -104,7 +108,10 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
         const int64_t token = part.first_token + i / group, head = (unit.kv_head + h) * group + i % group;
         const int64_t row = h * unit.rows + part.first_row + i;
         float* query = buffers.query + row * a.head_size;
-        prepare_head(a, a.query + token * a.query_stride + head * a.head_size, head, token, a.scale * kLog2e, query);
+        const float* from = a.query + token * a.query_stride + head * a.head_size;
+        if (i / group + kTokensAhead < tokens_in(part)) fetch_soon<false>(from + kTokensAhead * a.query_stride, size_in_bytes);
+        fetch_soon<true>(a.out + token * a.out_stride + head * a.head_size, size_in_bytes);
+        prepare_head(a, from, head, token, a.scale * kLog2e, query);
         if (kIsInt8<T>) buffers.query_scale[row] = narrow(query, a.head_size, largest_of(a.head_size));
         buffers.positions[row] = static_cast<int32_t>(part.first_position + i / group);
       }
@@ -335,8 +342,12 @@ static void write_all(const AttentionArgs& a, int thread, int num_threads, float
     const int64_t first_token = a.query_start[r + 1] - a.seq_lens[r];
     const int64_t from = a.query_start[r] > begin ? a.query_start[r] : begin;
     const int64_t to = a.query_start[r + 1] < end ? a.query_start[r + 1] : end;
-    for (int64_t head = 0; from < to && head < a.num_kv_heads; ++head)
-      write_positions<T>(a, r, head, from - first_token, to - first_token, key);
+    int64_t position = from - first_token, stop;
+    // Block by block, whose heads follow each other in memory, as those of a token do.
+    for (; position < to - first_token; position = stop) {
+      stop = least((position / a.block_size + 1) * a.block_size, to - first_token);
+      for (int64_t head = 0; head < a.num_kv_heads; ++head) write_positions<T>(a, r, head, position, stop, key);
+    }
   }
 }
 

@@ -120,19 +120,36 @@ PENSTOCK_INLINE void prepare_head(const AttentionArgs& a, const float* x, int64_
   for (int64_t d = 0; d < size; ++d) out[d] *= factor;
 }
 
-// Keys and values of one KV head for the request's positions begin .. end, all of them tokens of this step.
+// Fetches memory that is read or written soon.
+template <bool kIsWritten>
+PENSTOCK_INLINE void fetch_soon(const void* memory, int64_t bytes) {
+  const char* from = static_cast<const char*>(memory);
+  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(from + i, kIsWritten, 2);
+}
+
+// Keys and values of one KV head for the request's positions begin .. end, all of them tokens of this step. Meanwhile those
+// a block later are fetched, and where they will be.
 template <class T>
 static void write_positions(const AttentionArgs& a, int64_t request, int64_t kv_head, int64_t begin, int64_t end,
                             float* key) {
   const int32_t* blocks = a.block_table + request * a.block_table_stride;
+  const int64_t size = a.head_size;
   const int64_t first_token = a.query_start[request + 1] - a.seq_lens[request];  // that of position 0
   for (int64_t position = begin; position < end; ++position) {
     const int64_t token = first_token + position, offset = position % a.block_size;
-    const int64_t block = blocks[position / a.block_size];
-    prepare_head(a, a.key + token * a.key_stride + kv_head * a.head_size, a.num_heads + kv_head, token, 1.0f, key);
+    const int64_t number = position / a.block_size, block = blocks[number];
+    const float* from_key = a.key + token * a.key_stride + kv_head * size;
+    const float* from_value = a.value + token * a.value_stride + kv_head * size;
+    if (position + a.block_size < a.seq_lens[request]) {
+      const int64_t later = blocks[number + 1], share = size * static_cast<int64_t>(sizeof(T));
+      fetch_soon<false>(from_key + a.block_size * a.key_stride, size * sizeof(float));
+      fetch_soon<false>(from_value + a.block_size * a.value_stride, size * sizeof(float));
+      fetch_soon<true>(block_at<T>(a, a.key_cache, later, kv_head) + offset * size, share);
+      fetch_soon<true>(block_at<T>(a, a.value_cache, later, kv_head) + offset * size, share);
+    }
+    prepare_head(a, from_key, a.num_heads + kv_head, token, 1.0f, key);
     write_key(a, key, block_at<T>(a, a.key_cache, block, kv_head), offset);
-    const float* value = a.value + token * a.value_stride + kv_head * a.head_size;
-    write_value(a, value, block_at<T>(a, a.value_cache, block, kv_head), offset);
+    write_value(a, from_value, block_at<T>(a, a.value_cache, block, kv_head), offset);
   }
 }
 
