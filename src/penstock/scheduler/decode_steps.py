@@ -11,7 +11,6 @@ from penstock.contract import CachedRequestData, ModelRunnerOutput, SchedulerOut
 from penstock.scheduler.request import Request
 from penstock.scheduler.step import ScheduledRequest
 
-
 # Where steps are run at once, the next blocks are given when fewer steps than this have room: seldom, and for many.
 _FEW_STEPS = 4
 
@@ -102,15 +101,13 @@ class DecodeSteps:
         return self._due.get(self.num_steps, [])
 
     def rows_due_soon(self) -> list[int]:
-        """Rows whose requests need a block for any of the steps that might be run at once; none while a few have room."""
+        """Rows whose requests need a block for any of the steps that may be run at once; none while a few have room."""
         if self._next_due >= self.num_steps + min(_FEW_STEPS, self._most_at_once):
             return []
         end = self.num_steps + min(self._most_at_once, self.num_left)
         return [row for num_steps, rows in self._due.items() if num_steps < end for row in rows]
 
-    def next(
-        self, step_id: int, new_block_ids: dict[int, tuple[list[int], ...]]
-    ) -> tuple[SchedulerOutput, DecodeStep]:
+    def next(self, step_id: int, new_block_ids: dict[int, tuple[list[int], ...]]) -> tuple[SchedulerOutput, DecodeStep]:
         """The next step, for the worker and to be remembered; moves the requests ahead as if it were done.
 
         new_block_ids: by row; of those that are due, and of those that are due soon if they get theirs now.
