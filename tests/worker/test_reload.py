@@ -68,13 +68,14 @@ def tokens(core: EngineCore) -> list[list[int]]:
 
 
 def start(core: EngineCore, num_steps: int, max_tokens: int = 20) -> dict[str, Result]:
-    """All prompts, after so many steps."""
+    """All prompts, after so many steps of an engine that hands over the tokens of one at a time."""
     for index, prompt in enumerate(PROMPTS):
         add(core, f"r{index}", prompt, greedy(max_tokens))
     results: dict[str, Result] = {f"r{index}": Result() for index in range(len(PROMPTS))}
     for _ in range(num_steps):
         for output in core.step():
             results[output.req_id].take(output)
+    assert core.has_unfinished_requests(), "nothing is left to go on with"
     return results
 
 
@@ -151,9 +152,8 @@ def test_a_reload_that_fails_leaves_the_old_weights_serving(
     broken = tmp_path / "broken"
     shutil.copytree(new, broken)
     damage(broken)
-    core = make_core(old)
+    core = make_core(old, num_continuous_decode_steps=1)
     running = start(core, num_steps=6)
-    assert core.has_unfinished_requests()
     preemptions = core.scheduler.num_preemptions
     with pytest.raises(error, match=message):
         reload(core, broken)
@@ -233,7 +233,8 @@ def test_running_requests_go_on_from_their_tokens_with_the_new_weights(old: Path
     core.close()
 
 
-def test_requests_aborted_right_after_a_reload_leave_nothing_behind(core: EngineCore, new: Path) -> None:
+def test_requests_aborted_right_after_a_reload_leave_nothing_behind(old: Path, new: Path) -> None:
+    core = make_core(old, num_continuous_decode_steps=1)
     start(core, num_steps=6)
     reload(core, new)
     core.abort_requests(["r0", "r2"])
