@@ -13,6 +13,10 @@ constexpr int64_t kDepth = least(512, 32 * 1024 / (kPanel * sizeof(W)));
 // Bytes between what a single tile of rows multiplies and what it fetches meanwhile. Much more than that would be pushed
 // out of the first-level cache again by what comes after it.
 constexpr int64_t kFetchedAhead = 8 * 1024;
+// Rows whose products take about as long as their weights take to come from memory: between a few, which do nothing but
+// wait, and many, which never do. What is fetched into the first-level cache holds one of its few places for lines that
+// are on their way until it is there, and what is needed now must wait for one: so it is fetched into the second-level one.
+constexpr bool is_bound_by_both(int64_t rows) { return rows > 6 && rows < 24; }
 // Inner elements between two turns of a loop: with so few turns, processors foresee its end.
 constexpr int kUnroll = 8;
 // Floats of rows that a thread goes over for every panel: they should stay in the second-level cache.
@@ -198,7 +202,7 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
                             int64_t out_panel_stride) {
   const int64_t depth = a.in_features, panel_stride = depth * kPanel * panels.apart;
   const Tiles tiles(rows, kTileRows);
-  const bool is_single = tiles.count == 1;
+  const bool is_single = tiles.count == 1, is_near = !is_bound_by_both(rows);
   const int64_t most_at_once = is_single ? panels_at_once(rows) : 1;
   const int64_t block = is_single ? depth : kDepth<W>;
   for (int64_t done = 0, at_once; done < panels.count; done += at_once) {
@@ -212,7 +216,7 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
       const int64_t bytes = part * kPanel * static_cast<int64_t>(sizeof(W));
       const int64_t turns = tiles.count * divided_up(part, kUnroll);
       const char* const fetched = reinterpret_cast<const char*>(weight) + (is_single ? kFetchedAhead : bytes);
-      const Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(fetched, bytes, turns);
+      const Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(fetched, bytes, turns, is_near);
       multiply_column<W>(tiles, at_once,
                          {a.x + first_row * a.x_stride + k, a.x_stride, weight, panel_stride, part,
                           out + done * out_panel_stride, a.out_stride, out_panel_stride, k == 0, fetch, 0});

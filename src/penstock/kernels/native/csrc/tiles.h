@@ -70,20 +70,25 @@ struct Fetch {
   const char* next;
   const char* end;
   int64_t step;  // bytes
+  bool is_near;  // into the first-level cache rather than the second
 
   void turn() {
     const char* const stop = next + step < end ? next + step : end;
-    for (; next < stop; next += kCacheLine) __builtin_prefetch(next);
+    if (is_near) {
+      for (; next < stop; next += kCacheLine) __builtin_prefetch(next, 0, 3);
+    } else {
+      for (; next < stop; next += kCacheLine) __builtin_prefetch(next, 0, 2);
+    }
   }
 
   void skip(int64_t turns) { next = next + turns * step < end ? next + turns * step : end; }
 };
 
-PENSTOCK_INLINE Fetch fetch_nothing() { return {nullptr, nullptr, 0}; }
+PENSTOCK_INLINE Fetch fetch_nothing() { return {nullptr, nullptr, 0, true}; }
 
-PENSTOCK_INLINE Fetch fetch_in_turns(const void* from, int64_t bytes, int64_t turns) {
+PENSTOCK_INLINE Fetch fetch_in_turns(const void* from, int64_t bytes, int64_t turns, bool is_near) {
   const char* const first = static_cast<const char*>(from);
-  return {first, first + bytes, divided_up(bytes, turns * kCacheLine) * kCacheLine};
+  return {first, first + bytes, divided_up(bytes, turns * kCacheLine) * kCacheLine, is_near};
 }
 
 }  // namespace PENSTOCK_NAMESPACE
