@@ -211,6 +211,7 @@ def main() -> None:
     print(as_markdown(report))
     if arguments.output is not None:
         name = f"{datetime.date.today().isoformat()}-cpu-host-time"
+        arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / f"{name}.json").write_text(json.dumps(report, indent=1))
         (arguments.output / f"{name}.md").write_text(as_markdown(report))
 
