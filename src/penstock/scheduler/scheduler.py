@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
-from penstock.errors import ContextTooLong, InvalidRequest, LifecycleError
+from penstock.errors import InvalidRequest, LifecycleError
 from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeStep, DecodeSteps
 from penstock.scheduler.kv_cache_manager import KVCacheManager
-from penstock.scheduler.kv_cache_plan import longest_request
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.queues import make_waiting_queue
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
+from penstock.scheduler.request_limits import check_fits, check_prompt
 from penstock.scheduler.results import (
     logprobs_of_row,
     make_output,
@@ -115,11 +115,20 @@ class Scheduler:
         Raises InvalidRequest when its id is in use or its prompt is empty, and ContextTooLong when it can never fit:
         its prompt leaves no room for an output token, or its full length needs more blocks than there are.
         """
-        self._check_new(request)
+        if request.req_id in self._requests:
+            raise InvalidRequest(
+                f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own id."
+            )
+        check_prompt(request, self.max_model_len)
         max_tokens = request.sampling_params.max_tokens
         length = self.max_model_len if max_tokens is None else request.num_prompt_tokens + max_tokens
         request.length_limit = min(length, self.max_model_len)
-        self._check_fits(request)
+        check_fits(
+            request,
+            self._kv_cache_config,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+        )
         request.order = self._num_added
         self._num_added += 1
         self._requests[request.req_id] = request
@@ -220,42 +229,6 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.kv_cache.reset_prefix_cache()
-
-    def _check_new(self, request: Request) -> None:
-        if request.req_id in self._requests:
-            raise InvalidRequest(
-                f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own id."
-            )
-        if request.num_prompt_tokens == 0:
-            raise InvalidRequest(
-                f"The prompt of request {request.req_id!r} has no tokens. Send at least one; most models begin a text "
-                "with a token of their own."
-            )
-        if request.num_prompt_tokens >= self.max_model_len:
-            raise ContextTooLong(
-                f"The prompt has {request.num_prompt_tokens:,} tokens, but this engine was started for a context of "
-                f"{self.max_model_len:,}, of which one at least is the answer's. Shorten the prompt to "
-                f"{self.max_model_len - 1:,} tokens, or start with --max-model-len {request.num_prompt_tokens + 1} or "
-                "more."
-            )
-
-    def _check_fits(self, request: Request) -> None:
-        num_needed = self.kv_cache.blocks_needed(request.length_limit)
-        num_usable = self._kv_cache_config.num_blocks - 1
-        if num_needed <= num_usable:
-            return
-        longest = longest_request(
-            self._kv_cache_config.groups,
-            self._kv_cache_config.num_blocks,
-            limit=self.max_model_len,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-        )
-        raise ContextTooLong(
-            f"The prompt has {request.num_prompt_tokens:,} tokens and may grow to {request.length_limit:,}, which need "
-            f"{num_needed:,} blocks of KV cache, but there are {num_usable:,}: enough for {longest:,} tokens. Shorten "
-            "the prompt, ask for fewer tokens, or give the KV cache more memory (--memory-fraction or "
-            "--kv-cache-memory-bytes)."
-        )
 
     def _schedule_running(self, step: StepBuilder) -> None:
         runs_ahead = self._runs_ahead

@@ -1,0 +1,42 @@
+"""What no waiting would help: requests that an engine can never serve."""
+
+from __future__ import annotations
+
+from penstock.contract import KVCacheConfig
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.scheduler.kv_cache_plan import blocks_per_request, longest_request
+from penstock.scheduler.request import Request
+
+
+def check_prompt(request: Request, max_model_len: int) -> None:
+    """Raises InvalidRequest when the prompt is empty, and ContextTooLong when it leaves no room for an output token."""
+    if request.num_prompt_tokens == 0:
+        raise InvalidRequest(
+            f"The prompt of request {request.req_id!r} has no tokens. Send at least one; most models begin a text "
+            "with a token of their own."
+        )
+    if request.num_prompt_tokens >= max_model_len:
+        raise ContextTooLong(
+            f"The prompt has {request.num_prompt_tokens:,} tokens, but this engine was started for a context of "
+            f"{max_model_len:,}, of which one at least is the answer's. Shorten the prompt to {max_model_len - 1:,} "
+            f"tokens, or start with --max-model-len {request.num_prompt_tokens + 1} or more."
+        )
+
+
+def check_fits(
+    request: Request, kv_cache_config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int
+) -> None:
+    """Raises ContextTooLong when the request's `length_limit` needs more blocks than there are."""
+    groups, num_usable = kv_cache_config.groups, kv_cache_config.num_blocks - 1
+    num_needed = blocks_per_request(groups, request.length_limit, max_num_batched_tokens)
+    if num_needed <= num_usable:
+        return
+    longest = longest_request(
+        groups, kv_cache_config.num_blocks, limit=max_model_len, max_num_batched_tokens=max_num_batched_tokens
+    )
+    raise ContextTooLong(
+        f"The prompt has {request.num_prompt_tokens:,} tokens and may grow to {request.length_limit:,}, which need "
+        f"{num_needed:,} blocks of KV cache, but there are {num_usable:,}: enough for {longest:,} tokens. Shorten "
+        "the prompt, ask for fewer tokens, or give the KV cache more memory (--memory-fraction or "
+        "--kv-cache-memory-bytes)."
+    )
