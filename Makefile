@@ -6,14 +6,16 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # Processes that tests are shared among, a file at a time: tests compute with one thread.
 JOBS ?= 2
+# The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow test-newest lint format upgrade clean
 
-$(VENV)/.installed: pyproject.toml $(wildcard src/penstock/kernels/native/csrc/*)
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --upgrade $(addprefix --constraint ,$(CONSTRAINTS)) pip
+	$(BIN)/python -m pip install --quiet $(foreach file,$(CONSTRAINTS),--constraint $(file) --build-constraint $(file)) \
+		"$(TORCH)" --editable ".[dev]"
 	touch $@
 
 demo: $(VENV)/.installed
@@ -25,6 +27,10 @@ test: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile
 
+# Says what the newest packages break, in an environment of its own. torch stays as it is.
+test-newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -35,5 +41,8 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+upgrade: $(VENV)/.installed
+	$(BIN)/python tools/pin_packages.py "$(TORCH)" $(CONSTRAINTS)
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

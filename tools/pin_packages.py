@@ -1,0 +1,46 @@
+"""Writes constraints.txt: the newest versions of every package that any extra brings, transitive ones too.
+
+python tools/pin_packages.py TORCH OUTPUT
+
+TORCH: how torch is asked for, such as torch==2.13.0. Asks pip what it would install; nothing is installed. To be run
+with the oldest Python that is supported: what has a version for it has one for newer ones too.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+# What a build and an installation themselves take.
+INSTALLERS = ("pip", "setuptools")
+_HEADER = """\
+# Every package, as the tests passed with it last. `make upgrade` renews this file; pyproject.toml has the ranges that
+# are supported.
+"""
+
+
+def resolve(torch: str) -> list[dict[str, Any]]:
+    """What pip would install for all extras that need no GPU. Raises CalledProcessError when pip finds no answer."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = ",".join(sorted(set(project["optional-dependencies"]) - {"gpu"}))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
+    report = subprocess.run([*command, torch, *INSTALLERS, f"{ROOT}[{extras}]"], stdout=subprocess.PIPE, check=True)
+    return [
+        item["metadata"] for item in json.loads(report.stdout)["install"] if item["metadata"]["name"] != project["name"]
+    ]
+
+
+def constraints(packages: list[dict[str, Any]]) -> str:
+    """A line for each, by name. Of which build a version is ("+cpu") is left to the machine."""
+    pins = {package["name"].lower().replace("_", "-"): package["version"].split("+")[0] for package in packages}
+    return _HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
+
+
+if __name__ == "__main__":
+    torch, output = sys.argv[1:]
+    Path(output).write_text(constraints(resolve(torch)))
