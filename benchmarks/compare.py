@@ -1,6 +1,6 @@
 """Checkouts of Penstock beside each other, in turns: what a change gained, or cost.
 
-    python -m benchmarks.compare BEFORE AFTER [--repeats 5] [--workloads decode throughput] [--torch-products]
+    python -m benchmarks.compare BEFORE AFTER [--repeats 5] [--workloads decode throughput] [--engines penstock-int8]
 
 A checkout is a folder with `src/penstock`, its C++ kernels built or not. Each runs in a process of its own, started by
 the Python that runs this, and takes the model and the workloads from here. Ratios are medians of the ratios of turns.
@@ -9,32 +9,36 @@ the Python that runs this, and takes the model and the workloads from here. Rati
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.engines import PenstockEngine
 from benchmarks.first_character import first_character as start_to_first_character
-from benchmarks.offline import machine
-from benchmarks.workloads import Workload, make_workloads, write_model
+from benchmarks.machine import described, machine, save
+from benchmarks.peers.catalogue import ENGINES, REFERENCE, EngineSpec
+from benchmarks.peers.checkpoints import make
+from benchmarks.peers.shapes import SHAPES
+from benchmarks.workloads import Workload, make_workloads
 
 _STARTUP = "startup"
 _HERE = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     names = [workload.name for workload in make_workloads()] + [_STARTUP]
     parser.add_argument("--workloads", nargs="*", choices=names, default=names)
-    parser.add_argument("--torch-products", action="store_true", help="torch's matrix products in place of ours")
+    ours = [engine.name for engine in ENGINES.values() if engine.environment is None]
+    parser.add_argument("--engines", nargs="*", choices=ours, default=[REFERENCE])
     parser.add_argument("--output", type=Path, help="a folder for the table")
     arguments = parser.parse_args()
     checkouts = [checkout.resolve() for checkout in arguments.checkouts]
@@ -42,39 +46,35 @@ def main() -> None:
         # Python would take the installed package instead.
         if not (checkout / "src" / "penstock").is_dir():
             parser.error(f"{checkout} is no checkout of Penstock: it has no folder src/penstock")
+    table = Table(checkouts, machine(arguments.threads))
+    workloads = [workload for workload in make_workloads() if workload.name in arguments.workloads]
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder) / "llama-60m")
-        engines = [
-            EngineOf(checkout, model, arguments.threads, torch_products=arguments.torch_products)
-            for checkout in checkouts
-        ]
-        table = Table(checkouts, arguments.threads, torch_products=arguments.torch_products)
-        for workload in make_workloads():
-            if workload.name in arguments.workloads:
-                table.add(workload, measure(engines, workload, arguments.repeats))
-        for engine in engines:
-            engine.close()
+        for engine in (ENGINES[name] for name in arguments.engines if workloads):
+            model = make(Path(folder), SHAPES["llama-60m"], engine.model_format)
+            processes = [EngineOf(checkout, engine, model, arguments.threads) for checkout in checkouts]
+            for workload in workloads:
+                table.add(engine.title, workload, measure(processes, workload, arguments.repeats))
+            for process in processes:
+                process.close()
     if _STARTUP in arguments.workloads:
-        table.add(None, [[first_character(checkout) for checkout in checkouts] for _ in range(arguments.repeats)])
+        turns = [[first_character(checkout) for checkout in checkouts] for _ in range(arguments.repeats)]
+        table.add("`penstock generate`", None, turns)
     print(table.as_markdown())
     if arguments.output is not None:
-        name = f"{datetime.date.today().isoformat()}-cpu-compare{'-torch-products' * arguments.torch_products}.md"
-        (arguments.output / name).write_text(table.as_markdown())
+        save(arguments.output, "compare", page=table.as_markdown())
 
 
 class EngineOf:
     """A checkout's engine, in a process of its own that waits while it has nothing to run."""
 
-    def __init__(self, checkout: Path, model: Path, threads: int, *, torch_products: bool) -> None:
+    def __init__(self, checkout: Path, engine: EngineSpec, model: Path, threads: int) -> None:
         self.checkout = checkout
-        environment = _environment(checkout)
-        if torch_products:
-            environment["PENSTOCK_CPU_PRODUCTS"] = "torch"
+        options = json.dumps({"num_threads": threads, **engine.options})
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from benchmarks.compare import serve; serve()", model, str(threads)],
+            [sys.executable, "-c", "from benchmarks.compare import serve; serve()", model, options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=_environment(checkout) | engine.variables,
             cwd=_HERE,
             text=True,
         )
@@ -100,12 +100,35 @@ class EngineOf:
 
 def serve() -> None:
     """In the process of a checkout: a line when it is ready, then one of JSON for every name of a workload."""
-    engine = PenstockEngine(Path(sys.argv[1]), int(sys.argv[2]))
+    from penstock.config import EngineConfig
+    from penstock.engine.core import EngineCore
+
+    core = EngineCore(EngineConfig.create(sys.argv[1], device="cpu", **json.loads(sys.argv[2])))
     workloads = {workload.name: workload for workload in make_workloads()}
     print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(engine.run(workloads[line.strip()])), flush=True)
-    engine.close()
+    for number, line in enumerate(sys.stdin):
+        print(json.dumps(_run(core, workloads[line.strip()], number)), flush=True)
+    core.close()
+
+
+def _run(core: Any, workload: Workload, number: int) -> tuple[list[list[int]], float]:
+    """The tokens of each request, and the seconds it took; without cached prefixes, as the first run of all."""
+    from penstock.contract import SamplingParams
+    from penstock.engine.messages import EngineRequest
+
+    core.step()
+    assert core.reset_prefix_cache()
+    tokens: dict[str, list[int]] = {}
+    begin = time.perf_counter()
+    for index, (prompt, num_outputs) in enumerate(zip(workload.prompts, workload.num_outputs, strict=True)):
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_outputs, ignore_eos=True)
+        req_id = f"{number}-{index}"
+        core.add_request(EngineRequest(req_id=req_id, prompt_token_ids=prompt, sampling_params=params))
+        tokens[req_id] = []
+    while core.has_unfinished_requests():
+        for output in core.step():
+            tokens[output.req_id] += output.new_token_ids
+    return list(tokens.values()), time.perf_counter() - begin
 
 
 def measure(engines: list[EngineOf], workload: Workload, repeats: int) -> list[list[float]]:
@@ -139,22 +162,20 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 
 class Table:
-    """Figures by workload and checkout."""
+    """Figures by engine, workload and checkout."""
 
-    def __init__(self, checkouts: list[Path], threads: int, *, torch_products: bool) -> None:
+    def __init__(self, checkouts: list[Path], facts: dict[str, Any]) -> None:
         self._names = [checkout.name for checkout in checkouts]
-        facts = ", ".join(f"{name} {value}" for name, value in machine(threads).items())
-        products = ", torch's matrix products" if torch_products else ""
         self._lines = [
-            f"# Checkouts of Penstock, CPU, float32, random-weight Llama of 60 million parameters{products}",
+            "# Checkouts of Penstock, CPU, random-weight Llama of 60 million parameters",
             "",
-            facts,
+            described(facts),
             "",
-            f"| workload | checkout | median | spread | beside {self._names[0]} |",
-            "| --- | --- | ---: | ---: | ---: |",
+            f"| engine | workload | checkout | median | spread | beside {self._names[0]} |",
+            "| --- | --- | --- | ---: | ---: | ---: |",
         ]
 
-    def add(self, workload: Workload | None, turns: list[list[float]]) -> None:
+    def add(self, engine: str, workload: Workload | None, turns: list[list[float]]) -> None:
         """workload: None for the startup. turns: seconds by turn and checkout."""
         for number, name in enumerate(self._names):
             seconds = [turn[number] for turn in turns]
@@ -163,7 +184,7 @@ class Table:
             title = workload.title if workload else "process start to first character"
             spread = 100 * (max(seconds) - min(seconds)) / median
             ratio = f"{statistics.median(turn[0] / turn[number] for turn in turns):.2f} × as fast" if number else ""
-            self._lines.append(f"| {title} | {name} | {figure} | {spread:.0f}% | {ratio} |")
+            self._lines.append(f"| {engine} | {title} | {name} | {figure} | {spread:.0f}% | {ratio} |")
 
     def as_markdown(self) -> str:
         return "\n".join(self._lines) + "\n"

@@ -6,7 +6,6 @@ python -m benchmarks.first_character [--repeats 7] [--output FOLDER]
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -15,7 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.offline import machine
+from benchmarks.machine import machine, save
 
 _GENERATE = [sys.executable, "-m", "penstock.cli", "generate", "ROMEO:", "--max-tokens", "8"]
 
@@ -60,8 +59,7 @@ def main() -> None:
     }
     print(json.dumps(report, indent=1))
     if arguments.output is not None:
-        name = f"{datetime.date.today().isoformat()}-cpu-first-character.json"
-        (arguments.output / name).write_text(json.dumps(report, indent=1))
+        save(arguments.output, "first-character", report=report)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ Where the worker runs several greedy steps at once, all figures are those of one
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offline import machine
+from benchmarks.machine import described, machine, save
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
@@ -176,7 +174,7 @@ def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
 
 def as_markdown(report: dict[str, Any]) -> str:
     lines = [f"# Host time per step, model {report['model']}", ""]
-    lines += [", ".join(f"{name} {value}" for name, value in report["machine"].items()), ""]
+    lines += [described(report["machine"]), ""]
     lines += ["| stage | " + " | ".join(report["runs"]) + " |", "| --- |" + " ---: |" * len(report["runs"])]
     runs = report["runs"].values()
     # A greedy run may have no stage of its own for sampling: the head's product chooses.
@@ -210,10 +208,7 @@ def main() -> None:
     report = {"model": Path(arguments.model).name, "machine": machine(arguments.threads), "runs": runs}
     print(as_markdown(report))
     if arguments.output is not None:
-        name = f"{datetime.date.today().isoformat()}-cpu-host-time"
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / f"{name}.json").write_text(json.dumps(report, indent=1))
-        (arguments.output / f"{name}.md").write_text(as_markdown(report))
+        save(arguments.output, "host-time", report=report, page=as_markdown(report))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ machine does can only slow them down. GB/s counts the weight alone.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import tempfile
 import time
@@ -23,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.offline import machine
+from benchmarks.machine import machine, save
 from penstock.kernels.native import NATIVE
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32, 64, 256)
@@ -167,13 +165,10 @@ def main() -> None:
     if arguments.output is not None:
         report = {
             "machine": machine(arguments.threads),
-            "kernels": NATIVE.instruction_set.name,
             "ceilings": [first, last],
             "cases": [asdict(case) for case in cases],
         }
-        name = f"{datetime.date.today().isoformat()}-cpu-kernels"
-        (arguments.output / f"{name}.json").write_text(json.dumps(report, indent=1))
-        (arguments.output / f"{name}.md").write_text(table(cases) + "\n")
+        save(arguments.output, "kernels", report=report, page=table(cases) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ one after a pause waits for a processor that has gone to sleep.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import statistics
@@ -32,8 +31,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.offline import machine
-from benchmarks.workloads import LLAMA_60M
+from benchmarks.machine import described, machine, save
+from benchmarks.peers.shapes import SHAPES
 from penstock.attention import LayerAttention, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.config import EngineConfig
@@ -51,6 +50,7 @@ _COLD_BYTES = 512 << 20
 _BLOCK_SIZE = 16
 # Query heads, KV heads, head size: of the 60M Llama, and of Qwen3-0.6B.
 _SHAPES = {"60M Llama": (8, 4, 64), "Qwen3-0.6B": (16, 8, 128)}
+_LLAMA_60M = {**SHAPES["llama-60m"].config, "dtype": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,8 @@ def report(arguments: argparse.Namespace, clock: Turns) -> None:
         rows.append(measure_engine(clock, arguments.dtypes[0], arguments.contexts[0], arguments.threads))
     print(as_markdown(rows, machine(arguments.threads)))
     if arguments.output is not None:
-        name = f"{datetime.date.today().isoformat()}-cpu-long-context"
         facts = {"machine": machine(arguments.threads), "rows": [asdict(row) | {"share": row.share} for row in rows]}
-        (arguments.output / f"{name}.json").write_text(json.dumps(facts, indent=1))
-        (arguments.output / f"{name}.md").write_text(as_markdown(rows, machine(arguments.threads)))
+        save(arguments.output, "long-context", report=facts, page=as_markdown(rows, facts["machine"]))
 
 
 class Turns:
@@ -207,10 +205,10 @@ def measure_engine(clock: Turns, dtype: str, context: int, threads: int) -> Row:
 
 
 def _start(folder: str, dtype: str, context: int, threads: int, num_blocks: int) -> EngineCore:
-    config = {**LLAMA_60M, "max_position_embeddings": context}
+    config = {**_LLAMA_60M, "max_position_embeddings": context}
     (Path(folder) / "config.json").write_text(json.dumps(config))
     elements = head_elements(64, dtype) * TORCH_DTYPES[dtype].itemsize
-    block_bytes = 2 * _BLOCK_SIZE * LLAMA_60M["num_key_value_heads"] * elements * LLAMA_60M["num_hidden_layers"]
+    block_bytes = 2 * _BLOCK_SIZE * _LLAMA_60M["num_key_value_heads"] * elements * _LLAMA_60M["num_hidden_layers"]
     options: dict[str, Any] = {
         "device": "cpu",
         "num_threads": threads,
@@ -224,7 +222,7 @@ def _start(folder: str, dtype: str, context: int, threads: int, num_blocks: int)
 
 def _bytes_of_step(model: torch.nn.Module, core: EngineCore, batch: int, context: int) -> int:
     """All weights but the embedding, of which a step reads a few rows, and the keys and values of all positions."""
-    embedding = LLAMA_60M["vocab_size"] * LLAMA_60M["hidden_size"] * 4
+    embedding = _LLAMA_60M["vocab_size"] * _LLAMA_60M["hidden_size"] * 4
     config = core.kv_cache_config
     per_position = config.size_bytes / config.num_blocks / _BLOCK_SIZE
     return weights_size_bytes(model) - embedding + int(batch * context * per_position)
@@ -271,7 +269,7 @@ def as_markdown(rows: list[Row], facts: dict[str, object]) -> str:
     lines = [
         "# Decoding over long contexts, CPU",
         "",
-        ", ".join(f"{name} {value}" for name, value in facts.items()),
+        described(facts),
         "",
     ]
     lines += ["| what | shape | KV cache | batch | context | ms | GB/s | plain reading, GB/s | share |"]

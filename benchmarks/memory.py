@@ -9,7 +9,6 @@ The engine runs in a process of its own: its KV cache is filled, and steps as fu
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offline import machine
+from benchmarks.machine import described, machine, save
 from benchmarks.peers.shapes import SHAPES
 
 NUM_THREADS = 2
@@ -147,10 +146,8 @@ def main() -> None:
     facts = machine(NUM_THREADS)
     print(as_markdown(rows, facts))
     if arguments.output is not None:
-        name = f"{datetime.date.today().isoformat()}-cpu-memory"
         report = {"machine": facts, "options": OPTIONS, "rows": [asdict(row) for row in rows]}
-        (arguments.output / f"{name}.json").write_text(json.dumps(report, indent=1))
-        (arguments.output / f"{name}.md").write_text(as_markdown(rows, facts))
+        save(arguments.output, "memory", report=report, page=as_markdown(rows, facts))
 
 
 def measure(model: Model, repeats: int) -> Row:
@@ -189,8 +186,8 @@ def _json_of(*arguments: str) -> dict[str, Any]:
 
 
 def as_markdown(rows: Sequence[Row], facts: dict[str, object]) -> str:
-    described = ", ".join(f"{name} {value}" for name, value in facts.items())
-    return "\n".join(["# Memory: the plan beside running engines", "", described, *_HEADER, *map(_line, rows)]) + "\n"
+    head = ["# Memory: the plan beside running engines", "", described(facts)]
+    return "\n".join([*head, *_HEADER, *map(_line, rows)]) + "\n"
 
 
 def _line(row: Row) -> str:

@@ -12,7 +12,7 @@ class EngineSpec:
 
     model_format: what `checkpoints.make` makes for it. options: what the driver's engine is given besides.
     bits_per_weight: what it reads of each weight, scales included. note: what a reader of the table should know.
-    variables: of its process; {environment} stands for the folder of its virtual environment.
+    variables: of its process's environment.
     """
 
     name: str
@@ -37,6 +37,16 @@ ENGINES = {
         EngineSpec("penstock-bfloat16", "Penstock bfloat16 weights", "penstock", None, "bfloat16", 16),
         EngineSpec("penstock-int8", "Penstock int8", "penstock", None, "bfloat16", 8, {"quantization": "int8"}),
         EngineSpec("penstock-int4", "Penstock int4", "penstock", None, "bfloat16", 4.5, {"quantization": "int4"}),
+        EngineSpec(
+            "penstock-torch",
+            "Penstock float32, torch's products",
+            "penstock",
+            None,
+            "float32",
+            32,
+            {"dtype": "float32"},
+            {"PENSTOCK_CPU_PRODUCTS": "torch"},
+        ),
         EngineSpec(
             "generate",
             "Transformers generate",

@@ -133,9 +133,9 @@ def _variables(engine: EngineSpec, work_dir: Path, threads: int) -> dict[str, st
     variables = dict(os.environ)
     if engine.environment is not None:
         variables.pop("PYTHONPATH", None)
-        folder = str(python_of(work_dir, engine.environment).parents[1])
-        variables |= {name: value.format(environment=folder) for name, value in engine.variables.items()}
-    return variables | {
+    return {
+        **variables,
+        **engine.variables,
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

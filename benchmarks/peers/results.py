@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import cpuinfo, processor
+
 FILE = "peers.jsonl"
 
 
@@ -118,7 +120,7 @@ def describe_machine(threads: int) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "date": datetime.date.today().isoformat(),
-        "processor": _processor(),
+        "processor": processor(),
         "instruction_sets": _instruction_sets(),
         "cores": cores,
         "threads": threads,
@@ -126,19 +128,7 @@ def describe_machine(threads: int) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
-    return _cpuinfo("model name") or platform.processor()
-
-
 def _instruction_sets() -> str:
-    flags = set(_cpuinfo("flags").split())
+    flags = set(cpuinfo("flags").split())
     wanted = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile")
     return " ".join(name for name in wanted if name in flags)
-
-
-def _cpuinfo(field: str) -> str:
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else []:
-        if line.startswith(field):
-            return line.split(":", 1)[1].strip()
-    return ""
