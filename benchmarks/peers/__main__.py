@@ -3,6 +3,7 @@
 python -m benchmarks.peers setup --work-dir FOLDER                  environments, from the package registry
 python -m benchmarks.peers run --work-dir FOLDER --output FOLDER    measures; taken up again where it was stopped
 python -m benchmarks.peers table --output FOLDER                    the table of what there is
+python -m benchmarks.peers plot RESULTS.json --output FILE.svg      a picture of one model's
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from benchmarks.peers.catalogue import ENGINES
 from benchmarks.peers.environments import ENVIRONMENTS, set_up
 from benchmarks.peers.measure import Runner
+from benchmarks.peers.plot import as_svg
 from benchmarks.peers.results import Results
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.peers.table import LETTERS, as_markdown, report
@@ -28,6 +30,9 @@ def main() -> None:
     arguments = _parse()
     if arguments.command == "setup":
         _set_up(arguments)
+        return
+    if arguments.command == "plot":
+        _plot(arguments)
         return
     results = Results(arguments.output)
     if arguments.command == "run":
@@ -68,6 +73,12 @@ def _run(arguments: argparse.Namespace, results: Results) -> None:
         print("The budget is spent; the same command goes on from here.", file=sys.stderr)
 
 
+def _plot(arguments: argparse.Namespace) -> None:
+    data = json.loads(arguments.results.read_text())
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(as_svg(data, arguments.model))
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -75,6 +86,10 @@ def _parse() -> argparse.Namespace:
     setup = commands.add_parser("setup", help="make the virtual environments")
     run = commands.add_parser("run", help="measure")
     table = commands.add_parser("table", help="write the table of what was measured")
+    plot = commands.add_parser("plot", help="draw what a table has of one model")
+    plot.add_argument("results", type=Path, help="JSON, as run and table write it")
+    plot.add_argument("--model", choices=list(SHAPES), default="llama-60m")
+    plot.add_argument("--output", type=Path, required=True, help="an SVG file")
     for command in (setup, run):
         command.add_argument("--work-dir", type=Path, required=True, help="environments, models, logs: tens of GB")
         command.add_argument("--engines", **engines, help=", ".join(ENGINES))
