@@ -1,6 +1,6 @@
 """What quantised weights cost in quality, on the shipped model: loss on held-out plays, and scores of its skills.
 
-    python -m benchmarks.quantization_quality --corpus tinyshakespeare.txt --output results.md
+    python -m benchmarks.quantization_quality --corpus tinyshakespeare.txt [--output FOLDER]
 
 The corpus is the one that `tools/train_demo` made the model from; what is measured was never trained on.
 """
@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tools.train_demo.dialogue import Message
 from tools.train_demo.evaluate import LOSS_WINDOW, MAX_NEW_TOKENS, SkillScore, skill_scores
 from tools.train_demo.shakespeare import Corpus
 
+from benchmarks.machine import described, machine, save
 from penstock import LLM, SamplingParams
 
 FORMATS = ("float32", "int8", "int4")
@@ -106,14 +108,15 @@ def violations(results: Sequence[Quality]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--output", type=Path, help="write the table here too")
+    parser.add_argument("--output", type=Path, help="a folder for the table")
     parser.add_argument("--formats", nargs="+", choices=FORMATS[1:], default=FORMATS[1:])
     arguments = parser.parse_args()
     held_out = Corpus.read(arguments.corpus).held_out
     results = [measure(format, held_out) for format in (FORMATS[0], *arguments.formats)]
     print(table(results))
     if arguments.output is not None:
-        arguments.output.write_text(table(results) + "\n", encoding="utf-8")
+        head = ["# Quality of quantised weights, on the shipped model", described(machine(torch.get_num_threads()))]
+        save(arguments.output, "quantization-quality", page="\n\n".join([*head, table(results)]) + "\n")
     if problems := violations(results):
         raise SystemExit("\n".join(problems))
 

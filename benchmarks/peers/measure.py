@@ -162,7 +162,6 @@ class Runner:
             "tokens": reply["tokens"],
             "ceilings": ceilings,
             "versions": process.versions,
-            "seconds_to_load": process.seconds_to_load,
         }
 
     def _measure_startup(self, shape: ModelShape, _name: str, engine: EngineSpec, repeat: int) -> dict[str, Any]:

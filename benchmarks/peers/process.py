@@ -73,7 +73,6 @@ class EngineProcess:
             self.close()
             raise
         self.versions: dict[str, str] = loaded["versions"]
-        self.seconds_to_load = loaded["loaded_at"] - self._started_at
 
     def run(self, prompts: list[list[int]], num_outputs: list[int], *, timeout_s: float = 900) -> dict[str, Any]:
         """One job's reply (see `drivers.protocol`), and `since_start`: seconds from the process's start to its end.

@@ -139,7 +139,6 @@ class FakeProcess:
         self.engine = engine
         self.warm: set[str] = set()
         self.versions: dict[str, str] = {}
-        self.seconds_to_load = 1.0
         self.is_awake = True
 
     def run(self, prompts: list[list[int]], num_outputs: list[int]) -> dict[str, Any]:

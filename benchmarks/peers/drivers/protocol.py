@@ -4,7 +4,7 @@ Runs in every engine's own environment, so it needs nothing but Python.
 
 job    {"prompts": [[token ids]], "num_outputs": [tokens to generate]}
 reply  {"tokens": [[the first few generated ids]], "num_tokens": total, "seconds": s, "finished_at": monotonic clock}
-       or {"error": text}; before all of them {"loaded_at": monotonic clock, "versions": {package: version}}
+       or {"error": text}; before all of them {"versions": {package: version}}
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def serve(load: Callable[..., Driver], packages: list[str]) -> None:
 
         try:
             driver = load(arguments["model"], arguments["threads"], **arguments["options"])
-            reply(loaded_at=time.monotonic(), versions={name: importlib.metadata.version(name) for name in packages})
+            reply(versions={name: importlib.metadata.version(name) for name in packages})
             for line in sys.stdin:
                 job = json.loads(line)
                 reply(**_do(driver, job["prompts"], job["num_outputs"]))
