@@ -5,7 +5,6 @@
 Each stage is timed by wrapping the one method that is that stage. "Outside the model" counts everything between the
 request's tokens being scheduled and its new text being ready, except the model's forward pass and its logits; it comes
 from a run of its own in which nothing else is timed, since a clock costs several microseconds in the place where it is.
-Where the worker runs several greedy steps at once, all figures are those of one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.session import Session
-from penstock.runner.greedy_steps import GreedyRun
 from penstock.runner.model_runner import ModelRunner
 
 # Prefills, and a few steps for caches to settle.
@@ -34,7 +32,6 @@ _MODEL = ("model forward", "logits")
 _WHOLE = "whole step"
 _OUTSIDE = "outside the model"
 _SHARE = "share of the step"
-_AT_ONCE = "steps at once"
 
 
 @dataclass(frozen=True)
@@ -70,43 +67,27 @@ class StageClock:
         while self._wrapped:
             setattr(*self._wrapped.pop())
 
-    def wrap(
-        self,
-        owner: Any,
-        method: str,
-        stage: str,
-        *,
-        ends_step: bool = False,
-        count: Callable[[Any], int] | None = None,
-    ) -> None:
-        """Time every call of a method under the stage's name. count: how many steps it ran at once, by its result."""
+    def wrap(self, owner: Any, method: str, stage: str, *, ends_step: bool = False) -> None:
+        """Time every call of a method under the stage's name."""
         original: Callable[..., Any] = getattr(owner, method)
         self._wrapped.append((owner, method, original))
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             try:
-                result = original(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 self._current[stage] += time.perf_counter() - begin
                 if ends_step:
-                    self._end_step()
-            if count is not None:
-                self._current[_AT_ONCE] = count(result)
-            return result
+                    self.steps.append(dict(self._current))
+                    self._current.clear()
 
         setattr(owner, method, timed)
-
-    def _end_step(self) -> None:
-        num_steps = self._current.pop(_AT_ONCE, 1)
-        self.steps.append({stage: value / num_steps for stage, value in self._current.items()} | {_AT_ONCE: num_steps})
-        self._current.clear()
 
 
 def measure(case: Case) -> dict[str, float]:
     """Median microseconds per step of each stage, once all requests decode; and the share of what is not the model."""
     stages = _medians(_run(case, _wrap_stages))
-    del stages[_AT_ONCE]
     named = sum(value for stage, value in stages.items() if stage not in (*_MODEL, _WHOLE))
     whole = _run(case, _wrap_model)
     outside = [step[_WHOLE] - sum(step.get(stage, 0.0) for stage in _MODEL) for step in whole]
@@ -114,7 +95,6 @@ def measure(case: Case) -> dict[str, float]:
     stages[_OUTSIDE] = statistics.median(outside) * 1e6
     stages["of which not in a stage above"] = stages[_OUTSIDE] - named
     stages[_SHARE] = stages[_OUTSIDE] / stages[_WHOLE]
-    stages[_AT_ONCE] = statistics.mean(step[_AT_ONCE] for step in whole)
     return stages
 
 
@@ -153,12 +133,8 @@ def _wrap_model(session: Session, clock: StageClock) -> None:
     clock.wrap_method_of_class(runner.model, "compute_logits", "logits")
     clock.wrap_method_of_class(runner.model, "compute_greedy", "logits")
     # Forward pass and logits in one call; a call that comes to nothing takes next to no time.
-    clock.wrap(runner.greedy_steps, "run", "model forward", count=_steps_of)
+    clock.wrap(runner.greedy_steps, "run", "model forward")
     clock.wrap(session, "_turn", _WHOLE, ends_step=True)
-
-
-def _steps_of(run: GreedyRun | None) -> int:
-    return 1 if run is None or run.earlier is None else 1 + len(run.earlier[0])
 
 
 def _parts(session: Session) -> tuple[EngineCore, ModelRunner]:
@@ -185,8 +161,6 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def _cell(stage: str, value: float) -> str:
-    if stage == _AT_ONCE:
-        return f"{value:.1f}"
     return f"{100 * value:.1f}%" if stage == _SHARE else f"{value:.0f} µs"
 
 

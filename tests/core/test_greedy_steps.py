@@ -35,21 +35,17 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     original = GreedyStep.run
 
-    def noted(self: GreedyStep) -> None:
-        original(self)
-        steps.append(len(self.chosen.token_ids_R))
+    def noted(self: GreedyStep) -> Any:
+        chosen = original(self)
+        steps.append(len(chosen[0]))
+        return chosen
 
     monkeypatch.setattr(GreedyStep, "run", noted)
     return steps
 
 
-def core_of(folder: Path, **options: Any) -> EngineCore:
-    """Steps are run one by one."""
-    return make_core(folder, num_continuous_decode_steps=1, **options)
-
-
 def tokens(folder: Path, **options: Any) -> list[list[int]]:
-    core = core_of(folder, **options)
+    core = make_core(folder, **options)
     try:
         return [result.tokens for result in run(core, PROMPTS, PARAMS)]
     finally:
@@ -97,7 +93,7 @@ def test_a_request_that_wants_more_than_the_largest_logit_gets_it(
 ) -> None:
     """While it decodes no step is one call, unless all it wants is about its prompt; before and after it they are."""
     tiny_checkpoint(tmp_path)
-    core = core_of(tmp_path, dtype="float32")
+    core = make_core(tmp_path, dtype="float32")
     demanding = SamplingParams(**{"temperature": 0.0, "seed": 1, "max_tokens": 8, "ignore_eos": True, **demand})
     try:
         (expected,) = run(core, PROMPTS[3:], greedy(40))
@@ -130,7 +126,7 @@ def step(core: EngineCore, count: int, results: dict[str, Result]) -> None:
 @pytest.mark.parametrize("what", ["layer", "choice"])
 def test_what_is_done_to_a_model_takes_effect_at_once(tmp_path: Path, at_once: list[int], what: str) -> None:
     tiny_checkpoint(tmp_path)
-    core = core_of(tmp_path, dtype="float32")
+    core = make_core(tmp_path, dtype="float32")
     try:
         add(core, "a", PROMPTS[1], greedy(40))
         results: dict[str, Result] = {}
@@ -157,7 +153,7 @@ def _make_constant(model: Any, what: str) -> None:
 @pytest.mark.parametrize("part", ["", "model", "model.embed_tokens"])
 def test_hooks_are_called(tmp_path: Path, at_once: list[int], part: str) -> None:
     tiny_checkpoint(tmp_path)
-    core = core_of(tmp_path, dtype="float32")
+    core = make_core(tmp_path, dtype="float32")
     seen: list[nn.Module] = []
     try:
         core.collective_rpc("apply_model", args=(lambda model: _watch(model.get_submodule(part), seen),))
@@ -179,7 +175,7 @@ def _always(hidden_LD: torch.Tensor, token: int) -> tuple[torch.Tensor, torch.Te
 
 def test_what_is_not_a_number_ends_the_request(tmp_path: Path, at_once: list[int]) -> None:
     tiny_checkpoint(tmp_path)
-    core = core_of(tmp_path, dtype="float32")
+    core = make_core(tmp_path, dtype="float32")
     try:
         add(core, "a", PROMPTS[1], greedy(40))
         results: dict[str, Result] = {}

@@ -70,7 +70,6 @@ class Driver:
         depth: int = 1,
         enable_prefix_caching: bool = True,
         async_scheduling: bool | None = None,
-        num_continuous_decode_steps: int = 1,
     ) -> None:
         self.config = kv_cache_config or cache_config(33)
         self.depth = depth
@@ -78,12 +77,7 @@ class Driver:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                policy=policy,
-                num_continuous_decode_steps=num_continuous_decode_steps,
-            ),
+            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy),
             self.config,
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,

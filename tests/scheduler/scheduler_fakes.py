@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from random import Random
 
 from penstock.contract import (
     FullAttentionSpec,
@@ -90,10 +89,7 @@ class FakeRequest:
 
 @dataclass
 class FakeWorker:
-    """Executes steps in order. `salts` tells what the contract does not: which requests may share.
-
-    Steps that may be run several times at once are run any number of times.
-    """
+    """Executes steps in order. `salts` tells what the contract does not: which requests may share."""
 
     config: KVCacheConfig
     max_num_seqs: int
@@ -103,8 +99,6 @@ class FakeWorker:
     requests: dict[str, FakeRequest] = field(default_factory=dict)
     contents: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     last_step_id: int = -1
-    random: Random = field(default_factory=lambda: Random(0))
-    num_steps_at_once: list[int] = field(default_factory=list)
 
     def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> ModelRunnerOutput:
         """Run a step. Requests in `failing` leave their blocks unfilled and end with an error, now and in later steps.
@@ -131,33 +125,17 @@ class FakeWorker:
             self._sample(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else []
             for req_id in batch
         ]
-        is_run_again = output.max_steps > 1 and len(healthy) == len(batch) and self._run_again(output, batch, sampled)
         return ModelRunnerOutput(
             step_id=output.step_id,
             req_ids=batch,
             sampled_token_ids=sampled,
-            logprobs=None
-            if is_run_again
-            else LogprobsLists(
+            logprobs=LogprobsLists(
                 logprob_token_ids=[[tokens[0] if tokens else 0, 7, 8, 9] for tokens in sampled],
                 logprobs=[[-0.5, -1.0, -2.0, -3.0] for _ in batch],
                 sampled_token_ranks=list(range(len(batch))),
             ),
             errors={req_id: "broken on purpose" for req_id in batch if req_id not in healthy},
         )
-
-    def _run_again(self, output: SchedulerOutput, batch: list[str], sampled: list[list[int]]) -> bool:
-        assert set(output.num_scheduled_tokens.values()) == {1}
-        num_steps = self.random.randint(1, output.max_steps)
-        self.num_steps_at_once.append(num_steps)
-        for _ in range(num_steps - 1):
-            for req_id, tokens in zip(batch, sampled, strict=True):
-                request = self.requests[req_id]
-                self._write(request, 1)
-                if not request.is_misled:
-                    self._read(req_id, request, 1)
-                tokens += self._sample(request, 1)
-        return True
 
     def _check_shape(self, output: SchedulerOutput) -> None:
         new = [request.req_id for request in output.scheduled_new_reqs]

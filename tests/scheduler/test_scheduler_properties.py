@@ -54,7 +54,6 @@ SETUPS = st.fixed_dictionaries(
         "depth": st.integers(1, 3),
         "async_scheduling": st.booleans(),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
-        "num_continuous_decode_steps": st.sampled_from([1, 2, 16]),
     }
 )
 # Moves, with a number where they concern a request. Disasters are rare enough to let something grow between them.
@@ -118,7 +117,5 @@ def test_every_request_gets_the_tokens_of_an_undisturbed_run(
     assert set(driver.ends) == set(driver.requests)
     if driver.scheduler.num_preemptions:
         event("preempted")
-    if max(driver.worker.num_steps_at_once, default=1) > 1:
-        event("several steps at once")
     if driver.scheduler.prefix_cache_hits:
         event("shared a prefix")

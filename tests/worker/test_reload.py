@@ -152,7 +152,7 @@ def test_a_reload_that_fails_leaves_the_old_weights_serving(
     broken = tmp_path / "broken"
     shutil.copytree(new, broken)
     damage(broken)
-    core = make_core(old, num_continuous_decode_steps=1)
+    core = make_core(old)
     running = start(core, num_steps=6)
     preemptions = core.scheduler.num_preemptions
     with pytest.raises(error, match=message):
@@ -213,7 +213,7 @@ def test_a_folder_of_weights_alone_keeps_the_configuration(
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_running_requests_go_on_from_their_tokens_with_the_new_weights(old: Path, new: Path, is_async: bool) -> None:
-    core = make_core(old, async_scheduling=is_async, num_continuous_decode_steps=1)
+    core = make_core(old, async_scheduling=is_async)
     results = start(core, num_steps=8)
     in_flight = {
         req_id: core.scheduler._requests[req_id].num_output_placeholders
@@ -234,7 +234,7 @@ def test_running_requests_go_on_from_their_tokens_with_the_new_weights(old: Path
 
 
 def test_requests_aborted_right_after_a_reload_leave_nothing_behind(old: Path, new: Path) -> None:
-    core = make_core(old, num_continuous_decode_steps=1)
+    core = make_core(old)
     start(core, num_steps=6)
     reload(core, new)
     core.abort_requests(["r0", "r2"])

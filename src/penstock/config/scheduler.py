@@ -16,21 +16,16 @@ class SchedulerConfig:
     policy: "fcfs" serves in order of arrival; "priority" serves lower `priority` numbers first.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device
         (on where the device overlaps with the host).
-    num_continuous_decode_steps: how many steps at most the worker may run before it hands their tokens over together,
-        as it does for some milliseconds where steps are short and no request wants more than the largest logit, or
-        looks for strings; 1 to get every token at once. Not with asynchronous scheduling, which hides the same cost.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     policy: str = "fcfs"
     async_scheduling: bool | None = None
-    num_continuous_decode_steps: int = 16
 
     def __post_init__(self) -> None:
         check_integer("max_num_seqs", self.max_num_seqs, 1)
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_integer("num_continuous_decode_steps", self.num_continuous_decode_steps, 1)
         check_choice("policy", self.policy, POLICIES)
         if self.async_scheduling is not None:
             check_flag("async_scheduling", self.async_scheduling)

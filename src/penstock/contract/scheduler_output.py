@@ -53,8 +53,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     scheduled_spec_decode_tokens: draft tokens to verify; -1 where only the device knows them yet.
     finished_req_ids: ended since the last step; may name requests that the worker never saw.
     preempted_req_ids: to be forgotten like finished ones.
-    max_steps: how often the step may be run at once, each time from the tokens of the time before. More than 1 only
-        where every request decodes one token: there are blocks for so many, and none reaches its limit earlier.
     A step with no tokens only updates state.
     """
 
@@ -67,7 +65,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished_req_ids: set[str] = set()
     preempted_req_ids: set[str] = set()
     has_structured_output_requests: bool = False
-    max_steps: int = 1
 
     @property
     def is_empty(self) -> bool:

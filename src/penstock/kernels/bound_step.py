@@ -54,21 +54,8 @@ class StepTensors(NamedTuple):
 TokensOnHost: TypeAlias = tuple[list[list[int]], list[int] | None]
 
 
-class StepAddresses(NamedTuple):
-    """Where the library finds the arguments of the calls, to make them by itself between steps that it runs at once."""
-
-    gather: int
-    outcome: int
-    advance: int
-
-
 class BoundStep(ABC):
     """The calls of a step, in their order. The tensors must stay where they are as long as this is in use."""
-
-    @property
-    def addresses(self) -> StepAddresses | None:
-        """Those of the next step, until it takes more columns; None where the calls are not the library's."""
-        return None
 
     @abstractmethod
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:

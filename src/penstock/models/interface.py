@@ -7,24 +7,14 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.attention import ForwardContext
-from penstock.kernels.bound_step import StepAddresses
 from penstock.kernels.sampling import ChosenTokens
 
 
 class BoundGreedy(Protocol):
-    """One call from a step's tokens to the next ones, which are in `chosen` then, until the next call."""
+    """One call from a step's tokens to the next ones."""
 
-    @property
-    def chosen(self) -> ChosenTokens: ...
-
-    def run(self) -> None:
-        """`compute_greedy` of the model's hidden states."""
-
-    def run_steps(self, step: StepAddresses, max_steps: int, seconds: float) -> list[list[int]] | None:
-        """Steps in a row, at most so many, and no more than fit into the time, or until one fails for a request.
-
-        All but the last are recorded in the state. Returns their tokens, a list per request; None where one was all.
-        """
+    def run(self) -> ChosenTokens:
+        """`compute_greedy` of the model's hidden states. The next run may overwrite the result."""
 
 
 class LanguageModel(Protocol):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import BoundLayer, ForwardContext
-from penstock.kernels.bound_step import StepAddresses
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, LastRows, StepTokens
@@ -61,17 +60,13 @@ class GreedyStep:
     """A step of one token of each request, over and over."""
 
     def __init__(self, bound: BoundChoices) -> None:
-        self._bound = bound
         self._run = bound.run
-        self.chosen = ChosenTokens(bound.index_T, bound.failed_T)
+        self._chosen = ChosenTokens(bound.index_T, bound.failed_T)
 
-    def run(self) -> None:
-        """The model's `compute_greedy` of what its tensors now hold, into `chosen`."""
+    def run(self) -> ChosenTokens:
+        """The model's `compute_greedy` of what its tensors now hold. The next run overwrites the result."""
         self._run()
-
-    def run_steps(self, step: StepAddresses, max_steps: int, seconds: float) -> list[list[int]] | None:
-        """`BoundChoices.run_steps`: `chosen` is that of the last step."""
-        return self._bound.run_steps(step, max_steps, seconds)
+        return self._chosen
 
 
 def _step_tokens(positions_T: Tensor, context: ForwardContext) -> StepTokens:

@@ -82,15 +82,6 @@ class BatchBuilder:
             self._batch = self._wrap(self.layout, tensors)
         return self._batch
 
-    @property
-    def room(self) -> int:
-        """Steps of the same layout that can follow the last one without more columns of any block table."""
-        return self._capacity - self._max_seq_len
-
-    def move_ahead(self, num_steps: int) -> None:
-        """The last step was run so many times more than it was built, from what its calls gathered anew."""
-        self._max_seq_len += num_steps
-
     def _bind(self, layout: BatchLayout) -> None:
         requests = self._requests
         state = SlotTensors(

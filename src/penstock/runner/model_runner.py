@@ -17,7 +17,6 @@ from penstock.config import SamplingConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.device import Device
 from penstock.errors import LifecycleError
-from penstock.kernels.bound_step import TokensOnHost
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
@@ -50,8 +49,7 @@ class PendingStep(msgspec.Struct, frozen=True, gc=False):
     """A step that has been run and not yet sampled. `batch` is None when no token was run.
 
     hidden: of each request's last token; None where the step has `chosen` its tokens already. all_hidden: of all
-    tokens, where prompt_rows are among them. earlier: where the step was run several times at once, the tokens of the
-    times before the last, a list per request.
+    tokens, where prompt_rows are among them.
     """
 
     batch: InputBatch | None
@@ -60,7 +58,6 @@ class PendingStep(msgspec.Struct, frozen=True, gc=False):
     prompt_rows: PromptRows | None = None
     all_hidden: Tensor | None = None
     chosen: ChosenTokens | None = None
-    earlier: list[list[int]] | None = None
 
 
 class ModelRunner:
@@ -95,7 +92,7 @@ class ModelRunner:
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         self.repeated = RepeatedStep(self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache)
-        self.greedy_steps = GreedySteps(self.sampler, self.batcher)
+        self.greedy_steps = GreedySteps(self.sampler)
         # Whether every step computes all of its hidden states, as one does that must tell of prompts.
         self.computes_all_hidden = False
         self._pending: dict[int, PendingStep] = {}
@@ -116,9 +113,9 @@ class ModelRunner:
         batch, context = prepared
         prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests)
         if batch.layout.has_one_token_each and prompt_rows is None:
-            run = self.greedy_steps.run(self.model, batch, context, output.max_steps)
-            if run is not None:
-                self._pending[output.step_id] = PendingStep(batch, None, errors, chosen=run.chosen, earlier=run.earlier)
+            chosen = self.greedy_steps.run(self.model, batch, context)
+            if chosen is not None:
+                self._pending[output.step_id] = PendingStep(batch, None, errors, chosen=chosen)
                 return
         if prompt_rows is None and batch.layout.max_query_len > 1 and not self.computes_all_hidden:
             context = self.kv_cache.ask_for_last_tokens(context, batch)
@@ -145,8 +142,6 @@ class ModelRunner:
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.all_hidden)
         sampled = self._sample(step, rows)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
-        if step.earlier is not None:
-            on_host = _after(step.earlier, on_host)
         req_ids = batch.layout.req_ids
         if sampled.errors:
             errors = _by_request(sampled.errors, req_ids) | errors
@@ -201,13 +196,6 @@ class ModelRunner:
             return SamplerOutput(*chosen, None, {})
         assert hidden is not None, "a step has its tokens, or what they are chosen from"
         return self.sampler.sample(self.model.compute_logits(hidden), rows)
-
-
-def _after(earlier: list[list[int]], on_host: TokensOnHost | None) -> TokensOnHost:
-    """What the host is told of a step that was run several times."""
-    assert on_host is not None, "what gathers and records between steps is where the host can read"
-    last, failures = on_host
-    return [before + token for before, token in zip(earlier, last, strict=True)], failures
 
 
 def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, str]:

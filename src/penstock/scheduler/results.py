@@ -7,7 +7,7 @@ from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 
-_GOES_ON: tuple[FinishReason | None, int | None] = (None, None)
+_GOES_ON = (None, None)
 
 
 def check_stop(request: Request) -> tuple[FinishReason | None, int | None]:
@@ -23,17 +23,6 @@ def check_stop(request: Request) -> tuple[FinishReason | None, int | None]:
     if len(token_ids) >= request.length_limit:
         return FinishReason.LENGTH, None
     return _GOES_ON
-
-
-def take_tokens(request: Request, new_token_ids: list[int]) -> tuple[list[int], tuple[FinishReason | None, int | None]]:
-    """Add a step's tokens to the request, up to the one that ends it: those, and `check_stop` of the last one."""
-    stop = _GOES_ON
-    for count, token_id in enumerate(new_token_ids, start=1):
-        request.all_token_ids.append(token_id)
-        stop = check_stop(request)
-        if stop is not _GOES_ON:
-            return new_token_ids[:count], stop
-    return new_token_ids, stop
 
 
 def logprobs_of_row(request: Request, logprobs: LogprobsLists | None, row: int) -> LogprobsLists | None:

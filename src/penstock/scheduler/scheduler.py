@@ -16,10 +16,10 @@ from penstock.scheduler.queues import make_waiting_queue
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_limits import check_fits, check_prompt
 from penstock.scheduler.results import (
+    check_stop,
     logprobs_of_row,
     make_output,
     take_prompt_logprobs,
-    take_tokens,
 )
 from penstock.scheduler.step import ScheduledRequest, StepBuilder, void_what_read_lost_blocks
 
@@ -56,7 +56,6 @@ class Scheduler:
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._runs_ahead = async_scheduling
-        self._most_steps_at_once = 1 if async_scheduling else config.num_continuous_decode_steps
         self.kv_cache = KVCacheManager(
             kv_cache_config,
             enable_prefix_caching=enable_prefix_caching,
@@ -156,8 +155,9 @@ class Scheduler:
         self._next_step_id += 1
         decodes = self._decodes
         if decodes is not None and decodes.num_left > 0 and (self._runs_ahead or not self._in_flight):
-            new_block_ids = self._allocate_for(decodes)
-            if new_block_ids is not None:
+            rows = decodes.due.get(decodes.num_steps)
+            new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
+            if rows is None or new_block_ids is not None:
                 output, self._in_flight[step_id] = decodes.next(step_id, new_block_ids)
                 return output
         step = StepBuilder(step_id, self._max_num_batched_tokens)
@@ -183,12 +183,9 @@ class Scheduler:
         if scheduled is None:
             return []
         if isinstance(scheduled, DecodeStep):
-            num_steps = scheduled.num_steps(model_runner_output)
-            if num_steps > 1 and self._decodes is not None:
-                self._decodes.count_more(num_steps - 1)
             if scheduled.has_plain_results(model_runner_output):
-                return self._take_tokens(scheduled, model_runner_output, num_steps)
-            scheduled = scheduled.by_request(num_steps)
+                return self._take_tokens(scheduled, model_runner_output)
+            scheduled = scheduled.by_request()
         if model_runner_output.errors or len(model_runner_output.req_ids) < len(scheduled):
             self._take_back_lost_blocks(scheduled, model_runner_output)
         outputs = []
@@ -299,25 +296,15 @@ class Scheduler:
         num_running = len(self._running)
         runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
         can_admit = num_running < self._max_num_seqs and len(self._waiting) > 0
-        if not runs_all or can_admit:
-            return None
-        return DecodeSteps(self._running.copy(), step.cached_only, most_at_once=self._most_steps_at_once)
+        return DecodeSteps(self._running.copy(), step.cached_only) if runs_all and not can_admit else None
 
-    def _allocate_for(self, decodes: DecodeSteps) -> dict[int, tuple[list[int], ...]] | None:
-        """A block of each group for the rows that need one soon, or now; None where somebody would have to give way."""
-        num_available = self.kv_cache.pool.num_free_blocks // len(self._kv_cache_config.groups)
-        rows = decodes.rows_due_soon()
-        if len(rows) > num_available:
-            rows = decodes.rows_due()
-        if len(rows) > num_available:
+    def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
+        """A block of each group for the requests of these rows; None where somebody would have to give way."""
+        if len(rows) * len(self._kv_cache_config.groups) > self.kv_cache.pool.num_free_blocks:
             return None
-        new_block_ids = {}
-        for row in rows:
-            request = decodes.requests[row]
-            blocks = self.kv_cache.allocate_slots(request, request.kv_capacity + 1 - request.num_computed_tokens)
-            assert blocks is not None
-            new_block_ids[row] = blocks
-        return new_block_ids
+        new_block_ids = {row: self.kv_cache.allocate_slots(decodes.requests[row], 1) for row in rows}
+        assert all(blocks is not None for blocks in new_block_ids.values())
+        return new_block_ids  # type: ignore[return-value]
 
     def _share_next(self, request: Request, num_tokens: int) -> Sequence[KVCacheBlock]:
         """Let others find what the request's next tokens fill, from the step on that computes them.
@@ -364,26 +351,25 @@ class Scheduler:
             )
         return self._in_flight.pop(step_id)
 
-    def _take_tokens(self, step: DecodeStep, results: ModelRunnerOutput, num_steps: int) -> list[EngineCoreOutput]:
-        """Take in a step of which every request got its tokens: at once where they are that and nothing else."""
+    def _take_tokens(self, step: DecodeStep, results: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take in a step of which every request got a token: at once where it is a token and nothing else."""
         outputs = []
         num_computed_tokens = step.num_computed_tokens
         for row, (request, new_token_ids) in enumerate(zip(step.requests, results.sampled_token_ids, strict=True)):
             token_ids = request.all_token_ids
             if (
-                len(new_token_ids) == num_steps
+                len(new_token_ids) == 1
                 and request.status is _RUNNING
-                and request.end_token_ids.isdisjoint(new_token_ids)
-                and len(token_ids) + num_steps < request.length_limit
-                and num_computed_tokens[row] + num_steps < request.next_cache_at
+                and new_token_ids[0] not in request.end_token_ids
+                and len(token_ids) + 1 < request.length_limit
+                and num_computed_tokens[row] + 1 < request.next_cache_at
                 and not request.has_news
             ):
                 request.num_in_flight_steps -= 1
                 request.num_output_placeholders -= 1
-                request.num_computed_tokens += num_steps - 1
-                token_ids += new_token_ids
+                token_ids.append(new_token_ids[0])
                 outputs.append(EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids))
-            elif (output := self._take_result(step.part(row, num_steps), results, row)) is not None:
+            elif (output := self._take_result(step.part(row), results, row)) is not None:
                 outputs.append(output)
         return outputs
 
@@ -418,31 +404,25 @@ class Scheduler:
         if results.errors and request.req_id in results.errors:
             if request.req_id in results.not_finite_req_ids:
                 self.kv_cache.forget(request)
-            num_earlier = entry.num_steps - 1
-            earlier = results.sampled_token_ids[row][:num_earlier] if num_earlier else ()
-            return self._fail(request, results.errors[request.req_id], earlier)
+            return self._fail(request, results.errors[request.req_id])
         new_token_ids = results.sampled_token_ids[row]
-        num_due = entry.num_steps if samples else 0
-        if len(new_token_ids) != num_due:
+        if len(new_token_ids) != samples:
+            num_due = int(samples)
             return self._fail(
                 request,
                 f"The worker sampled {len(new_token_ids)} tokens in step {results.step_id} instead of {num_due}.",
             )
         if results.prompt_logprobs:
             take_prompt_logprobs(request, results)
-        num_computed_tokens, finish_reason, stop_reason = entry.num_computed_tokens, None, None
         if samples:
             request.num_output_placeholders -= 1
-            new_token_ids, (finish_reason, stop_reason) = take_tokens(request, new_token_ids)
-            # What was computed beyond the request's end means nothing.
-            num_computed_tokens -= num_due - len(new_token_ids)
+            request.all_token_ids += new_token_ids
         # A preempted request holds no blocks that could be shared.
-        if status is _RUNNING:
-            request.num_computed_tokens += entry.num_steps - 1
-            if num_computed_tokens >= request.next_cache_at:
-                self.kv_cache.cache_blocks(request, num_computed_tokens)
+        if entry.num_computed_tokens >= request.next_cache_at and status is _RUNNING:
+            self.kv_cache.cache_blocks(request, entry.num_computed_tokens)
         if not samples:
             return None
+        finish_reason, stop_reason = check_stop(request)
         if finish_reason is not None:
             self._finish(request)
         elif results.logprobs is None and not request.has_news:
@@ -464,10 +444,9 @@ class Scheduler:
                 outputs.append(self._fail(entry.request, error))
         return outputs
 
-    def _fail(self, request: Request, error: str, new_token_ids: Sequence[int] = ()) -> EngineCoreOutput:
-        """new_token_ids: those of the step that were sampled before it failed."""
+    def _fail(self, request: Request, error: str) -> EngineCoreOutput:
         self._finish(request)
-        return make_output(request, list(new_token_ids), FinishReason.ERROR, error=error)
+        return make_output(request, [], FinishReason.ERROR, error=error)
 
     def _finish(self, request: Request) -> None:
         self._decodes = None

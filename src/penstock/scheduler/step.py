@@ -15,8 +15,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """A request's part in a step in flight.
 
     num_computed_tokens: positions whose KV is in the cache after the step.
-    samples: whether the step samples tokens for it; a chunk that ends before the last known token does not.
-    num_steps: how often the step was run at once, for a token each time.
+    samples: whether the step samples a token for it; a chunk that ends before the last known token does not.
     found, shared: blocks that it found when it began, and those that others may find since this step was scheduled.
     is_void: it read what another request should have computed and did not; its results mean nothing.
     """
@@ -27,7 +26,6 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     found: Sequence[KVCacheBlock] = ()
     shared: Sequence[KVCacheBlock] = ()
     is_void: bool = False
-    num_steps: int = 1
 
 
 class StepBuilder:

@@ -56,7 +56,6 @@ class NativeProgram:
         self._program = self._module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
         # Takes the address of what `_arguments` makes.
         self._run: Callable[[int], None] = partial(self._module.program_run, self._program)
-        self._run_steps: Callable[..., list[list[int]] | None] = partial(self._module.program_run_steps, self._program)
         self._keeps_alive: list[Tensor] = []
         self._whole, self._part = _Stack(_WHOLE), _Stack(_PART)
         self._hidden_size = hidden_size
@@ -211,8 +210,7 @@ class NativeProgram:
         workspace = self._workspace(num_rows)
         index_T, failed_T = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
         arguments = self._arguments(step, (*hidden_2TD, workspace), (ids_T, index_T, failed_T))
-        kept = (ids_T, step, hidden_2TD, workspace)
-        return BoundChoices(self._run, self._run_steps, arguments, index_T, failed_T, kept)
+        return BoundChoices(self._run, arguments, index_T, failed_T, (ids_T, step, hidden_2TD, workspace))
 
     def _workspace(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows * self._whole.size + min(num_rows, PROGRAM_ROWS) * self._part.size)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.bound_step import StepAddresses
 from penstock.kernels.native.attention import StepRequests
 from penstock.kernels.native.stored import StoredArguments
 
@@ -69,14 +68,12 @@ class BoundChoices:
     def __init__(
         self,
         run: Callable[[int], None],
-        run_steps: Callable[..., list[list[int]] | None],
         arguments: StoredArguments,
         index_T: Tensor,
         failed_T: Tensor,
         keeps_alive: tuple[object, ...],
     ) -> None:
         self._run = run
-        self._run_steps = run_steps
         self._address = arguments.address
         self.index_T = index_T
         self.failed_T = failed_T
@@ -85,11 +82,3 @@ class BoundChoices:
     def run(self) -> None:
         """One step, from what the step's tensors hold by then."""
         self._run(self._address)
-
-    def run_steps(self, step: StepAddresses, max_steps: int, seconds: float) -> list[list[int]] | None:
-        """Steps in a row, at most so many, and no more than fit into the time, or until one fails for a request.
-
-        All but the last are recorded as `step` does it, whose inputs are gathered. Returns their tokens, a list per
-        request; None where one step was all.
-        """
-        return self._run_steps(self._address, *step, max_steps, int(1e6 * seconds))

@@ -7,14 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.bound_step import (
-    BoundStep,
-    LayoutTensors,
-    SlotTensors,
-    StepAddresses,
-    StepTensors,
-    TokensOnHost,
-)
+from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors, TokensOnHost
 from penstock.kernels.native.stored import StoredArguments
 
 
@@ -58,12 +51,6 @@ class NativeStep(BoundStep):
                 layout.num_reqs,
                 self._outcome_3R.data_ptr(),
             ]
-        )
-
-    @property
-    def addresses(self) -> StepAddresses:
-        return StepAddresses(
-            self._gather_arguments.address, self._outcome_arguments.address, self._advance_arguments.address
         )
 
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:

@@ -7,7 +7,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <chrono>
 #include <new>
 
 #include "kernels.h"
@@ -323,7 +322,6 @@ PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
 #include "module_quantized.inl"
 #include "module_program.inl"
 #include "module_step.inl"
-#include "module_steps.inl"
 
 namespace {
 
@@ -366,7 +364,6 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(program_greedy),
     PENSTOCK_FUNCTION(program_argmax),
     PENSTOCK_FUNCTION(program_run),
-    PENSTOCK_FUNCTION(program_run_steps),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -205,53 +205,41 @@ PyObject* program_argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return call.add(operation);
 }
 
-// A step's arguments: [ProgramStep, number of groups, StepRequests of each].
-struct ProgramRun {
-  ProgramStep step;
-  StepRequests groups[kMaxGroups];
-
-  // False with a Python error where they cannot be.
-  bool read(const Program& program, StoredArguments in) {
-    step.input = in.pointer<float>();
-    step.output = in.pointer<float>();
-    step.workspace = in.pointer<float>();
-    step.ids = in.pointer<const int32_t>();
-    step.index = in.pointer<int64_t>();
-    step.failed = in.pointer<bool>();
-    step.positions = in.pointer<const int64_t>();
-    step.num_rows = in.size();
-    step.num_tokens = in.size();
-    step.num_threads = in.integer();
-    step.last.rows = in.pointer<const int64_t>();
-    step.last.positions = in.pointer<const int64_t>();
-    step.last.query_start = in.pointer<const int32_t>();
-    step.last.count = in.size();
-    const int64_t num_groups = in.size();
-    if (num_groups > kMaxGroups) {
-      PyErr_Format(PyExc_ValueError, "more than %d KV-cache groups", kMaxGroups);
-      return false;
-    }
-    for (int64_t group = 0; group < num_groups; ++group) {
-      groups[group].query_start = in.pointer<const int32_t>();
-      groups[group].seq_lens = in.pointer<const int32_t>();
-      groups[group].block_table = in.pointer<const int32_t>();
-      groups[group].block_table_stride = in.size();
-      groups[group].num_requests = in.size();
-    }
-    step.groups = groups;
-    return step.ids == nullptr || are_rows(step.ids, step.num_rows, program.num_ids);
-  }
-};
-
-// (program, address for ProgramRun)
+// (program, address of [ProgramStep, number of groups, StepRequests of each])
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   StoredArguments in(call.in.pointer<const int64_t>());
-  ProgramRun run;
-  if (!call.in.are_good() || call.program == nullptr || !run.read(*call.program, in)) return nullptr;
+  if (!call.in.are_good() || call.program == nullptr) return nullptr;
+  ProgramStep step;
+  step.input = in.pointer<float>();
+  step.output = in.pointer<float>();
+  step.workspace = in.pointer<float>();
+  step.ids = in.pointer<const int32_t>();
+  step.index = in.pointer<int64_t>();
+  step.failed = in.pointer<bool>();
+  step.positions = in.pointer<const int64_t>();
+  step.num_rows = in.size();
+  step.num_tokens = in.size();
+  step.num_threads = in.integer();
+  step.last.rows = in.pointer<const int64_t>();
+  step.last.positions = in.pointer<const int64_t>();
+  step.last.query_start = in.pointer<const int32_t>();
+  step.last.count = in.size();
+  StepRequests groups[kMaxGroups];
+  const int64_t num_groups = in.size();
+  if (num_groups > kMaxGroups) return PyErr_Format(PyExc_ValueError, "more than %d KV-cache groups", kMaxGroups);
+  for (int64_t group = 0; group < num_groups; ++group) {
+    groups[group].query_start = in.pointer<const int32_t>();
+    groups[group].seq_lens = in.pointer<const int32_t>();
+    groups[group].block_table = in.pointer<const int32_t>();
+    groups[group].block_table_stride = in.size();
+    groups[group].num_requests = in.size();
+  }
+  step.groups = groups;
+  if (step.ids != nullptr && !are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;
   bool had_memory;
   Py_BEGIN_ALLOW_THREADS;
-  had_memory = run_program(*call.program, run.step);
+  had_memory = run_program(*call.program, step);
   Py_END_ALLOW_THREADS;
   if (!had_memory) return PyErr_NoMemory();
   Py_RETURN_NONE;

@@ -2,8 +2,11 @@
 
 namespace {
 
-// Fills the step's inputs. in: [GatherArgs, number of groups, TableArgs of each].
-void gather_stored(StoredArguments in) {
+// (address of [GatherArgs, number of groups, TableArgs of each])
+PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments given(values, count);
+  StoredArguments in(given.pointer<const int64_t>());
+  if (!given.are_good()) return nullptr;
   GatherArgs a;
   a.all_token_ids = in.pointer<const int32_t>();
   a.width = in.size();
@@ -29,39 +32,6 @@ void gather_stored(StoredArguments in) {
     table.slot_mapping = in.pointer<int64_t>();
     gather_blocks(a, table);
   }
-}
-
-// in: the first part of OutcomeArgs and its outcome.
-OutcomeArgs outcome_stored(StoredArguments in) {
-  OutcomeArgs a{};
-  a.seq_lens = in.pointer<const int32_t>();
-  a.prefill_lens = in.pointer<const int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.outcome = in.pointer<int64_t>();
-  return a;
-}
-
-// in: AdvanceArgs.
-void advance_stored(StoredArguments in) {
-  AdvanceArgs a;
-  a.all_token_ids = in.pointer<int32_t>();
-  a.width = in.size();
-  a.total_len = in.pointer<int64_t>();
-  a.num_computed = in.pointer<int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_scheduled = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.outcome = in.pointer<const int64_t>();
-  advance_state(a);
-}
-
-// (address for gather_stored)
-PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments given(values, count);
-  StoredArguments in(given.pointer<const int64_t>());
-  if (!given.are_good()) return nullptr;
-  gather_stored(in);
   Py_RETURN_NONE;
 }
 
@@ -101,18 +71,21 @@ PyObject* failure_list(const OutcomeArgs& a) {
   return list;
 }
 
-// (address for outcome_stored, sampled, failures, failure_size) -> (token_lists, failure_list)
+// (address of the first part of OutcomeArgs and its outcome, sampled, failures, failure_size)
+// -> (token_lists, failure_list)
 PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments given(values, count);
   StoredArguments in(given.pointer<const int64_t>());
-  const auto* sampled = given.pointer<const int64_t>();
-  const auto* failures_of_rows = given.pointer<const void>();
-  const int64_t failure_size = given.size();
+  OutcomeArgs a;
+  a.sampled = given.pointer<const int64_t>();
+  a.failures = given.pointer<const void>();
+  a.failure_size = given.size();
   if (!given.are_good()) return nullptr;
-  OutcomeArgs a = outcome_stored(in);
-  a.sampled = sampled;
-  a.failures = failures_of_rows;
-  a.failure_size = failure_size;
+  a.seq_lens = in.pointer<const int32_t>();
+  a.prefill_lens = in.pointer<const int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.outcome = in.pointer<int64_t>();
   step_outcome(a);
   PyObject* tokens = token_lists(a);
   PyObject* failures = tokens != nullptr ? failure_list(a) : nullptr;
@@ -127,12 +100,21 @@ PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return both;
 }
 
-// (address for advance_stored)
+// (address of AdvanceArgs)
 PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments given(values, count);
   StoredArguments in(given.pointer<const int64_t>());
   if (!given.are_good()) return nullptr;
-  advance_stored(in);
+  AdvanceArgs a;
+  a.all_token_ids = in.pointer<int32_t>();
+  a.width = in.size();
+  a.total_len = in.pointer<int64_t>();
+  a.num_computed = in.pointer<int64_t>();
+  a.slots = in.pointer<const int64_t>();
+  a.num_scheduled = in.pointer<const int64_t>();
+  a.num_rows = in.size();
+  a.outcome = in.pointer<const int64_t>();
+  advance_state(a);
   Py_RETURN_NONE;
 }
 
