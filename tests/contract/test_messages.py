@@ -16,11 +16,8 @@ MESSAGES = [
     contract.NewRequestData,
     contract.CachedRequestData,
     contract.SchedulerOutput,
-    contract.GrammarOutput,
     contract.ModelRunnerOutput,
     contract.LogprobsLists,
-    contract.DraftTokenIds,
-    contract.KVConnectorOutput,
     contract.KVCacheConfig,
 ]
 
@@ -37,9 +34,6 @@ _params = st.builds(
 _specs = st.one_of(
     st.builds(contract.FullAttentionSpec, dtype=st.just("float32")),
     st.builds(contract.SlidingWindowSpec, dtype=st.just("bfloat16")),
-    st.builds(contract.MLAAttentionSpec, dtype=st.just("float16")),
-    st.builds(contract.CrossAttentionSpec, dtype=st.just("float16")),
-    st.builds(contract.MambaSpec),
 )
 _groups = st.builds(contract.KVCacheGroupSpec, spec=_specs)
 _new = st.builds(contract.NewRequestData, sampling_params=_params)

@@ -2,12 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from scheduler_driver import check_block_accounting, make_request
 from scheduler_fakes import cache_config, full_spec, window_spec
 
-from penstock.contract import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
-from penstock.errors import UnsupportedFeature
 from penstock.scheduler.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.scheduler.request import Request
 
@@ -332,27 +329,3 @@ def test_the_prefix_cache_can_be_reset_only_when_nothing_is_held() -> None:
     manager.free(first)
     assert manager.reset_prefix_cache() is True
     assert hit_length(manager, [1] * 8) == 0
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        MambaSpec(block_size=16, shapes=((8,),), dtypes=("float32",)),
-        CrossAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float32", max_encoder_tokens=8),
-    ],
-)
-def test_kinds_that_cannot_be_managed_are_refused_by_name(spec: Any) -> None:
-    group = KVCacheGroupSpec(layer_names=("odd.layer",), spec=spec)
-    with pytest.raises(UnsupportedFeature, match=rf"odd\.layer.*{type(spec).__name__}"):
-        KVCacheManager(
-            KVCacheConfig(num_blocks=4, tensors=(), groups=(group,)),
-            enable_prefix_caching=True,
-            max_num_batched_tokens=16,
-        )
-
-
-def test_latent_attention_is_managed_like_full_attention() -> None:
-    manager = make_manager(10, MLAAttentionSpec(block_size=4, head_size=8, dtype="float32"))
-    start(manager, make_request("a", [1] * 9))
-
-    assert hit_length(manager, [1] * 9) == 8

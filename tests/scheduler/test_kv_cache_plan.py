@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_fakes import full_spec, window_spec
 
-from penstock.contract import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
-from penstock.contract.kv_cache import AnyKVCacheSpec
+from penstock.contract import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
 from penstock.errors import OutOfMemory, UnsupportedFeature
 from penstock.scheduler.kv_cache_plan import (
     blocks_per_request,
@@ -29,8 +26,8 @@ WINDOW = window_spec(64, 16)
 PAGE = FULL.page_size_bytes
 
 
-def layers(num_full: int, num_window: int) -> dict[str, AnyKVCacheSpec]:
-    full: dict[str, AnyKVCacheSpec] = {f"full.{index}": FULL for index in range(num_full)}
+def layers(num_full: int, num_window: int) -> dict[str, KVCacheSpec]:
+    full: dict[str, KVCacheSpec] = {f"full.{index}": FULL for index in range(num_full)}
     return full | {f"window.{index}": WINDOW for index in range(num_window)}
 
 
@@ -80,18 +77,10 @@ def test_smaller_pages_get_more_positions_per_block() -> None:
     assert {group.spec.page_size_bytes for group in groups} == {PAGE}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        MLAAttentionSpec(block_size=16, head_size=5, dtype="float32"),
-        MambaSpec(block_size=16, shapes=((8,),), dtypes=("float32",)),
-    ],
-)
-def test_pages_that_cannot_be_made_equal_are_refused_by_name(other: Any) -> None:
-    with pytest.raises(
-        UnsupportedFeature, match=rf"odd\.layer \({type(other).__name__}\).*full\.0 \(FullAttentionSpec\)"
-    ):
-        group_layers({"full.0": FULL, "odd.layer": other})
+def test_pages_that_cannot_be_made_equal_are_refused_by_name() -> None:
+    odd = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=5, dtype="float32", sliding_window=64)
+    with pytest.raises(UnsupportedFeature, match=r"odd\.layer \(SlidingWindowSpec\).*full\.0 \(FullAttentionSpec\)"):
+        group_layers({"full.0": FULL, "odd.layer": odd})
 
 
 def test_a_model_without_a_cache_is_refused() -> None:

@@ -12,7 +12,6 @@ from penstock.config import DeviceConfig
 from penstock.contract import (
     CachedRequestData,
     FullAttentionSpec,
-    GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
@@ -146,7 +145,7 @@ class Driver:
     ) -> ModelRunnerOutput:
         """Execute and sample a step."""
         output = self.launch(counts, new, **changes)  # type: ignore[arg-type]
-        return self.runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(5.0)
+        return self.runner.sample_tokens(output.step_id).get_output(5.0)
 
     def tokens(
         self, counts: dict[str, int], new: list[NewRequestData] | None = None, **changes: object

@@ -7,6 +7,7 @@ All groups draw block ids from one pool, so all pages (one block of one layer) h
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import msgspec
 
@@ -20,121 +21,54 @@ def head_elements(head_size: int, dtype: str) -> int:
     return head_size + SCALE_BYTES.get(dtype, 0) // DTYPE_BYTES[dtype]
 
 
-class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of the per-layer specifications; `block_size` counts token positions."""
+class _AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What all kinds have: keys and values of positions, in blocks of `block_size` of them."""
 
     block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+
+    @property
+    def elements_per_head(self) -> int:
+        """Elements of the dtype that one head's key or value takes at one position."""
+        return head_elements(self.head_size, self.dtype)
 
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        raise NotImplementedError
+        return 2 * self.block_size * self.num_kv_heads * self.elements_per_head * DTYPE_BYTES[self.dtype]
+
+
+class FullAttentionSpec(_AttentionSpec, frozen=True, kw_only=True, tag=True):
+    """Keys and values of every position."""
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Blocks that one request can hold at once, at most."""
-        raise NotImplementedError
-
-
-class FullAttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
-    """Keys and values of every position."""
-
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-
-    @property
-    def elements_per_head(self) -> int:
-        """Elements of the dtype that one head's key or value takes at one position."""
-        return head_elements(self.head_size, self.dtype)
-
-    @property
-    def page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.elements_per_head * DTYPE_BYTES[self.dtype]
-
-    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         return math.ceil(max_model_len / self.block_size)
 
 
-class SlidingWindowSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
+class SlidingWindowSpec(_AttentionSpec, frozen=True, kw_only=True, tag=True):
     """Keys and values of the last `sliding_window` positions (the current one included)."""
 
-    num_kv_heads: int
-    head_size: int
-    dtype: str
     sliding_window: int
 
-    @property
-    def elements_per_head(self) -> int:
-        """Elements of the dtype that one head's key or value takes at one position."""
-        return head_elements(self.head_size, self.dtype)
-
-    @property
-    def page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.elements_per_head * DTYPE_BYTES[self.dtype]
-
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        """Blocks that one request can hold at once, at most."""
         positions = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
         # One more, since the window need not begin at a block's border.
         blocks = math.ceil(positions / self.block_size) + 1
         return min(blocks, math.ceil(max_model_len / self.block_size))
 
 
-class MLAAttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
-    """One compressed latent per position, shared by all heads (multi-head latent attention)."""
-
-    head_size: int
-    dtype: str
-
-    @property
-    def page_size_bytes(self) -> int:
-        return self.block_size * self.head_size * DTYPE_BYTES[self.dtype]
-
-    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        return math.ceil(max_model_len / self.block_size)
-
-
-class CrossAttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
-    """Keys and values of the encoder's output, written once per request."""
-
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-    max_encoder_tokens: int
-
-    @property
-    def page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
-
-    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        return math.ceil(self.max_encoder_tokens / self.block_size)
-
-
-class MambaSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
-    """One recurrent state per request; `block_size` is the distance between kept states."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    page_size_padded: int | None = None
-
-    @property
-    def page_size_bytes(self) -> int:
-        state = sum(
-            math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
-        return max(state, self.page_size_padded or 0)
-
-    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        return 1
-
-
-AnyKVCacheSpec = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec | CrossAttentionSpec | MambaSpec
+KVCacheSpec: TypeAlias = FullAttentionSpec | SlidingWindowSpec
 
 
 class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share one block table."""
 
     layer_names: tuple[str, ...]
-    spec: AnyKVCacheSpec
+    spec: KVCacheSpec
 
 
 class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):

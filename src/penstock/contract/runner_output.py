@@ -17,22 +17,6 @@ class LogprobsLists(msgspec.Struct, frozen=True, kw_only=True):
     sampled_token_ranks: list[int]
 
 
-class KVConnectorOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of KV transfers, as a connector reports it."""
-
-    finished_sending: set[str] = set()
-    finished_recving: set[str] = set()
-    invalid_block_ids: set[int] = set()
-
-
-class DraftTokenIds(msgspec.Struct, frozen=True, kw_only=True):
-    """Draft tokens proposed in a step."""
-
-    step_id: int
-    req_ids: list[str]
-    draft_token_ids: list[list[int]]
-
-
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one step.
 
@@ -52,4 +36,3 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: dict[str, LogprobsLists] = {}
     errors: dict[str, str] = {}
     not_finite_req_ids: list[str] = []
-    kv_connector_output: KVConnectorOutput | None = None

@@ -48,9 +48,8 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step: any mix of prefill chunks and decodes.
 
-    num_scheduled_tokens: tokens to run per request, draft tokens included. Its keys are exactly the requests of
-        `scheduled_new_reqs` and `scheduled_cached_reqs`.
-    scheduled_spec_decode_tokens: draft tokens to verify; -1 where only the device knows them yet.
+    num_scheduled_tokens: tokens to run per request. Its keys are exactly the requests of `scheduled_new_reqs` and
+        `scheduled_cached_reqs`.
     finished_req_ids: ended since the last step; may name requests that the worker never saw.
     preempted_req_ids: to be forgotten like finished ones.
     A step with no tokens only updates state.
@@ -61,10 +60,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     scheduled_cached_reqs: CachedRequestData = CachedRequestData()
     num_scheduled_tokens: dict[str, int] = {}
     total_num_scheduled_tokens: int = 0
-    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     finished_req_ids: set[str] = set()
     preempted_req_ids: set[str] = set()
-    has_structured_output_requests: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -79,17 +76,3 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
             f"num_scheduled_tokens={self.num_scheduled_tokens}, finished={sorted(self.finished_req_ids)}, "
             f"preempted={sorted(self.preempted_req_ids)})"
         )
-
-
-class GrammarOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tokens the grammars of a step's structured requests allow.
-
-    grammar_bitmask: little-endian int32 words, row-major, one row per logits row of the named requests in order;
-        a set bit allows the token.
-    num_words: words per row, ceil(vocabulary / 32).
-    """
-
-    step_id: int
-    structured_output_request_ids: list[str] = []
-    grammar_bitmask: bytes = b""
-    num_words: int = 0

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from penstock.config import EngineConfig
 from penstock.config.model import AUTO_LENGTH
-from penstock.contract import KVCacheConfig
-from penstock.contract.kv_cache import AnyKVCacheSpec
+from penstock.contract import KVCacheConfig, KVCacheSpec
 from penstock.errors import OutOfMemory
 from penstock.scheduler.kv_cache_plan import bytes_to_serve, group_layers, longest_request_in_bytes, plan_kv_cache
 from penstock.worker.memory_plan import MemoryPlan
@@ -16,7 +15,7 @@ from penstock.worker.memory_plan import MemoryPlan
 logger = logging.getLogger(__name__)
 
 
-def choose_max_model_len(config: EngineConfig, specs: Mapping[str, AnyKVCacheSpec], plan: MemoryPlan) -> int:
+def choose_max_model_len(config: EngineConfig, specs: Mapping[str, KVCacheSpec], plan: MemoryPlan) -> int:
     """What was asked for; the model's own context; or, for "auto", what of that fits.
 
     Raises OutOfMemory when not even one token fits.
@@ -39,7 +38,7 @@ def choose_max_model_len(config: EngineConfig, specs: Mapping[str, AnyKVCacheSpe
 
 
 def size_kv_cache(
-    config: EngineConfig, specs: Mapping[str, AnyKVCacheSpec], plan: MemoryPlan, max_model_len: int
+    config: EngineConfig, specs: Mapping[str, KVCacheSpec], plan: MemoryPlan, max_model_len: int
 ) -> KVCacheConfig:
     """The KV cache that fills what the plan leaves for it, but not more than could ever be used.
 
@@ -57,7 +56,7 @@ def size_kv_cache(
         raise OutOfMemory(f"{error}\n{plan.table()}") from error
 
 
-def _most_useful_bytes(config: EngineConfig, specs: Mapping[str, AnyKVCacheSpec], max_model_len: int) -> int:
+def _most_useful_bytes(config: EngineConfig, specs: Mapping[str, KVCacheSpec], max_model_len: int) -> int:
     """Room for every slot at full length, once more for cached prefixes: more would never be used."""
     one_request = bytes_to_serve(group_layers(specs), max_model_len, config.scheduler.max_num_batched_tokens)
     return 2 * config.scheduler.max_num_seqs * one_request

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheConfig
-from penstock.contract.kv_cache import AnyKVCacheSpec
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
 from penstock.executor import Executor, create_executor
 from penstock.observability.units import format_bytes
@@ -50,7 +49,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     begin = time.monotonic()
     executor = create_executor(config)
     try:
-        specs = cast(dict[str, AnyKVCacheSpec], executor.get_kv_cache_specs()[0])
+        specs = executor.get_kv_cache_specs()[0]
         plan = min(executor.determine_available_memory(), key=lambda plan: plan.kv_cache_bytes)
         max_model_len = choose_max_model_len(config, specs, plan)
         kv_cache_config = size_kv_cache(config, specs, plan, max_model_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import NewRequestData, SamplingParams, SchedulerOutput
 from penstock.kernels.sampling import top_logprobs
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.model_runner import ModelRunner
@@ -39,7 +39,7 @@ def start_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:
 
 def finish_prompt(runner: ModelRunner, output: SchedulerOutput) -> None:
     """Sample its token, and forget it."""
-    runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(_PROFILE_TIMEOUT_S)
+    runner.sample_tokens(output.step_id).get_output(_PROFILE_TIMEOUT_S)
     runner.requests.remove(_PROFILED)
 
 

@@ -18,10 +18,9 @@ from penstock.attention import (
 )
 from penstock.attention.context import BoundLayer
 from penstock.attention.select import select_backend
-from penstock.contract import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from penstock.contract import KVCacheConfig
 from penstock.device import Device
 from penstock.device.base import TORCH_DTYPES
-from penstock.errors import UnsupportedFeature
 from penstock.runner.input_batch import InputBatch
 
 
@@ -53,8 +52,6 @@ class PagedKVCache:
         owner = {name: memory[tensor.shared_by[0]] for tensor in config.tensors for name in tensor.shared_by}
         for index, group in enumerate(config.groups):
             spec = group.spec
-            if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
-                raise UnsupportedFeature(f"KV caches of kind {type(spec).__name__} are not supported yet.")
             dtype = TORCH_DTYPES[spec.dtype]
             backend_class, refusals = select_backend(
                 *(layers[name] for name in group.layer_names),

@@ -6,8 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from penstock.contract import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowSpec
-from penstock.errors import UnsupportedFeature
+from penstock.contract import KVCacheSpec, SlidingWindowSpec
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock
 
 
@@ -89,17 +88,8 @@ class SlidingWindowGroup(KVCacheGroup):
         return max(0, num_computed_tokens - self._num_earlier_positions) // self.block_size
 
 
-def make_group(group_id: int, group: KVCacheGroupSpec, pool: BlockPool, hash_block_size: int) -> KVCacheGroup:
-    """The group that manages blocks of this spec's kind.
-
-    Raises UnsupportedFeature for a kind that the scheduler cannot manage.
-    """
-    spec = group.spec
-    if isinstance(spec, FullAttentionSpec | MLAAttentionSpec):
-        return FullAttentionGroup(group_id, spec.block_size, pool, hash_block_size)
+def make_group(group_id: int, spec: KVCacheSpec, pool: BlockPool, hash_block_size: int) -> KVCacheGroup:
+    """The group that manages blocks of this kind."""
     if isinstance(spec, SlidingWindowSpec):
         return SlidingWindowGroup(group_id, spec.block_size, pool, hash_block_size, spec.sliding_window)
-    raise UnsupportedFeature(
-        f"The layers {', '.join(group.layer_names)} keep a cache of kind {type(spec).__name__}, which the scheduler "
-        "cannot manage. It manages FullAttentionSpec, MLAAttentionSpec and SlidingWindowSpec."
-    )
+    return FullAttentionGroup(group_id, spec.block_size, pool, hash_block_size)

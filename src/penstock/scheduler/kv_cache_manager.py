@@ -57,7 +57,7 @@ class KVCacheManager:
         hash_block_size = math.gcd(*(group.spec.block_size for group in self._group_specs))
         self._hasher = BlockHasher(hash_block_size)
         self._groups: list[KVCacheGroup] = [
-            make_group(group_id, group, self.pool, hash_block_size) for group_id, group in enumerate(self._group_specs)
+            make_group(index, group.spec, self.pool, hash_block_size) for index, group in enumerate(self._group_specs)
         ]
         self._no_hit = PrefixHit(0, tuple([] for _ in self._groups))
         self._held: dict[str, _HeldBlocks] = {}

@@ -14,25 +14,20 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from penstock.contract import (
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
 )
-from penstock.contract.kv_cache import AnyKVCacheSpec
 from penstock.errors import OutOfMemory, UnsupportedFeature
 from penstock.observability.units import format_bytes
 
-# Kinds whose pages grow with the number of positions in them.
-_PER_POSITION = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 # Below this ratio between the most and the least frequent kind, padding the smaller costs less than splitting further.
 _PADDING_RATIO = 1.25
 
 
 def plan_kv_cache(
-    specs: Mapping[str, AnyKVCacheSpec], available_bytes: int, *, max_model_len: int, max_num_batched_tokens: int
+    specs: Mapping[str, KVCacheSpec], available_bytes: int, *, max_model_len: int, max_num_batched_tokens: int
 ) -> KVCacheConfig:
     """The KV cache that fills `available_bytes`.
 
@@ -56,14 +51,14 @@ def make_kv_cache_config(groups: Sequence[KVCacheGroupSpec], num_blocks: int) ->
     return KVCacheConfig(num_blocks=num_blocks, tensors=tuple(tensors), groups=tuple(groups))
 
 
-def group_layers(specs: Mapping[str, AnyKVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
+def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
     """Sort layers into groups, all with pages of the same size.
 
     Raises UnsupportedFeature when there is no layer, or when the pages cannot be given one size.
     """
     if not specs:
         raise UnsupportedFeature("The model has no layer that keeps a KV cache, so it cannot generate step by step.")
-    kinds: dict[AnyKVCacheSpec, list[str]] = {}
+    kinds: dict[KVCacheSpec, list[str]] = {}
     for layer_name, spec in _with_equal_pages(specs).items():
         kinds.setdefault(spec, []).append(layer_name)
     group_size = _group_size([len(layer_names) for layer_names in kinds.values()])
@@ -141,14 +136,14 @@ def _group_size(layers_per_kind: Sequence[int]) -> int:
     return most if most < _PADDING_RATIO * fewest else fewest
 
 
-def _with_equal_pages(specs: Mapping[str, AnyKVCacheSpec]) -> dict[str, AnyKVCacheSpec]:
+def _with_equal_pages(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """The same specs, with more positions per block where pages are smaller than the largest."""
     largest_name, largest = max(specs.items(), key=lambda item: item[1].page_size_bytes)
     target = largest.page_size_bytes
-    result: dict[str, AnyKVCacheSpec] = {}
+    result: dict[str, KVCacheSpec] = {}
     for name, spec in specs.items():
         ratio, rest = divmod(target, spec.page_size_bytes)
-        if rest or (ratio > 1 and not isinstance(spec, _PER_POSITION)):
+        if rest:
             raise UnsupportedFeature(
                 f"The KV cache needs pages of one size, but a block of {name} ({type(spec).__name__}) takes "
                 f"{spec.page_size_bytes:,} bytes and one of {largest_name} ({type(largest).__name__}) {target:,}, "

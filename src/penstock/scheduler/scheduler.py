@@ -39,7 +39,6 @@ class Scheduler:
     A step without tokens that names finished or preempted requests must reach the worker too.
 
     kv_cache_config: the blocks to give out. max_model_len: longest context in tokens, prompt and output together.
-    Raises UnsupportedFeature when the KV cache has a kind of layers that the scheduler cannot manage.
     """
 
     def __init__(

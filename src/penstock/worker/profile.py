@@ -91,8 +91,5 @@ def throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVC
             KVCacheTensor(size_bytes=spec.page_size_bytes * num_blocks, shared_by=(name,))
             for name, spec in specs.items()
         ),
-        groups=tuple(
-            KVCacheGroupSpec(layer_names=tuple(names), spec=spec)  # type: ignore[arg-type]
-            for spec, names in by_spec.items()
-        ),
+        groups=tuple(KVCacheGroupSpec(layer_names=tuple(names), spec=spec) for spec, names in by_spec.items()),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.contract import FullAttentionSpec, SlidingWindowSpec
+from penstock.contract import KVCacheSpec, SlidingWindowSpec
 from penstock.device.dtypes import has_native_kernels
 
 # Of csrc/attention_plan.inl: query rows of an item, positions of a tile and of a chunk. Requests that are split have
@@ -23,7 +23,7 @@ _FLOAT_BYTES = 4
 
 
 def split_context_bytes(
-    specs: Iterable[FullAttentionSpec | SlidingWindowSpec],
+    specs: Iterable[KVCacheSpec],
     num_heads: int,
     *,
     max_model_len: int,
@@ -50,7 +50,7 @@ def chunk_positions(block_size: int) -> int:
     return max(tile, CHUNK_POSITIONS // tile * tile)
 
 
-def _most_chunks(spec: FullAttentionSpec | SlidingWindowSpec, max_model_len: int) -> int:
+def _most_chunks(spec: KVCacheSpec, max_model_len: int) -> int:
     chunk = chunk_positions(spec.block_size)
     most = -(-max_model_len // chunk)
     if isinstance(spec, SlidingWindowSpec):
@@ -59,6 +59,6 @@ def _most_chunks(spec: FullAttentionSpec | SlidingWindowSpec, max_model_len: int
     return most
 
 
-def _partial_bytes(spec: FullAttentionSpec | SlidingWindowSpec, num_heads: int) -> int:
+def _partial_bytes(spec: KVCacheSpec, num_heads: int) -> int:
     num_rows = max(QUERY_ROWS, num_heads // spec.num_kv_heads)
     return num_rows * (spec.head_size + SUMS_BESIDE_VALUES) * _FLOAT_BYTES

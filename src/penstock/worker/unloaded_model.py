@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.attention import LayerAttention
 from penstock.config import ModelConfig
-from penstock.contract import FullAttentionSpec, SlidingWindowSpec
+from penstock.contract import KVCacheSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.device.dtypes import DtypeChoice
 from penstock.device.tensor_memory import TensorMemory
@@ -41,7 +41,7 @@ class UnloadedModel:
     weights: int
     activations: int | None
     why_not: str
-    specs: Mapping[str, FullAttentionSpec | SlidingWindowSpec]
+    specs: Mapping[str, KVCacheSpec]
     num_heads: int
 
 
@@ -76,7 +76,7 @@ def try_without_memory(
         weights=weights_size_bytes(as_kept) + heads,
         activations=activations,
         why_not=why_not,
-        specs=cast(dict[str, FullAttentionSpec | SlidingWindowSpec], kv_cache_specs(model, block_size, kv_cache_dtype)),
+        specs=kv_cache_specs(model, block_size, kv_cache_dtype),
         num_heads=max(layer.num_heads for layer in attention_layers(model).values()),
     )
 

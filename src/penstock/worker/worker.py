@@ -18,7 +18,7 @@ from penstock.attention import LayerAttention
 from penstock.config import EngineConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.config.model import AUTO_LENGTH
-from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.contract import KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.errors import LifecycleError
@@ -165,8 +165,8 @@ class Worker(WorkerBase):
             self._pages.begin_step()
         self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
-        result = (self._runner or self.runner).sample_tokens(grammar)
+    def sample_tokens(self, step_id: int) -> AsyncOutput | ReadyOutput:
+        result = (self._runner or self.runner).sample_tokens(step_id)
         if self._pages is not None:
             self._pages.end_step()
         return result
@@ -329,7 +329,7 @@ class Worker(WorkerBase):
         # What those steps left free is not the next owner's, the KV cache's.
         self.device.empty_cache()
         split = split_context_bytes(
-            self.get_kv_cache_spec().values(),  # type: ignore[arg-type]
+            self.get_kv_cache_spec().values(),
             max(layer.num_heads for layer in self._layers.values()),
             max_model_len=limits.max_model_len,
             num_threads=torch.get_num_threads(),
