@@ -149,7 +149,7 @@ def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: 
     query, key, value = torch.randn(batch, num_heads + 2 * num_kv_heads, head_size).split(
         [num_heads, num_kv_heads, num_kv_heads], 1
     )
-    metadata = backend.prepare(geometry)
+    metadata = backend.make_metadata(geometry)
 
     def run() -> None:
         for cache in caches:
@@ -171,7 +171,7 @@ def measure_step(clock: Turns, dtype: str, batch: int, context: int, threads: in
         input_ids, positions = torch.zeros(batch, dtype=torch.int32), torch.full((batch,), context - 1)
 
         def run() -> None:
-            step = runner.kv_cache.prepare(SimpleNamespace(geometry=[geometry]))
+            step = runner.kv_cache.make_context(SimpleNamespace(geometry=[geometry]))
             model.compute_logits(model(input_ids, positions, step))
 
         with torch.no_grad():

@@ -127,7 +127,9 @@ def _check(
             stacked = torch.from_numpy(np.concatenate([*chunks, filler])).to(dtype)
             return stacked.transpose(0, 1).contiguous().transpose(0, 1) if is_head_major else stacked
 
-        return backend.forward(layer, stack(queries), stack(keys), stack(values), kv_cache, backend.prepare(geometry))
+        return backend.forward(
+            layer, stack(queries), stack(keys), stack(values), kv_cache, backend.make_metadata(geometry)
+        )
 
     for index, request in enumerate(requests):
         if request.num_computed:

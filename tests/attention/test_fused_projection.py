@@ -116,7 +116,7 @@ def test_it_is_norm_rotation_and_attention(
                 if is_native
                 else gather_rotation_reference(table_PR, positions_T, torch.float32)
             )
-            metadata = backend.prepare(geometry)
+            metadata = backend.make_metadata(geometry)
             return backend.forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
 
         whole = _geometry(STEP, num_padding)
@@ -149,6 +149,6 @@ def test_a_norm_that_is_more_than_that_goes_the_plain_way() -> None:
         norm = Norm(torch.full((4, 16), 1.5), 1e-6, is_plain=is_plain)
         kv_cache = torch.zeros(backend.kv_cache_shape(4, BLOCK_SIZE, 2, 16))
         rotation = TableRotation.of(table_PR, torch.arange(5))
-        args = (layer, qkv_TX.clone(), norm, rotation, kv_cache, backend.prepare(geometry))
+        args = (layer, qkv_TX.clone(), norm, rotation, kv_cache, backend.make_metadata(geometry))
         results.append(backend.forward_projected(*args))
     torch.testing.assert_close(results[0], results[1])

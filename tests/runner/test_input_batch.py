@@ -61,7 +61,7 @@ def test_the_hosts_bounds_are_never_below_the_devices_counts() -> None:
         batch = _launch(driver, {"a": 5 if step == 0 else 1, "b": 1})
         slots = list(requests.slot_of.values())
         assert (
-            requests.num_computed_tokens_upper_bound()[slots] >= requests.num_computed_tokens.tensor[slots, 0].numpy()
+            requests.num_computed_tokens_upper_bound(slots) >= requests.num_computed_tokens.tensor[slots, 0].numpy()
         ).all()
         (geometry,) = batch.geometry
         assert geometry.max_seq_len_upper_bound >= geometry.seq_lens.max()

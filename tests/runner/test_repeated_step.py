@@ -103,6 +103,6 @@ def test_the_hosts_bounds_keep_up_with_repeated_steps() -> None:
         run(runner, [step])
         slots = list(runner.requests.slot_of.values())
         before_step = runner.requests.num_computed_tokens.tensor[slots, 0].numpy() - 1
-        assert (runner.requests.num_computed_tokens_upper_bound()[slots] >= before_step).all()
+        assert (runner.requests.num_computed_tokens_upper_bound(slots) >= before_step).all()
         (geometry,) = runner.repeated._batch.geometry
         assert geometry.max_seq_len_upper_bound >= geometry.seq_lens.max()

@@ -29,7 +29,7 @@ class PlainBackend(AttentionBackend):
     def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (0,)
 
-    def prepare(self, geometry: object) -> object:
+    def make_metadata(self, geometry: object) -> object:
         raise NotImplementedError
 
     def write(self, *args: object) -> None:

@@ -98,7 +98,7 @@ class AttentionBackend(ABC):
     """
 
     name: str
-    # Whether what `prepare` made of a geometry stays good when its tensors, the same ones, hold the next step's values.
+    # Whether the metadata made of a geometry stays good when its tensors, the same ones, hold the next step's values.
     keeps_metadata = False
 
     def __init__(self, layer: LayerAttention) -> None:
@@ -121,7 +121,7 @@ class AttentionBackend(ABC):
         return memory.view(cls.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size))
 
     @abstractmethod
-    def prepare(self, geometry: StepGeometry) -> AttentionMetadata:
+    def make_metadata(self, geometry: StepGeometry) -> AttentionMetadata:
         """What `forward` needs of this step, computed once for all layers of the group."""
 
     @abstractmethod

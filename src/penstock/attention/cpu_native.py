@@ -56,7 +56,7 @@ class CpuNativeBackend(AttentionBackend):
     def view_cache(cls, memory: Tensor, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Tensor:
         return memory.view(num_blocks, num_kv_heads, 2, block_size, head_size).permute(2, 0, 1, 3, 4)
 
-    def prepare(self, geometry: StepGeometry) -> CpuNativeMetadata:
+    def make_metadata(self, geometry: StepGeometry) -> CpuNativeMetadata:
         requests = StepRequests.of(
             geometry.query_start_loc, geometry.seq_lens, geometry.block_table, geometry.num_actual_reqs
         )

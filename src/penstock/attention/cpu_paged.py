@@ -75,7 +75,7 @@ class CpuPagedBackend(AttentionBackend):
     def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
-    def prepare(self, geometry: StepGeometry) -> CpuPagedMetadata:
+    def make_metadata(self, geometry: StepGeometry) -> CpuPagedMetadata:
         # The CPU is its own host, so the lengths are exact and reading them waits for nothing.
         num_reqs = geometry.num_actual_reqs
         seq_lens = geometry.seq_lens[:num_reqs].numpy().astype("int64")

@@ -17,7 +17,7 @@ class TokenMajorBackend(AttentionBackend):
     def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
-    def prepare(self, geometry: StepGeometry) -> StepGeometry:
+    def make_metadata(self, geometry: StepGeometry) -> StepGeometry:
         return geometry
 
     def forward(

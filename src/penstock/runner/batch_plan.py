@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import NamedTuple
-
-
-class GraphMode(StrEnum):
-    """EAGER launches every operator; captured graphs will be further modes."""
-
-    EAGER = "eager"
 
 
 class BatchPlan(NamedTuple):
@@ -20,17 +13,9 @@ class BatchPlan(NamedTuple):
     num_reqs: int
     num_tokens_padded: int
     num_reqs_padded: int
-    mode: GraphMode = GraphMode.EAGER
 
-    @property
-    def is_empty(self) -> bool:
-        return self.num_tokens == 0
-
-
-class Planner:
-    """Chooses the plan of each step. Without graphs nothing needs padding."""
-
-    def plan(self, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
-        """The plan for a step that runs so many tokens of each request."""
+    @classmethod
+    def without_padding(cls, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
+        """For a step that runs so many tokens of each request."""
         num_tokens, num_reqs = sum(num_scheduled_tokens.values()), len(num_scheduled_tokens)
-        return BatchPlan(num_tokens, num_reqs, num_tokens, num_reqs)
+        return cls(num_tokens, num_reqs, num_tokens, num_reqs)

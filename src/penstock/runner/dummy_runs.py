@@ -22,7 +22,7 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
     """
     plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
     batch = runner.batcher.build({}, plan)
-    hidden = runner.model(batch.input_ids, batch.positions, runner.kv_cache.prepare(batch))
+    hidden = runner.model(batch.input_ids, batch.positions, runner.kv_cache.make_context(batch))
     runner.model.compute_logits(hidden[:num_reqs])
 
 

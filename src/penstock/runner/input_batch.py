@@ -129,5 +129,5 @@ class BatchBuilder:
     def _max_seq_len_upper_bound(self, layout: BatchLayout) -> int:
         if not layout.req_ids:
             return 0
-        computed = self._requests.num_computed_tokens_upper_bound()[layout.slots_np]
+        computed = self._requests.num_computed_tokens_upper_bound(layout.slots_np)
         return int(np.add(computed, layout.counts_np, out=computed).max())

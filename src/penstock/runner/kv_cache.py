@@ -67,14 +67,14 @@ class PagedKVCache:
             for name in group.layer_names:
                 self._layers[name] = BoundLayer(index, backend, backend.view_cache(owner[name].view(dtype), *sizes))
 
-        # Whether what `prepare` made stays good while a batch's tensors take the next step's values.
+        # Whether a batch's context stays good while its tensors take the next step's values.
         self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
 
-    def prepare(self, batch: InputBatch) -> ForwardContext:
+    def make_context(self, batch: InputBatch) -> ForwardContext:
         """What the model's layers need to attend in this step."""
         return ForwardContext(self._layers, self._metadata(batch.geometry), self.programs)
 
-    def ask_for_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
+    def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
         """The context of the batch where no other hidden states than those of the requests' last tokens are needed."""
         rows = batch.layout.logits_indices
         geometry = [of_group.of_last_tokens(rows) for of_group in batch.geometry]
@@ -83,7 +83,7 @@ class PagedKVCache:
         return replace(context, last=last)
 
     def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:
-        return [group.backend.prepare(of_group) for group, of_group in zip(self.groups, geometry, strict=True)]
+        return [group.backend.make_metadata(of_group) for group, of_group in zip(self.groups, geometry, strict=True)]
 
     def program_bytes_spared(self, num_tokens: int) -> int:
         """What a step of so many tokens takes less than its first few times as often, thanks to programs."""

@@ -20,7 +20,7 @@ from penstock.errors import LifecycleError
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
-from penstock.runner.batch_plan import Planner
+from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.greedy_steps import GreedySteps
 from penstock.runner.input_batch import BatchBuilder, InputBatch
@@ -87,7 +87,6 @@ class ModelRunner:
         self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, self.sampling)
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler, self.prompt_logprobs)
-        self.planner = Planner()
         self.batcher = BatchBuilder(device, self.requests, self.block_tables)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
@@ -118,7 +117,7 @@ class ModelRunner:
                 self._pending[output.step_id] = PendingStep(batch, None, errors, chosen=chosen)
                 return
         if prompt_rows is None and batch.layout.max_query_len > 1 and not self.computes_all_hidden:
-            context = self.kv_cache.ask_for_last_tokens(context, batch)
+            context = self.kv_cache.narrow_to_last_tokens(context, batch)
         hidden = self.model(batch.input_ids, batch.positions, context)
         last = hidden if context.last is not None else batch.layout.last_rows(hidden)
         all_hidden = None if prompt_rows is None else hidden
@@ -177,11 +176,10 @@ class ModelRunner:
         errors |= self.lifecycle.apply(output)
         self.poisoned_blocks.clear(output)
         scheduled = _without(output.num_scheduled_tokens, errors)
-        plan = self.planner.plan(scheduled)
-        if plan.is_empty:
+        if not scheduled:
             return None
-        batch = self.batcher.build(scheduled, plan)
-        context = self.kv_cache.prepare(batch)
+        batch = self.batcher.build(scheduled, BatchPlan.without_padding(scheduled))
+        context = self.kv_cache.make_context(batch)
         if not errors:
             self.repeated.remember(output, batch, context)
         return batch, context

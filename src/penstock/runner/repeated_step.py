@@ -51,12 +51,12 @@ class RepeatedStep:
             self._last = None
             return None
         if cached.new_block_ids is self._no_blocks:
-            self._requests.computed = cached
+            self._requests.note_computed(cached)
         else:
             self._take_blocks(output)
         batch = self._batcher.build_again()
         if batch is not self._batch or not self._kv_cache.keeps_metadata:
-            self._batch, self._context = batch, self._kv_cache.prepare(batch)
+            self._batch, self._context = batch, self._kv_cache.make_context(batch)
         return batch, self._context
 
     def remember(self, output: SchedulerOutput, batch: InputBatch, context: ForwardContext) -> None:

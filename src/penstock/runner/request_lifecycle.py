@@ -70,7 +70,7 @@ class RequestLifecycle:
         if not all(map(slot_of.__contains__, cached.req_ids)):
             why = "the worker does not hold this request: adding it failed in an earlier step"
             errors |= {req_id: why for req_id in cached.req_ids if req_id not in slot_of}
-        self._requests.computed = cached
+        self._requests.note_computed(cached)
         # Between two new blocks there are as many steps as a block has positions.
         if cached.new_block_ids.count(None) == len(cached.new_block_ids):
             return

@@ -34,8 +34,8 @@ class RequestStates:
         self.prefill_len = SlotParameter(device, num_slots, np.int64, 0)
         self.prompt_len = SlotParameter(device, num_slots, np.int64, 0)
         self._computed_upper_bound = np.zeros(num_slots, dtype=np.int64)
-        # What the scheduler says of the requests of this step that have a slot already; most steps never ask.
-        self.computed = CachedRequestData()
+        # Not looked at before somebody asks, which most steps do not.
+        self._noted_computed = CachedRequestData()
         self.slot_of: dict[str, int] = {}
         self.generation = 0
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))
@@ -74,14 +74,18 @@ class RequestStates:
         self.generation += 1
         return True
 
-    def num_computed_tokens_upper_bound(self) -> np.ndarray:
-        """int64 [slots], right for the requests of this step, before it runs; assumes that no draft is rejected."""
-        noted, self.computed = self.computed, CachedRequestData()
+    def note_computed(self, cached: CachedRequestData) -> None:
+        """Take in what the scheduler says of this step's requests that have a slot already."""
+        self._noted_computed = cached
+
+    def num_computed_tokens_upper_bound(self, slots_np: np.ndarray) -> np.ndarray:
+        """int64, one per slot given, all of requests of this step: before it runs."""
+        noted, self._noted_computed = self._noted_computed, CachedRequestData()
         for req_id, num_computed_tokens in zip(noted.req_ids, noted.num_computed_tokens, strict=True):
             slot = self.slot_of.get(req_id)
             if slot is not None:
                 self._computed_upper_bound[slot] = num_computed_tokens
-        return self._computed_upper_bound
+        return self._computed_upper_bound.take(slots_np)
 
     def discard_staged(self, slot: int) -> None:
         for staged in (self.all_token_ids, self.total_len, self.num_computed_tokens):

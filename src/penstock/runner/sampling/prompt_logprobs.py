@@ -111,7 +111,7 @@ class PromptLogprobs:
             return None
         slots = layout.slots_np
         asked = self._num_logprobs[slots]
-        computed = requests.num_computed_tokens_upper_bound()[slots]
+        computed = requests.num_computed_tokens_upper_bound(slots)
         # The last token of the prompt says something about the output only.
         counts = np.minimum(layout.counts_np, self._prompt_len[slots] - 1 - computed)
         counts = np.where(asked == _NONE, 0, counts.clip(min=0))
