@@ -121,6 +121,45 @@ print(device.num_threads, torch.get_num_threads(), tasks() - of_torch)
 """
 
 
+BOUND = """
+import os, sys, threading
+from penstock.device.threads import Binding
+
+cpus = frozenset(os.sched_getaffinity(0))
+one = frozenset([min(cpus)])
+other = frozenset([max(cpus)])
+binding = Binding()
+wakes, tasks = threading.Event(), {}
+
+def start(name):
+    thread = threading.Thread(target=wakes.wait)
+    thread.start()
+    tasks[name] = thread.native_id
+
+start("before")
+binding.bind("first", one)
+binding.bind("second", None)
+start("kept")
+start("moved by its owner")
+os.sched_setaffinity(tasks["moved by its owner"], other)
+assert os.sched_getaffinity(tasks["kept"]) == os.sched_getaffinity(0) == one
+binding.release("first")
+binding.release("first")
+assert os.sched_getaffinity(tasks["kept"]) == os.sched_getaffinity(0) == one
+binding.release("second")
+print(*(os.sched_getaffinity(task) == cpus for task in (0, tasks["before"], tasks["kept"])))
+print(os.sched_getaffinity(tasks["moved by its owner"]) == other)
+wakes.set()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets the affinity as Linux does")
+@pytest.mark.skipif(len(usable_cpus()) < 2, reason="a single CPU leaves nothing to choose")
+def test_threads_are_kept_to_cpus_until_the_last_device_is_closed() -> None:
+    printed = subprocess.run([sys.executable, "-c", BOUND], check=True, capture_output=True, text=True).stdout
+    assert printed.split() == ["True"] * 4
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="sets the affinity as Linux does")
 @pytest.mark.parametrize(("threads", "expected"), [(0, 1), (2, 2)])
 def test_a_process_keeps_to_its_affinity_and_makes_no_threads_beside_torchs(threads: int, expected: int) -> None:

@@ -139,3 +139,6 @@ class Device(ABC):
             yield
         finally:
             self.empty_cache()
+
+    def close(self) -> None:  # noqa: B027 - a device that sets nothing has nothing to restore
+        """Leave the process as it was before this device, unless others still need it; harmless when called twice."""

@@ -15,13 +15,15 @@ from torch import Tensor
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
 from penstock.device.fresh_memory import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
-from penstock.device.host_allocator import keep_freed_memory, return_free_pages, return_freed_memory
+from penstock.device.host_allocator import FREED_MEMORY, GIVE_BACK, KEEP, return_free_pages
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, cpu_quota, memory_limit
+from penstock.device.process_setting import ProcessSetting
 from penstock.device.tensor_memory import TensorMemory
-from penstock.device.threads import bind, plan_threads
+from penstock.device.threads import BINDING, plan_threads
 
 # MADV_POPULATE_WRITE, which Linux has from 5.14 on.
 _POPULATE = 23
+_NUM_THREADS = ProcessSetting(torch.get_num_threads, torch.set_num_threads)
 
 
 class HostCopy(PendingCopy):
@@ -52,9 +54,9 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         self.threads = plan_threads(num_threads, quota=cpu_quota())
         # Before the threads are made, which inherit it. Weights are packed later, so their memory is on the same node.
-        bind(self.threads)
+        BINDING.bind(self, self.threads.cpus)
         self.num_threads = self.threads.num_threads
-        torch.set_num_threads(self.num_threads)
+        _NUM_THREADS.want(self, self.num_threads)
 
     def describe(self) -> str:
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
@@ -105,9 +107,14 @@ class CpuDevice(Device):
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        return_freed_memory()
+        FREED_MEMORY.want(self, GIVE_BACK)
         try:
             with super().loading_weights():
                 yield
         finally:
-            keep_freed_memory()
+            FREED_MEMORY.want(self, KEEP)
+
+    def close(self) -> None:
+        FREED_MEMORY.give_up(self)
+        _NUM_THREADS.give_up(self)
+        BINDING.release(self)

@@ -7,6 +7,9 @@ fault per 4 KiB when the next layer asks for as much: a tenth of the time of a l
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+
+from penstock.device.process_setting import ProcessSetting
 
 # Parameters of mallopt(3). Setting one of the thresholds ends glibc's own adapting of both.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
@@ -19,15 +22,11 @@ _KEPT_AT_END = 256 << 20
 # The heap of any thread but the first is in parts of 64 MiB, and an empty one is kept if the rest has less than this.
 _KEPT_OF_PARTS = 64 << 20
 
-
-def keep_freed_memory() -> None:
-    """Keep what is freed for the next allocation, up to a limit."""
-    _set({_MMAP_THRESHOLD: _LARGEST_IN_HEAP, _TRIM_THRESHOLD: _KEPT_AT_END, _TOP_PAD: _KEPT_OF_PARTS})
-
-
-def return_freed_memory() -> None:
-    """Give what is freed back to the system at once, if it was allocated in one piece of 128 KiB or more."""
-    _set({_MMAP_THRESHOLD: _DEFAULT, _TRIM_THRESHOLD: _DEFAULT, _TOP_PAD: _DEFAULT})
+# Keep what is freed for the next allocation, up to a limit.
+KEEP = {_MMAP_THRESHOLD: _LARGEST_IN_HEAP, _TRIM_THRESHOLD: _KEPT_AT_END, _TOP_PAD: _KEPT_OF_PARTS}
+# Give what is freed back to the system at once, if it was allocated in one piece of 128 KiB or more.
+GIVE_BACK = {_MMAP_THRESHOLD: _DEFAULT, _TRIM_THRESHOLD: _DEFAULT, _TOP_PAD: _DEFAULT}
+_AS_FAR_AS_IT_ADAPTS = {_MMAP_THRESHOLD: _LARGEST_IN_HEAP, _TRIM_THRESHOLD: 2 * _LARGEST_IN_HEAP, _TOP_PAD: _DEFAULT}
 
 
 def return_free_pages() -> None:
@@ -37,9 +36,13 @@ def return_free_pages() -> None:
         trim(0)
 
 
-def _set(parameters: dict[int, int]) -> None:
+def _write(parameters: Mapping[int, int]) -> None:
     libc = ctypes.CDLL(None)
     # Other libraries have a mallopt too, with parameters of their own.
     if hasattr(libc, "gnu_get_libc_version"):
         for parameter, value in parameters.items():
             libc.mallopt(parameter, value)
+
+
+# What glibc has cannot be asked for, nor does its adapting begin again: it is left at what that comes to at most.
+FREED_MEMORY: ProcessSetting[Mapping[int, int]] = ProcessSetting(lambda: _AS_FAR_AS_IT_ADAPTS, _write)

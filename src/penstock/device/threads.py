@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +53,43 @@ def plan_threads(
     return ThreadPlan(cores, bound, f"one per core{place}")
 
 
-def bind(plan: ThreadPlan) -> None:
-    """Keep the calling thread, and those that it starts, to the plan's CPUs."""
-    if plan.cpus is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, plan.cpus)
+class Binding:
+    """Threads of this process that are kept to CPUs, on behalf of all its devices together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owners: set[Hashable] = set()
+        self._kept_to: set[frozenset[int]] = set()
+        self._before: frozenset[int] = frozenset()
+
+    def bind(self, owner: Hashable, cpus: frozenset[int] | None) -> None:
+        """Keep the calling thread, and those that it starts, to the CPUs, until the last owner's `release`.
+
+        cpus: None leaves them to the system, or to what another owner has kept them to, for as long as this one needs.
+        """
+        with self._lock:
+            if cpus is not None and hasattr(os, "sched_setaffinity"):
+                if not self._owners:
+                    self._before = limits.usable_cpus()
+                os.sched_setaffinity(0, cpus)
+                self._kept_to.add(cpus)
+            if self._kept_to:
+                self._owners.add(owner)
+
+    def release(self, owner: Hashable) -> None:
+        """The owner needs it no more. With the last one, all threads that were kept may run where the first did."""
+        with self._lock:
+            if owner not in self._owners:
+                return
+            self._owners.remove(owner)
+            if self._owners:
+                return
+            for thread in map(int, os.listdir("/proc/self/task")):
+                # One may end meanwhile.
+                with contextlib.suppress(ProcessLookupError):
+                    if os.sched_getaffinity(thread) in self._kept_to:
+                        os.sched_setaffinity(thread, self._before)
+            self._kept_to.clear()
+
+
+BINDING = Binding()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -253,13 +254,14 @@ def _plan_processors(config: EngineConfig, vocab_size: int) -> int:
     from penstock.device.cpu import CpuDevice
     from penstock.worker.processor_memory import measure_processors
 
-    return measure_processors(
-        config.sampling,
-        CpuDevice(config.device.num_threads),
-        max_num_reqs=config.scheduler.max_num_seqs,
-        max_model_len=_longest_context(config),
-        vocab_size=vocab_size,
-    )
+    with closing(CpuDevice(config.device.num_threads)) as device:
+        return measure_processors(
+            config.sampling,
+            device,
+            max_num_reqs=config.scheduler.max_num_seqs,
+            max_model_len=_longest_context(config),
+            vocab_size=vocab_size,
+        )
 
 
 def _longest_context(config: EngineConfig) -> int:

@@ -35,7 +35,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def init_device(self) -> None:
-        """Take the device, check the dtype, set the seed."""
+        """Take the device, check the dtype."""
 
     @abstractmethod
     def load_model(self) -> None:
@@ -81,7 +81,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give back all memory; harmless when called twice."""
+        """Give back all memory, and leave the process as it was; harmless when called twice."""
 
     def get_config(self) -> EngineConfig:
         """The configuration with which the weights that serve were loaded."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -79,7 +77,6 @@ class Worker(WorkerBase):
         model = self.config.model
         stored = find_stored_dtype(model.folder, self.config.load)
         self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)
-        _seed_everything(model.seed)
         self._device.empty_cache()
         self._start = self._device.memory_snapshot()
         kernels = f", {describe_kernels()}" if self._device.kind == "cpu" else ""
@@ -272,6 +269,7 @@ class Worker(WorkerBase):
         else:
             device.synchronize()
             _give_back(device)
+            device.close()
 
     @property
     def device(self) -> Device:
@@ -341,10 +339,3 @@ class Worker(WorkerBase):
 def _give_back(device: Device) -> None:
     gc.collect()
     device.empty_cache()
-
-
-def _seed_everything(seed: int) -> None:
-    """For whatever libraries draw on their own; sampling has a stream per request and uses none of these."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
