@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -47,17 +48,33 @@ async def collect(
     return [output async for output in engine.generate(prompt, params, **options)]
 
 
-def settle(engine: AsyncEngine) -> None:
+async def settle(engine: AsyncEngine) -> None:
     """Wait until the core's thread has done what it was told before."""
-    engine._thread.submit(lambda: None).result(timeout=20)
+    await engine.abort([])
 
 
 def assert_nothing_is_left(engine: AsyncEngine, core: FakeCore) -> None:
-    settle(engine)
+    """Neither the core nor anything that the engine keeps knows a request."""
+    asyncio.run(settle(engine))
     assert not core.running
-    assert len(engine._dispatcher._processor) == 0
-    assert not engine._dispatcher._processor._fan_outs
-    assert len(engine._streams) == 0
+    req_ids = {req_id for request in core.added for req_id in (request.req_id, request.req_id.partition("#")[0])}
+    gc.collect()
+    assert not req_ids.intersection(texts_kept_by(engine))
+
+
+def texts_kept_by(engine: AsyncEngine) -> Iterator[str]:
+    """All texts that are found behind an engine, but for its core."""
+    found: dict[int, object] = {}
+    left: list[object] = [engine]
+    while left:
+        thing = left.pop()
+        if id(thing) in found or isinstance(thing, (FakeCore, ModuleType, type, BuiltinFunctionType)):
+            continue
+        found[id(thing)] = thing
+        if isinstance(thing, str):
+            yield thing
+        # Whatever a function's module knows is behind it, too.
+        left += thing.__closure__ or () if isinstance(thing, FunctionType) else gc.get_referents(thing)
 
 
 class HeldCore(FakeCore):
@@ -66,9 +83,9 @@ class HeldCore(FakeCore):
     def __init__(self) -> None:
         super().__init__()
         self.permits = threading.Semaphore(0)
-        self.on_step = lambda step: self._wait()
+        self.on_step = lambda step: self.wait()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         assert self.permits.acquire(timeout=20)
 
     def allow(self, num_steps: int) -> None:
@@ -209,7 +226,7 @@ def test_a_reader_that_never_reads_keeps_no_outputs(held: tuple[AsyncEngine, Hel
         await first
         core.allow(1000)
         await until(lambda: not core.running, "the request has ended")
-        settle(engine)
+        await settle(engine)
         num_new = count_outputs() - num_before
         last = await anext(stream)
         assert last.finished
@@ -328,7 +345,7 @@ def test_an_event_loop_that_is_closed_leaves_no_request(held: tuple[AsyncEngine,
     deadline = time.monotonic() + 20
     while core.running and time.monotonic() < deadline:
         time.sleep(0.002)
-    settle(engine)
+    asyncio.run(settle(engine))
     assert not core.running
     assert core.num_steps < 5
     del task
@@ -475,7 +492,7 @@ def test_leaving_after_the_end_does_not_end_the_next_request_of_that_name(
         assert not (await first).finished
         core.allow(1)
         await until(lambda: core.num_steps == 2 and not core.running, "the first request has ended")
-        settle(engine)
+        await settle(engine)
         task = asyncio.create_task(collect(engine, request_id="mine"))
         await until(lambda: len(core.added) == 2, "the second request runs")
         await short.aclose()
@@ -501,7 +518,7 @@ def test_a_dead_core_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore],
     engine, core = held
 
     def die(step: int) -> None:
-        core._wait()
+        core.wait()
         if step == 3:
             raise cause
 
@@ -555,17 +572,22 @@ def test_shutdown_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore]) ->
 def test_what_was_asked_for_too_late_is_told_so(held: tuple[AsyncEngine, HeldCore]) -> None:
     engine, core = held
 
-    async def ask_too_late() -> None:
+    async def ask_until_too_late() -> None:
         task = asyncio.create_task(collect(engine))
         await until(lambda: core.num_steps == 1, "the first step hangs")
-        engine._thread.stop()
-        late = asyncio.create_task(engine.reset_prefix_cache())
-        await asyncio.sleep(0)
+        end = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+        asked = []
+        for _ in range(50):
+            asked.append(asyncio.create_task(engine.reset_prefix_cache()))
+            await asyncio.sleep(0.004)
         core.allow(1)
-        results = await asyncio.wait_for(asyncio.gather(task, late, return_exceptions=True), timeout=20)
-        assert [type(result) for result in results] == [LifecycleError, LifecycleError]
+        results = await asyncio.wait_for(asyncio.gather(task, *asked, end, return_exceptions=True), timeout=20)
+        kinds = [type(result) for result in results[1:-1]]
+        # Those that came before the shutdown are answered after the step; it ends the others, and what runs.
+        assert kinds == [bool] * kinds.count(bool) + [LifecycleError] * kinds.count(LifecycleError)
+        assert LifecycleError is type(results[0]) is kinds[-1]
 
-    asyncio.run(ask_too_late())
+    asyncio.run(ask_until_too_late())
 
 
 def test_a_core_that_does_not_start_is_the_constructors_error(config: EngineConfig) -> None:
@@ -597,13 +619,15 @@ def test_leaving_the_block_gives_the_thread_back(config: EngineConfig) -> None:
 
 def test_an_engine_that_is_dropped_ends_by_itself(config: EngineConfig) -> None:
     core = FakeCore()
+    others = set(threading.enumerate())
     engine = AsyncEngine.from_config(config, load_core=lambda config: core)
+    (thread,) = set(threading.enumerate()) - others
     asyncio.run(collect(engine))
-    thread, gone = engine._thread, weakref.ref(engine)
+    gone = weakref.ref(engine)
     del engine
     gc.collect()
     assert gone() is None
-    thread._thread.join(timeout=20)
+    thread.join(timeout=20)
     assert core.num_closes == 1
 
 

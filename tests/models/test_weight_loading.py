@@ -118,9 +118,12 @@ def test_weights_of_other_dtypes_are_refused(model: CausalLM, weights: dict[str,
         model.load_weights(changed.items())
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_ignored(model: CausalLM, weights: dict[str, Tensor]) -> None:
+def test_rotary_frequencies_of_old_checkpoints_are_ignored(
+    model: CausalLM, weights: dict[str, Tensor], expected: Tensor
+) -> None:
     old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(16) for layer in (0, 1)}
     model.load_weights((weights | old).items())
+    torch.testing.assert_close(sequence_logits(model, [TOKENS])[0], expected, rtol=0, atol=1e-4)
 
 
 def test_a_name_that_only_begins_like_an_ignorable_one_is_unexpected(
