@@ -61,14 +61,21 @@ def test_a_stop_string_cuts_the_same_text_and_frees_the_blocks(llm: LLM) -> None
         assert len(completion.token_ids) < len(whole.token_ids)
 
 
-def test_samples_share_the_prompts_blocks(llm: LLM) -> None:
+def test_samples_share_the_prompts_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = llm._session._core.scheduler  # type: ignore[attr-defined]
+    schedule, found = scheduler.schedule, []
+
+    def noted() -> SchedulerOutput:
+        output: SchedulerOutput = schedule()
+        found.extend(request.num_computed_tokens for request in output.scheduled_new_reqs)
+        return output
+
     (alone,) = llm.generate(PROMPTS[0], sampled())
     llm.reset_prefix_cache()
-    before = scheduler.prefix_cache_hits
+    monkeypatch.setattr(scheduler, "schedule", noted)
     (output,) = llm.generate(PROMPTS[0], sampled(n=4))
     # 40 tokens are two full blocks of 16, which the three other samples find.
-    assert scheduler.prefix_cache_hits - before == 3 * 32
+    assert found == [0, 32, 32, 32]
     assert output.num_cached_tokens == 0
     texts = tokens_of([output])
     assert texts[0] == alone.outputs[0].token_ids

@@ -151,8 +151,7 @@ class Driver:
         scheduler = self.scheduler
         assert not self.worker.requests
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight_steps) == (0, 0, 0)
-        assert not scheduler.has_unfinished_requests()
-        assert not scheduler.has_finished_to_flush()
+        assert not scheduler.has_work()
         assert scheduler.kv_cache.pool.num_used_blocks == 0
         assert not scheduler.kv_cache._held
         check_block_accounting(scheduler.kv_cache)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from penstock.scheduler.block_pool import BlockPool, FreeBlockQueue, KVCacheBlock
+from penstock.scheduler.block_pool import BlockPool, KVCacheBlock
 
 
 def key(number: int) -> tuple[int, bytes]:
@@ -18,7 +15,7 @@ def test_the_null_block_is_never_given_out() -> None:
     pool = BlockPool(4)
 
     assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
-    assert (pool.num_free_blocks, pool.num_used_blocks, pool.usage) == (0, 3, 1.0)
+    assert (pool.num_free_blocks, pool.num_used_blocks) == (0, 3)
 
 
 def test_cached_blocks_are_reused_least_recently_freed_first() -> None:
@@ -118,26 +115,3 @@ def test_the_prefix_cache_is_reset_only_when_no_block_is_held() -> None:
     assert pool.reset_prefix_cache() is True
     assert pool.find(key(1)) is None
     assert block.key is None
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["append", "prepend", "remove", "pop"]), st.integers(0, 9)), max_size=40))
-def test_the_free_queue_behaves_like_a_list(moves: list[tuple[str, int]]) -> None:
-    blocks = [KVCacheBlock(block_id) for block_id in range(10)]
-    expected = blocks[:3]
-    queue = FreeBlockQueue(expected)
-    for move, number in moves:
-        block = blocks[number]
-        if move == "pop" and expected:
-            assert queue.pop() is expected.pop(0)
-        elif move == "remove" and block in expected:
-            queue.remove(block)
-            expected.remove(block)
-        elif move == "append" and block not in expected:
-            queue.append(block)
-            expected.append(block)
-        elif move == "prepend" and block not in expected:
-            queue.prepend(block)
-            expected.insert(0, block)
-        assert queue.to_list() == expected
-        assert len(queue) == len(expected)

@@ -34,7 +34,6 @@ def test_requests_of_one_step_compute_their_common_prefix_once() -> None:
 
     assert computed(output) == {"a": 0, "b": 8, "c": 8}
     assert output.num_scheduled_tokens == {"a": 9, "b": 1, "c": 1}
-    assert driver.scheduler.prefix_cache_hits == 16
     driver.drain()
 
 

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import make_request
 
-from penstock.scheduler.queues import FcfsQueue, PriorityQueue, WaitingQueue, make_waiting_queue
+from penstock.scheduler.queues import WaitingQueue
 from penstock.scheduler.request import Request
 
 
@@ -26,13 +25,8 @@ def admit_all(queue: WaitingQueue) -> list[str]:
     return order
 
 
-@pytest.mark.parametrize(("policy", "kind"), [("fcfs", FcfsQueue), ("priority", PriorityQueue)])
-def test_the_policy_chooses_the_queue(policy: str, kind: type) -> None:
-    assert isinstance(make_waiting_queue(policy), kind)
-
-
 def test_first_come_is_first_served_whatever_the_priority() -> None:
-    queue = FcfsQueue()
+    queue = WaitingQueue("fcfs")
     for request in requests((5, 3.0), (0, 2.0), (1, 1.0)):
         queue.add(request)
 
@@ -40,19 +34,19 @@ def test_first_come_is_first_served_whatever_the_priority() -> None:
 
 
 def test_preempted_requests_come_back_to_the_head_in_their_old_order() -> None:
-    queue = FcfsQueue()
+    queue = WaitingQueue("fcfs")
     first, second, new = requests((0, 0.0), (0, 0.0), (0, 0.0))
     queue.add(new)
 
     # The last running request is preempted first.
-    queue.put_back(second)
-    queue.put_back(first)
+    queue.add(second)
+    queue.add(first)
 
     assert admit_all(queue) == ["r0", "r1", "r2"]
 
 
 def test_lower_priority_numbers_then_earlier_arrivals_then_order_of_addition() -> None:
-    queue = PriorityQueue()
+    queue = WaitingQueue("priority")
     for request in requests((1, 0.0), (0, 9.0), (0, 1.0), (1, 0.0), (-1, 99.0)):
         queue.add(request)
 
@@ -60,7 +54,7 @@ def test_lower_priority_numbers_then_earlier_arrivals_then_order_of_addition() -
 
 
 def test_running_requests_are_kept_in_order_of_priority() -> None:
-    queue = PriorityQueue()
+    queue = WaitingQueue("priority")
     running: list[Request] = []
     for request in requests((1, 0.0), (2, 0.0), (0, 5.0), (1, 1.0)):
         queue.add(request)
@@ -70,7 +64,7 @@ def test_running_requests_are_kept_in_order_of_priority() -> None:
 
 
 def test_running_requests_are_kept_in_order_of_admission() -> None:
-    queue = FcfsQueue()
+    queue = WaitingQueue("fcfs")
     running: list[Request] = []
     for request in requests((1, 0.0), (2, 0.0), (0, 5.0)):
         queue.add(request)
@@ -80,7 +74,7 @@ def test_running_requests_are_kept_in_order_of_admission() -> None:
 
 
 def test_an_id_may_wait_again_after_it_was_removed() -> None:
-    queue = PriorityQueue()
+    queue = WaitingQueue("priority")
     old, new = requests((0, 0.0), (1, 0.0))
     new.req_id = old.req_id
     queue.add(old)
@@ -91,25 +85,16 @@ def test_an_id_may_wait_again_after_it_was_removed() -> None:
     assert len(queue) == 1
 
 
-def test_aborted_requests_do_not_pile_up() -> None:
-    queue = PriorityQueue()
-    for request in requests(*[(0, float(number)) for number in range(1000)]):
-        queue.add(request)
-        if request.order > 0:
-            queue.remove(request)
-
-    assert len(queue) == 1
-    assert len(queue._heap) < 20
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     policy=st.sampled_from(["fcfs", "priority"]),
     keys=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.0])), min_size=1, max_size=12),
-    moves=st.lists(st.tuples(st.sampled_from(["add", "put_back", "remove", "admit"]), st.integers(0, 11)), max_size=40),
+    moves=st.lists(st.tuples(st.sampled_from(["add", "remove", "admit"]), st.integers(0, 11)), max_size=40),
 )
-def test_queues_behave_like_lists(policy: str, keys: list[tuple[int, float]], moves: list[tuple[str, int]]) -> None:
-    queue = make_waiting_queue(policy)
+def test_queues_behave_like_sorted_lists(
+    policy: str, keys: list[tuple[int, float]], moves: list[tuple[str, int]]
+) -> None:
+    queue = WaitingQueue(policy)
     pool = requests(*keys)
     expected: list[Request] = []
     for move, number in moves:
@@ -120,10 +105,13 @@ def test_queues_behave_like_lists(policy: str, keys: list[tuple[int, float]], mo
         elif move == "remove" and request in expected:
             queue.remove(request)
             expected.remove(request)
-        elif move in ("add", "put_back") and request not in expected:
-            getattr(queue, move)(request)
-            expected.insert(0 if move == "put_back" else len(expected), request)
-        if policy == "priority":
-            expected.sort(key=lambda request: request.service_order)
+        elif move == "add" and request not in expected:
+            queue.add(request)
+            expected.append(request)
+        expected.sort(key=lambda request: (*by_policy(request, policy), request.order))
         assert len(queue) == len(expected)
         assert queue.peek() is (expected[0] if expected else None)
+
+
+def by_policy(request: Request, policy: str) -> tuple[float, ...]:
+    return (request.priority, request.arrival_time) if policy == "priority" else ()

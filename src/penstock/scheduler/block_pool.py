@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 # A KV-cache group and the hash of a block's whole prefix in it.
@@ -14,75 +15,17 @@ class KVCacheBlock:
     """One block id, and what is known about it.
 
     ref_count: requests that hold the block. key: what a full block holds, once it is cached.
-    prev_free, next_free: neighbours in the free queue; None outside of it.
     """
 
-    __slots__ = ("block_id", "key", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_id", "key", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None
-        self.prev_free: KVCacheBlock | None = None
-        self.next_free: KVCacheBlock | None = None
 
     def __repr__(self) -> str:
         return f"KVCacheBlock(block_id={self.block_id}, ref_count={self.ref_count}, cached={self.key is not None})"
-
-
-class FreeBlockQueue:
-    """Free blocks in the order in which they will be reused. A block leaves from anywhere in constant time."""
-
-    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
-        self._ends = KVCacheBlock(-1)
-        self._ends.prev_free = self._ends.next_free = self._ends
-        self._length = 0
-        for block in blocks:
-            self.append(block)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def append(self, block: KVCacheBlock) -> None:
-        """Make `block` the last to be reused."""
-        assert self._ends.prev_free is not None
-        self._link(self._ends.prev_free, block, self._ends)
-
-    def prepend(self, block: KVCacheBlock) -> None:
-        """Make `block` the next to be reused."""
-        assert self._ends.next_free is not None
-        self._link(self._ends, block, self._ends.next_free)
-
-    def pop(self) -> KVCacheBlock:
-        """Take the block that is next to be reused; the queue must not be empty."""
-        block = self._ends.next_free
-        assert block is not None
-        self.remove(block)
-        return block
-
-    def remove(self, block: KVCacheBlock) -> None:
-        """Take `block`, which must be in the queue."""
-        before, after = block.prev_free, block.next_free
-        assert before is not None
-        assert after is not None
-        assert block is not self._ends
-        before.next_free, after.prev_free = after, before
-        block.prev_free = block.next_free = None
-        self._length -= 1
-
-    def to_list(self) -> list[KVCacheBlock]:
-        """All free blocks, next to be reused first; linear in their number."""
-        blocks = []
-        block = self._ends.next_free
-        while block is not None and block is not self._ends:
-            blocks.append(block)
-            block = block.next_free
-        return blocks
-
-    def _link(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
-        before.next_free = after.prev_free = block
-        block.prev_free, block.next_free = before, after
-        self._length += 1
 
 
 class BlockPool:
@@ -97,7 +40,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
-        self._free = FreeBlockQueue(self.blocks[1:])
+        # In the order in which they will be reused.
+        self._free = OrderedDict.fromkeys(self.blocks[1:])
         self._cached: dict[BlockKey, dict[int, KVCacheBlock]] = {}
 
     @property
@@ -110,14 +54,9 @@ class BlockPool:
         """Blocks that requests hold; the null block is not counted."""
         return self.num_blocks - 1 - len(self._free)
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1."""
-        return self.num_used_blocks / max(1, self.num_blocks - 1)
-
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks, next to be reused first; linear in their number."""
-        return [block.block_id for block in self._free.to_list()]
+        return [block.block_id for block in self._free]
 
     def find(self, key: BlockKey) -> KVCacheBlock | None:
         """A block, held or free, with this content."""
@@ -130,7 +69,7 @@ class BlockPool:
         The caller makes sure that as many are free.
         """
         assert num_blocks <= len(self._free)
-        blocks = [self._free.pop() for _ in range(num_blocks)]
+        blocks = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block in blocks:
             self._forget(block)
             block.ref_count = 1
@@ -142,7 +81,7 @@ class BlockPool:
             if block is self.null_block:
                 continue
             if block.ref_count == 0:
-                self._free.remove(block)
+                del self._free[block]
             block.ref_count += 1
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -158,10 +97,9 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count > 0:
                 continue
+            self._free[block] = None
             if block.key is None:
-                self._free.prepend(block)
-            else:
-                self._free.append(block)
+                self._free.move_to_end(block, last=False)
 
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockKey]) -> list[KVCacheBlock]:
         """Make held, full blocks findable by their keys; null blocks and blocks already cached are passed over.
@@ -196,7 +134,7 @@ class BlockPool:
         for block in self.blocks:
             block.key = None
         # All are worth the same now, and the system has handed out the memory of the lowest.
-        self._free = FreeBlockQueue(self.blocks[1:])
+        self._free = OrderedDict.fromkeys(self.blocks[1:])
         return True
 
     def _forget(self, block: KVCacheBlock) -> None:

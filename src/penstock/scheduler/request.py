@@ -99,8 +99,3 @@ class Request:
     def needs_prompt_logits(self) -> bool:
         """Whether the prompt must be computed even where its keys and values are cached."""
         return self.sampling_params.prompt_logprobs is not None and self.num_tokens == self.num_prompt_tokens
-
-    @property
-    def service_order(self) -> tuple[int, float, int]:
-        """Sorts requests under the "priority" policy; what sorts last is preempted first."""
-        return self.priority, self.arrival_time, self.order

@@ -12,7 +12,7 @@ from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeStep, DecodeSteps
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
-from penstock.scheduler.queues import make_waiting_queue
+from penstock.scheduler.queues import WaitingQueue
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_limits import check_fits, check_prompt
 from penstock.scheduler.results import (
@@ -61,7 +61,7 @@ class Scheduler:
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self._requests: dict[str, Request] = {}
-        self._waiting = make_waiting_queue(config.policy)
+        self._waiting = WaitingQueue(config.policy)
         # Served in this order, preempted from its end.
         self._running: list[Request] = []
         # Requests that the worker holds although they ended.
@@ -73,9 +73,6 @@ class Scheduler:
         self._first_valid_step_id = 0
         self._num_added = 0
         self.num_preemptions = 0
-        # In tokens of prompts, counted when a request first runs.
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
 
     @property
     def num_running(self) -> int:
@@ -91,17 +88,8 @@ class Scheduler:
         """Steps with tokens whose results have not arrived."""
         return len(self._in_flight)
 
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the KV cache's blocks that requests hold, 0 to 1."""
-        return self.kv_cache.pool.usage
-
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
-
-    def has_finished_to_flush(self) -> bool:
-        """Whether the worker still holds requests that ended; the next step tells it."""
-        return bool(self._finished_req_ids)
 
     def has_work(self) -> bool:
         """Whether there is a reason to go on: requests to serve, or to clear away in the worker."""
@@ -319,8 +307,6 @@ class Scheduler:
             return
         request.num_cached_tokens = num_cached_tokens
         request.first_scheduled_time = time.monotonic()
-        self.prefix_cache_queries += request.num_prompt_tokens
-        self.prefix_cache_hits += num_cached_tokens
 
     def _preempt(self, request: Request) -> None:
         """Make a request, which was just taken out of the running ones, wait with nothing but its tokens."""
@@ -330,7 +316,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.put_back(request)
+        self._waiting.add(request)
 
     def _take_in_flight(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -384,8 +370,7 @@ class Scheduler:
         if misled:
             self._in_flight = {**later}
         self.kv_cache.forget_content(lost_blocks)
-        # Backwards, so that they wait in the order in which they ran.
-        for request in [request for request in reversed(self._running) if request in misled]:
+        for request in [request for request in self._running if request in misled]:
             self._running.remove(request)
             self._preempt(request)
             self._finished_req_ids.add(request.req_id)
