@@ -21,7 +21,7 @@ from penstock.device.tensor_memory import TensorMemory
 from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.kernels.native import NATIVE
 from penstock.kernels.paged_attention import prefill_attention_cpu
-from penstock.kernels.step_state import REFERENCE
+from penstock.kernels.step_state import compute_slot_mapping
 
 
 @dataclass
@@ -111,7 +111,7 @@ def _check(
             query_start_loc_np=starts,
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             block_table=torch.from_numpy(table)[rows],
-            slot_mapping=REFERENCE.compute_slot_mapping(
+            slot_mapping=compute_slot_mapping(
                 torch.from_numpy(table), rows, torch.tensor(ids), torch.tensor(positions), block_size, num_tokens
             ),
             num_actual_tokens=num_tokens,

@@ -16,7 +16,7 @@ from penstock.attention.reference import ReferenceBackend
 from penstock.kernels.native import NATIVE
 from penstock.kernels.norm import rms_norm_reference
 from penstock.kernels.rotary import TableRotation, gather_rotation_reference, rotary_table
-from penstock.kernels.step_state import REFERENCE
+from penstock.kernels.step_state import compute_slot_mapping
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
 BLOCK_SIZE = 4
@@ -57,9 +57,7 @@ def _geometry(parts: Sequence[tuple[int, int]], num_padding: int) -> StepGeometr
         query_start_loc_np=starts,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         block_table=table,
-        slot_mapping=REFERENCE.compute_slot_mapping(
-            table, rows, owners, _positions(parts, num_padding), BLOCK_SIZE, sum(counts)
-        ),
+        slot_mapping=compute_slot_mapping(table, rows, owners, _positions(parts, num_padding), BLOCK_SIZE, sum(counts)),
         num_actual_tokens=sum(counts),
         num_actual_reqs=len(parts),
         max_query_len=max(counts),

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors
 from penstock.kernels.native import NATIVE, bind_native_step
-from penstock.kernels.step_state import CPU, REFERENCE, PlainStep, StepStateKernels, bind_step
+from penstock.kernels.step_state import PlainStep, bind_step
 
-FUNCTIONS = pytest.mark.parametrize("kernels", [pytest.param(REFERENCE, id="reference"), pytest.param(CPU, id="numpy")])
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "bind",
     [
-        pytest.param(lambda state, layout: PlainStep(REFERENCE, state, layout), id="reference"),
-        pytest.param(lambda state, layout: PlainStep(CPU, state, layout), id="numpy"),
+        pytest.param(PlainStep, id="plain"),
         pytest.param(
             bind_native_step,
             id="native",
@@ -143,14 +141,6 @@ def test_a_bound_step_goes_on_for_as_many_steps_as_the_layout_lasts(bind: Bind) 
             assert on_host == ([[100 + number], [200 + number]], [0, 2 if number % 2 else 1])
 
 
-@FUNCTIONS
-def test_rejected_drafts_are_not_counted_as_computed(kernels: StepStateKernels) -> None:
-    tokens = torch.zeros(1, 32, dtype=torch.int32)
-    total_len, computed = _long([11]), _long([10])
-    kernels.advance_state(tokens, total_len, computed, _long([0]), _long([7]), _long([1]), _long([4]), _long([3]))
-    assert computed.tolist() == [11]
-
-
 @IMPLEMENTATIONS
 @settings(max_examples=50, deadline=None)
 @given(
@@ -172,7 +162,7 @@ def test_inputs_equal_a_restatement_in_python(bind: Bind, requests: list[tuple[i
     assert inputs.seq_lens_R.tolist() == [start + count for start, count in requests]
 
 
-def test_without_the_cpp_kernels_numpy_steps_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_cpp_kernels_torch_steps_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.kernels.step_state.bind_native_step", lambda state, layout: None)
     step = bind_step(_state(2, 8), _layout([0], [1]))
     assert isinstance(step, PlainStep)

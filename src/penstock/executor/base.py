@@ -70,9 +70,6 @@ class Executor(ABC):
     def sample_tokens(self, step_id: int) -> StepHandle:
         """Launch the sampling of a step that was executed."""
 
-    def execute_dummy_batch(self) -> None:
-        self.collective_rpc("execute_dummy_batch")
-
     @abstractmethod
     def check_health(self) -> None:
         """Return if every worker can serve; raise what is wrong if one cannot."""

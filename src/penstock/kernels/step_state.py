@@ -1,8 +1,7 @@
 """How a step reads and advances the runner's per-slot state.
 
-The `…_reference` functions are the specification, in plain torch, and what a GPU runs. On the CPU the same is done
-in C++ (`kernels.native.step_state`), or through numpy views of the same memory: the tensors are tiny, and calling
-torch's operators is what costs.
+The functions are the specification, in plain torch, and what a GPU runs, or a CPU without the C++ kernels. With them
+the same is done by `kernels.native.step_state`: the tensors are tiny, and calling torch's operators is what costs.
 
 Suffixes: S slots (one more than max_num_reqs: the last is the padding slot), T tokens of the step, R requests of the
 step, L positions, B blocks.
@@ -10,10 +9,8 @@ step, L positions, B blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +28,7 @@ class StepInputs(NamedTuple):
     seq_lens_R: Tensor
 
 
-def gather_step_inputs_reference(
+def gather_step_inputs(
     all_token_ids_SL: Tensor,
     num_computed_tokens_S: Tensor,
     idx_mapping_R: Tensor,
@@ -56,7 +53,7 @@ def gather_step_inputs_reference(
     return StepInputs(input_ids_T, positions_T, seq_lens_R)
 
 
-def compute_slot_mapping_reference(
+def compute_slot_mapping(
     block_tables_SB: Tensor,
     idx_mapping_R: Tensor,
     token_to_req_T: Tensor,
@@ -78,12 +75,12 @@ def compute_slot_mapping_reference(
     return slot_mapping_T
 
 
-def count_sampled_reference(seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
+def count_sampled(seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
     """int64 [R]: 1 where the step reached the end of the known tokens, 0 for an unfinished prefill."""
     return (seq_lens_R >= prefill_len_S.index_select(0, idx_mapping_R)).to(torch.int64)
 
 
-def advance_state_reference(
+def advance_state(
     all_token_ids_SL: Tensor,
     total_len_S: Tensor,
     num_computed_tokens_S: Tensor,
@@ -91,12 +88,10 @@ def advance_state_reference(
     sampled_token_ids_R: Tensor,
     num_sampled_R: Tensor,
     num_scheduled_R: Tensor,
-    num_rejected_R: Tensor | None = None,
 ) -> None:
     """Record a step's outcome in place: append sampled tokens, advance total_len and num_computed_tokens.
 
-    sampled_token_ids_R: int64. num_sampled_R: int64, 0 or 1. num_rejected_R: int64, draft tokens that were run in
-    vain; None for none. All rows of `idx_mapping_R` must be real slots.
+    sampled_token_ids_R: int64. num_sampled_R: int64, 0 or 1. All rows of `idx_mapping_R` must be real slots.
     """
     total_len_R = total_len_S.index_select(0, idx_mapping_R)
     flat_R = idx_mapping_R * all_token_ids_SL.shape[1] + total_len_R
@@ -104,87 +99,13 @@ def advance_state_reference(
     kept_R = torch.where(num_sampled_R > 0, sampled_token_ids_R.to(torch.int32), tokens.index_select(0, flat_R))
     tokens.index_copy_(0, flat_R, kept_R)
     total_len_S.index_add_(0, idx_mapping_R, num_sampled_R)
-    num_run_R = num_scheduled_R if num_rejected_R is None else num_scheduled_R - num_rejected_R
-    num_computed_tokens_S.index_add_(0, idx_mapping_R, num_run_R)
-
-
-def _gather_step_inputs_cpu(
-    all_token_ids_SL: Tensor,
-    num_computed_tokens_S: Tensor,
-    idx_mapping_R: Tensor,
-    num_scheduled_R: Tensor,
-    token_to_req_T: Tensor,
-    token_offset_T: Tensor,
-) -> StepInputs:
-    slots, owners = idx_mapping_R.numpy(), token_to_req_T.numpy()
-    num_computed_R = num_computed_tokens_S.numpy()[slots]
-    positions_T = num_computed_R[owners] + token_offset_T.numpy()
-    input_ids_T = all_token_ids_SL.numpy()[slots[owners], positions_T]
-    seq_lens_R = (num_computed_R + num_scheduled_R.numpy()).astype(np.int32)
-    return StepInputs(torch.from_numpy(input_ids_T), torch.from_numpy(positions_T), torch.from_numpy(seq_lens_R))
-
-
-def _compute_slot_mapping_cpu(
-    block_tables_SB: Tensor,
-    idx_mapping_R: Tensor,
-    token_to_req_T: Tensor,
-    positions_T: Tensor,
-    block_size: int,
-    num_actual_tokens: int,
-) -> Tensor:
-    positions = positions_T.numpy()
-    block_T = positions // block_size
-    block_id_T = block_tables_SB.numpy()[idx_mapping_R.numpy()[token_to_req_T.numpy()], block_T]
-    slot_mapping_T = (block_id_T - block_T) * block_size + positions
-    slot_mapping_T[num_actual_tokens:] = PAD_SLOT_ID
-    return torch.from_numpy(slot_mapping_T)
-
-
-def _count_sampled_cpu(seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
-    is_complete_R = seq_lens_R.numpy() >= prefill_len_S.numpy()[idx_mapping_R.numpy()]
-    return torch.from_numpy(is_complete_R.astype(np.int64))
-
-
-def _advance_state_cpu(
-    all_token_ids_SL: Tensor,
-    total_len_S: Tensor,
-    num_computed_tokens_S: Tensor,
-    idx_mapping_R: Tensor,
-    sampled_token_ids_R: Tensor,
-    num_sampled_R: Tensor,
-    num_scheduled_R: Tensor,
-    num_rejected_R: Tensor | None = None,
-) -> None:
-    slots, tokens, total_len = idx_mapping_R.numpy(), all_token_ids_SL.numpy(), total_len_S.numpy()
-    num_sampled = num_sampled_R.numpy()
-    total_len_R = total_len[slots]
-    kept_R = np.where(num_sampled > 0, sampled_token_ids_R.numpy(), tokens[slots, total_len_R])
-    tokens[slots, total_len_R] = kept_R
-    total_len[slots] = total_len_R + num_sampled
-    num_run_R = num_scheduled_R if num_rejected_R is None else num_scheduled_R - num_rejected_R
-    num_computed_tokens_S.numpy()[slots] += num_run_R.numpy()
-
-
-class StepStateKernels(NamedTuple):
-    """The implementations for one kind of device."""
-
-    gather_step_inputs: Callable[..., StepInputs]
-    compute_slot_mapping: Callable[..., Tensor]
-    count_sampled: Callable[..., Tensor]
-    advance_state: Callable[..., None]
-
-
-REFERENCE = StepStateKernels(
-    gather_step_inputs_reference, compute_slot_mapping_reference, count_sampled_reference, advance_state_reference
-)
-CPU = StepStateKernels(_gather_step_inputs_cpu, _compute_slot_mapping_cpu, _count_sampled_cpu, _advance_state_cpu)
+    num_computed_tokens_S.index_add_(0, idx_mapping_R, num_scheduled_R)
 
 
 class PlainStep(BoundStep):
     """A bound step of separate functions, with new tensors every time."""
 
-    def __init__(self, kernels: StepStateKernels, state: SlotTensors, layout: LayoutTensors) -> None:
-        self._kernels = kernels
+    def __init__(self, state: SlotTensors, layout: LayoutTensors) -> None:
         self._state = state
         self._layout = layout
         self._slots = layout.idx_mapping_R[: layout.num_reqs]
@@ -193,7 +114,7 @@ class PlainStep(BoundStep):
 
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
         state, layout = self._state, self._layout
-        inputs = self._kernels.gather_step_inputs(
+        inputs = gather_step_inputs(
             state.all_token_ids_SL,
             state.num_computed_tokens_S,
             layout.idx_mapping_R,
@@ -206,7 +127,7 @@ class PlainStep(BoundStep):
         for table, block_size, width in zip(state.block_tables_SB, state.block_sizes, num_columns, strict=True):
             tables.append(table[:, :width].index_select(0, layout.idx_mapping_R))
             slot_mappings.append(
-                self._kernels.compute_slot_mapping(
+                compute_slot_mapping(
                     table,
                     layout.idx_mapping_R,
                     layout.token_to_req_T,
@@ -219,11 +140,11 @@ class PlainStep(BoundStep):
 
     def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> tuple[Tensor, TokensOnHost | None]:
         assert self._seq_lens is not None, "gather comes first"
-        num_sampled_R = self._kernels.count_sampled(self._seq_lens, self._state.prefill_len_S, self._slots)
+        num_sampled_R = count_sampled(self._seq_lens, self._state.prefill_len_S, self._slots)
         return torch.stack([sampled_token_ids_R, num_sampled_R, failures_R.to(torch.int64)]), None
 
     def advance(self, outcome_3R: Tensor) -> None:
-        self._kernels.advance_state(
+        advance_state(
             self._state.all_token_ids_SL,
             self._state.total_len_S,
             self._state.num_computed_tokens_S,
@@ -236,6 +157,5 @@ class PlainStep(BoundStep):
 
 def bind_step(state: SlotTensors, layout: LayoutTensors) -> BoundStep:
     """The best calls for where the tensors are; the same meaning everywhere."""
-    if not state.all_token_ids_SL.is_cpu:
-        return PlainStep(REFERENCE, state, layout)
-    return bind_native_step(state, layout) or PlainStep(CPU, state, layout)
+    native = bind_native_step(state, layout) if state.all_token_ids_SL.is_cpu else None
+    return native or PlainStep(state, layout)

@@ -46,8 +46,7 @@ class BatchLayout:
 class _OneTokenEach:
     """Layouts of steps in which every request has one token and nothing is padding: all but the slots is known before.
 
-    What it knows it has for the most requests there may be, and keeps the part of it that fewer of them take, since
-    making a few small arrays takes longer than most of what else a step does on the host.
+    What it knows it has for the most requests there may be; fewer of them take a part of it.
     """
 
     def __init__(self, device: Device, max_num_reqs: int) -> None:
@@ -56,37 +55,25 @@ class _OneTokenEach:
         arrays = self._counts, self._starts, np.zeros_like(self._counts)
         self._counts_R, self._numbers_R, self._zeros_R = map(device.upload, arrays)
         self._starts_R = self._numbers_R.int()
-        self._known: dict[int, tuple[np.ndarray, np.ndarray, Tensor, Tensor, Tensor, Tensor]] = {}
 
     def lay_out(self, req_ids: list[str], slots: np.ndarray, plan: BatchPlan) -> BatchLayout:
         num_reqs = len(req_ids)
-        known = self._known.get(num_reqs)
-        if known is None:
-            known = self._known[num_reqs] = self._part(num_reqs)
-        counts, starts, counts_R, starts_R, numbers_R, zeros_R = known
+        numbers_R = self._numbers_R[:num_reqs]
         slots_R = self._device.upload(slots)
         return BatchLayout(
             plan=plan,
             req_ids=req_ids,
             slots_np=slots,
-            counts_np=counts,
-            query_start_loc_np=starts,
+            counts_np=self._counts[:num_reqs],
+            query_start_loc_np=self._starts[: num_reqs + 1],
             max_query_len=min(1, num_reqs),
             has_one_token_each=True,
-            query_start_loc=starts_R,
+            query_start_loc=self._starts_R[: num_reqs + 1],
             slots=slots_R,
             logits_indices=numbers_R,
-            tensors=LayoutTensors(slots_R, counts_R, numbers_R, zeros_R, num_reqs, num_reqs),
-        )
-
-    def _part(self, num_reqs: int) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor, Tensor, Tensor]:
-        return (
-            self._counts[:num_reqs],
-            self._starts[: num_reqs + 1],
-            self._counts_R[:num_reqs],
-            self._starts_R[: num_reqs + 1],
-            self._numbers_R[:num_reqs],
-            self._zeros_R[:num_reqs],
+            tensors=LayoutTensors(
+                slots_R, self._counts_R[:num_reqs], numbers_R, self._zeros_R[:num_reqs], num_reqs, num_reqs
+            ),
         )
 
 
