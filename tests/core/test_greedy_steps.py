@@ -12,9 +12,9 @@ from torch import nn
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.kernels.native import NATIVE
-from penstock.models.program import GreedyStep
+from penstock.kernels.native.program_step import BoundChoices
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+from support.engines import Result, add, finish, greedy, make_core, random_prompts, run, run_layer_by_layer
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
 
@@ -33,14 +33,14 @@ FORMS: dict[str, dict[str, Any]] = {
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each step gave that ran in one call."""
     steps: list[int] = []
-    original = GreedyStep.run
+    original = BoundChoices.run
 
-    def noted(self: GreedyStep) -> Any:
+    def noted(self: BoundChoices) -> Any:
         chosen = original(self)
         steps.append(len(chosen[0]))
         return chosen
 
-    monkeypatch.setattr(GreedyStep, "run", noted)
+    monkeypatch.setattr(BoundChoices, "run", noted)
     return steps
 
 
@@ -73,7 +73,7 @@ def expect_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch, at_once: list
     found = tokens(folder, **options)
     assert {4, 3, 2} <= set(at_once)
     at_once.clear()
-    monkeypatch.setattr("penstock.models.decoder.record_greedy", lambda *_: None)
+    run_layer_by_layer(monkeypatch)
     assert tokens(folder, **options) == found
     assert not at_once
 

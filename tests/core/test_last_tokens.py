@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from penstock.contract import SamplingParams
 from penstock.kernels.native import NATIVE
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from support.engines import Result, greedy, make_core, random_prompts, run
+from support.engines import Result, greedy, make_core, random_prompts, run, run_layer_by_layer
 
 # With 16 tokens a step: whole prompts, parts of them and decodes beside each other.
 PROMPTS = random_prompts([1, 5, 33, 12, 70], VOCAB_SIZE)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 4}
-ONE_BY_ONE = "penstock.models.decoder.record_model"
 needs_native = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels are not there")
 
 
@@ -61,7 +60,7 @@ def test_layers_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fami
     if backend == "cpu_native" and NATIVE is None:
         pytest.skip("the C++ kernels are not there")
     tiny_checkpoint(tmp_path, family)
-    monkeypatch.setattr(ONE_BY_ONE, lambda *_: None)
+    run_layer_by_layer(monkeypatch)
     assert_same(tmp_path, 1e-5, attention_backend=backend)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.kernels.native import NATIVE
-from penstock.models.program import ModelProgram
+from penstock.kernels.native.program import NativeProgram
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from support.engines import make_core, random_prompts, run
+from support.engines import make_core, random_prompts, run, run_layer_by_layer
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
 
@@ -29,15 +29,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def programs(core: EngineCore) -> list[ModelProgram]:
+def programs(core: EngineCore) -> list[NativeProgram]:
     (found,) = core.collective_rpc(_recorded)
     return found
 
 
-def _recorded(worker: Any) -> list[ModelProgram]:
+def _recorded(worker: Any) -> list[NativeProgram]:
     # Any call but a step's makes the worker forget: a step records anew.
     worker.execute_dummy_batch()
-    return [program for program in worker.runner.kv_cache.programs.values() if program is not None]
+    return [program for program in worker.runner.kv_cache.programs._recorded.values() if program is not None]
 
 
 def results(folder: Path, **options: Any) -> tuple[list[Any], int]:
@@ -54,7 +54,7 @@ def results(folder: Path, **options: Any) -> tuple[list[Any], int]:
 def both(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     recorded, num_programs = results(folder, **options)
     assert num_programs == 1
-    monkeypatch.setattr("penstock.models.decoder.record_model", lambda *_: None)
+    run_layer_by_layer(monkeypatch)
     one_by_one, num_programs = results(folder, **options)
     assert num_programs == 0
     assert recorded == one_by_one

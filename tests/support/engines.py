@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -107,3 +108,8 @@ def assert_greedy_continuation(oracle: PreTrainedModel, prompt: Sequence[int], r
     for row, logprobs in zip(expected, result.logprobs, strict=False):
         for token, value in logprobs.items():
             assert abs(float(row[token]) - value) <= TOLERANCE
+
+
+def run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no model is recorded as a program; its layers' kernels are the same."""
+    monkeypatch.setattr("penstock.models.program.NATIVE", None)

@@ -49,9 +49,6 @@ class ArithmeticModel:
     def compute_greedy(self, hidden: Tensor) -> None:
         return None
 
-    def bind_greedy(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> None:
-        return None
-
     def compute_logits(self, hidden: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         noise = torch.rand(VOCAB_SIZE, VOCAB_SIZE, generator=generator)

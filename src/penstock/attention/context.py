@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -43,13 +42,10 @@ class ForwardContext:
     metadata: by KV-cache group; this step's.
     last: given where only these tokens' hidden states are asked for. What comes after the last attention then has only
     their rows, [R, ...]; a layer that is told so attends with them alone.
-    programs: what models record for these layers and for their weights as they are, each under itself; None where
-    nothing is to be recorded.
     """
 
     layers: Mapping[str, BoundLayer]
     metadata: Sequence[AttentionMetadata]
-    programs: MutableMapping[Hashable, Any] | None = None
     last: LastTokens | None = None
 
     def of_all_tokens(self) -> ForwardContext:

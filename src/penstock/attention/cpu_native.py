@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.attention.base import AttentionBackend, HeadNorm, LayerAttention, StepGeometry
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import CACHE_TYPES, HeadShape, StepRequests
+from penstock.kernels.native.tracing import TracedRequests
 from penstock.kernels.rotary import Rotation, TableRotation
 
 
@@ -104,7 +105,7 @@ class CpuNativeBackend(AttentionBackend):
         norm: HeadNorm | None,
         rotation: Rotation,
         kv_cache: Tensor,
-        metadata: CpuNativeMetadata,
+        metadata: CpuNativeMetadata | TracedRequests,
     ) -> Tensor:
         if not _prepares_heads(rotation, norm) or metadata.num_tokens == 0:
             return super().forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
@@ -119,12 +120,14 @@ class CpuNativeBackend(AttentionBackend):
         kv_cache: Tensor,
         metadata: CpuNativeMetadata,
         rows_R: Tensor,
-        last_metadata: CpuNativeMetadata,
+        last_metadata: CpuNativeMetadata | TracedRequests,
     ) -> Tensor:
         if not _prepares_heads(rotation, norm):
             return super().forward_last_projected(
                 layer, qkv_TX, norm, rotation, kv_cache, metadata, rows_R, last_metadata
             )
+        if isinstance(last_metadata, TracedRequests):
+            return self._from_projection(layer, qkv_TX, norm, rotation, kv_cache, last_metadata)
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
         NATIVE.attention.write_from_projection(
             qkv_TX,
@@ -145,23 +148,23 @@ class CpuNativeBackend(AttentionBackend):
         norm: HeadNorm | None,
         rotation: TableRotation,
         kv_cache: Tensor,
-        metadata: CpuNativeMetadata,
+        metadata: CpuNativeMetadata | TracedRequests,
     ) -> Tensor:
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
+        rms = None if norm is None else norm.rms_of_each_head
+        if isinstance(metadata, TracedRequests):
+            shape, where = self._shape(layer, kv_cache.shape[3]), (rotation.table_PR, rotation.positions_T)
+            return NATIVE.attention.trace_from_projection(qkv_TX, kv_cache, metadata, shape, norm=rms, rotation=where)
         output_TX = NATIVE.attention.from_projection(
             qkv_TX,
             kv_cache,
             metadata.requests,
             self._shape(layer, metadata.block_size),
-            norm=None if norm is None else norm.rms_of_each_head,
+            norm=rms,
             rotation=rotation.arguments,
             is_written=metadata.is_written,
         )
         return _without_padding(output_TX, metadata)
-
-    def head_shape(self, layer: LayerAttention, kv_cache: Tensor) -> HeadShape:
-        """What the kernel is told about a layer with this cache."""
-        return self._shape(layer, kv_cache.shape[3])
 
     def _shape(self, layer: LayerAttention, block_size: int) -> HeadShape:
         shape = self._shapes.get((layer.name, block_size))

@@ -68,10 +68,3 @@ GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": gelu_tanh_and_mul,
     "gelu_pytorch_tanh": gelu_tanh_and_mul,
 }
-# Those that the C++ kernels have, by the names that these have for them.
-NATIVE_GATED_ACTIVATIONS: Mapping[str, str] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}

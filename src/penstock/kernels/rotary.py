@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
+from penstock.kernels.native.tracing import TracedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,9 @@ class TableRotation:
 
     @classmethod
     def of(cls, table_PR: Tensor, positions_T: Tensor) -> TableRotation:
-        arguments = (table_PR.data_ptr(), table_PR.shape[1] // 2, positions_T.data_ptr())
-        return cls(table_PR, positions_T, arguments)
+        # A program is told where the positions are in every step anew.
+        positions_at = 0 if isinstance(positions_T, TracedTensor) else positions_T.data_ptr()
+        return cls(table_PR, positions_T, (table_PR.data_ptr(), table_PR.shape[1] // 2, positions_at))
 
 
 # What turns a step's heads; made once per step, shared by all layers.

@@ -5,15 +5,11 @@ Suffixes: T tokens, H query heads, K KV heads, D head size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, HeadNorm, LayerAttention
-from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.contract import FullAttentionSpec, SlidingWindowSpec
-from penstock.kernels.native.program import Buffer
 from penstock.kernels.rotary import Rotation
-from penstock.layers.recording import Recorder, Unrecordable
 
 
 class Attention(nn.Module):
@@ -60,30 +56,6 @@ class Attention(nn.Module):
         Query and key heads are normalised and turned before they attend.
         """
         return context.attend_projected(self.layer, qkv_TX, norm, rotation)
-
-    def record_from_projection(
-        self,
-        recorder: Recorder,
-        qkv: Buffer,
-        norm: HeadNorm | None,
-        table_PR: Tensor,
-        out: Buffer,
-        last_residual: Buffer | None,
-    ) -> None:
-        """Record `from_projection`, with the rows of the table at the step's positions.
-
-        last_residual: of the last layer, what its output will be added to.
-        """
-        bound = recorder.layers[self.layer.name]
-        rms = None if norm is None else norm.rms_of_each_head
-        if not isinstance(bound.backend, CpuNativeBackend):
-            raise Unrecordable(f"the attention backend is {bound.backend.name}")
-        if (norm is not None and rms is None) or (rms is not None and rms[0].dtype is not torch.float32):
-            raise Unrecordable("queries and keys are normalised in Python")
-        shape = bound.backend.head_shape(self.layer, bound.kv_cache)
-        recorder.program.attention(
-            qkv, bound.kv_cache, bound.group, shape, out, norm=rms, table_PR=table_PR, residual=last_residual
-        )
 
     def get_kv_cache_spec(self, block_size: int, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
         """What this layer keeps per block. dtype: of the cache, by name."""

@@ -10,11 +10,9 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.embedding import embedding, native_takes
-from penstock.kernels.native.program import Buffer
+from penstock.kernels.embedding import embedding
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.linear import ColumnParallelLinear, refuse_tensor_parallelism
-from penstock.layers.recording import Recorder, Unrecordable
 from penstock.layers.weights import RowLookup, new_parameter
 from penstock.parallel import ParallelContext
 
@@ -39,19 +37,9 @@ class VocabEmbedding(nn.Module):
         dtype = self.compute_dtype or weight.dtype
         if self.lookup is None:
             return embedding(input_ids_T, weight, dtype)
+        if input_ids_T.dim() == 1:
+            return self.lookup(input_ids_T).to(dtype)
         return self.lookup(input_ids_T.flatten()).view(*input_ids_T.shape, -1).to(dtype)
-
-    def record(self, recorder: Recorder, out: Buffer) -> None:
-        """The rows of the step's tokens."""
-        weight = self.weight
-        if (self.compute_dtype or weight.dtype) is not torch.float32:
-            raise Unrecordable(f"embeddings are in {self.compute_dtype or weight.dtype}")
-        if self.lookup is not None:
-            self.lookup.record(recorder.program, out)
-        elif native_takes(weight):
-            recorder.program.lookup(weight, out)
-        else:
-            raise Unrecordable("the embeddings lie where the C++ kernels cannot read them")
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
@@ -88,10 +76,6 @@ class LMHead(ColumnParallelLinear):
         """
         chosen = self.method.argmax(self, hidden_LD)
         return None if chosen is None else ChosenTokens(*chosen)
-
-    def record_greedy(self, recorder: Recorder, x: Buffer) -> None:
-        """`compute_greedy` of these hidden states."""
-        self.method.record_argmax(recorder.program, self, x)
 
 
 @functools.cache

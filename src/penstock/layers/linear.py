@@ -17,8 +17,6 @@ from penstock.config.env import uses_torch_products
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE, NativeKernels
-from penstock.kernels.native.program import Buffer, NativeProgram
-from penstock.layers.recording import Recorder, Unrecordable
 from penstock.layers.weights import RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelContext
 
@@ -44,14 +42,6 @@ class LinearMethod(ABC):
         None where that saves nothing. The layer has no bias.
         """
         return None
-
-    def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
-        """Record what `apply` does. Raises Unrecordable."""
-        raise Unrecordable(f"{type(self).__name__} has no kernel for programs")
-
-    def record_argmax(self, program: NativeProgram, layer: LinearLayer, x: Buffer) -> None:
-        """Record what `argmax` does, as the step's choice. Raises Unrecordable."""
-        raise Unrecordable(f"{type(self).__name__} has no choice for programs")
 
 
 class PlainMethod(LinearMethod):
@@ -138,22 +128,11 @@ class NativeMethod(PackedMethod):
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return self._kernels.linear(x_TI, packed_OI, output_size, bias_O)
 
-    def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
-        program.linear(x, self._packed_for(program), layer.bias, out)
-
     def argmax(self, layer: LinearLayer, x_LI: Tensor) -> tuple[Tensor, Tensor]:
         """None of the products is written down."""
         assert self.packed_OI is not None, "argmax before process_weights_after_loading"
         assert layer.bias is None, "a bias would change the largest"
         return self._kernels.greedy(x_LI, self.packed_OI, layer.output_size)
-
-    def record_argmax(self, program: NativeProgram, layer: LinearLayer, x: Buffer) -> None:
-        program.greedy(x, self._packed_for(program), layer.output_size)
-
-    def _packed_for(self, program: NativeProgram) -> Tensor:
-        if program.kernels is not self._kernels or self.packed_OI is None:
-            raise Unrecordable("the weight is packed for other kernels")
-        return self.packed_OI
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +142,6 @@ class _PackedRows(RowLookup):
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         return self.kernels.rows(ids_T, self.packed_OI)
-
-    def record(self, program: NativeProgram, out: Buffer) -> None:
-        if program.kernels is not self.kernels:
-            raise Unrecordable("the weight is packed for other kernels")
-        program.rows(self.packed_OI, out)
 
 
 def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = None) -> LinearMethod:
@@ -238,11 +212,6 @@ class LinearLayer(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.method.apply(self, x_TI)
-
-    def record(self, recorder: Recorder, x: Buffer, out: Buffer) -> None:
-        if self.bias is not None and self.bias.dtype is not torch.float32:
-            raise Unrecordable(f"the bias of a {type(self).__name__} is in {self.bias.dtype}")
-        self.method.record(recorder.program, self, x, out)
 
     def drop_weight(self, lookup: RowLookup | None) -> None:
         """Free the weight, of which the method has a form of its own; `lookup` reads rows of that form."""

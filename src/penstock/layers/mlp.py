@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, NATIVE_GATED_ACTIVATIONS
-from penstock.kernels.native.program import Buffer
+from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS
 from penstock.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-from penstock.layers.recording import Recorder, Unrecordable
 from penstock.parallel import ParallelContext
 
 
@@ -27,21 +25,10 @@ class GatedMLP(nn.Module):
         sizes = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, bias=bias, parallel=parallel)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
-        self._activation = activation
         self._activate_and_mul = GATED_ACTIVATIONS[activation]
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.down_proj(self._activate_and_mul(self.gate_up_proj(hidden_TD)))  # type: ignore[no-any-return]
-
-    def record(self, recorder: Recorder, hidden: Buffer, out: Buffer) -> None:
-        activation = NATIVE_GATED_ACTIVATIONS.get(self._activation)
-        if activation is None:
-            raise Unrecordable(f"there is no C++ kernel for the activation {self._activation}")
-        size = self.down_proj.input_size
-        with recorder.program.buffers_of_part(2 * size, size) as (gate_up, activated):
-            recorder.record(self.gate_up_proj, hidden, gate_up)
-            recorder.program.gate_and_mul(activation, gate_up, activated)
-            recorder.record(self.down_proj, activated, out)
 
 
 class PlainMLP(nn.Module):

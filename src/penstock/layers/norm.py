@@ -6,9 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.native.program import Buffer
 from penstock.kernels.norm import add_rms_norm, add_rms_norm_rounded_last, rms_norm, rms_norm_rounded_last
-from penstock.layers.recording import Recorder, Unrecordable
 from penstock.layers.weights import Shard, WeightSlot, new_parameter
 
 
@@ -27,10 +25,6 @@ class RMSNorm(nn.Module):
         """(norm of x + residual, x + residual); overwrites x."""
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
-    def record(self, recorder: Recorder, x: Buffer, out: Buffer, residual: Buffer | None = None) -> None:
-        """`forward`, or with a residual `add_and_norm`: x becomes the sum. out may be x."""
-        _record_norm(recorder, self.weight, self.eps, x, out, residual)
-
 
 class RMSNormRoundedLast(RMSNorm):
     """An RMSNorm that rounds to the input's dtype only after the weight, and whose weight may be stored less an offset.
@@ -47,10 +41,6 @@ class RMSNormRoundedLast(RMSNorm):
 
     def add_and_norm(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         return add_rms_norm_rounded_last(x_TD, residual_TD, self.weight, self.eps, self.weight_offset)
-
-    def record(self, recorder: Recorder, x: Buffer, out: Buffer, residual: Buffer | None = None) -> None:
-        weight_D = self.weight + self.weight_offset if self.weight_offset else self.weight
-        _record_norm(recorder, weight_D, self.eps, x, out, residual)
 
 
 class LayerNorm(nn.Module):
@@ -126,11 +116,3 @@ class WholeQueryKeyNorm(nn.Module):
         query_THD, key_TKD = query_key_THD.split_with_sizes(self.head_counts, 1)
         normed_TX = torch.cat((self.q_norm(query_THD.flatten(1)), self.k_norm(key_TKD.flatten(1))), dim=-1)
         return normed_TX.view(query_key_THD.shape)
-
-
-def _record_norm(
-    recorder: Recorder, weight_D: Tensor, eps: float, x: Buffer, out: Buffer, residual: Buffer | None
-) -> None:
-    if weight_D.dtype is not torch.float32:
-        raise Unrecordable(f"a norm's weight is in {weight_D.dtype}")
-    recorder.program.rms_norm(x, weight_D, eps, out, residual)

@@ -45,9 +45,3 @@ class LayerRotations(nn.Module):
         """By layer, what turns the heads of tokens at these positions."""
         rotations = [embedding(positions_T, dtype) for embedding in self.embeddings]
         return [rotations[index] for index in self._embedding_of_layer]
-
-    @property
-    def tables(self) -> list[Tensor]:
-        """By layer, the table of its embedding."""
-        tables = [embedding.get_buffer("table") for embedding in self.embeddings]
-        return [tables[index] for index in self._embedding_of_layer]

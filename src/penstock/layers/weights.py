@@ -8,17 +8,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.native.program import Buffer, NativeProgram
-
 
 class RowLookup(Protocol):
     """Reads rows of a weight that is kept in another form."""
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         """Rows by their numbers: float32 [T, I]."""
-
-    def record(self, program: NativeProgram, out: Buffer) -> None:
-        """Record that for the step's tokens. Raises Unrecordable."""
 
 
 class RowReader(Protocol):

@@ -16,7 +16,6 @@ from penstock.errors import UnsupportedFeature
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.linear import restore_weights
 from penstock.layers.weights import WeightSlot
-from penstock.models.program import GreedyStep
 from penstock.models.weights import load_into_slots
 from penstock.parallel import ParallelContext
 
@@ -51,10 +50,6 @@ class CausalLM(nn.Module, ABC):
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
         """The greedy choice of those logits without writing them down; None where there is no way to."""
-        return None
-
-    def bind_greedy(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> GreedyStep | None:
-        """Everything from these tokens to `compute_greedy` in one call, made for these tensors; None without a way."""
         return None
 
     @abstractmethod

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.kernels.activation import GATED_ACTIVATIONS
-from penstock.kernels.native.program import Buffer
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.attention import Attention
@@ -22,13 +21,11 @@ from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import QueryKeyNorm, RMSNorm, WholeQueryKeyNorm
-from penstock.layers.recording import Recorder
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism
 from penstock.models.config_fields import ConfigFields
-from penstock.models.program import GreedyProgram, GreedyStep, ModelProgram, record_greedy, record_model
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelContext
 
@@ -163,39 +160,6 @@ class SelfAttention(nn.Module):
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
         return self.o_proj(mixed_TX)  # type: ignore[no-any-return]
 
-    def record(
-        self, recorder: Recorder, hidden: Buffer, table_PR: Tensor, out: Buffer, last_residual: Buffer | None
-    ) -> None:
-        with recorder.program.buffers(self.qkv_proj.output_size, self.o_proj.input_size) as (qkv, mixed):
-            recorder.record(self.qkv_proj, hidden, qkv)
-            self.attn.record_from_projection(recorder, qkv, self.query_key_norm, table_PR, mixed, last_residual)
-            recorder.record(self.o_proj, mixed, out)
-
-
-class ResidualStream:
-    """Buffers of the hidden size. A norm makes `normed` of hidden + residual, and leaves that sum in `hidden`.
-
-    residual: None where nothing is to be added yet. is_in_last_layer: only last tokens may be asked for, from its
-    attention on.
-    """
-
-    def __init__(self, hidden: Buffer, normed: Buffer, other: Buffer) -> None:
-        self.hidden = hidden
-        self.normed = normed
-        self.residual: Buffer | None = None
-        self.is_in_last_layer = False
-        self._other = other
-
-    @property
-    def last_residual(self) -> Buffer | None:
-        """The residual beside the last attention."""
-        return self.residual if self.is_in_last_layer else None
-
-    def turn(self) -> None:
-        """What is in `hidden` is the residual from now on."""
-        self.hidden, self._other = self._other, self.hidden
-        self.residual = self._other
-
 
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them.
@@ -231,14 +195,6 @@ class DecoderLayer(nn.Module):
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
         return self.mlp(hidden_TD), residual_TD
 
-    def record(self, recorder: Recorder, stream: ResidualStream, table_PR: Tensor) -> None:
-        recorder.record(self.input_layernorm, stream.hidden, stream.normed, stream.residual)
-        stream.turn()
-        recorder.record(self.self_attn, stream.normed, table_PR, stream.hidden, stream.last_residual)
-        recorder.record(self.post_attention_layernorm, stream.hidden, stream.normed, stream.residual)
-        stream.turn()
-        recorder.record(self.mlp, stream.normed, stream.hidden)
-
 
 class DecoderModel(nn.Module):
     """Embedding, layers, final norm.
@@ -265,9 +221,6 @@ class DecoderModel(nn.Module):
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         hidden_TD = self.embed_tokens(input_ids_T)
-        program = self._program(context)
-        if program is not None and program.takes(hidden_TD):
-            return program(hidden_TD, positions_T, context)
         residual_TD: Tensor | None = None
         rotations = self.rotations(positions_T, hidden_TD.dtype)
         contexts = context.by_layer(len(self.layers))
@@ -276,24 +229,6 @@ class DecoderModel(nn.Module):
         assert residual_TD is not None, "a decoder has at least one layer"
         hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
         return hidden_TD
-
-    def record(self, recorder: Recorder) -> None:
-        """Everything between the embedding and the hidden states."""
-        program = recorder.program
-        with program.buffers(program.input.width) as (other,):
-            stream = ResidualStream(program.input, program.output, other)
-            for number, (layer, table_PR) in enumerate(zip(self.layers, self.rotations.tables, strict=True), 1):
-                stream.is_in_last_layer = number == len(self.layers)
-                recorder.record(layer, stream, table_PR)
-            recorder.record(self.norm, stream.hidden, stream.normed, stream.residual)
-
-    def _program(self, context: ForwardContext) -> ModelProgram | None:
-        """The layers as one call, if they can be; recorded when it is first asked for."""
-        if context.programs is None:
-            return None
-        if self not in context.programs:
-            context.programs[self] = record_model(self, self.norm.weight.shape[0], context.layers)
-        return context.programs[self]  # type: ignore[no-any-return]
 
 
 class DecoderForCausalLM(CausalLM):
@@ -325,21 +260,6 @@ class DecoderForCausalLM(CausalLM):
         if type(self).compute_logits is not DecoderForCausalLM.compute_logits:
             return None
         return self.lm_head.compute_greedy(hidden_LD)
-
-    def bind_greedy(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> GreedyStep | None:
-        if context.programs is None:
-            return None
-        if self not in context.programs:
-            context.programs[self] = record_greedy(self, self.config.hidden_size, context.layers)
-        program: GreedyProgram | None = context.programs[self]
-        return None if program is None else program.bind(input_ids_T, positions_T, context)
-
-    def record_greedy(self, recorder: Recorder) -> None:
-        """Everything from tokens to tokens."""
-        program = recorder.program
-        recorder.record(self.model.embed_tokens, program.input)
-        recorder.record(self.model)
-        recorder.record_greedy(self.lm_head, program.output)
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         table = dict(self.weight_table)

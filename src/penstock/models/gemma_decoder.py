@@ -16,7 +16,6 @@ from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import RMSNormRoundedLast
-from penstock.layers.recording import Recorder
 from penstock.layers.rope_scaling import RopeParameters
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import (
@@ -24,7 +23,6 @@ from penstock.models.decoder import (
     DecoderConfig,
     DecoderForCausalLM,
     DecoderModel,
-    ResidualStream,
     SelfAttention,
 )
 from penstock.models.weights import Into, WeightTable
@@ -82,16 +80,6 @@ class GemmaLayer(nn.Module):
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.pre_feedforward_layernorm.add_and_norm(hidden_TD, residual_TD)
         return self.post_feedforward_layernorm(self.mlp(hidden_TD)), residual_TD
-
-    def record(self, recorder: Recorder, stream: ResidualStream, table_PR: Tensor) -> None:
-        recorder.record(self.input_layernorm, stream.hidden, stream.normed, stream.residual)
-        stream.turn()
-        recorder.record(self.self_attn, stream.normed, table_PR, stream.hidden, stream.last_residual)
-        recorder.record(self.post_attention_layernorm, stream.hidden, stream.hidden)
-        recorder.record(self.pre_feedforward_layernorm, stream.hidden, stream.normed, stream.residual)
-        stream.turn()
-        recorder.record(self.mlp, stream.normed, stream.hidden)
-        recorder.record(self.post_feedforward_layernorm, stream.hidden, stream.hidden)
 
 
 class GemmaForCausalLM(DecoderForCausalLM):

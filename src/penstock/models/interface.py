@@ -10,13 +10,6 @@ from penstock.attention import ForwardContext
 from penstock.kernels.sampling import ChosenTokens
 
 
-class BoundGreedy(Protocol):
-    """One call from a step's tokens to the next ones."""
-
-    def run(self) -> ChosenTokens:
-        """`compute_greedy` of the model's hidden states. The next run may overwrite the result."""
-
-
 class LanguageModel(Protocol):
     """Suffixes: T tokens of the step, R requests, D hidden size, L logits rows, V vocabulary."""
 
@@ -28,9 +21,3 @@ class LanguageModel(Protocol):
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
         """The greedy choice of those logits without writing them down; None where the model has no way to."""
-
-    def bind_greedy(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> BoundGreedy | None:
-        """A step of one token of each request, to be run as often as these tensors take a step's values.
-
-        None where the model has no way to do it all at once.
-        """

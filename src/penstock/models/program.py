@@ -1,108 +1,121 @@
-"""A model's layers as one call into the C++ kernels. Suffixes: T tokens of the step, D hidden size."""
+"""A model's forward pass as one call into the C++ kernels. Suffixes: T tokens of the step, D hidden size."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import BoundLayer, ForwardContext
+from penstock.attention import BoundLayer, ForwardContext, LastTokens
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, LastRows, StepTokens
-from penstock.kernels.sampling import ChosenTokens
-from penstock.layers.recording import Recorder, Unrecordable
+from penstock.kernels.native.tracing import Cell, Trace, TracedRequests, Untraceable
+from penstock.models.interface import LanguageModel
 
 logger = logging.getLogger(__name__)
 
 
-class ModelProgram:
-    """Hidden states from embedded tokens."""
+class ModelPrograms:
+    """What is recorded of a model, for a KV cache's layers and for its weights as they are, when it is first run.
 
-    def __init__(self, program: NativeProgram) -> None:
-        self._program = program
+    layers: by name. A model that is not all kernels of the C++ library runs layer by layer, as its forward says.
+    """
 
-    @staticmethod
-    def takes(hidden_TD: Tensor) -> bool:
-        """Whether these embedded tokens can go through."""
-        return hidden_TD.dtype is torch.float32 and hidden_TD.is_contiguous()
+    def __init__(self, layers: Mapping[str, BoundLayer]) -> None:
+        self._layers = layers
+        self._recorded: dict[tuple[LanguageModel, Callable[..., Any]], NativeProgram | None] = {}
 
-    def bytes_spared(self, num_tokens: int) -> int:
-        """How much less a step takes than if all its tokens had room for everything at once."""
-        return self._program.bytes_spared(num_tokens)
+    def run(self, model: LanguageModel, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
+        """`model(...)`: [T, D], or the rows that the context asks for."""
+        program = self._program(model, trace_forward)
+        if program is None:
+            return model(input_ids_T, positions_T, context)
+        ids_T = input_ids_T.to(torch.int32).contiguous()
+        return program(ids_T, _step_tokens(positions_T.to(torch.int64).contiguous(), context))
 
-    def __call__(self, hidden_TD: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        """[T, D], or the rows that the context asks for; overwrites its input."""
-        return self._program(hidden_TD, _step_tokens(positions_T, context))
+    def bind_greedy(
+        self, model: LanguageModel, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext
+    ) -> BoundChoices | None:
+        """`model.compute_greedy` of its hidden states, as long as these tensors and the context stay.
 
-
-class GreedyProgram:
-    """The next tokens from the last ones: embedding, layers and the output projection's choice."""
-
-    def __init__(self, program: NativeProgram) -> None:
-        self._program = program
-
-    def bytes_spared(self, num_tokens: int) -> int:
-        """None: the steps that take the most memory do not go through here."""
-        return 0
-
-    def bind(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> GreedyStep | None:
-        """Steps from these tensors, as long as they and the context stay; None where they cannot be read in place."""
+        None where the model has no way to do it all at once, or the tensors cannot be read in place.
+        """
         tensors = (input_ids_T, torch.int32), (positions_T, torch.int64)
         if not all(tensor.dtype is dtype and tensor.is_contiguous() for tensor, dtype in tensors):
             return None
-        return GreedyStep(self._program.bind(input_ids_T, _step_tokens(positions_T, context)))
+        program = self._program(model, trace_greedy)
+        return None if program is None else program.bind(input_ids_T, _step_tokens(positions_T, context))
+
+    def bytes_spared(self, num_tokens: int) -> int:
+        """What a step of so many tokens takes less than its first few times as often, thanks to programs.
+
+        Repeated greedy steps are small.
+        """
+        programs = [program for (_, trace), program in self._recorded.items() if trace is trace_forward]
+        return sum(program.bytes_spared(num_tokens) for program in programs if program is not None)
+
+    def forget(self) -> None:
+        """Record anew what is run: models, or their weights, may be others."""
+        self._recorded.clear()
+
+    def _program(self, model: LanguageModel, trace: Callable[..., Cell | None]) -> NativeProgram | None:
+        key = model, trace
+        if key not in self._recorded:
+            self._recorded[key] = self._record(model, trace)
+        return self._recorded[key]
+
+    def _record(
+        self, model: LanguageModel, trace_model: Callable[[Trace, LanguageModel, ForwardContext], Cell | None]
+    ) -> NativeProgram | None:
+        if NATIVE is None:
+            return None
+        trace = Trace(NATIVE.instruction_set.index)
+        try:
+            _refuse_what_is_watched(model)
+            output = trace_model(trace, model, self._context(trace))
+        except Untraceable as reason:
+            logger.debug("The model runs piece by piece: %s", reason)
+            return None
+        return NativeProgram(NATIVE, trace, output)
+
+    def _context(self, trace: Trace) -> ForwardContext:
+        groups = range(1 + max((bound.group for bound in self._layers.values()), default=-1))
+        metadata_of_last = [TracedRequests(group, is_last=True) for group in groups]
+        last = LastTokens(trace.last_rows, trace.positions, trace.positions, metadata_of_last)
+        return ForwardContext(self._layers, [TracedRequests(group) for group in groups], last)
 
 
-class GreedyStep:
-    """A step of one token of each request, over and over."""
+def trace_forward(trace: Trace, model: LanguageModel, context: ForwardContext) -> Cell:
+    """From tokens to where the hidden states are. Raises Untraceable."""
+    return trace.result(model(trace.ids, trace.positions, context))
 
-    def __init__(self, bound: BoundChoices) -> None:
-        self._run = bound.run
-        self._chosen = ChosenTokens(bound.index_T, bound.failed_T)
 
-    def run(self) -> ChosenTokens:
-        """The model's `compute_greedy` of what its tensors now hold. The next run overwrites the result."""
-        self._run()
-        return self._chosen
+def trace_greedy(trace: Trace, model: LanguageModel, context: ForwardContext) -> None:
+    """From tokens to tokens. Raises Untraceable."""
+    chosen = model.compute_greedy(model(trace.ids, trace.positions, context))
+    if chosen is None or trace.choice is None or list(map(id, chosen)) != list(map(id, trace.choice)):
+        raise Untraceable("tokens are not chosen by a kernel")
+
+
+def _refuse_what_is_watched(model: LanguageModel) -> None:
+    """Raises Untraceable where something else than the classes' own code is to run in every step."""
+    if not isinstance(model, nn.Module):
+        raise Untraceable("it is no module of torch")
+    for module in model.modules():
+        has_methods = any(callable(getattr(type(module), name, None)) for name in vars(module))
+        if has_methods or module._forward_hooks or module._forward_pre_hooks:
+            raise Untraceable(f"a {type(module).__name__} has a hook, or a method of its own")
 
 
 def _step_tokens(positions_T: Tensor, context: ForwardContext) -> StepTokens:
     metadata, last = context.metadata, context.last
     return StepTokens(
-        positions_T if positions_T.dtype is torch.int64 else positions_T.to(torch.int64),
+        positions_T,
         metadata[0].num_tokens,
         [group.requests for group in metadata],
         None if last is None else LastRows(last.rows, last.positions, last.query_start_loc),
     )
-
-
-def record_model(model: nn.Module, hidden_size: int, layers: Mapping[str, BoundLayer]) -> ModelProgram | None:
-    """The program of a model that can be recorded; None for any other, which then runs layer by layer.
-
-    model: its `record` takes a recorder alone.
-    """
-    program = _record(hidden_size, layers, lambda recorder: recorder.record(model))
-    return None if program is None else ModelProgram(program)
-
-
-def record_greedy(model: nn.Module, hidden_size: int, layers: Mapping[str, BoundLayer]) -> GreedyProgram | None:
-    """The same with what comes before the layers, and the choice after them. model: has a `record_greedy`."""
-    program = _record(hidden_size, layers, lambda recorder: recorder.record_greedy(model))
-    return None if program is None else GreedyProgram(program)
-
-
-def _record(
-    hidden_size: int, layers: Mapping[str, BoundLayer], record: Callable[[Recorder], None]
-) -> NativeProgram | None:
-    if NATIVE is None:
-        return None
-    program = NativeProgram(hidden_size, NATIVE)
-    try:
-        record(Recorder(program, layers))
-    except Unrecordable as reason:
-        logger.debug("The model runs piece by piece: %s", reason)
-        return None
-    return program

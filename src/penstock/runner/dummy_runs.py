@@ -22,7 +22,8 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
     """
     plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
     batch = runner.batcher.build({}, plan)
-    hidden = runner.model(batch.input_ids, batch.positions, runner.kv_cache.make_context(batch))
+    context = runner.kv_cache.make_context(batch)
+    hidden = runner.kv_cache.programs.run(runner.model, batch.input_ids, batch.positions, context)
     runner.model.compute_logits(hidden[:num_reqs])
 
 

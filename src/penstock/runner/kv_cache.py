@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from penstock.attention.select import select_backend
 from penstock.contract import KVCacheConfig
 from penstock.device import Device
 from penstock.device.base import TORCH_DTYPES
+from penstock.models.program import ModelPrograms
 from penstock.runner.input_batch import InputBatch
 
 
@@ -45,7 +45,7 @@ class PagedKVCache:
         self.config = config
         self.groups: list[AttentionGroup] = []
         self._layers: dict[str, BoundLayer] = {}
-        self.programs: dict[Hashable, Any] = {}
+        self.programs = ModelPrograms(self._layers)
         memory = {
             name: device.allocate(tensor.size_bytes) for tensor in config.tensors for name in tensor.shared_by[:1]
         }
@@ -72,7 +72,7 @@ class PagedKVCache:
 
     def make_context(self, batch: InputBatch) -> ForwardContext:
         """What the model's layers need to attend in this step."""
-        return ForwardContext(self._layers, self._metadata(batch.geometry), self.programs)
+        return ForwardContext(self._layers, self._metadata(batch.geometry))
 
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
         """The context of the batch where no other hidden states than those of the requests' last tokens are needed."""
@@ -86,12 +86,8 @@ class PagedKVCache:
         return [group.backend.make_metadata(of_group) for group, of_group in zip(self.groups, geometry, strict=True)]
 
     def program_bytes_spared(self, num_tokens: int) -> int:
-        """What a step of so many tokens takes less than its first few times as often, thanks to programs."""
-        return sum(program.bytes_spared(num_tokens) for program in self.programs.values() if program is not None)
-
-    def forget_programs(self) -> None:
-        """Let models record anew what they run: they, or their weights, may be others."""
-        self.programs.clear()
+        """`ModelPrograms.bytes_spared`."""
+        return self.programs.bytes_spared(num_tokens)
 
     def layer_memory(self, name: str) -> Tensor:
         """One layer's cache, in its backend's layout."""

@@ -91,7 +91,7 @@ class ModelRunner:
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         self.repeated = RepeatedStep(self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache)
-        self.greedy_steps = GreedySteps(self.sampler)
+        self.greedy_steps = GreedySteps(self.sampler, self.kv_cache.programs)
         # Whether every step computes all of its hidden states, as one does that must tell of prompts.
         self.computes_all_hidden = False
         self._pending: dict[int, PendingStep] = {}
@@ -118,7 +118,7 @@ class ModelRunner:
                 return
         if prompt_rows is None and batch.layout.max_query_len > 1 and not self.computes_all_hidden:
             context = self.kv_cache.narrow_to_last_tokens(context, batch)
-        hidden = self.model(batch.input_ids, batch.positions, context)
+        hidden = self.kv_cache.programs.run(self.model, batch.input_ids, batch.positions, context)
         last = hidden if context.last is not None else batch.layout.last_rows(hidden)
         all_hidden = None if prompt_rows is None else hidden
         self._pending[output.step_id] = PendingStep(batch, last, errors, prompt_rows, all_hidden)
@@ -168,7 +168,7 @@ class ModelRunner:
     def forget_programs(self) -> None:
         """Let models record anew what they run: they, or their weights, may be others."""
         self.greedy_steps.forget()
-        self.kv_cache.forget_programs()
+        self.kv_cache.programs.forget()
 
     def _prepare(self, output: SchedulerOutput, errors: dict[str, str]) -> tuple[InputBatch, ForwardContext] | None:
         """The inputs of a step, None if it runs no token; `errors` gets the requests that cannot run."""

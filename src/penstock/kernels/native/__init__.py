@@ -19,6 +19,7 @@ from penstock.kernels.bound_step import LayoutTensors, SlotTensors
 from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.native.step_state import NativeStep
+from penstock.kernels.native.tracing import Trace, TracedTensor, Untraceable, floats
 
 try:
     _module: Any = import_module("penstock.kernels.native._kernels")
@@ -42,7 +43,10 @@ class InstructionSet:
 
 
 class NativeKernels:
-    """The library's functions for one instruction set. Every result has the same bits for any number of threads."""
+    """The library's functions for one instruction set. Every result has the same bits for any number of threads.
+
+    Those that a program may consist of take a trace's stand-ins too, and then note what they would do.
+    """
 
     def __init__(self, module: Any, instruction_set: InstructionSet) -> None:
         self.instruction_set = instruction_set
@@ -86,6 +90,9 @@ class NativeKernels:
 
     def linear(self, x_TI: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
         """x @ weight^T + bias with a weight of `pack_weight`: float32 [T, O], or as many dimensions as x has."""
+        if isinstance(x_TI, TracedTensor):
+            arguments = packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
+            return self._trace(x_TI).add("linear", [x_TI], num_outputs, packed, floats(bias_O), *arguments)
         if x_TI.dim() != 2:
             flat_TI = x_TI.reshape(-1, x_TI.shape[-1])
             return self.linear(flat_TI, packed, num_outputs, bias_O).view(*x_TI.shape[:-1], num_outputs)
@@ -111,6 +118,9 @@ class NativeKernels:
 
     def greedy(self, x_LI: Tensor, packed: Tensor, num_outputs: int) -> tuple[Tensor, Tensor]:
         """`argmax` of `linear` without a bias, bit for bit, in less memory: int64 [L], and bool [L] where it failed."""
+        if isinstance(x_LI, TracedTensor):
+            arguments = packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
+            return self._trace(x_LI).choose("greedy", x_LI, packed, *arguments)
         if x_LI.stride(1) != 1:
             x_LI = x_LI.contiguous()
         num_rows, num_inputs = x_LI.shape
@@ -132,6 +142,9 @@ class NativeKernels:
 
     def rows(self, ids_T: Tensor, packed: Tensor) -> Tensor:
         """Rows of the weight that was packed, such as tokens' embeddings: float32 [T, I]. Ids are within the weight."""
+        if isinstance(ids_T, TracedTensor):
+            arguments = *packed.shape, WEIGHT_TYPES[packed.dtype]
+            return self._trace(ids_T).look_up("rows", ids_T, packed.shape[1], packed, *arguments)
         ids_T = _as_ids(ids_T)
         out_TI = torch.empty(ids_T.shape[0], packed.shape[1])
         self.module.rows(
@@ -151,8 +164,11 @@ class NativeKernels:
 
         Raises IndexError for a row that is not there.
         """
-        ids = _as_ids(ids)
         num_rows, width = table_VD.shape
+        if isinstance(ids, TracedTensor):
+            arguments = num_rows, width, WEIGHT_TYPES[table_VD.dtype]
+            return self._trace(ids).look_up("lookup", ids, width, table_VD, *arguments)
+        ids = _as_ids(ids)
         out = torch.empty(*ids.shape, width)
         self.module.lookup(
             self._index,
@@ -172,6 +188,9 @@ class NativeKernels:
 
         With a residual, x becomes x + residual first, in place.
         """
+        if isinstance(x, TracedTensor):
+            size = weight.shape[0]
+            return self._trace(x).add("norm", [x, residual], size, floats(weight), size, eps)
         num_heads = x.shape[1] if x.dim() == 3 else 1
         size = x.shape[-1]
         out = torch.empty(x.shape)
@@ -193,6 +212,9 @@ class NativeKernels:
 
     def gate_and_mul(self, activation: str, gate_up_TI: Tensor) -> Tensor:
         """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
+        if isinstance(gate_up_TI, TracedTensor):
+            size = gate_up_TI.stride(0) // 2
+            return self._trace(gate_up_TI).add("gate", [gate_up_TI], size, ACTIVATIONS[activation], size)
         num_rows, width = gate_up_TI.shape
         out_TI = torch.empty(num_rows, width // 2)
         self.module.gate_and_mul(
@@ -227,6 +249,8 @@ class NativeKernels:
 
         What is not a number counts as largest. x is contiguous, with one column at least.
         """
+        if isinstance(x_RV, TracedTensor):
+            return self._trace(x_RV).choose("argmax", x_RV, x_RV.stride(0))
         num_rows, size = x_RV.shape
         index_R, failed_R = _room_for_choices(num_rows)
         self.module.argmax(
@@ -260,6 +284,11 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return index_R, failed_R
+
+    def _trace(self, tensor: TracedTensor) -> Trace:
+        if tensor.origin.instruction_set != self._index:
+            raise Untraceable("a weight is packed for other kernels")
+        return tensor.origin
 
 
 def _as_ids(ids: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable, floats
+
 # Halves of the work that may be done by themselves, as the library knows them.
 _BOTH, _WRITE, _ATTEND = 0, 1, 2
 # Heads that are neither normalised nor turned; rows that are neither read nor written.
@@ -149,6 +151,34 @@ class NativeAttention:
         heads, phase = _heads_side_by_side(qkv_TX, shape), _ATTEND if is_written else _BOTH
         self._run(*heads, _rows_of(out_TX), kv_cache, requests, shape, _preparation(norm, rotation), phase)
         return out_TX
+
+    def trace_from_projection(
+        self,
+        qkv_TX: Tensor,
+        kv_cache: Tensor,
+        requests: TracedRequests,
+        shape: HeadShape,
+        *,
+        norm: tuple[Tensor, float] | None,
+        rotation: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """`from_projection` as part of a program. rotation: the table, and which rows of it tokens take."""
+        table_PR, positions_T = rotation
+        if not isinstance(qkv_TX, TracedTensor) or positions_T is not qkv_TX.origin.positions:
+            raise Untraceable("attention reads something else than projections of the step's tokens")
+        weight, eps = (None, 0.0) if norm is None else norm
+        return qkv_TX.origin.attend(
+            qkv_TX,
+            shape.num_heads * shape.head_size,
+            requests,
+            kv_cache,
+            *cache_arguments(kv_cache),
+            *shape.arguments,
+            floats(weight),
+            eps,
+            table_PR,
+            table_PR.shape[1] // 2,
+        )
 
     def write_from_projection(
         self,

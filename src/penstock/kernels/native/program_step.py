@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.native.attention import StepRequests
 from penstock.kernels.native.stored import StoredArguments
+from penstock.kernels.sampling import ChosenTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +63,22 @@ class StepTokens:
 class BoundChoices:
     """A program that takes tokens to tokens, with all that it reads and writes: it runs again without being told more.
 
-    index_T: int64, the choice after every token; failed_T: bool, where there is none. Every run writes both anew.
+    Every run writes the choices after all tokens anew.
     """
 
     def __init__(
         self,
         run: Callable[[int], None],
         arguments: StoredArguments,
-        index_T: Tensor,
-        failed_T: Tensor,
+        chosen: ChosenTokens,
         keeps_alive: tuple[object, ...],
     ) -> None:
         self._run = run
         self._address = arguments.address
-        self.index_T = index_T
-        self.failed_T = failed_T
+        self._chosen = chosen
         self._keeps_alive = (arguments, *keeps_alive)
 
-    def run(self) -> None:
-        """One step, from what the step's tensors hold by then."""
+    def run(self) -> ChosenTokens:
+        """One step, from what the step's tensors hold by then. The next one overwrites the result."""
         self._run(self._address)
+        return self._chosen

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.program import Buffer, NativeProgram
-from penstock.kernels.native.quantized import NativeQuantizedProducts, native_quantized_products
+from penstock.kernels.native.quantized import native_quantized_products
 from penstock.kernels.quantized import (
     QuantizedProducts,
     QuantizedShape,
@@ -23,11 +22,9 @@ from penstock.kernels.quantized import (
 )
 from penstock.layers.linear import LinearLayer, PackedMethod
 from penstock.layers.quantization.rounding import quantize_int4_rest
-from penstock.layers.recording import Unrecordable
 from penstock.layers.weights import RowLookup
 
 Rounding = Callable[[Tensor], QuantizedWeight]
-_REORDERED = "the inputs of a quantized weight are in an order of their own"
 PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProducts()
 
 
@@ -66,16 +63,6 @@ class QuantizedMethod(PackedMethod):
         if NATIVE is None or x_LI.dtype is not torch.float32:
             return None
         return NATIVE.argmax(self.apply(layer, x_LI))
-
-    def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
-        assert self.packed_OI is not None, "record before process_weights_after_loading"
-        assert self.shape is not None, "record before pack"
-        program.quantized_linear(_native(self._products), x, self.packed_OI, self.shape, layer.bias, out)
-
-    def record_argmax(self, program: NativeProgram, layer: LinearLayer, x: Buffer) -> None:
-        with program.buffers_of_part(layer.output_size) as (logits,):
-            self.record(program, layer, x, logits)
-            program.argmax(logits)
 
 
 class RefinedMethod(QuantizedMethod):
@@ -131,9 +118,6 @@ class ReorderedMethod(QuantizedMethod):
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return super().multiply(x_TI.index_select(-1, self._order_I), packed_OI, output_size, bias_O)
 
-    def record(self, program: NativeProgram, layer: LinearLayer, x: Buffer, out: Buffer) -> None:
-        raise Unrecordable(_REORDERED)
-
 
 @dataclass(frozen=True, slots=True)
 class _QuantizedRows(RowLookup):
@@ -145,9 +129,6 @@ class _QuantizedRows(RowLookup):
     def __call__(self, ids_T: Tensor) -> Tensor:
         return self.products.rows(ids_T, self.packed_OI, self.shape, self.rest_OI)
 
-    def record(self, program: NativeProgram, out: Buffer) -> None:
-        program.quantized_rows(_native(self.products), self.packed_OI, self.shape, out, self.rest_OI)
-
 
 @dataclass(frozen=True, slots=True)
 class _ReorderedRows(RowLookup):
@@ -156,15 +137,6 @@ class _ReorderedRows(RowLookup):
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         return self.rows(ids_T).index_select(1, self.places_I)
-
-    def record(self, program: NativeProgram, out: Buffer) -> None:
-        raise Unrecordable(_REORDERED)
-
-
-def _native(products: QuantizedProducts) -> NativeQuantizedProducts:
-    if not isinstance(products, NativeQuantizedProducts):
-        raise Unrecordable("the C++ kernels for quantized weights are not there")
-    return products
 
 
 def refuse_quantized(model: nn.Module, action: str) -> None:

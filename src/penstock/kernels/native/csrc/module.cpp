@@ -361,6 +361,8 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(program_lookup),
     PENSTOCK_FUNCTION(program_rows),
     PENSTOCK_FUNCTION(program_quantized_rows),
+    PENSTOCK_FUNCTION(program_scale),
+    PENSTOCK_FUNCTION(program_keep_last),
     PENSTOCK_FUNCTION(program_greedy),
     PENSTOCK_FUNCTION(program_argmax),
     PENSTOCK_FUNCTION(program_run),

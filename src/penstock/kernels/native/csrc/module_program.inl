@@ -39,7 +39,7 @@ struct ProgramCall {
 
   // An operation that reads rows of so many.
   PyObject* add_lookup(const Operation& operation, int64_t num_rows) {
-    if (program != nullptr) program->num_ids = num_rows;
+    if (program != nullptr && (program->num_ids == 0 || num_rows < program->num_ids)) program->num_ids = num_rows;
     return add(operation);
   }
 };
@@ -52,8 +52,7 @@ PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
   buffer.width = call.in.size();
   buffer.offset = call.in.size();
   if (!call.in.are_good() || call.program == nullptr) return nullptr;
-  const bool is_whole = buffer.kind == Buffer::Kind::kWhole && call.program->buffers.size() > kOutput;
-  if (is_whole && buffer.offset + buffer.width > call.program->whole_size)
+  if (buffer.kind == Buffer::Kind::kWhole && buffer.offset + buffer.width > call.program->whole_size)
     call.program->whole_size = buffer.offset + buffer.width;
   call.program->buffers.push_back(buffer);
   return PyLong_FromLongLong(static_cast<long long>(call.program->buffers.size()) - 1);
@@ -120,9 +119,9 @@ PyObject* program_attention(PyObject*, PyObject* const* values, Py_ssize_t count
   Operation operation{};
   operation.kind = Operation::Kind::kAttention;
   operation.in = call.in.integer();
-  operation.residual = call.in.integer();
   operation.out = call.in.integer();
   operation.group = call.in.integer();
+  operation.is_last = call.in.integer() != 0;
   AttentionArgs& a = operation.attention = {};
   a.key_cache = call.in.pointer<void>();
   a.value_cache = call.in.pointer<void>();
@@ -181,6 +180,23 @@ PyObject* program_quantized_rows(PyObject*, PyObject* const* values, Py_ssize_t 
   return call.add_lookup(operation, operation.quantized_rows.shape.out_features);
 }
 
+PyObject* program_scale(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kScale;
+  operation.in = call.in.integer();
+  operation.factor = call.in.real();
+  return call.add(operation);
+}
+
+PyObject* program_keep_last(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  Operation operation{};
+  operation.kind = Operation::Kind::kKeepLast;
+  operation.in = call.in.integer();
+  return call.add(operation);
+}
+
 PyObject* program_greedy(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   Operation operation{};
@@ -211,7 +227,6 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   StoredArguments in(call.in.pointer<const int64_t>());
   if (!call.in.are_good() || call.program == nullptr) return nullptr;
   ProgramStep step;
-  step.input = in.pointer<float>();
   step.output = in.pointer<float>();
   step.workspace = in.pointer<float>();
   step.ids = in.pointer<const int32_t>();
@@ -236,7 +251,7 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
     groups[group].num_requests = in.size();
   }
   step.groups = groups;
-  if (step.ids != nullptr && !are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;
+  if (!are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;
   bool had_memory;
   Py_BEGIN_ALLOW_THREADS;
   had_memory = run_program(*call.program, step);

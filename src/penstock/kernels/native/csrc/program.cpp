@@ -23,6 +23,8 @@ class Runner {
       case Operation::Kind::kLookup: return lookup(operation);
       case Operation::Kind::kRows: return rows(operation);
       case Operation::Kind::kQuantizedRows: return quantized_rows(operation);
+      case Operation::Kind::kScale: return scale(operation);
+      case Operation::Kind::kKeepLast: return keep_last(operation.in);
       case Operation::Kind::kGreedy: return greedy(operation);
       case Operation::Kind::kArgmax: return argmax(operation);
     }
@@ -34,8 +36,7 @@ class Runner {
     AttentionArgs a = attention_of_all(operation);
     a.phase = AttentionPhase::kWrite;
     if (!program_.kernels->attention(a)) return false;
-    keep_last(operation.in);
-    keep_last(operation.residual);
+    Runner(program_, step_, 0, step_.last.count).keep_last(operation.in);
     a.query_start = step_.last.query_start;
     a.positions = step_.last.positions;
     a.phase = AttentionPhase::kAttend;
@@ -49,9 +50,8 @@ class Runner {
       const int64_t rows = step_.num_rows < program_.rows_at_once ? step_.num_rows : program_.rows_at_once;
       return step_.workspace + program_.whole_size * step_.num_rows + buffer.offset * rows;
     }
-    float* begin = number == kInput    ? step_.input
-                   : number == kOutput ? step_.output
-                                       : step_.workspace + buffer.offset * step_.num_rows;
+    float* begin =
+        buffer.kind == Buffer::Kind::kOutput ? step_.output : step_.workspace + buffer.offset * step_.num_rows;
     return begin + first_row_ * buffer.width;
   }
   int64_t width(int number) const { return program_.buffers[number].width; }
@@ -129,6 +129,24 @@ class Runner {
     return operation.quantized_kernels->rows(a);
   }
 
+  bool scale(const Operation& operation) const {
+    float* values = at(operation.in);
+    for (int64_t i = 0; i < num_rows_ * width(operation.in); ++i) values[i] *= operation.factor;
+    return true;
+  }
+
+  // These rows of last tokens, from where they are or behind, where what is before them may be other rows already.
+  bool keep_last(int number) const {
+    if (step_.last.count == 0) return true;
+    float* rows = at(number);
+    const int64_t size = width(number);
+    for (int64_t i = 0; i < num_rows_; ++i) {
+      const int64_t from = step_.last.rows[first_row_ + i] - first_row_;
+      std::memmove(rows + i * size, rows + from * size, size * sizeof(float));
+    }
+    return true;
+  }
+
   bool greedy(const Operation& operation) const {
     GreedyArgs a = operation.greedy;
     a.product.x = at(operation.in);
@@ -157,12 +175,6 @@ class Runner {
     std::memset(a.out + step_.num_tokens * a.out_stride, 0,
                 (step_.num_rows - step_.num_tokens) * a.out_stride * sizeof(float));
     return step_.num_tokens == 0 || program_.kernels->attention(a);
-  }
-
-  void keep_last(int number) const {
-    float* rows = at(number);
-    for (int64_t i = 0; i < step_.last.count; ++i)
-      std::memmove(rows + i * width(number), rows + step_.last.rows[i] * width(number), width(number) * sizeof(float));
   }
 
   AttentionArgs attention_of_all(const Operation& operation) const {
@@ -204,7 +216,7 @@ bool run_operations(const Program& program, const ProgramStep& step) {
   for (size_t begin = 0; begin < operations.size();) {
     if (operations[begin].kind == Operation::Kind::kAttention) {
       const Operation& attention = operations[begin++];
-      const bool is_last = attention.residual >= 0 && step.last.count > 0;
+      const bool is_last = attention.is_last && step.last.count > 0;
       if (!(is_last ? whole.last_attention(attention) : whole.run(attention))) return false;
       if (is_last) num_rows = step.last.count;
       continue;

@@ -9,28 +9,29 @@
 
 namespace penstock {
 
-// Rows of floats, contiguous. The input and the output are the caller's; the others lie in its workspace, `offset` floats
-// per row from the beginning of their kind's part. Their lifetimes may let them share a place.
-// What begins with tokens has its first rows in the input all the same, and what ends with choices its last in the output.
+// Rows of floats, contiguous, `offset` floats per row from the beginning of what their kind has of the caller's memory.
+// Their lifetimes may let them share a place.
 //
-// kWhole: a row for every token of a step. kPart: for those that are worked on at once between two attentions.
+// kWhole: a row for every token of a step. kPart: for those that are worked on at once between two attentions. kOutput:
+// the caller's output, a row for every token.
 struct Buffer {
-  enum class Kind { kWhole, kPart } kind;
+  enum class Kind { kWhole, kPart, kOutput } kind;
   int64_t width, offset;
 };
-
-enum : int { kInput = 0, kOutput = 1 };
 
 // Which kernel, its buffers by number, and its arguments but for what a step decides: addresses of buffers, numbers of
 // rows and threads.
 struct Operation {
   // kLookup, kRows and kQuantizedRows read the step's tokens, kGreedy and kArgmax write its choices.
   enum class Kind {
-    kNorm, kGate, kLinear, kQuantizedLinear, kAttention, kLookup, kRows, kQuantizedRows, kGreedy, kArgmax
+    kNorm, kGate, kLinear, kQuantizedLinear, kAttention, kLookup, kRows, kQuantizedRows, kScale, kKeepLast, kGreedy, kArgmax
   } kind;
-  // residual: what a norm adds to its input first; beside the last attention, what is added to its output later; or -1
-  int in, residual, out;
-  int group;              // of the KV cache, for attention
+  int in, residual, out;  // residual: what a norm adds to its input first, or -1
+  // Of attention, the group of the KV cache, and whether the step goes on with the rows of last tokens alone, where only
+  // these are asked for. kKeepLast then does the same with other rows.
+  int group;
+  bool is_last;
+  float factor;  // of kScale
   const QuantizedKernels* quantized_kernels;
   union {
     NormArgs norm;
@@ -76,9 +77,8 @@ struct LastTokens {
 
 // workspace: num_rows times the floats of whole buffers, then the rows at once times those of the others.
 // positions: int64, one per token. Of the tokens, the first num_tokens are no padding.
-// ids, index, failed: of each row, its token, and the choice after it; for programs that begin, or end, with these.
+// ids: of each row, its token. output, or index and failed: of each row, its hidden state, or the choice after it.
 struct ProgramStep {
-  float* input;
   float* output;
   float* workspace;
   const int32_t* ids;

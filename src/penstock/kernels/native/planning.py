@@ -1,0 +1,134 @@
+"""Where the results of a program's kernels lie, so that what is not needed at the same time shares a place."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from penstock.kernels.native.tracing import Cell, Operation
+
+
+class Kind(IntEnum):
+    """Of a place, as the library knows it: with rows for all tokens, for those that are worked on at once between two
+    attentions, or the program's output."""
+
+    WHOLE = 0
+    PART = 1
+    OUTPUT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """offset: in floats per row, within all of its kind."""
+
+    kind: Kind
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """whole_size, part_size: floats per row that all places of a kind take."""
+
+    places: Mapping[Cell, Place]
+    whole_size: int
+    part_size: int
+
+
+@dataclass(slots=True)
+class _Use:
+    """A cell, and the first and the last operation that has to do with it."""
+
+    cell: Cell
+    first: int
+    last: int
+
+    def overlaps(self, other: _Use) -> bool:
+        return self.first <= other.last and other.first <= self.last
+
+
+@dataclass(slots=True)
+class _Room:
+    """A place for cells of one width, one after the other."""
+
+    width: int
+    place: Place
+    uses: list[_Use] = field(default_factory=list)
+
+
+def plan_buffers(operations: Sequence[Operation], output: Cell | None) -> BufferPlan:
+    """output: what is left at the end, in the caller's memory; None where nothing is."""
+    uses = _uses(operations, output)
+    attentions = [index for index, operation in enumerate(operations) if operation.name == "attention"]
+    whole: list[_Use] = []
+    part: list[_Use] = []
+    for use in uses.values():
+        meets_attention = bisect_left(attentions, use.first) < bisect_right(attentions, use.last)
+        (whole if meets_attention or use.cell is output else part).append(use)
+    whole_places, whole_size = _place_whole(whole, output)
+    part_places, part_size = _place_parts(part)
+    return BufferPlan(whole_places | part_places, whole_size, part_size)
+
+
+def _uses(operations: Sequence[Operation], output: Cell | None) -> dict[Cell, _Use]:
+    """By cell, in the order of their first operations."""
+    uses: dict[Cell, _Use] = {}
+    for index, operation in enumerate(operations):
+        for cell in operation.cells:
+            if cell is not None:
+                uses.setdefault(cell, _Use(cell, index, index)).last = index
+    if output is not None:
+        uses[output].last = len(operations)
+    return uses
+
+
+def _place_whole(uses: Sequence[_Use], output: Cell | None) -> tuple[dict[Cell, Place], int]:
+    """Between two attentions the first rows go through all kernels before the next ones do. So a place is shared by
+    cells of one width only, whose rows lie in the same places: what is written to the first rows leaves the next ones.
+    """
+    rooms: list[_Room] = []
+    size = 0
+    for use in sorted(uses, key=lambda use: use.cell is not output):
+        width = use.cell.width
+        room = next((room for room in rooms if room.width == width and not _is_taken(room, use)), None)
+        if room is None:
+            place = Place(Kind.OUTPUT, 0) if use.cell is output else Place(Kind.WHOLE, size)
+            size += 0 if use.cell is output else width
+            room = _Room(width, place)
+            rooms.append(room)
+        room.uses.append(use)
+    return {use.cell: room.place for room in rooms for use in room.uses}, size
+
+
+def _is_taken(room: _Room, use: _Use) -> bool:
+    return any(use.overlaps(other) for other in room.uses)
+
+
+def _place_parts(uses: Sequence[_Use]) -> tuple[dict[Cell, Place], int]:
+    """The widest first, each as far in front as those that are there at the same time let it."""
+    places: dict[Cell, Place] = {}
+    size = 0
+    for neighbours in _connected(uses):
+        placed: list[_Use] = []
+        for use in sorted(neighbours, key=lambda use: -use.cell.width):
+            offset = 0
+            for other in sorted(placed, key=lambda other: places[other.cell].offset):
+                begin, width = places[other.cell].offset, other.cell.width
+                if use.overlaps(other) and begin < offset + use.cell.width:
+                    offset = max(offset, begin + width)
+            places[use.cell] = Place(Kind.PART, offset)
+            placed.append(use)
+            size = max(size, offset + use.cell.width)
+    return places, size
+
+
+def _connected(uses: Sequence[_Use]) -> Iterator[list[_Use]]:
+    """Runs of uses, given by their first operations, of which none overlaps with one of another run."""
+    run: list[_Use] = []
+    for use in uses:
+        if run and use.first > max(other.last for other in run):
+            yield run
+            run = []
+        run.append(use)
+    yield run

@@ -1,0 +1,221 @@
+"""Kernels that are noted down instead of run: how a model's forward becomes a program.
+
+A forward pass is called once with stand-ins for the step's tensors. A kernel of the library that is handed one adds
+itself to the trace, and returns another for its result. What else is done to a stand-in cannot be part of a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Argument = Tensor | int | float | None
+
+
+class Untraceable(Exception):
+    """Why a forward pass cannot become a program."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """Room for a result: a row of `width` floats for every token."""
+
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A kernel's call. name: as the library knows it. cells: where it reads and writes rows; None for none."""
+
+    name: str
+    cells: tuple[Cell | None, ...]
+    arguments: tuple[int | float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequests:
+    """Stands for the metadata of a step's attention.
+
+    group: the KV-cache group. is_last: of `ForwardContext.last`, with whose rows alone the step goes on from there.
+    """
+
+    group: int
+    is_last: bool = False
+    # As in a step's own metadata, but for that it is not known.
+    num_tokens: int | None = None
+
+
+class TracedTensor(Tensor):
+    """Stands for a tensor of a step: what tells one from another, and no values. No number of rows can be asked for.
+
+    cell: None where there are no rows to read: of tokens, positions and choices, and of what was overwritten.
+    is_last: it has a row for every last token that is asked for, not for every token.
+    """
+
+    origin: Trace
+    cell: Cell | None
+    is_last: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _TOLD:
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        traced = _TRACED.get(function)
+        if traced is None or kwargs or not isinstance(args[0], TracedTensor):
+            raise Untraceable(f"torch's {getattr(function, '__name__', function)} of a step's tensor is no kernel")
+        return traced(*args)
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a forward pass does, in order.
+
+    instruction_set: as the library knows it; of all kernels but those of quantised weights, which name their own.
+    ids, positions, last_rows: stand for the step's tokens (int32) and where they are (int64). choice: for the tokens
+    that follow and where there is none, once they are chosen. keeps_alive: what the operations have addresses of.
+    """
+
+    instruction_set: int
+    operations: list[Operation] = field(default_factory=list)
+    keeps_alive: list[Tensor] = field(default_factory=list)
+    ids: TracedTensor = field(init=False)
+    positions: TracedTensor = field(init=False)
+    last_rows: TracedTensor = field(init=False)
+    choice: tuple[TracedTensor, TracedTensor] | None = None
+    # Whether an attention has left the rows of last tokens alone.
+    _is_last: bool = False
+
+    def __post_init__(self) -> None:
+        self.ids = self._stand_in(torch.empty(0, dtype=torch.int32))
+        self.positions = self._stand_in(torch.empty(0, dtype=torch.int64))
+        self.last_rows = self._stand_in(torch.empty(0, dtype=torch.int64))
+
+    def look_up(self, name: str, ids_T: Tensor, width: int, *arguments: Argument) -> TracedTensor:
+        """An operation that makes rows of the step's tokens."""
+        if ids_T is not self.ids:
+            raise Untraceable("rows are looked up by something else than the step's tokens")
+        return self.add(name, (), width, *arguments)
+
+    def add(self, name: str, read: Sequence[Tensor | None], width: int, *arguments: Argument) -> TracedTensor:
+        """An operation that makes rows of so many floats of the rows that it reads, and may overwrite."""
+        out = Cell(width)
+        cells = [None if tensor is None else self._cell(tensor) for tensor in read]
+        self._note(name, (*cells, out), arguments)
+        return self._rows(out)
+
+    def change(self, name: str, x: TracedTensor, *arguments: Argument) -> TracedTensor:
+        """An operation in place."""
+        self._note(name, (self._cell(x),), arguments)
+        return x
+
+    def attend(
+        self, qkv_TX: TracedTensor, width: int, requests: TracedRequests, kv_cache: Tensor, *arguments: Argument
+    ) -> TracedTensor:
+        """An attention from the output of the projections, which it overwrites."""
+        if self._is_last:
+            raise Untraceable("there is an attention after the one that leaves last tokens")
+        cell, out = self._cell(qkv_TX), Cell(width)
+        self.keeps_alive.append(kv_cache)
+        self._note("attention", (cell, out), (requests.group, requests.is_last, *arguments))
+        qkv_TX.cell = None
+        self._is_last = requests.is_last
+        return self._rows(out)
+
+    def keep_last(self, per_token: TracedTensor) -> TracedTensor:
+        """The rows of last tokens, beside or after the attention that has left these; `per_token` is gone."""
+        cell = per_token.cell
+        if cell is None or per_token.is_last or not self._is_last:
+            raise Untraceable("last rows are selected elsewhere than after the last attention")
+        per_token.cell = None
+        self._note("keep_last", (cell,), ())
+        return self._rows(cell)
+
+    def choose(self, name: str, x: TracedTensor, *arguments: Argument) -> tuple[Tensor, Tensor]:
+        """An operation that chooses tokens, int64, and says where there are none, bool."""
+        if self.choice is not None:
+            raise Untraceable("tokens are chosen twice")
+        self._note(name, (self._cell(x),), arguments)
+        self.choice = (
+            self._stand_in(torch.empty(0, dtype=torch.int64)),
+            self._stand_in(torch.empty(0, dtype=torch.bool)),
+        )
+        return self.choice
+
+    def result(self, tensor: object) -> Cell:
+        """Where the rows are that a forward pass returned. Raises Untraceable for anything else that it may return."""
+        if not isinstance(tensor, Tensor) or not self._is_last:
+            raise Untraceable("not all hidden states come of kernels, of last tokens where these are asked for")
+        return self._cell(tensor)
+
+    def _cell(self, tensor: Tensor) -> Cell:
+        if not isinstance(tensor, TracedTensor) or tensor.origin is not self or tensor.cell is None:
+            raise Untraceable("a kernel reads something that does not come of another one")
+        if tensor.is_last is not self._is_last:
+            raise Untraceable("after the last attention a kernel reads rows of all tokens")
+        return tensor.cell
+
+    def _note(self, name: str, cells: tuple[Cell | None, ...], arguments: Sequence[Argument]) -> None:
+        self.operations.append(Operation(name, cells, tuple(map(self._number, arguments))))
+
+    def _number(self, argument: Argument) -> int | float:
+        if not isinstance(argument, Tensor):
+            return 0 if argument is None else argument
+        if isinstance(argument, TracedTensor):
+            raise Untraceable("a kernel takes a step's tensor for a weight")
+        self.keeps_alive.append(argument)
+        return argument.data_ptr()
+
+    def _rows(self, cell: Cell) -> TracedTensor:
+        return self._stand_in(torch.empty(0, cell.width), cell)
+
+    def _stand_in(self, tensor: Tensor, cell: Cell | None = None) -> TracedTensor:
+        made = tensor.as_subclass(TracedTensor)
+        made.origin, made.cell, made.is_last = self, cell, self._is_last
+        return made
+
+
+def floats(tensor: Tensor | None) -> Tensor | None:
+    """A weight that the kernels read as float32. Raises Untraceable for another one."""
+    if tensor is not None and not (tensor.dtype is torch.float32 and tensor.is_contiguous()):
+        raise Untraceable(f"a weight is in {tensor.dtype}")
+    return tensor
+
+
+def _scale(x: TracedTensor, factor: object) -> TracedTensor:
+    if not isinstance(factor, float):
+        raise Untraceable("rows are multiplied by other rows")
+    return x.origin.change("scale", x, factor)
+
+
+def _select(x: TracedTensor, dimension: int, rows: Tensor) -> TracedTensor:
+    if dimension != 0 or rows is not x.origin.last_rows:
+        raise Untraceable("other rows than the last ones are selected")
+    return x.origin.keep_last(x)
+
+
+def _convert(x: TracedTensor, *to: object) -> TracedTensor:
+    if len(to) != 1 or to[0] is not x.dtype:
+        raise Untraceable("a step's tensor is converted")
+    return x
+
+
+# What may be asked of a stand-in.
+_TOLD = {
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
+    Tensor.dim,
+    Tensor.stride,
+    Tensor.is_contiguous,
+}
+# The operators of torch that a program knows.
+_TRACED: dict[Callable[..., Any], Callable[..., TracedTensor]] = {
+    Tensor.mul_: _scale,
+    Tensor.index_select: _select,
+    Tensor.to: _convert,
+}
