@@ -14,6 +14,7 @@ from penstock.kernels.native import NativeKernels, available_instruction_sets, l
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.quantized import native_quantized_products
+from penstock.kernels.native.tracing import Role, Trace, TracedTensor
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(not available_instruction_sets(), reason="the C++ kernels were not built")
@@ -41,35 +42,31 @@ def rounded(bits: int, seed: int) -> QuantizedWeight:
 def echo(kernels: NativeKernels, form: str) -> tuple[NativeProgram, Tensor]:
     """A program that looks rows up and multiplies by a matrix, and the logits that this gives for every token."""
     torch.manual_seed(1)
-    program = NativeProgram(WIDTH, kernels)
+    trace = Trace(kernels.instruction_set.index)
     table_VD = torch.randn(VOCAB_SIZE, WIDTH)
     products = native_quantized_products(kernels)
     assert products is not None
     if form == "table":
-        program.lookup(table_VD, program.input)
+        rows_TD = kernels.lookup(trace.stand_in(Role.TOKENS), table_VD)
     elif form == "bfloat16 table":
-        program.lookup(table_VD.bfloat16(), program.input)
+        rows_TD = kernels.lookup(trace.stand_in(Role.TOKENS), table_VD.bfloat16())
         table_VD = table_VD.bfloat16().float()
     elif form == "packed":
-        program.rows(kernels.pack_weight(table_VD), program.input)
+        rows_TD = kernels.rows(trace.stand_in(Role.TOKENS), kernels.pack_weight(table_VD))
     elif form == "int8":
         weight = rounded(8, 2)
-        program.quantized_rows(products, products.pack(weight), weight.shape, program.input)
+        rows_TD = products.rows(trace.stand_in(Role.TOKENS), products.pack(weight), weight.shape)
         table_VD = weight.dequantize()
     else:
         weight, rest = rounded(4, 3), rounded(4, 4)
-        packed, packed_rest = products.pack(weight), products.pack(rest)
-        program.quantized_rows(products, packed, weight.shape, program.input, packed_rest)
+        rows_TD = products.rows(trace.stand_in(Role.TOKENS), products.pack(weight), weight.shape, products.pack(rest))
         table_VD = weight.dequantize() + rest.dequantize()
-    head_VD = torch.randn(VOCAB_SIZE, WIDTH)
-    packed_head = kernels.pack_weight(head_VD)
+    packed_head = kernels.pack_weight(torch.randn(VOCAB_SIZE, WIDTH))
     if form == "packed":
-        with program.buffers_of_part(VOCAB_SIZE) as (logits,):
-            program.linear(program.input, packed_head, None, logits)
-            program.argmax(logits)
+        kernels.argmax(kernels.linear(rows_TD, packed_head, VOCAB_SIZE, None))
     else:
-        program.greedy(program.input, packed_head, VOCAB_SIZE)
-    return program, kernels.linear(table_VD, packed_head, VOCAB_SIZE, None)
+        kernels.greedy(rows_TD, packed_head, VOCAB_SIZE)
+    return NativeProgram(kernels, trace, None), kernels.linear(table_VD, packed_head, VOCAB_SIZE, None)
 
 
 def bind(program: NativeProgram, token_ids: list[int]) -> BoundChoices:
@@ -87,9 +84,9 @@ def test_a_bound_program_reads_its_tokens_anew(kernels: NativeKernels, form: str
     expected_V = logits_VV.argmax(dim=1)
     for seed in range(3):
         ids_T.copy_(torch.randint(VOCAB_SIZE, (num_rows,), generator=torch.Generator().manual_seed(seed)))
-        bound.run()
-        assert torch.equal(bound.index_T, expected_V[ids_T.long()])
-        assert not bound.failed_T.any()
+        chosen = bound.run()
+        assert torch.equal(chosen.token_ids_R, expected_V[ids_T.long()])
+        assert not chosen.has_failed_R.any()
 
 
 @pytest.mark.parametrize("form", ["table", "int8"])
@@ -104,29 +101,48 @@ def test_tokens_that_the_model_does_not_have_are_refused(kernels: NativeKernels,
 
 
 def test_what_is_not_finite_is_told(kernels: NativeKernels) -> None:
-    program = NativeProgram(WIDTH, kernels)
+    trace = Trace(kernels.instruction_set.index)
     table_VD = torch.ones(VOCAB_SIZE, WIDTH)
     table_VD[7] = torch.nan
-    program.lookup(table_VD, program.input)
-    program.greedy(program.input, kernels.pack_weight(torch.randn(VOCAB_SIZE, WIDTH)), VOCAB_SIZE)
-    bound = bind(program, [6, 7])
-    bound.run()
-    assert bound.failed_T.tolist() == [False, True]
+    kernels.greedy(
+        kernels.lookup(trace.stand_in(Role.TOKENS), table_VD),
+        kernels.pack_weight(torch.randn(VOCAB_SIZE, WIDTH)),
+        VOCAB_SIZE,
+    )
+    chosen = bind(NativeProgram(kernels, trace, None), [6, 7]).run()
+    assert chosen.has_failed_R.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("num_rows", [1, 300])
+def test_hidden_states_are_written_to_memory_of_their_own(kernels: NativeKernels, num_rows: int) -> None:
+    trace = Trace(kernels.instruction_set.index)
+    table_VD = torch.randn(VOCAB_SIZE, WIDTH)
+    rows_TD = kernels.lookup(trace.stand_in(Role.TOKENS), table_VD)
+    rows_TD.mul_(0.3)
+    assert isinstance(rows_TD, TracedTensor)
+    program = NativeProgram(kernels, trace, rows_TD.cell)
+    positions_T = torch.zeros(num_rows, dtype=torch.int64)
+    ids_T = torch.randint(VOCAB_SIZE, (num_rows,), dtype=torch.int32)
+    found = [program(ids_T.roll(shift), StepTokens(positions_T, num_rows, [])) for shift in range(2)]
+    for shift in range(2):
+        assert torch.equal(found[shift], table_VD[ids_T.roll(shift).long()] * 0.3)
 
 
 def test_arguments_stay_while_a_program_runs(kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = NativeProgram(WIDTH, kernels)
-    positions_T = torch.zeros(3, dtype=torch.int64)
+    trace = Trace(kernels.instruction_set.index)
+    rows_TD = kernels.lookup(trace.stand_in(Role.TOKENS), torch.randn(VOCAB_SIZE, WIDTH))
+    assert isinstance(rows_TD, TracedTensor)
+    program = NativeProgram(kernels, trace, rows_TD.cell)
+    ids_T, positions_T = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
     seen: list[tuple[int, ...]] = []
 
     def look(address: int) -> None:
         others = [np.zeros(size, dtype=np.int64) for size in range(1, 64) for _ in range(8)]
         assert others
-        seen.append(struct.unpack("15q", ctypes.string_at(address, 15 * 8)))
+        seen.append(struct.unpack("14q", ctypes.string_at(address, 14 * 8)))
 
     monkeypatch.setattr(program, "_run", look)
-    input_TD = torch.randn(3, WIDTH)
-    program(input_TD, StepTokens(positions_T, 3, []))
-    ((input_at, *_, positions_at, num_rows, num_tokens, _, _, _, _, _, num_groups),) = seen
-    assert (input_at, positions_at, num_rows, num_tokens) == (input_TD.data_ptr(), positions_T.data_ptr(), 3, 3)
+    program(ids_T, StepTokens(positions_T, 3, []))
+    ((_, _, ids_at, _, _, positions_at, num_rows, num_tokens, _, _, _, _, _, num_groups),) = seen
+    assert (ids_at, positions_at, num_rows, num_tokens) == (ids_T.data_ptr(), positions_T.data_ptr(), 3, 3)
     assert num_groups == 0

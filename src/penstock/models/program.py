@@ -13,7 +13,7 @@ from penstock.attention import BoundLayer, ForwardContext, LastTokens
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, LastRows, StepTokens
-from penstock.kernels.native.tracing import Cell, Trace, TracedRequests, Untraceable
+from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, Untraceable
 from penstock.models.interface import LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -85,20 +85,25 @@ class ModelPrograms:
     def _context(self, trace: Trace) -> ForwardContext:
         groups = range(1 + max((bound.group for bound in self._layers.values()), default=-1))
         metadata_of_last = [TracedRequests(group, is_last=True) for group in groups]
-        last = LastTokens(trace.last_rows, trace.positions, trace.positions, metadata_of_last)
+        positions_R = trace.stand_in(Role.POSITIONS)
+        last = LastTokens(trace.stand_in(Role.LAST), positions_R, positions_R, metadata_of_last)
         return ForwardContext(self._layers, [TracedRequests(group) for group in groups], last)
 
 
 def trace_forward(trace: Trace, model: LanguageModel, context: ForwardContext) -> Cell:
     """From tokens to where the hidden states are. Raises Untraceable."""
-    return trace.result(model(trace.ids, trace.positions, context))
+    return trace.result(_run(trace, model, context))
 
 
 def trace_greedy(trace: Trace, model: LanguageModel, context: ForwardContext) -> None:
     """From tokens to tokens. Raises Untraceable."""
-    chosen = model.compute_greedy(model(trace.ids, trace.positions, context))
-    if chosen is None or trace.choice is None or list(map(id, chosen)) != list(map(id, trace.choice)):
+    chosen = model.compute_greedy(_run(trace, model, context))
+    if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
         raise Untraceable("tokens are not chosen by a kernel")
+
+
+def _run(trace: Trace, model: LanguageModel, context: ForwardContext) -> Tensor:
+    return model(trace.stand_in(Role.TOKENS), trace.stand_in(Role.POSITIONS), context)
 
 
 def _refuse_what_is_watched(model: LanguageModel) -> None:

@@ -224,7 +224,7 @@ def estimate_step(
     activations = num_tokens * (INPUT_BYTES + rotation + inside)
     if is_native and traits.is_recorded and not env.uses_torch_products():
         activations = num_tokens * (INPUT_BYTES + _program_values(shape) * value)
-        activations += min(num_tokens, PROGRAM_ROWS) * _mlp_values(shape, traits) * value
+        activations += min(num_tokens, PROGRAM_ROWS) * _part_values(shape, traits) * value
     if products is not None:
         beside = num_tokens * (INPUT_BYTES + rotation)
         in_products = _product_moments(shape, traits, products, num_tokens, value)
@@ -335,8 +335,13 @@ def _capped_scores_bytes(num_heads: int, num_tokens: int, dtype: str) -> int:
 
 
 def _program_values(shape: ModelShape) -> int:
-    """Input, output, what becomes the residual stream between them, and attention's input and result."""
-    return 3 * shape.hidden_size + shape.qkv_size + shape.num_heads * shape.head_size
+    """The residual stream, which becomes the output, and attention's input and result."""
+    return shape.hidden_size + shape.qkv_size + shape.num_heads * shape.head_size
+
+
+def _part_values(shape: ModelShape, traits: LayerTraits) -> int:
+    """What becomes the residual stream, and the widened token beside its activation or what it was widened from."""
+    return shape.hidden_size + max(_mlp_values(shape, traits), shape.hidden_size + 2 * shape.intermediate_size)
 
 
 def _mlp_values(shape: ModelShape, traits: LayerTraits) -> int:

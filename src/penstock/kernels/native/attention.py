@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable, floats
+from penstock.kernels.native.tracing import Role, TracedRequests, TracedTensor, Untraceable, floats
 
 # Halves of the work that may be done by themselves, as the library knows them.
 _BOTH, _WRITE, _ATTEND = 0, 1, 2
@@ -164,7 +164,7 @@ class NativeAttention:
     ) -> Tensor:
         """`from_projection` as part of a program. rotation: the table, and which rows of it tokens take."""
         table_PR, positions_T = rotation
-        if not isinstance(qkv_TX, TracedTensor) or positions_T is not qkv_TX.origin.positions:
+        if not isinstance(qkv_TX, TracedTensor) or getattr(positions_T, "role", None) is not Role.POSITIONS:
             raise Untraceable("attention reads something else than projections of the step's tokens")
         weight, eps = (None, 0.0) if norm is None else norm
         return qkv_TX.origin.attend(

@@ -7,7 +7,8 @@ itself to the trace, and returns another for its result. What else is done to a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -49,14 +50,32 @@ class TracedRequests:
     num_tokens: int | None = None
 
 
+class Role(Enum):
+    """What a stand-in is in a step.
+
+    LAST: the rows of `ForwardContext.last`. ROWS: a kernel's result. CHOSEN: tokens. FAILED: whether there are none.
+    """
+
+    TOKENS = auto()
+    POSITIONS = auto()
+    LAST = auto()
+    ROWS = auto()
+    CHOSEN = auto()
+    FAILED = auto()
+
+
+_DTYPES = {Role.TOKENS: torch.int32, Role.ROWS: torch.float32, Role.FAILED: torch.bool}
+
+
 class TracedTensor(Tensor):
     """Stands for a tensor of a step: what tells one from another, and no values. No number of rows can be asked for.
 
-    cell: None where there are no rows to read: of tokens, positions and choices, and of what was overwritten.
+    cell: where rows are; None for other roles, and for what was overwritten.
     is_last: it has a row for every last token that is asked for, not for every token.
     """
 
     origin: Trace
+    role: Role
     cell: Cell | None
     is_last: bool
 
@@ -72,33 +91,31 @@ class TracedTensor(Tensor):
         return traced(*args)
 
 
-@dataclass(slots=True)
 class Trace:
     """What a forward pass does, in order.
 
     instruction_set: as the library knows it; of all kernels but those of quantised weights, which name their own.
-    ids, positions, last_rows: stand for the step's tokens (int32) and where they are (int64). choice: for the tokens
-    that follow and where there is none, once they are chosen. keeps_alive: what the operations have addresses of.
+    keeps_alive: what the operations have addresses of.
     """
 
-    instruction_set: int
-    operations: list[Operation] = field(default_factory=list)
-    keeps_alive: list[Tensor] = field(default_factory=list)
-    ids: TracedTensor = field(init=False)
-    positions: TracedTensor = field(init=False)
-    last_rows: TracedTensor = field(init=False)
-    choice: tuple[TracedTensor, TracedTensor] | None = None
-    # Whether an attention has left the rows of last tokens alone.
-    _is_last: bool = False
+    def __init__(self, instruction_set: int) -> None:
+        self.instruction_set = instruction_set
+        self.operations: list[Operation] = []
+        self.keeps_alive: list[Tensor] = []
+        # Whether an attention has left the rows of last tokens alone, and whether tokens have been chosen.
+        self._is_last = False
+        self._has_choice = False
 
-    def __post_init__(self) -> None:
-        self.ids = self._stand_in(torch.empty(0, dtype=torch.int32))
-        self.positions = self._stand_in(torch.empty(0, dtype=torch.int64))
-        self.last_rows = self._stand_in(torch.empty(0, dtype=torch.int64))
+    def stand_in(self, role: Role, cell: Cell | None = None) -> TracedTensor:
+        """For a tensor of the step: the rows of a cell, [T, width], or a number or a truth value for each, [T]."""
+        shape = [0] if cell is None else [0, cell.width]
+        made = torch.empty(shape, dtype=_DTYPES.get(role, torch.int64)).as_subclass(TracedTensor)
+        made.origin, made.role, made.cell, made.is_last = self, role, cell, self._is_last
+        return made
 
     def look_up(self, name: str, ids_T: Tensor, width: int, *arguments: Argument) -> TracedTensor:
         """An operation that makes rows of the step's tokens."""
-        if ids_T is not self.ids:
+        if not isinstance(ids_T, TracedTensor) or ids_T.role is not Role.TOKENS or self._is_last:
             raise Untraceable("rows are looked up by something else than the step's tokens")
         return self.add(name, (), width, *arguments)
 
@@ -107,7 +124,7 @@ class Trace:
         out = Cell(width)
         cells = [None if tensor is None else self._cell(tensor) for tensor in read]
         self._note(name, (*cells, out), arguments)
-        return self._rows(out)
+        return self.stand_in(Role.ROWS, out)
 
     def change(self, name: str, x: TracedTensor, *arguments: Argument) -> TracedTensor:
         """An operation in place."""
@@ -125,7 +142,7 @@ class Trace:
         self._note("attention", (cell, out), (requests.group, requests.is_last, *arguments))
         qkv_TX.cell = None
         self._is_last = requests.is_last
-        return self._rows(out)
+        return self.stand_in(Role.ROWS, out)
 
     def keep_last(self, per_token: TracedTensor) -> TracedTensor:
         """The rows of last tokens, beside or after the attention that has left these; `per_token` is gone."""
@@ -134,22 +151,19 @@ class Trace:
             raise Untraceable("last rows are selected elsewhere than after the last attention")
         per_token.cell = None
         self._note("keep_last", (cell,), ())
-        return self._rows(cell)
+        return self.stand_in(Role.ROWS, cell)
 
     def choose(self, name: str, x: TracedTensor, *arguments: Argument) -> tuple[Tensor, Tensor]:
-        """An operation that chooses tokens, int64, and says where there are none, bool."""
-        if self.choice is not None:
+        """An operation that chooses the step's tokens and says where there are none."""
+        if self._has_choice:
             raise Untraceable("tokens are chosen twice")
+        self._has_choice = True
         self._note(name, (self._cell(x),), arguments)
-        self.choice = (
-            self._stand_in(torch.empty(0, dtype=torch.int64)),
-            self._stand_in(torch.empty(0, dtype=torch.bool)),
-        )
-        return self.choice
+        return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
 
     def result(self, tensor: object) -> Cell:
         """Where the rows are that a forward pass returned. Raises Untraceable for anything else that it may return."""
-        if not isinstance(tensor, Tensor) or not self._is_last:
+        if not isinstance(tensor, Tensor) or not self._is_last or self._has_choice:
             raise Untraceable("not all hidden states come of kernels, of last tokens where these are asked for")
         return self._cell(tensor)
 
@@ -171,14 +185,6 @@ class Trace:
         self.keeps_alive.append(argument)
         return argument.data_ptr()
 
-    def _rows(self, cell: Cell) -> TracedTensor:
-        return self._stand_in(torch.empty(0, cell.width), cell)
-
-    def _stand_in(self, tensor: Tensor, cell: Cell | None = None) -> TracedTensor:
-        made = tensor.as_subclass(TracedTensor)
-        made.origin, made.cell, made.is_last = self, cell, self._is_last
-        return made
-
 
 def floats(tensor: Tensor | None) -> Tensor | None:
     """A weight that the kernels read as float32. Raises Untraceable for another one."""
@@ -194,7 +200,7 @@ def _scale(x: TracedTensor, factor: object) -> TracedTensor:
 
 
 def _select(x: TracedTensor, dimension: int, rows: Tensor) -> TracedTensor:
-    if dimension != 0 or rows is not x.origin.last_rows:
+    if dimension != 0 or not isinstance(rows, TracedTensor) or rows.role is not Role.LAST:
         raise Untraceable("other rows than the last ones are selected")
     return x.origin.keep_last(x)
 
