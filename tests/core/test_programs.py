@@ -12,6 +12,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
+from penstock.layers.mlp import GatedMLP
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import make_core, random_prompts, run, run_layer_by_layer
 
@@ -116,3 +117,68 @@ def _watch(model: Any, seen: list[int]) -> None:
         seen.append(output.shape[0])
 
     model.model.layers[1].mlp.register_forward_hook(note)
+
+
+class Shifted(GatedMLP):
+    """With an operator for which there is no kernel."""
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        return super().forward(hidden_TD) + 0.5
+
+
+class Halved(GatedMLP):
+    """With another kernel."""
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        return super().forward(hidden_TD).mul_(0.5)
+
+
+@pytest.mark.parametrize(("mlp", "is_recorded"), [(Shifted, False), (Halved, True)])
+def test_a_forward_of_another_class_is_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlp: type[GatedMLP], is_recorded: bool
+) -> None:
+    tiny_checkpoint(tmp_path)
+    core = make_core(tmp_path, dtype="float32")
+    try:
+        (plain,) = run(core, PROMPTS[3:], PARAMS)
+        core.collective_rpc("apply_model", args=(lambda model: _replace(model, mlp),))
+        core.reset_prefix_cache()
+        (changed,) = run(core, PROMPTS[3:], PARAMS)
+        assert changed.logprobs != plain.logprobs
+        assert len(programs(core)) == is_recorded
+        run_layer_by_layer(monkeypatch)
+        core.collective_rpc("execute_dummy_batch")
+        core.reset_prefix_cache()
+        (one_by_one,) = run(core, PROMPTS[3:], PARAMS)
+        assert not programs(core)
+        assert (changed.tokens, changed.logprobs) == (one_by_one.tokens, one_by_one.logprobs)
+    finally:
+        core.close()
+
+
+def _replace(model: Any, mlp: type[GatedMLP]) -> None:
+    model.model.layers[1].mlp.__class__ = mlp
+
+
+def test_a_method_of_an_instance_is_called_in_every_step(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    core = make_core(tmp_path, dtype="float32")
+    seen: list[int] = []
+    try:
+        core.collective_rpc("apply_model", args=(lambda model: _wrap(model, seen),))
+        run(core, PROMPTS[:1], PARAMS)
+        assert len(seen) == PARAMS.max_tokens
+        assert not programs(core)
+    finally:
+        core.close()
+
+
+def _wrap(model: Any, seen: list[int]) -> None:
+    mlp = model.model.layers[1].mlp
+    original = mlp.forward
+
+    def noted(hidden_TD: Tensor) -> Tensor:
+        seen.append(hidden_TD.shape[0])
+        return original(hidden_TD)
+
+    mlp.forward = noted

@@ -1,0 +1,195 @@
+"""What stand-ins let be done to them, and that what was traced is what is run."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.activation import gelu_and_mul, silu_and_mul
+from penstock.kernels.embedding import embedding
+from penstock.kernels.linear import linear, pack_weight, packed_linear
+from penstock.kernels.native import NATIVE, NativeKernels
+from penstock.kernels.native.program import NativeProgram
+from penstock.kernels.native.program_step import StepTokens
+from penstock.kernels.native.tracing import Role, Trace, TracedRequests, TracedTensor, Untraceable
+from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
+
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+
+WIDTH, NUM_IDS = 24, 50
+
+
+def native() -> NativeKernels:
+    assert NATIVE is not None
+    return NATIVE
+
+
+@pytest.fixture
+def trace() -> Trace:
+    return Trace(native().instruction_set.index)
+
+
+@pytest.fixture
+def rows(trace: Trace) -> TracedTensor:
+    return looked_up(trace)
+
+
+def looked_up(trace: Trace) -> TracedTensor:
+    found = embedding(trace.stand_in(Role.TOKENS), torch.randn(NUM_IDS, WIDTH), torch.float32)
+    assert isinstance(found, TracedTensor)
+    return found
+
+
+# What a model may do that no kernel of the library does, or that needs values, or a number of rows.
+NO_KERNELS: list[Callable[[Tensor], Any]] = [
+    lambda x: x + x,
+    lambda x: torch.randn(3, WIDTH) + x,
+    lambda x: torch.randn(3, WIDTH).mul_(x),
+    lambda x: x.mul_(x),
+    lambda x: x.mul_(2),
+    lambda x: x * 0.5,
+    lambda x: x.add_(torch.ones(WIDTH)),
+    lambda x: x[0],
+    lambda x: x.shape,
+    lambda x: len(x),
+    lambda x: bool(x),
+    lambda x: x.tolist(),
+    lambda x: x.numpy(),
+    lambda x: x.data_ptr(),
+    lambda x: x.view(-1, 4),
+    lambda x: x.to(torch.bfloat16),
+    lambda x: x.to(torch.float32, copy=True),
+    lambda x: x.index_select(0, torch.tensor([0])),
+    lambda x: torch.cat([x, torch.ones(3, WIDTH)]),
+    lambda x: F.layer_norm(x, (WIDTH,)),
+    lambda x: F.linear(x, torch.ones(3, WIDTH)),
+    lambda x: linear(x, torch.ones(3, WIDTH)),
+    lambda x: packed_linear(x, pack_weight(torch.ones(3, WIDTH))),
+    lambda x: gelu_and_mul(x),
+    lambda x: rms_norm(x, torch.ones(WIDTH, dtype=torch.bfloat16), 1e-5),
+    lambda x: native().rms_norm(x, torch.ones(WIDTH), 1e-5, torch.ones(3, WIDTH)),
+    lambda x: native().rms_norm(torch.ones(3, WIDTH), torch.ones(WIDTH), 1e-5, x),
+    lambda x: native().linear(x, x, 3, None),
+]
+
+
+@pytest.mark.parametrize("index", range(len(NO_KERNELS)))
+def test_what_no_kernel_does_cannot_be_traced(rows: TracedTensor, index: int) -> None:
+    with pytest.raises(Untraceable):
+        NO_KERNELS[index](rows)
+
+
+def test_tokens_are_looked_up_and_positions_are_not(trace: Trace) -> None:
+    with pytest.raises(Untraceable):
+        native().lookup(trace.stand_in(Role.POSITIONS), torch.randn(NUM_IDS, WIDTH))
+    with pytest.raises(Untraceable):
+        embedding(trace.stand_in(Role.TOKENS), torch.randn(NUM_IDS, WIDTH), torch.bfloat16)
+
+
+def test_rows_of_two_traces_do_not_mix(trace: Trace, rows: TracedTensor) -> None:
+    other = looked_up(Trace(trace.instruction_set))
+    with pytest.raises(Untraceable):
+        add_rms_norm(rows, other, torch.ones(WIDTH), 1e-5)
+
+
+def test_kernels_of_another_instruction_set_are_not_part_of_it() -> None:
+    rows_TD = looked_up(trace := Trace(native().instruction_set.index))
+    trace.instruction_set += 1
+    with pytest.raises(Untraceable, match="other kernels"):
+        silu_and_mul(rows_TD)
+
+
+def attend(rows: TracedTensor, *, is_last: bool) -> TracedTensor:
+    return rows.origin.attend(rows, WIDTH, TracedRequests(0, is_last), torch.zeros(1))
+
+
+def test_attention_overwrites_what_it_reads(rows: TracedTensor) -> None:
+    attend(rows, is_last=False)
+    with pytest.raises(Untraceable):
+        silu_and_mul(rows)
+
+
+def test_after_the_last_attention_there_are_rows_of_last_tokens_alone(trace: Trace, rows: TracedTensor) -> None:
+    residual_TD = looked_up(trace)
+    with pytest.raises(Untraceable):
+        residual_TD.index_select(0, trace.stand_in(Role.LAST))
+    mixed_TD = attend(rows, is_last=True)
+    with pytest.raises(Untraceable):
+        add_rms_norm(mixed_TD, residual_TD, torch.ones(WIDTH), 1e-5)
+    last_RD = residual_TD.index_select(0, trace.stand_in(Role.LAST))
+    normed_RD, _ = add_rms_norm(mixed_TD, last_RD, torch.ones(WIDTH), 1e-5)
+    with pytest.raises(Untraceable):
+        residual_TD.index_select(0, trace.stand_in(Role.LAST))
+    with pytest.raises(Untraceable):
+        attend(last_RD, is_last=True)
+    with pytest.raises(Untraceable):
+        looked_up(trace)
+    assert isinstance(normed_RD, TracedTensor)
+    assert trace.result(normed_RD) is normed_RD.cell
+
+
+def test_a_result_is_hidden_states_of_last_tokens(trace: Trace, rows: TracedTensor) -> None:
+    for result in (rows, torch.ones(3, WIDTH), None):
+        with pytest.raises(Untraceable):
+            trace.result(result)
+
+
+def test_tokens_are_chosen_once(trace: Trace, rows: TracedTensor) -> None:
+    native().argmax(rows)
+    with pytest.raises(Untraceable, match="twice"):
+        native().argmax(rows)
+
+
+def mixture(ids_T: Tensor, weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A little of everything, with sums in place. Returns the last norm and what it is of."""
+    x_TD = embedding(ids_T, weights["table"], torch.float32)
+    normed_TD, residual_TD = rms_norm(x_TD, weights["norm"], 1e-5), x_TD
+    for _ in range(3):
+        up_TI = native().linear(normed_TD, weights["up"], 2 * WIDTH, weights["bias"])
+        hidden_TD = silu_and_mul(up_TI).mul_(0.37)
+        normed_TD, residual_TD = add_rms_norm(hidden_TD, residual_TD, weights["norm"], 1e-5)
+        normed_TD = rms_norm_rounded_last(normed_TD, weights["norm"], 1e-5, 1.0)
+    return normed_TD, residual_TD
+
+
+@pytest.mark.parametrize("result", [0, 1])
+@pytest.mark.parametrize("num_rows", [1, 7, 600])
+def test_a_program_gives_the_bits_of_its_kernels(trace: Trace, num_rows: int, result: int) -> None:
+    torch.manual_seed(3)
+    weights = {
+        "table": torch.randn(NUM_IDS, WIDTH),
+        "norm": torch.randn(WIDTH),
+        "up": native().pack_weight(torch.randn(2 * WIDTH, WIDTH)),
+        "bias": torch.randn(2 * WIDTH),
+    }
+    traced = mixture(trace.stand_in(Role.TOKENS), weights)[result]
+    assert isinstance(traced, TracedTensor)
+    program = NativeProgram(native(), trace, traced.cell)
+    ids_T = torch.randint(NUM_IDS, (num_rows,), dtype=torch.int32)
+    found = program(ids_T, StepTokens(torch.zeros(num_rows, dtype=torch.int64), num_rows, []))
+    assert torch.equal(found, mixture(ids_T, weights)[result])
+
+
+def test_a_program_alone_holds_the_weights() -> None:
+    """Nor is there anything left that only a collection of garbage would let go of."""
+    table_VD = torch.randn(NUM_IDS, WIDTH)
+    is_there = weakref.ref(table_VD)
+    trace = Trace(native().instruction_set.index)
+    traced = embedding(trace.stand_in(Role.TOKENS), table_VD, torch.float32)
+    assert isinstance(traced, TracedTensor)
+    program = NativeProgram(native(), trace, traced.cell)
+    gc.disable()
+    try:
+        del table_VD, trace, traced
+        assert is_there() is not None
+        del program
+        assert is_there() is None
+    finally:
+        gc.enable()
