@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.native.planning import BufferPlan, Kind, plan_buffers
-from penstock.kernels.native.tracing import Cell, Operation
+from penstock.kernels.native.tracing import Cell, Kernel, Operation
 
 NUM_ROWS, ROWS_AT_ONCE = 5, 2
 
@@ -15,12 +15,12 @@ NUM_ROWS, ROWS_AT_ONCE = 5, 2
 def programs(draw: st.DrawFn) -> tuple[list[Operation], Cell]:
     """Operations that read what was made before, write something new, and may write to what they read."""
     made = [Cell(draw(st.integers(1, 4)))]
-    operations = [Operation("lookup", (made[0],), ())]
+    operations = [Operation(Kernel.LOOKUP, (None, None, made[0]))]
     for _ in range(draw(st.integers(0, 14))):
-        name = draw(st.sampled_from(["norm", "norm", "attention"]))
+        kernel = draw(st.sampled_from([Kernel.NORM, Kernel.NORM, Kernel.ATTENTION]))
         read = draw(st.lists(st.sampled_from(made[-5:]), min_size=1, max_size=2, unique=True))
         made.append(Cell(draw(st.integers(1, 4))))
-        operations.append(Operation(name, (*read, made[-1]), ()))
+        operations.append(Operation(kernel, (read[0], read[1] if len(read) > 1 else None, made[-1])))
     return operations, draw(st.sampled_from(made))
 
 
@@ -60,7 +60,7 @@ def test_every_operation_finds_what_it_reads(program: tuple[list[Operation], Cel
     memory = Memory(plan)
     run: list[Operation] = []
     for operation in [*operations, None]:
-        if operation is not None and operation.name != "attention":
+        if operation is not None and operation.kernel is not Kernel.ATTENTION:
             run.append(operation)
             continue
         for first in range(0, NUM_ROWS, ROWS_AT_ONCE):
@@ -97,18 +97,18 @@ def test_layers_share_their_buffers() -> None:
 def llama(num_layers: int, hidden: int, qkv: int, mixed: int, inner: int) -> tuple[list[Operation], Cell]:
     operations: list[Operation] = []
 
-    def add(name: str, width: int, *read: Cell) -> Cell:
+    def add(kernel: Kernel, width: int, x: Cell | None, residual: Cell | None = None) -> Cell:
         out = Cell(width)
-        operations.append(Operation(name, (*read, out), ()))
+        operations.append(Operation(kernel, (x, residual, out)))
         return out
 
-    x, residual = add("lookup", hidden), None
+    x, residual = add(Kernel.LOOKUP, hidden, None), None
     for _ in range(num_layers):
-        normed = add("norm", hidden, x, *([] if residual is None else [residual]))
+        normed = add(Kernel.NORM, hidden, x, residual)
         residual = x
-        x = add("linear", hidden, add("attention", mixed, add("linear", qkv, normed)))
-        normed = add("norm", hidden, x, residual)
+        x = add(Kernel.LINEAR, hidden, add(Kernel.ATTENTION, mixed, add(Kernel.LINEAR, qkv, normed)))
+        normed = add(Kernel.NORM, hidden, x, residual)
         residual = x
-        x = add("linear", hidden, add("gate", inner, add("linear", 2 * inner, normed)))
+        x = add(Kernel.LINEAR, hidden, add(Kernel.GATE, inner, add(Kernel.LINEAR, 2 * inner, normed)))
     assert residual is not None
-    return operations, add("norm", hidden, x, residual)
+    return operations, add(Kernel.NORM, hidden, x, residual)

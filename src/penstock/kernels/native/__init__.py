@@ -19,7 +19,7 @@ from penstock.kernels.bound_step import LayoutTensors, SlotTensors
 from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.native.step_state import NativeStep
-from penstock.kernels.native.tracing import Trace, TracedTensor, Untraceable, floats
+from penstock.kernels.native.tracing import Kernel, Trace, TracedTensor, Untraceable, floats
 
 try:
     _module: Any = import_module("penstock.kernels.native._kernels")
@@ -92,7 +92,7 @@ class NativeKernels:
         """x @ weight^T + bias with a weight of `pack_weight`: float32 [T, O], or as many dimensions as x has."""
         if isinstance(x_TI, TracedTensor):
             arguments = packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
-            return self._trace(x_TI).add("linear", [x_TI], num_outputs, packed, floats(bias_O), *arguments)
+            return self._trace(x_TI).add(Kernel.LINEAR, x_TI, num_outputs, packed, floats(bias_O), *arguments)
         if x_TI.dim() != 2:
             flat_TI = x_TI.reshape(-1, x_TI.shape[-1])
             return self.linear(flat_TI, packed, num_outputs, bias_O).view(*x_TI.shape[:-1], num_outputs)
@@ -120,7 +120,7 @@ class NativeKernels:
         """`argmax` of `linear` without a bias, bit for bit, in less memory: int64 [L], and bool [L] where it failed."""
         if isinstance(x_LI, TracedTensor):
             arguments = packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
-            return self._trace(x_LI).choose("greedy", x_LI, packed, *arguments)
+            return self._trace(x_LI).choose(Kernel.GREEDY, x_LI, packed, None, *arguments)
         if x_LI.stride(1) != 1:
             x_LI = x_LI.contiguous()
         num_rows, num_inputs = x_LI.shape
@@ -144,7 +144,7 @@ class NativeKernels:
         """Rows of the weight that was packed, such as tokens' embeddings: float32 [T, I]. Ids are within the weight."""
         if isinstance(ids_T, TracedTensor):
             arguments = *packed.shape, WEIGHT_TYPES[packed.dtype]
-            return self._trace(ids_T).look_up("rows", ids_T, packed.shape[1], packed, *arguments)
+            return self._trace(ids_T).look_up(Kernel.ROWS, ids_T, packed.shape[1], packed, *arguments)
         ids_T = _as_ids(ids_T)
         out_TI = torch.empty(ids_T.shape[0], packed.shape[1])
         self.module.rows(
@@ -167,7 +167,7 @@ class NativeKernels:
         num_rows, width = table_VD.shape
         if isinstance(ids, TracedTensor):
             arguments = num_rows, width, WEIGHT_TYPES[table_VD.dtype]
-            return self._trace(ids).look_up("lookup", ids, width, table_VD, *arguments)
+            return self._trace(ids).look_up(Kernel.LOOKUP, ids, width, table_VD, *arguments)
         ids = _as_ids(ids)
         out = torch.empty(*ids.shape, width)
         self.module.lookup(
@@ -190,7 +190,7 @@ class NativeKernels:
         """
         if isinstance(x, TracedTensor):
             size = weight.shape[0]
-            return self._trace(x).add("norm", [x, residual], size, floats(weight), size, eps)
+            return self._trace(x).add(Kernel.NORM, x, size, floats(weight), size, eps, residual=residual)
         num_heads = x.shape[1] if x.dim() == 3 else 1
         size = x.shape[-1]
         out = torch.empty(x.shape)
@@ -214,7 +214,7 @@ class NativeKernels:
         """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
         if isinstance(gate_up_TI, TracedTensor):
             size = gate_up_TI.stride(0) // 2
-            return self._trace(gate_up_TI).add("gate", [gate_up_TI], size, ACTIVATIONS[activation], size)
+            return self._trace(gate_up_TI).add(Kernel.GATE, gate_up_TI, size, ACTIVATIONS[activation], size)
         num_rows, width = gate_up_TI.shape
         out_TI = torch.empty(num_rows, width // 2)
         self.module.gate_and_mul(
@@ -250,7 +250,7 @@ class NativeKernels:
         What is not a number counts as largest. x is contiguous, with one column at least.
         """
         if isinstance(x_RV, TracedTensor):
-            return self._trace(x_RV).choose("argmax", x_RV, x_RV.stride(0))
+            return self._trace(x_RV).choose(Kernel.ARGMAX, x_RV)
         num_rows, size = x_RV.shape
         index_R, failed_R = _room_for_choices(num_rows)
         self.module.argmax(

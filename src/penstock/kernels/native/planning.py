@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from penstock.kernels.native.tracing import Cell, Operation
+from penstock.kernels.native.tracing import Cell, Kernel, Operation
 
 
 class Kind(IntEnum):
@@ -60,7 +60,7 @@ class _Room:
 def plan_buffers(operations: Sequence[Operation], output: Cell | None) -> BufferPlan:
     """output: what is left at the end, in the caller's memory; None where nothing is."""
     uses = _uses(operations, output)
-    attentions = [index for index, operation in enumerate(operations) if operation.name == "attention"]
+    attentions = [index for index, operation in enumerate(operations) if operation.kernel is Kernel.ATTENTION]
     whole: list[_Use] = []
     part: list[_Use] = []
     for use in uses.values():

@@ -38,8 +38,8 @@ class NativeProgram:
         for cell, place in self._plan.places.items():
             numbers[cell] = module.program_buffer(self._program, place.kind, cell.width, place.offset)
         for operation in trace.operations:
-            add = getattr(module, f"program_{operation.name}")
-            add(self._program, *[numbers[cell] for cell in operation.cells], *operation.arguments)
+            cells = [numbers[cell] for cell in operation.cells]
+            module.program_add(self._program, operation.kernel, *cells, *operation.arguments)
 
     def bytes_spared(self, num_tokens: int) -> int:
         """By buffers that hold a part of the rows."""

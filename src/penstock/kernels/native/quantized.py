@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.kernels.native import NATIVE, NativeKernels
 from penstock.kernels.native import _module as _library
 from penstock.kernels.native.memory import weight_memory
-from penstock.kernels.native.tracing import TracedTensor, floats
+from penstock.kernels.native.tracing import Kernel, TracedTensor, floats
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
 
 
@@ -42,7 +42,7 @@ class NativeQuantizedProducts:
     def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:
         if isinstance(x_TI, TracedTensor):
             arguments = self.index, packed, floats(bias_O), *shape.kernel_sizes
-            return x_TI.origin.add("quantized_linear", [x_TI], shape.output_size, *arguments)
+            return x_TI.origin.add(Kernel.QUANTIZED_LINEAR, x_TI, shape.output_size, *arguments)
         if x_TI.dim() != 2:
             flat_TI = x_TI.reshape(-1, x_TI.shape[-1])
             return self.linear(flat_TI, packed, shape, bias_O).view(*x_TI.shape[:-1], shape.output_size)
@@ -67,7 +67,7 @@ class NativeQuantizedProducts:
     def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape, rest: Tensor | None = None) -> Tensor:
         if isinstance(ids_T, TracedTensor):
             arguments = self.index, packed, rest, *shape.kernel_sizes
-            return ids_T.origin.look_up("quantized_rows", ids_T, shape.input_size, *arguments)
+            return ids_T.origin.look_up(Kernel.QUANTIZED_ROWS, ids_T, shape.input_size, *arguments)
         ids_T = ids_T.to(torch.int32)
         out_TI = torch.empty(ids_T.shape[0], shape.input_size)
         self._module.quantized_rows(

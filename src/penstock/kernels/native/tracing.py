@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import torch
@@ -28,13 +28,30 @@ class Cell:
     width: int
 
 
+class Kernel(IntEnum):
+    """In the order in which the library has them (`csrc/program.h`)."""
+
+    NORM = 0
+    GATE = 1
+    LINEAR = 2
+    QUANTIZED_LINEAR = 3
+    ATTENTION = 4
+    LOOKUP = 5
+    ROWS = 6
+    QUANTIZED_ROWS = 7
+    SCALE = 8
+    KEEP_LAST = 9
+    GREEDY = 10
+    ARGMAX = 11
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A kernel's call. name: as the library knows it. cells: where it reads and writes rows; None for none."""
+    """A kernel's call. cells: the rows that it reads and may change, those that it adds first, and what it makes."""
 
-    name: str
-    cells: tuple[Cell | None, ...]
-    arguments: tuple[int | float, ...]
+    kernel: Kernel
+    cells: tuple[Cell | None, Cell | None, Cell | None]
+    arguments: tuple[int | float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +130,22 @@ class Trace:
         made.origin, made.role, made.cell, made.is_last = self, role, cell, self._is_last
         return made
 
-    def look_up(self, name: str, ids_T: Tensor, width: int, *arguments: Argument) -> TracedTensor:
+    def look_up(self, kernel: Kernel, ids_T: Tensor, width: int, *arguments: Argument) -> TracedTensor:
         """An operation that makes rows of the step's tokens."""
         if not isinstance(ids_T, TracedTensor) or ids_T.role is not Role.TOKENS or self._is_last:
             raise Untraceable("rows are looked up by something else than the step's tokens")
-        return self.add(name, (), width, *arguments)
+        return self._make(kernel, width, arguments)
 
-    def add(self, name: str, read: Sequence[Tensor | None], width: int, *arguments: Argument) -> TracedTensor:
-        """An operation that makes rows of so many floats of the rows that it reads, and may overwrite."""
-        out = Cell(width)
-        cells = [None if tensor is None else self._cell(tensor) for tensor in read]
-        self._note(name, (*cells, out), arguments)
-        return self.stand_in(Role.ROWS, out)
+    def add(
+        self, kernel: Kernel, x: Tensor, width: int, *arguments: Argument, residual: Tensor | None = None
+    ) -> TracedTensor:
+        """An operation that makes rows of so many floats of other rows. residual: is added to these first, in place."""
+        added = None if residual is None else self._cell(residual)
+        return self._make(kernel, width, arguments, self._cell(x), added)
 
-    def change(self, name: str, x: TracedTensor, *arguments: Argument) -> TracedTensor:
-        """An operation in place."""
-        self._note(name, (self._cell(x),), arguments)
+    def scale(self, x: TracedTensor, factor: float) -> TracedTensor:
+        """Multiply rows in place."""
+        self._note(Kernel.SCALE, (self._cell(x), None, None), (factor,))
         return x
 
     def attend(
@@ -137,12 +154,11 @@ class Trace:
         """An attention from the output of the projections, which it overwrites."""
         if self._is_last:
             raise Untraceable("there is an attention after the one that leaves last tokens")
-        cell, out = self._cell(qkv_TX), Cell(width)
-        self.keeps_alive.append(kv_cache)
-        self._note("attention", (cell, out), (requests.group, requests.is_last, *arguments))
+        cell = self._cell(qkv_TX)
         qkv_TX.cell = None
+        self.keeps_alive.append(kv_cache)
         self._is_last = requests.is_last
-        return self.stand_in(Role.ROWS, out)
+        return self._make(Kernel.ATTENTION, width, (requests.group, requests.is_last, *arguments), cell)
 
     def keep_last(self, per_token: TracedTensor) -> TracedTensor:
         """The rows of last tokens, beside or after the attention that has left these; `per_token` is gone."""
@@ -150,15 +166,15 @@ class Trace:
         if cell is None or per_token.is_last or not self._is_last:
             raise Untraceable("last rows are selected elsewhere than after the last attention")
         per_token.cell = None
-        self._note("keep_last", (cell,), ())
+        self._note(Kernel.KEEP_LAST, (cell, None, None))
         return self.stand_in(Role.ROWS, cell)
 
-    def choose(self, name: str, x: TracedTensor, *arguments: Argument) -> tuple[Tensor, Tensor]:
+    def choose(self, kernel: Kernel, x: TracedTensor, *arguments: Argument) -> tuple[Tensor, Tensor]:
         """An operation that chooses the step's tokens and says where there are none."""
         if self._has_choice:
             raise Untraceable("tokens are chosen twice")
         self._has_choice = True
-        self._note(name, (self._cell(x),), arguments)
+        self._note(kernel, (self._cell(x), None, None), arguments)
         return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
 
     def result(self, tensor: object) -> Cell:
@@ -174,8 +190,22 @@ class Trace:
             raise Untraceable("after the last attention a kernel reads rows of all tokens")
         return tensor.cell
 
-    def _note(self, name: str, cells: tuple[Cell | None, ...], arguments: Sequence[Argument]) -> None:
-        self.operations.append(Operation(name, cells, tuple(map(self._number, arguments))))
+    def _make(
+        self,
+        kernel: Kernel,
+        width: int,
+        arguments: Sequence[Argument],
+        x: Cell | None = None,
+        residual: Cell | None = None,
+    ) -> TracedTensor:
+        out = Cell(width)
+        self._note(kernel, (x, residual, out), arguments)
+        return self.stand_in(Role.ROWS, out)
+
+    def _note(
+        self, kernel: Kernel, cells: tuple[Cell | None, Cell | None, Cell | None], arguments: Sequence[Argument] = ()
+    ) -> None:
+        self.operations.append(Operation(kernel, cells, tuple(map(self._number, arguments))))
 
     def _number(self, argument: Argument) -> int | float:
         if not isinstance(argument, Tensor):
@@ -196,7 +226,7 @@ def floats(tensor: Tensor | None) -> Tensor | None:
 def _scale(x: TracedTensor, factor: object) -> TracedTensor:
     if not isinstance(factor, float):
         raise Untraceable("rows are multiplied by other rows")
-    return x.origin.change("scale", x, factor)
+    return x.origin.scale(x, factor)
 
 
 def _select(x: TracedTensor, dimension: int, rows: Tensor) -> TracedTensor:

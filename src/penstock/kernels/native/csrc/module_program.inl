@@ -31,17 +31,7 @@ struct ProgramCall {
   ProgramCall(PyObject* const* values, Py_ssize_t count)
       : program(count < 1 ? nullptr : program_of(values[0])), in(values + 1, count < 1 ? 0 : count - 1) {}
 
-  PyObject* add(const Operation& operation) {
-    if (!in.are_good() || program == nullptr) return nullptr;
-    program->operations.push_back(operation);
-    Py_RETURN_NONE;
-  }
-
-  // An operation that reads rows of so many.
-  PyObject* add_lookup(const Operation& operation, int64_t num_rows) {
-    if (program != nullptr && (program->num_ids == 0 || num_rows < program->num_ids)) program->num_ids = num_rows;
-    return add(operation);
-  }
+  bool is_good() { return in.are_good() && program != nullptr; }
 };
 
 // (program, kind, width, offset) -> number.
@@ -51,181 +41,120 @@ PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
   buffer.kind = static_cast<Buffer::Kind>(call.in.integer());
   buffer.width = call.in.size();
   buffer.offset = call.in.size();
-  if (!call.in.are_good() || call.program == nullptr) return nullptr;
+  if (!call.is_good()) return nullptr;
   if (buffer.kind == Buffer::Kind::kWhole && buffer.offset + buffer.width > call.program->whole_size)
     call.program->whole_size = buffer.offset + buffer.width;
   call.program->buffers.push_back(buffer);
   return PyLong_FromLongLong(static_cast<long long>(call.program->buffers.size()) - 1);
 }
 
-PyObject* program_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
+// What a kernel takes besides its rows. Returns of how many rows it looks some up, or 0.
+int64_t read_arguments(Operation& operation, Arguments& in) {
+  switch (operation.kind) {
+    case Operation::Kind::kNorm: {
+      NormArgs& a = operation.norm = {};
+      a.weight = in.pointer<const float>();
+      a.size = in.size();
+      a.eps = in.real();
+      a.heads = 1;
+      return 0;
+    }
+    case Operation::Kind::kGate: {
+      GateArgs& a = operation.gate = {};
+      a.activation = static_cast<Activation>(in.integer());
+      a.size = in.size();
+      return 0;
+    }
+    case Operation::Kind::kLinear:
+    case Operation::Kind::kGreedy: {
+      LinearArgs& a = operation.linear = {};
+      a.weight = in.pointer<const void>();
+      a.bias = in.pointer<const float>();
+      a.in_features = in.size();
+      a.out_features = in.size();
+      a.weight_type = static_cast<WeightType>(in.integer());
+      return 0;
+    }
+    case Operation::Kind::kQuantizedLinear: {
+      QuantizedLinearArgs& a = operation.quantized = {};
+      operation.quantized_kernels = quantized_kernels(in);
+      a.weight = in.pointer<const void>();
+      a.bias = in.pointer<const float>();
+      a.shape = quantized_shape(in);
+      return 0;
+    }
+    case Operation::Kind::kAttention: {
+      operation.group = in.integer();
+      operation.is_last = in.integer() != 0;
+      AttentionArgs& a = operation.attention = {};
+      a.key_cache = in.pointer<void>();
+      a.value_cache = in.pointer<void>();
+      a.head_stride = in.size();
+      a.cache_type = static_cast<CacheType>(in.integer());
+      a.num_heads = in.size();
+      a.num_kv_heads = in.size();
+      a.head_size = in.size();
+      a.block_size = in.size();
+      a.window = in.size();
+      a.scale = in.real();
+      a.soft_cap = in.real();
+      a.norm_weight = in.pointer<const float>();
+      a.norm_eps = in.real();
+      a.rotary_table = in.pointer<const float>();
+      a.rotary_half = in.size();
+      return 0;
+    }
+    case Operation::Kind::kLookup: {
+      LookupArgs& a = operation.lookup = {};
+      a.table = in.pointer<const void>();
+      a.num_rows = in.size();
+      a.width = in.size();
+      a.weight_type = static_cast<WeightType>(in.integer());
+      return a.num_rows;
+    }
+    case Operation::Kind::kRows: {
+      RowsArgs& a = operation.rows = {};
+      a.weight = in.pointer<const void>();
+      const int64_t num_rows = in.size();
+      a.in_features = in.size();
+      a.weight_type = static_cast<WeightType>(in.integer());
+      return num_rows;
+    }
+    case Operation::Kind::kQuantizedRows: {
+      QuantizedRowsArgs& a = operation.quantized_rows = {};
+      operation.quantized_kernels = quantized_kernels(in);
+      a.weight = in.pointer<const void>();
+      a.rest = in.pointer<const void>();
+      a.shape = quantized_shape(in);
+      return a.shape.out_features;
+    }
+    case Operation::Kind::kScale: operation.factor = in.real(); return 0;
+    case Operation::Kind::kKeepLast: return 0;
+    case Operation::Kind::kArgmax: return 0;
+  }
+  return 0;
+}
+
+// (program, kind, number of each buffer or -1, what the kernel takes besides)
+PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   Operation operation{};
-  operation.kind = Operation::Kind::kNorm;
+  operation.kind = static_cast<Operation::Kind>(call.in.integer());
   operation.in = call.in.integer();
   operation.residual = call.in.integer();
   operation.out = call.in.integer();
-  operation.norm = {};
-  operation.norm.weight = call.in.pointer<const float>();
-  operation.norm.size = call.in.size();
-  operation.norm.eps = call.in.real();
-  operation.norm.heads = 1;
-  return call.add(operation);
-}
-
-PyObject* program_gate(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kGate;
-  operation.in = call.in.integer();
-  operation.out = call.in.integer();
-  operation.gate = {};
-  operation.gate.activation = static_cast<Activation>(call.in.integer());
-  operation.gate.size = call.in.size();
-  return call.add(operation);
-}
-
-PyObject* program_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kLinear;
-  operation.in = call.in.integer();
-  operation.out = call.in.integer();
-  operation.linear = {};
-  operation.linear.weight = call.in.pointer<const void>();
-  operation.linear.bias = call.in.pointer<const float>();
-  operation.linear.in_features = call.in.size();
-  operation.linear.out_features = call.in.size();
-  operation.linear.weight_type = static_cast<WeightType>(call.in.integer());
-  return call.add(operation);
-}
-
-PyObject* program_quantized_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kQuantizedLinear;
-  operation.in = call.in.integer();
-  operation.out = call.in.integer();
-  operation.quantized_kernels = quantized_kernels(call.in);
-  operation.quantized = {};
-  operation.quantized.weight = call.in.pointer<const void>();
-  operation.quantized.bias = call.in.pointer<const float>();
-  operation.quantized.shape = quantized_shape(call.in);
-  return call.add(operation);
-}
-
-PyObject* program_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kAttention;
-  operation.in = call.in.integer();
-  operation.out = call.in.integer();
-  operation.group = call.in.integer();
-  operation.is_last = call.in.integer() != 0;
-  AttentionArgs& a = operation.attention = {};
-  a.key_cache = call.in.pointer<void>();
-  a.value_cache = call.in.pointer<void>();
-  a.head_stride = call.in.size();
-  a.cache_type = static_cast<CacheType>(call.in.integer());
-  a.num_heads = call.in.size();
-  a.num_kv_heads = call.in.size();
-  a.head_size = call.in.size();
-  a.block_size = call.in.size();
-  a.window = call.in.size();
-  a.scale = call.in.real();
-  a.soft_cap = call.in.real();
-  a.norm_weight = call.in.pointer<const float>();
-  a.norm_eps = call.in.real();
-  a.rotary_table = call.in.pointer<const float>();
-  a.rotary_half = call.in.size();
-  return call.add(operation);
-}
-
-PyObject* program_lookup(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kLookup;
-  operation.out = call.in.integer();
-  operation.lookup = {};
-  operation.lookup.table = call.in.pointer<const void>();
-  operation.lookup.num_rows = call.in.size();
-  operation.lookup.width = call.in.size();
-  operation.lookup.weight_type = static_cast<WeightType>(call.in.integer());
-  return call.add_lookup(operation, operation.lookup.num_rows);
-}
-
-PyObject* program_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kRows;
-  operation.out = call.in.integer();
-  operation.rows = {};
-  operation.rows.weight = call.in.pointer<const void>();
-  const int64_t num_rows = call.in.size();
-  operation.rows.in_features = call.in.size();
-  operation.rows.weight_type = static_cast<WeightType>(call.in.integer());
-  return call.add_lookup(operation, num_rows);
-}
-
-PyObject* program_quantized_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kQuantizedRows;
-  operation.out = call.in.integer();
-  operation.quantized_kernels = quantized_kernels(call.in);
-  operation.quantized_rows = {};
-  operation.quantized_rows.weight = call.in.pointer<const void>();
-  operation.quantized_rows.rest = call.in.pointer<const void>();
-  operation.quantized_rows.shape = quantized_shape(call.in);
-  return call.add_lookup(operation, operation.quantized_rows.shape.out_features);
-}
-
-PyObject* program_scale(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kScale;
-  operation.in = call.in.integer();
-  operation.factor = call.in.real();
-  return call.add(operation);
-}
-
-PyObject* program_keep_last(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kKeepLast;
-  operation.in = call.in.integer();
-  return call.add(operation);
-}
-
-PyObject* program_greedy(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kGreedy;
-  operation.in = call.in.integer();
-  operation.greedy = {};
-  LinearArgs& product = operation.greedy.product;
-  product.weight = call.in.pointer<const void>();
-  product.in_features = call.in.size();
-  product.out_features = call.in.size();
-  product.weight_type = static_cast<WeightType>(call.in.integer());
-  return call.add(operation);
-}
-
-PyObject* program_argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  ProgramCall call(values, count);
-  Operation operation{};
-  operation.kind = Operation::Kind::kArgmax;
-  operation.in = call.in.integer();
-  operation.argmax = {};
-  operation.argmax.size = call.in.size();
-  return call.add(operation);
+  const int64_t num_ids = read_arguments(operation, call.in);
+  if (!call.is_good()) return nullptr;
+  if (num_ids > 0 && (call.program->num_ids == 0 || num_ids < call.program->num_ids)) call.program->num_ids = num_ids;
+  call.program->operations.push_back(operation);
+  Py_RETURN_NONE;
 }
 
 // (program, address of [ProgramStep, number of groups, StepRequests of each])
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   StoredArguments in(call.in.pointer<const int64_t>());
-  if (!call.in.are_good() || call.program == nullptr) return nullptr;
+  if (!call.is_good()) return nullptr;
   ProgramStep step;
   step.output = in.pointer<float>();
   step.workspace = in.pointer<float>();

@@ -17,12 +17,14 @@ class Runner {
     switch (operation.kind) {
       case Operation::Kind::kNorm: return norm(operation);
       case Operation::Kind::kGate: return gate(operation);
-      case Operation::Kind::kLinear: return linear(operation);
-      case Operation::Kind::kQuantizedLinear: return quantized_linear(operation);
+      case Operation::Kind::kLinear: return program_.kernels->linear(of_product(operation.linear, operation));
+      case Operation::Kind::kQuantizedLinear:
+        return operation.quantized_kernels->linear(of_product(operation.quantized, operation));
       case Operation::Kind::kAttention: return attention(operation);
-      case Operation::Kind::kLookup: return lookup(operation);
-      case Operation::Kind::kRows: return rows(operation);
-      case Operation::Kind::kQuantizedRows: return quantized_rows(operation);
+      case Operation::Kind::kLookup: program_.kernels->lookup(of_tokens(operation.lookup, operation)); return true;
+      case Operation::Kind::kRows: program_.kernels->rows(of_tokens(operation.rows, operation)); return true;
+      case Operation::Kind::kQuantizedRows:
+        return operation.quantized_kernels->rows(of_tokens(operation.quantized_rows, operation));
       case Operation::Kind::kScale: return scale(operation);
       case Operation::Kind::kKeepLast: return keep_last(operation.in);
       case Operation::Kind::kGreedy: return greedy(operation);
@@ -56,77 +58,47 @@ class Runner {
   }
   int64_t width(int number) const { return program_.buffers[number].width; }
 
-  bool norm(const Operation& operation) const {
-    NormArgs a = operation.norm;
+  // Arguments with what all kernels of rows have.
+  template <class Args>
+  Args of_rows(Args a, const Operation& operation) const {
     a.x = at(operation.in);
+    a.rows = num_rows_;
+    a.num_threads = step_.num_threads;
+    return a;
+  }
+
+  template <class Args>
+  Args of_tokens(Args a, const Operation& operation) const {
+    a.ids = step_.ids + first_row_;
+    a.out = at(operation.out);
+    a.num_ids = num_rows_;
+    a.num_threads = step_.num_threads;
+    return a;
+  }
+
+  template <class Args>
+  Args of_product(const Args& args, const Operation& operation) const {
+    Args a = of_rows(args, operation);
+    a.x_stride = width(operation.in);
+    a.out = at(operation.out);
+    a.out_stride = width(operation.out);
+    return a;
+  }
+
+  bool norm(const Operation& operation) const {
+    NormArgs a = of_rows(operation.norm, operation);
     a.x_stride = width(operation.in);
     a.residual = operation.residual < 0 ? nullptr : at(operation.residual);
     a.out = at(operation.out);
-    a.rows = num_rows_;
-    a.num_threads = step_.num_threads;
     program_.kernels->rms_norm(a);
     return true;
   }
 
   bool gate(const Operation& operation) const {
-    GateArgs a = operation.gate;
-    a.x = at(operation.in);
+    GateArgs a = of_rows(operation.gate, operation);
     a.out = at(operation.out);
-    a.rows = num_rows_;
-    a.num_threads = step_.num_threads;
     program_.kernels->gate_and_mul(a);
     return true;
-  }
-
-  bool linear(const Operation& operation) const {
-    LinearArgs a = operation.linear;
-    a.x = at(operation.in);
-    a.x_stride = width(operation.in);
-    a.out = at(operation.out);
-    a.out_stride = width(operation.out);
-    a.rows = num_rows_;
-    a.num_threads = step_.num_threads;
-    return program_.kernels->linear(a);
-  }
-
-  bool quantized_linear(const Operation& operation) const {
-    QuantizedLinearArgs a = operation.quantized;
-    a.x = at(operation.in);
-    a.x_stride = width(operation.in);
-    a.out = at(operation.out);
-    a.out_stride = width(operation.out);
-    a.rows = num_rows_;
-    a.num_threads = step_.num_threads;
-    return operation.quantized_kernels->linear(a);
-  }
-
-  bool lookup(const Operation& operation) const {
-    LookupArgs a = operation.lookup;
-    a.ids = step_.ids + first_row_;
-    a.out = at(operation.out);
-    a.num_ids = num_rows_;
-    a.num_threads = step_.num_threads;
-    program_.kernels->lookup(a);
-    return true;
-  }
-
-  bool rows(const Operation& operation) const {
-    RowsArgs a = operation.rows;
-    a.ids = step_.ids + first_row_;
-    a.out = at(operation.out);
-    a.num_ids = num_rows_;
-    a.num_threads = step_.num_threads;
-    program_.kernels->rows(a);
-    return true;
-  }
-
-  bool quantized_rows(const Operation& operation) const {
-    QuantizedRowsArgs a = operation.quantized_rows;
-    a.ids = step_.ids + first_row_;
-    a.out = at(operation.out);
-    a.num_ids = num_rows_;
-    a.num_threads = step_.num_threads;
-    return operation.quantized_kernels->rows(a);
   }
 
   bool scale(const Operation& operation) const {
@@ -148,23 +120,19 @@ class Runner {
   }
 
   bool greedy(const Operation& operation) const {
-    GreedyArgs a = operation.greedy;
-    a.product.x = at(operation.in);
+    GreedyArgs a{};
+    a.product = of_rows(operation.linear, operation);
     a.product.x_stride = width(operation.in);
-    a.product.rows = num_rows_;
-    a.product.num_threads = step_.num_threads;
     a.index = step_.index + first_row_;
     a.failed = step_.failed + first_row_;
     return program_.kernels->greedy(a);
   }
 
   bool argmax(const Operation& operation) const {
-    ArgmaxArgs a = operation.argmax;
-    a.x = at(operation.in);
-    a.rows = num_rows_;
+    ArgmaxArgs a = of_rows(ArgmaxArgs{}, operation);
+    a.size = width(operation.in);
     a.index = step_.index + first_row_;
     a.failed = step_.failed + first_row_;
-    a.num_threads = step_.num_threads;
     program_.kernels->argmax(a);
     return true;
   }

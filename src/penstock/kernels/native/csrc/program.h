@@ -36,14 +36,12 @@ struct Operation {
   union {
     NormArgs norm;
     GateArgs gate;
-    LinearArgs linear;
+    LinearArgs linear;  // of kGreedy too
     QuantizedLinearArgs quantized;
     AttentionArgs attention;
     LookupArgs lookup;
     RowsArgs rows;
     QuantizedRowsArgs quantized_rows;
-    GreedyArgs greedy;
-    ArgmaxArgs argmax;
   };
 };
 
