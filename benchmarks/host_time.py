@@ -129,7 +129,7 @@ def _wrap_stages(session: Session, clock: StageClock) -> None:
 
 def _wrap_model(session: Session, clock: StageClock) -> None:
     _, runner = _parts(session)
-    clock.wrap_method_of_class(runner.model, "forward", "model forward")
+    clock.wrap(runner.kv_cache.programs, "run", "model forward")
     clock.wrap_method_of_class(runner.model, "compute_logits", "logits")
     clock.wrap_method_of_class(runner.model, "compute_greedy", "logits")
     # Forward pass and logits in one call; a call that comes to nothing takes next to no time.

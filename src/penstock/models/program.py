@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.attention import BoundLayer, ForwardContext, LastTokens
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
-from penstock.kernels.native.program_step import BoundChoices, LastRows, StepTokens
+from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, Untraceable
 from penstock.models.interface import LanguageModel
 
@@ -122,5 +122,5 @@ def _step_tokens(positions_T: Tensor, context: ForwardContext) -> StepTokens:
         positions_T,
         metadata[0].num_tokens,
         [group.requests for group in metadata],
-        None if last is None else LastRows(last.rows, last.positions, last.query_start_loc),
+        None if last is None else (last.rows, last.positions, last.query_start_loc),
     )

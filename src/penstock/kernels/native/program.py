@@ -52,7 +52,7 @@ class NativeProgram:
         workspace = self._workspace(num_rows)
         arguments = self._arguments(step, (output_TD, workspace, ids_T))
         self._run(arguments.address)  # they stay until it is done
-        return output_TD if step.last is None else output_TD[: step.last.rows.shape[0]]
+        return output_TD if step.last is None else output_TD[: step.num_outputs]
 
     def bind(self, ids_T: Tensor, step: StepTokens) -> BoundChoices:
         """Steps from these tokens (int32, contiguous) to the next ones; all tensors stay where they are."""

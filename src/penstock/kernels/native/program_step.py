@@ -16,36 +16,23 @@ from penstock.kernels.sampling import ChosenTokens
 
 
 @dataclass(frozen=True, slots=True)
-class LastRows:
-    """The last token of every request. rows, positions: int64 [R], rising rows. query_start_loc: int32, 0 to R."""
-
-    rows: Tensor
-    positions: Tensor
-    query_start_loc: Tensor
-
-    @property
-    def arguments(self) -> tuple[int, int, int, int]:
-        """As the library takes it."""
-        addresses = self.rows.data_ptr(), self.positions.data_ptr(), self.query_start_loc.data_ptr()
-        return *addresses, self.rows.shape[0]
-
-
-# What `LastRows.arguments` are where the hidden states of all tokens are asked for.
-_ALL_ROWS = (0, 0, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
 class StepTokens:
     """Where a step's tokens are.
 
     positions_T: int64, contiguous. num_tokens: those that are no padding, which come first. groups: by KV-cache group.
-    last: the only rows whose output is asked for.
+    last: of each request's last token, where no other output is asked for, the row (int64 [R], rising), the position
+    (int64 [R]), and the numbers from 0 to R (int32).
     """
 
     positions_T: Tensor
     num_tokens: int
     groups: Sequence[StepRequests]
-    last: LastRows | None = None
+    last: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the output."""
+        return (self.positions_T if self.last is None else self.last[0]).shape[0]
 
     def arguments(self, num_threads: int) -> list[int]:
         """As the library takes it."""
@@ -54,7 +41,7 @@ class StepTokens:
             self.positions_T.shape[0],
             self.num_tokens,
             num_threads,
-            *(_ALL_ROWS if self.last is None else self.last.arguments),
+            *([0] * 4 if self.last is None else [*[tensor.data_ptr() for tensor in self.last], self.num_outputs]),
             len(self.groups),
             *[argument for requests in self.groups for argument in requests.arguments],
         ]
