@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from penstock.config.program import PROGRAM_ROWS
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.kernels.native import NATIVE
@@ -76,6 +77,25 @@ def test_same_bits_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_biases_and_untied_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
     both(tmp_path, monkeypatch)
+
+
+def test_more_last_tokens_than_go_from_kernel_to_kernel_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path, "gemma2")
+    prompts = random_prompts([1 + index % 4 for index in range(PROGRAM_ROWS + 60)], VOCAB_SIZE)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=2, ignore_eos=True, logprobs=3)
+
+    def together() -> list[Any]:
+        core = make_core(tmp_path, dtype="float32", max_num_seqs=len(prompts), max_num_batched_tokens=2048)
+        try:
+            return [(result.tokens, result.logprobs) for result in run(core, prompts, params)]
+        finally:
+            core.close()
+
+    recorded = together()
+    run_layer_by_layer(monkeypatch)
+    assert together() == recorded
 
 
 @pytest.mark.parametrize(
