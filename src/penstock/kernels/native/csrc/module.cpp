@@ -50,12 +50,16 @@ class Arguments {
   int64_t size() { return next_ < count_ ? PyLong_AsLongLong(values_[next_++]) : missing(); }
   int integer() { return static_cast<int>(size()); }
   float real() { return next_ < count_ ? static_cast<float>(PyFloat_AsDouble(values_[next_++])) : missing(); }
+  // One argument for each of these, in their order.
+  template <class... Fields>
+  void read(Fields&... fields) {
+    (take(fields), ...);
+  }
   const Kernels* kernels() {
     const Kernels* chosen = candidate(integer());
     if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this processor cannot run these kernels");
     return chosen;
   }
-  bool has_more() const { return next_ < count_; }
   // Whether all arguments were there and of the right kind; if not, a Python error is set.
   bool are_good() {
     if (next_ != count_ && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too many arguments");
@@ -63,6 +67,15 @@ class Arguments {
   }
 
  private:
+  template <class T>
+  void take(T*& field) {
+    field = pointer<T>();
+  }
+  void take(float& field) { field = real(); }
+  template <class Integer>
+  void take(Integer& field) {
+    field = static_cast<Integer>(size());
+  }
   int missing() {
     PyErr_SetString(PyExc_TypeError, "too few arguments");
     return 0;
@@ -104,45 +117,35 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
 
 PyObject* thread_library(PyObject*, PyObject*) { return Py_BuildValue("z", runtime_name()); }
 
-PyObject* pack_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
+using ConvertWeight = void (*)(const void*, int64_t, int64_t, WeightType, void*);
+
+PyObject* convert_weight(ConvertWeight Kernels::*convert, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
-  auto* weight = in.pointer<const void>();
-  int64_t out_features = in.size(), in_features = in.size();
-  auto type = static_cast<WeightType>(in.integer());
-  auto* packed = in.pointer<void>();
+  const void* from;
+  void* to;
+  int64_t out_features, in_features;
+  WeightType type;
+  in.read(from, out_features, in_features, type, to);
   if (!in.are_good()) return nullptr;
-  kernels->pack_weight(weight, out_features, in_features, type, packed);
+  (kernels->*convert)(from, out_features, in_features, type, to);
   Py_RETURN_NONE;
 }
 
+PyObject* pack_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return convert_weight(&Kernels::pack_weight, values, count);
+}
+
 PyObject* unpack_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  auto* packed = in.pointer<const void>();
-  int64_t out_features = in.size(), in_features = in.size();
-  auto type = static_cast<WeightType>(in.integer());
-  auto* weight = in.pointer<void>();
-  if (!in.are_good()) return nullptr;
-  kernels->unpack_weight(packed, out_features, in_features, type, weight);
-  Py_RETURN_NONE;
+  return convert_weight(&Kernels::unpack_weight, values, count);
 }
 
 PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   LinearArgs a;
-  a.x = in.pointer<const float>();
-  a.x_stride = in.size();
-  a.weight = in.pointer<const void>();
-  a.bias = in.pointer<const float>();
-  a.out = in.pointer<float>();
-  a.out_stride = in.size();
-  a.rows = in.size();
-  a.in_features = in.size();
-  a.out_features = in.size();
-  a.weight_type = static_cast<WeightType>(in.integer());
-  a.num_threads = in.integer();
+  in.read(a.x, a.x_stride, a.weight, a.bias, a.out, a.out_stride, a.rows, a.in_features, a.out_features, a.weight_type,
+          a.num_threads);
   return in.are_good() ? run(kernels->linear, a) : nullptr;
 }
 
@@ -150,16 +153,8 @@ PyObject* greedy(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   GreedyArgs a{};
-  a.product.x = in.pointer<const float>();
-  a.product.x_stride = in.size();
-  a.product.weight = in.pointer<const void>();
-  a.index = in.pointer<int64_t>();
-  a.failed = in.pointer<bool>();
-  a.product.rows = in.size();
-  a.product.in_features = in.size();
-  a.product.out_features = in.size();
-  a.product.weight_type = static_cast<WeightType>(in.integer());
-  a.product.num_threads = in.integer();
+  in.read(a.product.x, a.product.x_stride, a.product.weight, a.index, a.failed, a.product.rows, a.product.in_features,
+          a.product.out_features, a.product.weight_type, a.product.num_threads);
   return in.are_good() ? run(kernels->greedy, a) : nullptr;
 }
 
@@ -167,13 +162,7 @@ PyObject* rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   RowsArgs a;
-  a.weight = in.pointer<const void>();
-  a.ids = in.pointer<const int32_t>();
-  a.out = in.pointer<float>();
-  a.num_ids = in.size();
-  a.in_features = in.size();
-  a.weight_type = static_cast<WeightType>(in.integer());
-  a.num_threads = in.integer();
+  in.read(a.weight, a.ids, a.out, a.num_ids, a.in_features, a.weight_type, a.num_threads);
   return in.are_good() ? run(kernels->rows, a) : nullptr;
 }
 
@@ -191,14 +180,7 @@ PyObject* lookup(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   LookupArgs a;
-  a.table = in.pointer<const void>();
-  a.ids = in.pointer<const int32_t>();
-  a.out = in.pointer<float>();
-  a.num_ids = in.size();
-  a.num_rows = in.size();
-  a.width = in.size();
-  a.weight_type = static_cast<WeightType>(in.integer());
-  a.num_threads = in.integer();
+  in.read(a.table, a.ids, a.out, a.num_ids, a.num_rows, a.width, a.weight_type, a.num_threads);
   return in.are_good() && are_rows(a.ids, a.num_ids, a.num_rows) ? run(kernels->lookup, a) : nullptr;
 }
 
@@ -206,37 +188,10 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   AttentionArgs a;
-  a.query = in.pointer<const float>();
-  a.query_stride = in.size();
-  a.key = in.pointer<const float>();
-  a.key_stride = in.size();
-  a.value = in.pointer<const float>();
-  a.value_stride = in.size();
-  a.key_cache = in.pointer<void>();
-  a.value_cache = in.pointer<void>();
-  a.head_stride = in.size();
-  a.cache_type = static_cast<CacheType>(in.integer());
-  a.query_start = in.pointer<const int32_t>();
-  a.seq_lens = in.pointer<const int32_t>();
-  a.block_table = in.pointer<const int32_t>();
-  a.block_table_stride = in.size();
-  a.num_requests = in.size();
-  a.out = in.pointer<float>();
-  a.out_stride = in.size();
-  a.num_heads = in.size();
-  a.num_kv_heads = in.size();
-  a.head_size = in.size();
-  a.block_size = in.size();
-  a.window = in.size();
-  a.scale = in.real();
-  a.soft_cap = in.real();
-  a.norm_weight = in.pointer<const float>();
-  a.norm_eps = in.real();
-  a.rotary_table = in.pointer<const float>();
-  a.rotary_half = in.size();
-  a.positions = in.pointer<const int64_t>();
-  a.phase = static_cast<AttentionPhase>(in.integer());
-  a.num_threads = in.integer();
+  in.read(a.query, a.query_stride, a.key, a.key_stride, a.value, a.value_stride, a.key_cache, a.value_cache,
+          a.head_stride, a.cache_type, a.query_start, a.seq_lens, a.block_table, a.block_table_stride, a.num_requests,
+          a.out, a.out_stride, a.num_heads, a.num_kv_heads, a.head_size, a.block_size, a.window, a.scale, a.soft_cap,
+          a.norm_weight, a.norm_eps, a.rotary_table, a.rotary_half, a.positions, a.phase, a.num_threads);
   return in.are_good() ? run(kernels->attention, a) : nullptr;
 }
 
@@ -244,17 +199,7 @@ PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   NormArgs a;
-  a.x = in.pointer<float>();
-  a.x_stride = in.size();
-  a.residual = in.pointer<const float>();
-  a.weight = in.pointer<const float>();
-  a.weight_stride = in.size();
-  a.out = in.pointer<float>();
-  a.rows = in.size();
-  a.heads = in.size();
-  a.size = in.size();
-  a.eps = in.real();
-  a.num_threads = in.integer();
+  in.read(a.x, a.x_stride, a.residual, a.weight, a.weight_stride, a.out, a.rows, a.heads, a.size, a.eps, a.num_threads);
   return in.are_good() ? run(kernels->rms_norm, a) : nullptr;
 }
 
@@ -262,12 +207,7 @@ PyObject* gate_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   GateArgs a;
-  a.activation = static_cast<Activation>(in.integer());
-  a.x = in.pointer<const float>();
-  a.out = in.pointer<float>();
-  a.rows = in.size();
-  a.size = in.size();
-  a.num_threads = in.integer();
+  in.read(a.activation, a.x, a.out, a.rows, a.size, a.num_threads);
   return in.are_good() ? run(kernels->gate_and_mul, a) : nullptr;
 }
 
@@ -275,15 +215,8 @@ PyObject* rotary(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   RotaryArgs a;
-  a.heads = in.pointer<float>();
-  a.token_stride = in.size();
-  a.head_stride = in.size();
-  a.positions = in.pointer<const int64_t>();
-  a.table = in.pointer<const float>();
-  a.num_tokens = in.size();
-  a.num_heads = in.size();
-  a.half = in.size();
-  a.num_threads = in.integer();
+  in.read(a.heads, a.token_stride, a.head_stride, a.positions, a.table, a.num_tokens, a.num_heads, a.half,
+          a.num_threads);
   return in.are_good() ? run(kernels->rotary, a) : nullptr;
 }
 
@@ -291,12 +224,7 @@ PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   ArgmaxArgs a;
-  a.x = in.pointer<const float>();
-  a.index = in.pointer<int64_t>();
-  a.failed = in.pointer<bool>();
-  a.rows = in.size();
-  a.size = in.size();
-  a.num_threads = in.integer();
+  in.read(a.x, a.index, a.failed, a.rows, a.size, a.num_threads);
   return in.are_good() ? run(kernels->argmax, a) : nullptr;
 }
 
@@ -304,15 +232,7 @@ PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   DrawArgs a;
-  a.x = in.pointer<const float>();
-  a.seeds = in.pointer<const int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.positions = in.pointer<const int64_t>();
-  a.index = in.pointer<int64_t>();
-  a.failed = in.pointer<bool>();
-  a.rows = in.size();
-  a.size = in.size();
-  a.num_threads = in.integer();
+  in.read(a.x, a.seeds, a.slots, a.positions, a.index, a.failed, a.rows, a.size, a.num_threads);
   return in.are_good() ? run(kernels->draw, a) : nullptr;
 }
 

@@ -22,10 +22,7 @@ const QuantizedKernels* quantized_kernels(Arguments& in) {
 
 QuantizedShape quantized_shape(Arguments& in) {
   QuantizedShape shape;
-  shape.bits = in.integer();
-  shape.out_features = in.size();
-  shape.in_features = in.size();
-  shape.group_size = in.size();
+  in.read(shape.bits, shape.out_features, shape.in_features, shape.group_size);
   return shape;
 }
 
@@ -53,10 +50,7 @@ PyObject* quantized_convert(void (*QuantizedKernels::*convert)(const QuantizedPa
   const QuantizedKernels* kernels = quantized_kernels(in);
   QuantizedPackArgs a;
   a.shape = quantized_shape(in);
-  a.values = in.pointer<int8_t>();
-  a.scales = in.pointer<float>();
-  a.zeros = in.pointer<uint8_t>();
-  a.packed = in.pointer<void>();
+  in.read(a.values, a.scales, a.zeros, a.packed);
   return in.are_good() ? run(kernels->*convert, a) : nullptr;
 }
 
@@ -73,14 +67,7 @@ PyObject* quantized_linear(PyObject*, PyObject* const* values, Py_ssize_t count)
   const QuantizedKernels* kernels = quantized_kernels(in);
   QuantizedLinearArgs a;
   a.shape = quantized_shape(in);
-  a.x = in.pointer<const float>();
-  a.x_stride = in.size();
-  a.weight = in.pointer<const void>();
-  a.bias = in.pointer<const float>();
-  a.out = in.pointer<float>();
-  a.out_stride = in.size();
-  a.rows = in.size();
-  a.num_threads = in.integer();
+  in.read(a.x, a.x_stride, a.weight, a.bias, a.out, a.out_stride, a.rows, a.num_threads);
   return in.are_good() ? run(kernels->linear, a) : nullptr;
 }
 
@@ -89,12 +76,7 @@ PyObject* quantized_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const QuantizedKernels* kernels = quantized_kernels(in);
   QuantizedRowsArgs a;
   a.shape = quantized_shape(in);
-  a.weight = in.pointer<const void>();
-  a.rest = in.pointer<const void>();
-  a.ids = in.pointer<const int32_t>();
-  a.out = in.pointer<float>();
-  a.num_ids = in.size();
-  a.num_threads = in.integer();
+  in.read(a.weight, a.rest, a.ids, a.out, a.num_ids, a.num_threads);
   return in.are_good() ? run(kernels->rows, a) : nullptr;
 }
 
