@@ -1,16 +1,8 @@
-// AVX-512: 32 registers of 16 floats, of which a tile of 12 rows by 2 vectors uses 27.
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-
-#include "kernels.h"
-#include "parallel.h"
-#include "scratch.h"
-#include "shares.h"
+// AVX-512: of 32 registers of 16 floats, a tile of 12 rows by 2 vectors uses 27, and 24 for its sums with quantised
+// weights, whose bytes it has no instructions for.
+#include "every_instruction_set.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
@@ -20,14 +12,21 @@
 #endif
 
 #define PENSTOCK_NAME "avx512"
-#define PENSTOCK_NAMESPACE penstock::avx512
 #define PENSTOCK_LANES 16
-#define PENSTOCK_PANEL_VECTORS 2
 #define PENSTOCK_TILE_ROWS 12
+
+#define PENSTOCK_NAMESPACE penstock::avx512
+#define PENSTOCK_PANEL_VECTORS 2
 #define PENSTOCK_FMA_REGISTER "v"
 #define PENSTOCK_WIDEN_FLOAT16(h) \
   __builtin_ia32_vcvtph2ps512_mask((short __attribute__((vector_size(32))))(h), penstock::avx512::Vec{}, -1, 4)
 #include "kernels.inl"
+#undef PENSTOCK_NAMESPACE
+
+#define PENSTOCK_NAMESPACE penstock::quantized_avx512
+#define PENSTOCK_INT4_TILE_ROWS 8
+#define PENSTOCK_DOT_QUADS 0
+#include "quantized.inl"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -36,6 +35,8 @@
 #endif
 
 const penstock::Kernels* penstock::avx512_kernels() { return &penstock::avx512::kTable; }
+const penstock::QuantizedKernels* penstock::quantized_avx512_kernels() { return &penstock::quantized_avx512::kQuantizedTable; }
 #else
 const penstock::Kernels* penstock::avx512_kernels() { return nullptr; }
+const penstock::QuantizedKernels* penstock::quantized_avx512_kernels() { return nullptr; }
 #endif

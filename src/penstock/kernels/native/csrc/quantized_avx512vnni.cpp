@@ -1,16 +1,7 @@
 // AVX-512 with VNNI, which multiplies bytes four at a time.
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-
-#include "parallel.h"
-#include "quantized.h"
-#include "scratch.h"
-#include "shares.h"
+#include "every_instruction_set.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma"))), apply_to = function)
