@@ -118,14 +118,9 @@ PENSTOCK_INLINE void score_pairs_of(int64_t rows, const float* x, const float* s
                                     int64_t column, int64_t block_size, int64_t size, int64_t scores_stride) {
   // More rows than have so many vectors never come: see blocks_at_once.
   constexpr auto kFits = [](int of) { return B * V <= vectors_at_once<int8_t>(of) ? of : 1; };
-  switch (rows) {
-    case 1: return score_pairs<1, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    case 2: return score_pairs<2, B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    case 3: return score_pairs<kFits(3), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    case 4: return score_pairs<kFits(4), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    case 5: return score_pairs<kFits(5), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-    default: return score_pairs<kFits(6), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-  }
+  with_constant<kManyRows>(rows, [&](auto r) {
+    score_pairs<kFits(r), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+  });
 }
 
 PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
@@ -236,14 +231,9 @@ PENSTOCK_INLINE void weigh_pairs_in_columns(const float* weights, int64_t weight
 PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float* scale,
                                 const Segment<int8_t>* segments, int64_t limit, int64_t size, const float* keep,
                                 float* out) {
-  switch (rows) {
-    case 1: return weigh_pairs_in_columns<1>(weights, weights_stride, scale, segments, limit, size, keep, out);
-    case 2: return weigh_pairs_in_columns<2>(weights, weights_stride, scale, segments, limit, size, keep, out);
-    case 3: return weigh_pairs_in_columns<3>(weights, weights_stride, scale, segments, limit, size, keep, out);
-    case 4: return weigh_pairs_in_columns<4>(weights, weights_stride, scale, segments, limit, size, keep, out);
-    case 5: return weigh_pairs_in_columns<5>(weights, weights_stride, scale, segments, limit, size, keep, out);
-    default: return weigh_pairs_in_columns<6>(weights, weights_stride, scale, segments, limit, size, keep, out);
-  }
+  with_constant<kManyRows>(rows, [&](auto r) {
+    weigh_pairs_in_columns<r>(weights, weights_stride, scale, segments, limit, size, keep, out);
+  });
 }
 
 }  // namespace PENSTOCK_NAMESPACE

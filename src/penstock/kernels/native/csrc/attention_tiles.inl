@@ -94,14 +94,9 @@ PENSTOCK_INLINE void score_rows(int64_t rows, const float* x, const KeyBlock<T>*
                                 int64_t block_size, int64_t size, int64_t scores_stride) {
   // More rows than have so many vectors never come: see blocks_at_once.
   constexpr auto kFits = [](int of) { return B * V <= vectors_at_once<T>(of) ? of : 1; };
-  switch (rows) {
-    case 1: return score<T, 1, B, V>(x, blocks, column, block_size, size, scores_stride);
-    case 2: return score<T, 2, B, V>(x, blocks, column, block_size, size, scores_stride);
-    case 3: return score<T, kFits(3), B, V>(x, blocks, column, block_size, size, scores_stride);
-    case 4: return score<T, kFits(4), B, V>(x, blocks, column, block_size, size, scores_stride);
-    case 5: return score<T, kFits(5), B, V>(x, blocks, column, block_size, size, scores_stride);
-    default: return score<T, kFits(6), B, V>(x, blocks, column, block_size, size, scores_stride);
-  }
+  with_constant<kManyRows>(rows, [&](auto r) {
+    score<T, kFits(r), B, V>(x, blocks, column, block_size, size, scores_stride);
+  });
 }
 
 // Scores of up to blocks_at_once blocks.
@@ -193,14 +188,9 @@ PENSTOCK_INLINE void weigh_columns(const float* weights, int64_t weights_stride,
 template <class T>
 PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float*,
                                 const Segment<T>* segments, int64_t limit, int64_t size, const float* keep, float* out) {
-  switch (rows) {
-    case 1: return weigh_columns<T, 1>(weights, weights_stride, segments, limit, size, keep, out);
-    case 2: return weigh_columns<T, 2>(weights, weights_stride, segments, limit, size, keep, out);
-    case 3: return weigh_columns<T, 3>(weights, weights_stride, segments, limit, size, keep, out);
-    case 4: return weigh_columns<T, 4>(weights, weights_stride, segments, limit, size, keep, out);
-    case 5: return weigh_columns<T, 5>(weights, weights_stride, segments, limit, size, keep, out);
-    default: return weigh_columns<T, 6>(weights, weights_stride, segments, limit, size, keep, out);
-  }
+  with_constant<kManyRows>(rows, [&](auto r) {
+    weigh_columns<T, r>(weights, weights_stride, segments, limit, size, keep, out);
+  });
 }
 
 // What a row has summed up: sum of weights times values, sum of weights, and the largest score, which they are relative

@@ -152,34 +152,11 @@ static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
 // Few rows take several panels at once: a single chain of additions per vector would wait for itself.
 constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; }
 
-template <class W, int P>
-PENSTOCK_INLINE void dispatch_rows(int64_t rows, const TileColumn<W>& t) {
-  switch (rows) {
-    case 1: return run_tiles<1, P, W>(t);
-    case 2: return run_tiles<2, P < 4 ? P : 3, W>(t);
-    case 3: return run_tiles<3, P < 3 ? P : 2, W>(t);
-    case 4: return run_tiles<4, 1, W>(t);
-    case 5: return run_tiles<5, 1, W>(t);
-#if PENSTOCK_TILE_ROWS > 6
-    case 6: return run_tiles<6, 1, W>(t);
-    case 7: return run_tiles<7, 1, W>(t);
-    case 8: return run_tiles<8, 1, W>(t);
-    case 9: return run_tiles<9, 1, W>(t);
-    case 10: return run_tiles<10, 1, W>(t);
-    case 11: return run_tiles<11, 1, W>(t);
-#endif
-    default: return run_tiles<kTileRows, 1, W>(t);
-  }
-}
-
 template <class W>
 static void multiply(int64_t rows, int64_t panels, const TileColumn<W>& t) {
-  switch (panels) {
-    case 4: return dispatch_rows<W, 4>(rows, t);
-    case 3: return dispatch_rows<W, 3>(rows, t);
-    case 2: return dispatch_rows<W, 2>(rows, t);
-    default: return dispatch_rows<W, 1>(rows, t);
-  }
+  with_constant<kTileRows>(rows, [&](auto r) {
+    with_constant<panels_at_once(r)>(panels, [&](auto p) { run_tiles<r, p, W>(t); });
+  });
 }
 
 template <class W>

@@ -154,18 +154,8 @@ static __attribute__((noinline)) void run_int4_tiles(const Int4Column& t) {
 constexpr int64_t int4_panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; }
 
 static void multiply_int4(int64_t rows, int64_t panels, const Int4Column& t) {
-  switch (rows) {
-    case 1: return panels == 4 ? run_int4_tiles<1, 4>(t) : run_int4_tiles<1, 1>(t);
-    case 2: return run_int4_tiles<2, 1>(t);
-    case 3: return run_int4_tiles<3, 1>(t);
-#if PENSTOCK_INT4_TILE_ROWS > 4
-    case 4: return run_int4_tiles<4, 1>(t);
-    case 5: return run_int4_tiles<5, 1>(t);
-    case 6: return run_int4_tiles<6, 1>(t);
-    case 7: return run_int4_tiles<7, 1>(t);
-#endif
-    default: return run_int4_tiles<kInt4TileRows, 1>(t);
-  }
+  if (panels == 4) return run_int4_tiles<1, 4>(t);
+  with_constant<kInt4TileRows>(rows, [&](auto r) { run_int4_tiles<r, 1>(t); });
 }
 
 // Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart; bias, out: of the first panel.

@@ -162,22 +162,8 @@ constexpr int64_t int8_panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; 
 
 template <class Way>
 static void multiply_int8(int64_t rows, int64_t panels, const Int8Column& t) {
-  switch (rows) {
-    case 1: return panels == 4 ? run_int8_tiles<Way, 1, 4>(t) : run_int8_tiles<Way, 1, 1>(t);
-    case 2: return run_int8_tiles<Way, 2, 1>(t);
-    case 3: return run_int8_tiles<Way, 3, 1>(t);
-    case 4: return run_int8_tiles<Way, 4, 1>(t);
-#if PENSTOCK_TILE_ROWS > 6
-    case 5: return run_int8_tiles<Way, 5, 1>(t);
-    case 6: return run_int8_tiles<Way, 6, 1>(t);
-    case 7: return run_int8_tiles<Way, 7, 1>(t);
-    case 8: return run_int8_tiles<Way, 8, 1>(t);
-    case 9: return run_int8_tiles<Way, 9, 1>(t);
-    case 10: return run_int8_tiles<Way, 10, 1>(t);
-#endif
-    case PENSTOCK_TILE_ROWS - 1: return run_int8_tiles<Way, PENSTOCK_TILE_ROWS - 1, 1>(t);
-    default: return run_int8_tiles<Way, Way::kTileRows, 1>(t);
-  }
+  if (panels == 4) return run_int8_tiles<Way, 1, 4>(t);
+  with_constant<Way::kTileRows>(rows, [&](auto r) { run_int8_tiles<Way, r, 1>(t); });
 }
 
 // Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart; bias, out: of the first panel.

@@ -8,6 +8,19 @@ constexpr int64_t kCacheLine = 64;
 constexpr PENSTOCK_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 PENSTOCK_INLINE int64_t divided_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
 
+template <int kValue>
+struct Constant {
+  constexpr operator int() const { return kValue; }
+};
+
+// Calls run(Constant<number>) for a number that only a call knows; one above kMost counts as kMost.
+template <int kMost, int kNext = 1, class Function>
+PENSTOCK_INLINE void with_constant(int64_t number, const Function& run) {
+  if constexpr (kNext < kMost)
+    if (number != kNext) return with_constant<kMost, kNext + 1>(number, run);
+  run(Constant<kNext>{});
+}
+
 // Rows in tiles of nearly the same height: a low tile takes almost as long as one of full height.
 struct Tiles {
   int64_t count, height, num_taller;  // so many, the first ones, are a row taller
