@@ -32,21 +32,9 @@ struct GreedyJob {
 
 // Columns that begin at output feature `first`.
 static void look_at(const float* products, int64_t columns, int64_t first, Best& best) {
-  Vec most = splat(-__builtin_inff());
-  IntVec is_nan = {};
-  const int64_t whole = columns / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    const Vec v = load(products + i);
-    most = max(v, most);
-    is_nan |= v != v;
-  }
-  float largest = max_lanes(most);
-  bool has_nan = false;
-  for (int lane = 0; lane < kLanes; ++lane) has_nan |= is_nan[lane] != 0;
-  for (int64_t i = whole; i < columns; ++i) {
-    has_nan |= products[i] != products[i];
-    if (products[i] > largest) largest = products[i];
-  }
+  float largest;
+  bool has_nan;
+  scan(products, columns, &largest, &has_nan);
   int64_t i = 0;
   if (has_nan) {
     while (products[i] == products[i]) ++i;
