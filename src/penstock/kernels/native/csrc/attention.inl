@@ -459,13 +459,15 @@ static void write_thread(void* data, int thread, const Team& team) {
   write_all<T>(*job.args, thread, team.num_threads, key);
 }
 
+template <class Function>
+static Function for_cache(CacheType type, Function float32, Function bfloat16, Function int8) {
+  return type == CacheType::kFloat32 ? float32 : type == CacheType::kBfloat16 ? bfloat16 : int8;
+}
+
 static bool write_only(const AttentionArgs& a) {
   AttentionJob job{&a, nullptr, 0, false};
-  switch (a.cache_type) {
-    case CacheType::kFloat32: run_parallel(a.num_threads, write_thread<float>, &job); break;
-    case CacheType::kBfloat16: run_parallel(a.num_threads, write_thread<uint16_t>, &job); break;
-    case CacheType::kInt8: run_parallel(a.num_threads, write_thread<int8_t>, &job); break;
-  }
+  run_parallel(a.num_threads, for_cache(a.cache_type, write_thread<float>, write_thread<Bfloat16>, write_thread<int8_t>),
+               &job);
   return !job.has_failed;
 }
 
@@ -511,11 +513,9 @@ static bool attention(const AttentionArgs& a) {
     partial = work.partial + a.num_kv_heads * work.num_splits * work.rows * sums_size(a.head_size);
   }
   AttentionJob job{&a, &plan, plan.work[plan.num_work].first_unit, false};
-  switch (a.cache_type) {
-    case CacheType::kFloat32: run_parallel(plan.num_threads, attention_thread<float>, &job); break;
-    case CacheType::kBfloat16: run_parallel(plan.num_threads, attention_thread<uint16_t>, &job); break;
-    case CacheType::kInt8: run_parallel(plan.num_threads, attention_thread<int8_t>, &job); break;
-  }
+  run_parallel(
+      plan.num_threads,
+      for_cache(a.cache_type, attention_thread<float>, attention_thread<Bfloat16>, attention_thread<int8_t>), &job);
   return !job.has_failed;
 }
 

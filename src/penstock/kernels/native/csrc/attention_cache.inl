@@ -9,8 +9,7 @@ namespace PENSTOCK_NAMESPACE {
 
 // Elements as floats.
 PENSTOCK_INLINE Vec widen(const float* from) { return load(from); }
-// bfloat16 is the upper half of a float.
-PENSTOCK_INLINE Vec widen(const uint16_t* from) {
+PENSTOCK_INLINE Vec widen(const Bfloat16* from) {
 #if defined(__GNUC__) && !defined(__clang__) && PENSTOCK_LANES >= 8
   // GCC widens each half of the vector by itself and then puts them together: three instructions more.
   typedef short Halves __attribute__((vector_size(PENSTOCK_LANES * 2)));
@@ -28,25 +27,17 @@ PENSTOCK_INLINE Vec widen(const uint16_t* from) {
 #endif
 }
 
-PENSTOCK_INLINE float widen_one(float x) { return x; }
-PENSTOCK_INLINE float widen_one(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-
 PENSTOCK_INLINE void narrow_one(float x, float, float* to) { *to = x; }
 PENSTOCK_INLINE void narrow_one(float x, float inverse_scale, int8_t* to) {
   // 1.5 * 2^23: adding it rounds to the nearest integer, to even from halfway.
   const float magic = 12582912.0f;
   *to = static_cast<int8_t>(static_cast<int32_t>((x * inverse_scale + magic) - magic));
 }
-PENSTOCK_INLINE void narrow_one(float x, float, uint16_t* to) {
+PENSTOCK_INLINE void narrow_one(float x, float, Bfloat16* to) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  *to = static_cast<uint16_t>(x == x ? rounded : bits >> 16 | 0x40);
+  to->bits = static_cast<uint16_t>(x == x ? rounded : bits >> 16 | 0x40);
 }
 
 template <class T>

@@ -120,7 +120,7 @@ PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float*, co
     for (int64_t from = column; from < block_size; ++from)
       for (int64_t i = 0; i < rows; ++i) {
         float sum = 0.0f;
-        for (int64_t d = 0; d < size; ++d) sum += x[i * size + d] * widen_one(blocks[b].keys[d * block_size + from]);
+        for (int64_t d = 0; d < size; ++d) sum += x[i * size + d] * widen(blocks[b].keys[d * block_size + from]);
         blocks[b].scores[i * scores_stride + from] = sum;
       }
   }
@@ -180,7 +180,7 @@ PENSTOCK_INLINE void weigh_columns(const float* weights, int64_t weights_stride,
       float sum = out[i * size + column] * keep[i];
       for (const Segment<T>* s = segments; s->offset < limit; ++s)
         for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
-          sum += weights[i * weights_stride + s->offset + k] * widen_one(s->values[k * size + column]);
+          sum += weights[i * weights_stride + s->offset + k] * widen(s->values[k * size + column]);
       out[i * size + column] = sum;
     }
 }
