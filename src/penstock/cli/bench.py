@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.collector import begin_collection
-from penstock.cli.failures import file_named, readable_errors
+from penstock.cli.failures import file_named
 
 if TYPE_CHECKING:
     from penstock.bench.long_context import StepBytes
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _NAMES = "latency, throughput, prefill, prefix, startup, long-context"
 
 
+@options.engine_command(
+    without=("revision", "tokenizer", "quantization", "num_threads", "block_size", "kv_cache_dtype", "engine_seed")
+)
 def bench(
     workload: Annotated[str, typer.Argument(help=_NAMES, metavar="WORKLOAD")],
     input_len: Annotated[int | None, typer.Option(help="Tokens of a prompt")] = None,
@@ -33,57 +36,35 @@ def bench(
     seed: Annotated[int, typer.Option(help="Makes the prompts")] = 0,
     output_json: Annotated[Path | None, typer.Option("--output-json", "-o", help="Write all figures here")] = None,
     model: options.Model = "demo",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    load_format: options.LoadFormat = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 256,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
-    memory_fraction: options.MemoryFraction = None,
-    kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
-    option: options.Options = None,
-    debug: options.Debug = False,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Measure how fast a model runs: random token ids in, a fixed number of tokens out.
 
     Every workload has defaults of its own. A table is printed; --output-json has every figure, the options and the
     machine.
     """
-    with readable_errors(debug=debug):
-        from penstock.bench.workloads import make_settings
-        from penstock.config import EngineConfig
-        from penstock.observability.logging import configure_logging
+    from penstock.bench.workloads import make_settings
+    from penstock.config import EngineConfig
 
-        configure_logging("debug" if debug else None)
-        settings = make_settings(
-            workload,
-            seed,
-            input_len=input_len,
-            output_len=output_len,
-            prefix_len=prefix_len,
-            batch_size=batch_size,
-            num_prompts=num_prompts,
-            num_iters=num_iters,
-            num_iters_warmup=num_iters_warmup,
-        )
-        engine = {
-            "device": device,
-            "dtype": dtype,
-            "load_format": load_format,
-            "max_model_len": options.parse_max_model_len(max_model_len),
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "memory_fraction": memory_fraction,
-            "kv_cache_memory_bytes": kv_cache_memory_bytes,
-            **options.parse_options(option),
-        }
-        config = EngineConfig.create(model, **engine)
-        if output_json is not None:
-            _check_writable(output_json)
-        results = _measure(settings, model, engine, config)
-        _show(settings, results)
-        if output_json is not None:
-            _write(output_json, settings, model, engine, results)
+    settings = make_settings(
+        workload,
+        seed,
+        input_len=input_len,
+        output_len=output_len,
+        prefix_len=prefix_len,
+        batch_size=batch_size,
+        num_prompts=num_prompts,
+        num_iters=num_iters,
+        num_iters_warmup=num_iters_warmup,
+    )
+    config = EngineConfig.create(model, **engine)
+    if output_json is not None:
+        _check_writable(output_json)
+    results = _measure(settings, model, engine, config)
+    _show(settings, results)
+    if output_json is not None:
+        _write(output_json, settings, model, engine, results)
 
 
 def _measure(settings: Settings, model: str, engine: dict[str, Any], config: EngineConfig) -> Any:

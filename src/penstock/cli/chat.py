@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.cli import options
 from penstock.cli.collector import begin_collection
-from penstock.cli.failures import file_named, readable_errors
+from penstock.cli.failures import file_named
 
 
+@options.engine_command(without=("revision", "block_size", "max_num_seqs", "max_num_batched_tokens"))
 def chat(
     system: Annotated[str | None, typer.Option("--system", "-s", help="What the model is told beforehand")] = None,
     chat_template: Annotated[
@@ -25,62 +26,31 @@ def chat(
     min_p: Annotated[float, typer.Option(help="Tokens this likely, next to the likeliest")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of every answer")] = None,
     model: options.Model = "demo",
-    tokenizer: options.TokenizerName = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantization: options.Quantization = None,
-    threads: options.Threads = None,
-    load_format: options.LoadFormat = "auto",
-    max_model_len: options.MaxModelLen = None,
-    memory_fraction: options.MemoryFraction = None,
-    kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
-    kv_cache_dtype: options.KVCacheDtype = "auto",
-    engine_seed: options.EngineSeed = 0,
-    option: options.Options = None,
-    debug: options.Debug = False,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Talk with a model.
 
     Answers come as they are generated; Ctrl-C stops one, Ctrl-D leaves, and /help lists the commands. Lines from a
     file or a pipe are taken as messages, one per line.
     """
-    with readable_errors(debug=debug):
-        from penstock.config import EngineConfig
-        from penstock.contract import SamplingParams
-        from penstock.observability.logging import configure_logging
+    from penstock.config import EngineConfig
+    from penstock.contract import SamplingParams
 
-        configure_logging("debug" if debug else None)
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
-        )
-        template = None if chat_template is None else _read_template(chat_template)
-        config = EngineConfig.create(
-            model,
-            **{
-                "tokenizer": tokenizer,
-                "device": device,
-                "dtype": dtype,
-                "quantization": quantization,
-                "num_threads": threads,
-                "load_format": load_format,
-                "max_model_len": options.parse_max_model_len(max_model_len),
-                "max_num_seqs": 1,
-                "memory_fraction": memory_fraction,
-                "kv_cache_memory_bytes": kv_cache_memory_bytes,
-                "kv_cache_dtype": kv_cache_dtype,
-                "seed": engine_seed,
-                **options.parse_options(option),
-            },
-        )
-        from penstock.cli.chat_terminal import ChatTerminal
-        from penstock.cli.conversation import Conversation
-        from penstock.engine.session import Session
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+    )
+    template = None if chat_template is None else _read_template(chat_template)
+    config = EngineConfig.create(model, max_num_seqs=1, **engine)
+    from penstock.cli.chat_terminal import ChatTerminal
+    from penstock.cli.conversation import Conversation
+    from penstock.engine.session import Session
 
-        with ExitStack() as stack:
-            session = stack.enter_context(closing(Session(config)))
-            begin_collection()
-            conversation = Conversation(session, params, system=system, chat_template=template)
-            ChatTerminal(conversation, model).run()
+    with ExitStack() as stack:
+        session = stack.enter_context(closing(Session(config)))
+        begin_collection()
+        conversation = Conversation(session, params, system=system, chat_template=template)
+        ChatTerminal(conversation, model).run()
 
 
 def _read_template(path: Path) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.collector import begin_collection
-from penstock.cli.failures import EXIT_FAILURE, readable_errors
+from penstock.cli.failures import EXIT_FAILURE
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.engine.session import Session
 
 
+@options.engine_command(without=("revision", "block_size"))
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input")] = None,
     input: Annotated[
@@ -37,59 +38,29 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to report; implies --json")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token")] = False,
     model: options.Model = "demo",
-    tokenizer: options.TokenizerName = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantization: options.Quantization = None,
-    threads: options.Threads = None,
-    load_format: options.LoadFormat = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 256,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
-    memory_fraction: options.MemoryFraction = None,
-    kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
-    kv_cache_dtype: options.KVCacheDtype = "auto",
-    engine_seed: options.EngineSeed = 0,
-    option: options.Options = None,
-    debug: options.Debug = False,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Generate text that continues a prompt.
 
     One prompt is answered with text as it comes. A JSONL file has a request per line: "prompt" or
     "prompt_token_ids", and perhaps sampling parameters and an "id"; results are JSONL in the same order.
     """
-    with readable_errors(debug=debug):
-        sampling = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-            "n": n,
-            "stop": tuple(stop or ()),
-            "logprobs": logprobs,
-            "ignore_eos": ignore_eos,
-        }
-        engine = {
-            "tokenizer": tokenizer,
-            "device": device,
-            "dtype": dtype,
-            "quantization": quantization,
-            "num_threads": threads,
-            "load_format": load_format,
-            "max_model_len": options.parse_max_model_len(max_model_len),
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "memory_fraction": memory_fraction,
-            "kv_cache_memory_bytes": kv_cache_memory_bytes,
-            "kv_cache_dtype": kv_cache_dtype,
-            "seed": engine_seed,
-            **options.parse_options(option),
-        }
-        work = _read_work(prompt, input, sampling)
-        as_json = json or input is not None or output is not None or logprobs is not None or n > 1
-        _run(work, model, engine, output, as_json=as_json, debug=debug)
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "n": n,
+        "stop": tuple(stop or ()),
+        "logprobs": logprobs,
+        "ignore_eos": ignore_eos,
+    }
+    work = _read_work(prompt, input, sampling)
+    as_json = json or input is not None or output is not None or logprobs is not None or n > 1
+    _run(work, model, engine, output, as_json=as_json)
 
 
 def _read_work(prompt: str | None, input: Path | None, sampling: dict[str, Any]) -> list[Work]:
@@ -104,16 +75,12 @@ def _read_work(prompt: str | None, input: Path | None, sampling: dict[str, Any])
     return read_jsonl(input, params)
 
 
-def _run(
-    work: list[Work], model: str, engine_options: dict[str, Any], output: Path | None, *, as_json: bool, debug: bool
-) -> None:
+def _run(work: list[Work], model: str, engine: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
     """Everything that can be wrong with the input is found before the model loads, or before the first token."""
     from penstock.cli.output import open_output, stream_text
     from penstock.config import EngineConfig
-    from penstock.observability.logging import configure_logging
 
-    configure_logging("debug" if debug else None)
-    config = EngineConfig.create(model, **engine_options)
+    config = EngineConfig.create(model, **engine)
     with ExitStack() as stack:
         out = stack.enter_context(open_output(output, as_json=as_json))
         if not work:

@@ -2,36 +2,88 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.failures import readable_errors
 from penstock.errors import ConfigError
+from penstock.observability.logging import configure_logging
 
 # Names that people bring from other engines.
 OTHER_NAMES = {"gpu-memory-utilization": "memory-fraction"}
 
 Model = Annotated[str, typer.Option("--model", "-m", help="demo, a folder, or a hub id")]
-TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help="The same, if not the model's own")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
-Quantization = Annotated[str | None, typer.Option(help="int8 or int4: round the weights while loading")]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads  [default: one per physical core]")]
-LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, pt, sharded_state, dummy")]
-MaxModelLen = Annotated[str | None, typer.Option(metavar="N|auto", help="Longest context  [default: the model's]")]
-MaxNumSeqs = Annotated[int, typer.Option(help="Requests that run at once")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens of one step")]
-MemoryFraction = Annotated[
-    float | None, typer.Option(help="Share of the device's memory (also: --gpu-memory-utilization)")
-]
-KVCacheMemoryBytes = Annotated[int | None, typer.Option(help="KV cache size, instead of what that leaves")]
-KVCacheDtype = Annotated[str, typer.Option("--kv-cache-dtype", help="auto, float32, bfloat16, int8")]
-EngineSeed = Annotated[int, typer.Option(help="Makes the seeds of requests without one")]
-Options = Annotated[
-    list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Any other engine option; repeatable")
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Verbose log, and tracebacks")]
+# The options of commands that have an engine, by parameter: type, default, and how the command line has them.
+_ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
+    "revision": (str | None, None, typer.Option(help="Of a hub id: branch, tag or commit")),
+    "tokenizer": (str | None, None, typer.Option(help="The same, if not the model's own")),
+    "device": (str, "auto", typer.Option(help="auto, cpu, cuda")),
+    "dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, float16")),
+    "quantization": (str | None, None, typer.Option(help="int8 or int4: round the weights while loading")),
+    "num_threads": (int | None, None, typer.Option("--threads", help="CPU threads  [default: one per physical core]")),
+    "load_format": (str, "auto", typer.Option(help="auto, safetensors, pt, sharded_state, dummy")),
+    "max_model_len": (str | None, None, typer.Option(metavar="N|auto", help="Longest context  [default: the model's]")),
+    "block_size": (int, 16, typer.Option(help="Tokens per block of the KV cache")),
+    "max_num_seqs": (int, 256, typer.Option(help="Requests that run at once")),
+    "max_num_batched_tokens": (int, 2048, typer.Option(help="Tokens of one step")),
+    "memory_fraction": (
+        float | None,
+        None,
+        typer.Option(help="Share of the device's memory (also: --gpu-memory-utilization)"),
+    ),
+    "kv_cache_memory_bytes": (int | None, None, typer.Option(help="KV cache size, instead of what that leaves")),
+    "kv_cache_dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, int8")),
+    "engine_seed": (int, 0, typer.Option(help="Makes the seeds of requests without one")),
+    "option": (
+        list[str] | None,
+        None,
+        typer.Option("--option", metavar="NAME=VALUE", help="Any other engine option; repeatable"),
+    ),
+    "debug": (bool, False, typer.Option("--debug", help="Verbose log, and tracebacks")),
+}
+
+
+def engine_command(
+    *, without: tuple[str, ...], shows_log: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function. In place of its parameter `engine` the command has the options above but these; the
+    function gets the engine's, as `EngineConfig.create` takes them. What it raises becomes a message and an exit code.
+    """
+    names = [name for name in _ENGINE_OPTIONS if name not in without]
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(*, debug: bool, **given: Any) -> None:
+            with readable_errors(debug=debug):
+                if shows_log:
+                    configure_logging("debug" if debug else None)
+                engine = {name: given.pop(name) for name in names if name in given}
+                function(engine=_as_created(**engine), **given)
+
+        parameters = inspect.signature(function, eval_str=True).parameters
+        own = [parameter for name, parameter in parameters.items() if name != "engine"]
+        command.__signature__ = inspect.Signature([*own, *map(_parameter, names)])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    kind, default, option = _ENGINE_OPTIONS[name]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default)
+
+
+def _as_created(*, option: list[str] | None, **engine: Any) -> dict[str, Any]:
+    """The options by the engine's names."""
+    if "engine_seed" in engine:
+        engine["seed"] = engine.pop("engine_seed")
+    engine["max_model_len"] = parse_max_model_len(engine["max_model_len"])
+    return {**engine, **parse_options(option)}
 
 
 def parse_max_model_len(value: str | None) -> int | str | None:
