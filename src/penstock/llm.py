@@ -13,7 +13,7 @@ from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam
 from penstock.engine.conversation import Message, list_of_conversations, render_prompt
 from penstock.engine.input_processor import Prompt, located
 from penstock.engine.outputs import RequestOutput
-from penstock.engine.progress_bar import ProgressBar
+from penstock.engine.progress_bar import progress_bar
 from penstock.engine.session import Session
 from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.worker_calls import WorkerCalls
@@ -120,7 +120,7 @@ class LLM(WorkerCalls):
             for prompt, params, name, number in zip(prompt_list, params_list, names, priorities, strict=True)
         ]
         outputs: dict[str, RequestOutput] = {}
-        with ProgressBar(len(requests), is_wanted=use_tqdm) as bar, closing(self._session.run(requests)) as steps:
+        with progress_bar(len(requests), is_wanted=use_tqdm) as bar, closing(self._session.run(requests)) as steps:
             for progress in steps:
                 if progress.finished:
                     outputs[progress.req_id] = progress.output()

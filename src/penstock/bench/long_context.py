@@ -8,11 +8,10 @@ from typing import Any
 
 from penstock.bench.memory_speed import read_speed
 from penstock.bench.offline import Tick
-from penstock.bench.runs import Prompts, run
+from penstock.bench.runs import Prompts, run, too_long
 from penstock.bench.statistics import summary
 from penstock.bench.workloads import LONG_CONTEXT_BATCHES, LONG_CONTEXTS, Settings
 from penstock.engine.session import Session
-from penstock.errors import ContextTooLong
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,7 @@ def cases(settings: Settings, max_model_len: int) -> list[tuple[int, int]]:
     else:
         contexts = [context for context in LONG_CONTEXTS if context <= longest] or [longest]
     if min(contexts) < 1 or max(contexts) > longest:
-        raise ContextTooLong(
-            f"Prompts of {max(contexts):,} tokens and {settings.output_len:,} to generate do not fit into a context of "
-            f"{max_model_len:,} tokens. Ask for less, or for a longer context (--max-model-len)."
-        )
+        raise too_long(max(contexts), settings.output_len, max_model_len)
     batches = LONG_CONTEXT_BATCHES if settings.batch_size is None else (settings.batch_size,)
     return [(context, batch) for context in contexts for batch in batches]
 

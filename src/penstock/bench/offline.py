@@ -11,7 +11,7 @@ from penstock.bench.workloads import Settings
 from penstock.engine.session import Session
 
 # Told about each run that is over: how many there are, and what it measured.
-Tick = Callable[[], None]
+Tick = Callable[[], object]
 
 
 def measure(session: Session, prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:

@@ -53,10 +53,7 @@ def run(session: Session, prompts: Sequence[list[int]], output_len: int) -> Run:
     """
     longest = max(map(len, prompts))
     if longest + output_len > session.max_model_len:
-        raise ContextTooLong(
-            f"Prompts of {longest:,} tokens and {output_len:,} to generate do not fit into a context of "
-            f"{session.max_model_len:,} tokens. Ask for less, or for a longer context (--max-model-len)."
-        )
+        raise too_long(longest, output_len, session.max_model_len)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
     requests = [session.accept({"prompt_token_ids": prompt}, params) for prompt in prompts]
@@ -70,6 +67,14 @@ def run(session: Session, prompts: Sequence[list[int]], output_len: int) -> Run:
         if output.error is not None:
             raise PenstockError(f"A request of the benchmark failed: {output.error}")
     return Run(seconds, [outputs[accepted.request.req_id] for accepted in requests])
+
+
+def too_long(prompt_len: int, output_len: int, max_model_len: int) -> ContextTooLong:
+    """The error to raise for prompts that do not fit with their output."""
+    return ContextTooLong(
+        f"Prompts of {prompt_len:,} tokens and {output_len:,} to generate do not fit into a context of "
+        f"{max_model_len:,} tokens. Ask for less, or for a longer context (--max-model-len)."
+    )
 
 
 class Prompts:

@@ -70,12 +70,12 @@ def bench(
 def _measure(settings: Settings, model: str, engine: dict[str, Any], config: EngineConfig) -> Any:
     from penstock.bench import long_context, offline, startup
     from penstock.bench.runs import Prompts
-    from penstock.engine.progress_bar import ProgressBar
+    from penstock.engine.progress_bar import progress_bar
 
     prompts = Prompts(config.model.vocab_size, settings.seed)
     num_runs = settings.num_iters_warmup + settings.num_iters
     if settings.workload == "startup":
-        with ProgressBar(num_runs, is_wanted=True) as bar:
+        with progress_bar(num_runs) as bar:
             return startup.measure(model, engine, prompts, settings, bar.update)
     from penstock.engine.session import Session
 
@@ -84,9 +84,9 @@ def _measure(settings: Settings, model: str, engine: dict[str, Any], config: Eng
         begin_collection()
         if settings.workload == "long-context":
             num_runs *= len(long_context.cases(settings, session.max_model_len))
-            with ProgressBar(num_runs, is_wanted=True) as bar:
+            with progress_bar(num_runs) as bar:
                 return long_context.measure(session, prompts, settings, step_bytes, bar.update)
-        with ProgressBar(num_runs, is_wanted=True) as bar:
+        with progress_bar(num_runs) as bar:
             return offline.measure(session, prompts, settings, bar.update)
 
 

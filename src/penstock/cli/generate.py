@@ -103,12 +103,12 @@ def _run(work: list[Work], model: str, engine: dict[str, Any], output: Path | No
 def _write_results(session: Session, work: list[Work], out: Any) -> str | None:
     """Returns what to say about the requests that failed, if any did."""
     from penstock.cli.output import ResultWriter
-    from penstock.engine.progress_bar import ProgressBar
+    from penstock.engine.progress_bar import progress_bar
 
     requests = [session.accept(item.prompt, item.sampling_params, item.where) for item in work]
     index_of = {accepted.request.req_id: index for index, accepted in enumerate(requests)}
     writer = ResultWriter(out, [item.id for item in work])
-    with ProgressBar(len(work), is_wanted=out is not sys.stdout) as bar, closing(session.run(requests)) as steps:
+    with progress_bar(len(work), is_wanted=out is not sys.stdout) as bar, closing(session.run(requests)) as steps:
         for progress in steps:
             if progress.finished:
                 writer.add(index_of[progress.req_id], progress.output())
