@@ -6,29 +6,18 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.config.cache import CacheConfig
 from penstock.config.device import DeviceConfig
 from penstock.config.load import LoadConfig
-from penstock.config.model import ModelConfig
+from penstock.config.model import MODEL_OPTIONS, ModelConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
 from penstock.errors import UnknownOption
 
-_Config = TypeVar("_Config")
-_MODEL_OPTIONS = (
-    "tokenizer",
-    "revision",
-    "dtype",
-    "max_model_len",
-    "seed",
-    "model_impl",
-    "quantization",
-    "quantization_calibration",
-)
 # Names that people bring from other engines.
 _OTHER_NAMES = {"gpu_memory_utilization": "memory_fraction", "kv_cache_memory": "kv_cache_memory_bytes"}
 
@@ -55,36 +44,29 @@ class EngineConfig:
         options = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
         _refuse_unknown(options, option_names())
         return cls(
-            model=ModelConfig.load(model, **_take(options, _MODEL_OPTIONS)),
-            cache=_build(CacheConfig, options),
-            scheduler=_build(SchedulerConfig, options),
-            parallel=_build(ParallelConfig, options),
-            load=_build(LoadConfig, options),
-            device=_build(DeviceConfig, options),
-            sampling=_build(SamplingConfig, options),
-            profiler=_build(ProfilerConfig, options),
+            model=ModelConfig.load(model, **_take(options, MODEL_OPTIONS)),
+            **{name: config(**_take(options, _fields(config))) for name, config in _CONCERNS.items()},
         )
+
+
+_CONCERNS: dict[str, type[Any]] = {
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "load": LoadConfig,
+    "device": DeviceConfig,
+    "sampling": SamplingConfig,
+    "profiler": ProfilerConfig,
+}
 
 
 def option_names() -> list[str]:
     """Names of all options that `EngineConfig.create` takes, besides the model."""
-    names = list(_MODEL_OPTIONS)
-    for config in (
-        CacheConfig,
-        SchedulerConfig,
-        ParallelConfig,
-        LoadConfig,
-        DeviceConfig,
-        SamplingConfig,
-        ProfilerConfig,
-    ):
-        names += [field.name for field in dataclasses.fields(config)]
-    return names
+    return [*MODEL_OPTIONS, *(name for config in _CONCERNS.values() for name in _fields(config))]
 
 
-def _build(config: type[_Config], options: Mapping[str, Any]) -> _Config:
-    names = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
-    return config(**_take(options, names))
+def _fields(config: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
 
 
 def _take(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

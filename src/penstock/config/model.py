@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +75,9 @@ class ModelConfig:
 
     @classmethod
     def load(
-        cls,
-        model: str,
-        *,
-        tokenizer: str | None = None,
-        revision: str | None = None,
-        dtype: str = "auto",
-        max_model_len: int | str | None = None,
-        seed: int = 0,
-        model_impl: str = "auto",
-        quantization: str | None = None,
-        quantization_calibration: str = AUTO_CALIBRATION,
+        cls, model: str, *, tokenizer: str | None = None, revision: str | None = None, **options: Any
     ) -> ModelConfig:
-        """Find the model's folder and read its configuration.
+        """Find the model's folder and read its configuration. options: the fields from `dtype` on.
 
         Raises ModelNotFound, or ModelError when `config.json` is missing or damaged.
         """
@@ -98,12 +88,7 @@ class ModelConfig:
             tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer),
             hf_config=_read_json(folder / "config.json"),
             generation_config=_read_json(folder / "generation_config.json", optional=True),
-            dtype=dtype,
-            max_model_len=max_model_len,
-            seed=seed,
-            model_impl=model_impl,
-            quantization=quantization,
-            quantization_calibration=quantization_calibration,
+            **options,
         )
 
     @property
@@ -178,6 +163,10 @@ class ModelConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"config.json of {self.model} has {name}={value!r}. It must be a positive integer.")
         return value
+
+
+# What `ModelConfig.load` takes besides the model.
+MODEL_OPTIONS = ("tokenizer", "revision", *(one.name for one in fields(ModelConfig) if one.default is not MISSING))
 
 
 def _read_json(path: Path, *, optional: bool = False) -> Mapping[str, Any]:
