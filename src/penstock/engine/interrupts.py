@@ -5,46 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
-
-
-class InterruptAfterwards:
-    """Lets a `with` block finish before a SIGINT is acted on; a second one does not wait.
-
-    Does nothing outside the main thread, where Python delivers no signals, and where SIGINT is not Python's to handle.
-    """
-
-    __slots__ = ("_frames", "_handler")
-
-    def __enter__(self) -> None:
-        self._handler: Any = None
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):
-            self._frames: list[FrameType | None] = []
-            self._handler = handler
-            signal.signal(signal.SIGINT, self._remember)
-
-    def _remember(self, _number: int, frame: FrameType | None) -> None:
-        self._frames.append(frame)
-        signal.signal(signal.SIGINT, self._handler)
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._handler is None:
-            return
-        signal.signal(signal.SIGINT, self._handler)
-        if self._frames:
-            self._handler(signal.SIGINT, self._frames[0])
+from typing import Any, Self
 
 
 class InterruptsBetweenSteps:
     """For a loop of steps within its `with` block: a SIGINT during a step is acted on when the step is done.
 
     Installed once for the whole loop, since that takes as long as much of a step's bookkeeping. Between steps, and for
-    a second SIGINT during one, everything is as without it. Does nothing where `InterruptAfterwards` does nothing.
+    a second SIGINT during one, everything is as without it. Does nothing outside the main thread, where Python delivers
+    no signals, and where SIGINT is not Python's to handle.
     """
 
     __slots__ = ("_handler", "_is_in_step", "_waiting")
@@ -54,7 +23,7 @@ class InterruptsBetweenSteps:
         self._is_in_step = False
         self._waiting: list[FrameType | None] = []
 
-    def __enter__(self) -> InterruptsBetweenSteps:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
@@ -86,3 +55,22 @@ class InterruptsBetweenSteps:
         # Another handler may have been put on top, and may call this one still.
         if signal.getsignal(signal.SIGINT) == self._take:
             signal.signal(signal.SIGINT, self._handler)
+
+
+class InterruptAfterwards(InterruptsBetweenSteps):
+    """For a `with` block that is one step."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.begin_step()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.end_step()
+        finally:
+            super().__exit__(exc_type, exc, traceback)
