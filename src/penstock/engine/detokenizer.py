@@ -17,13 +17,14 @@ The first two look each token up in a table and cost well under a microsecond pe
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from tokenizers import Tokenizer as FastTokenizer
+
+from penstock.engine.tokenizer_files import component
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_INCOMPLETE = 3  # bytes of a UTF-8 character that lacks its last one
@@ -72,7 +73,7 @@ class DetokenizerFactory(Protocol):
 
 def detokenizer_factory(tokenizer: FastTokenizer) -> DetokenizerFactory:
     """The quickest exact way for this tokenizer's decoder."""
-    decoder = _component(tokenizer.decoder)
+    decoder = component(tokenizer.decoder) or {}
     if decoder.get("type") == "ByteLevel":
         return ByteLevelFactory(tokenizer)
     strip = _byte_fallback_strip(decoder)
@@ -81,10 +82,6 @@ def detokenizer_factory(tokenizer: FastTokenizer) -> DetokenizerFactory:
     return WindowFactory(
         window_decode(lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip), _special_ids(tokenizer))
     )
-
-
-def _component(component: Any) -> dict[str, Any]:
-    return {} if component is None else json.loads(component.__getstate__())
 
 
 def _byte_fallback_strip(decoder: dict[str, Any]) -> int | None:
@@ -102,48 +99,43 @@ def _byte_fallback_strip(decoder: dict[str, Any]) -> int | None:
 
 
 class _TokenTable(dict[int, tuple[str, bytes]]):
-    """Each token's (text, bytes), worked out when it first occurs.
+    """Each token's (text, bytes), worked out by `entry` when it first occurs.
 
-    The bytes are empty where the text says it all; unknown tokens have neither, nor have special ones that are hidden.
+    The bytes are empty where the text says it all; unknown and hidden tokens have neither.
     """
 
     def __init__(
-        self, tokenizer: FastTokenizer, entry: Callable[[str], tuple[str, bytes]], *, shows_special: bool = False
+        self, tokenizer: FastTokenizer, entry: Callable[[str], tuple[str, bytes]], hidden: Collection[int]
     ) -> None:
-        self.tokenizer = tokenizer
-        self.entry = entry
-        self.special = _special_ids(tokenizer)
-        self.hidden = set() if shows_special else self.special
+        self._tokenizer = tokenizer
+        self._entry = entry
+        self._hidden = hidden
 
     def __missing__(self, token_id: int) -> tuple[str, bytes]:
-        token = None if token_id in self.hidden else self.tokenizer.id_to_token(token_id)
-        value = ("", b"") if token is None else self.entry(token)
+        token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)
+        value = ("", b"") if token is None else self._entry(token)
         self[token_id] = value
         return value
 
-    def own_text(self, token_id: int) -> str:
-        """The token's text on its own; incomplete characters as replacement characters."""
-        if token_id in self.special:
-            return self.tokenizer.id_to_token(token_id) or ""
-        text, raw = self[token_id]
-        return text or raw.decode("utf-8", "replace")
 
-
-class _Tables:
-    """The tables of one tokenizer: special tokens hidden, and, once somebody asks for it, shown."""
+class _TableFactory:
+    """What the factories with a table share. entry: a token's text, or its bytes where they are no text alone."""
 
     def __init__(self, tokenizer: FastTokenizer, entry: Callable[[str], tuple[str, bytes]]) -> None:
         self._tokenizer = tokenizer
-        self._entry = entry
-        self.hiding = _TokenTable(tokenizer, entry)
-        self._showing: _TokenTable | None = None
+        self._special = _special_ids(tokenizer)
+        self._hiding = _TokenTable(tokenizer, entry, self._special)
+        self._showing = _TokenTable(tokenizer, entry, ())
 
-    def choose(self, special: SpecialTokens) -> _TokenTable:
-        if not special.are_shown:
-            return self.hiding
-        if self._showing is None:
-            self._showing = _TokenTable(self._tokenizer, self._entry, shows_special=True)
-        return self._showing
+    def table(self, special: SpecialTokens) -> _TokenTable:
+        return self._showing if special.are_shown else self._hiding
+
+    def token_text(self, token_id: int) -> str:
+        """How one token reads on its own, special tokens included; incomplete characters as replacement characters."""
+        if token_id in self._special:
+            return self._tokenizer.id_to_token(token_id) or ""
+        text, raw = self._hiding[token_id]
+        return text or raw.decode("utf-8", "replace")
 
 
 class NoDetokenizer:
@@ -176,17 +168,14 @@ class _Continuation:
         return text
 
 
-class ByteLevelFactory:
+class ByteLevelFactory(_TableFactory):
     """For decoders of the byte-level kind, where every character of a token stands for one byte."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
-        self.tables = _Tables(tokenizer, _byte_level_entry)
+        super().__init__(tokenizer, _byte_level_entry)
 
     def start(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> ByteLevelDetokenizer:
-        return ByteLevelDetokenizer(self.tables.choose(special), prompt_token_ids)
-
-    def token_text(self, token_id: int) -> str:
-        return self.tables.hiding.own_text(token_id)
+        return ByteLevelDetokenizer(self.table(special), prompt_token_ids)
 
 
 class ByteLevelDetokenizer:
@@ -248,21 +237,18 @@ def _last_bytes(table: _TokenTable, token_ids: Sequence[int]) -> bytes:
     return raw[-_LONGEST_INCOMPLETE:]
 
 
-class ByteFallbackFactory:
+class ByteFallbackFactory(_TableFactory):
     """For decoders of the byte-fallback kind.
 
     num_stripped_spaces: spaces that decoding takes from the start of a text, where the tokenizer put one.
     """
 
     def __init__(self, tokenizer: FastTokenizer, num_stripped_spaces: int) -> None:
-        self.tables = _Tables(tokenizer, _byte_fallback_entry)
+        super().__init__(tokenizer, _byte_fallback_entry)
         self.num_stripped_spaces = num_stripped_spaces
 
     def start(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> ByteFallbackDetokenizer:
-        return ByteFallbackDetokenizer(self.tables.choose(special), prompt_token_ids, self.num_stripped_spaces)
-
-    def token_text(self, token_id: int) -> str:
-        return self.tables.hiding.own_text(token_id)
+        return ByteFallbackDetokenizer(self.table(special), prompt_token_ids, self.num_stripped_spaces)
 
 
 class ByteFallbackDetokenizer:
