@@ -16,7 +16,6 @@ from penstock.contract import SamplingParams
 from penstock.engine.core_thread import CoreThread, same_error
 from penstock.engine.dispatcher import Core, Dispatcher, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest, InputProcessor, Prompt
-from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput, RequestOutputKind
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
@@ -51,10 +50,12 @@ class AsyncEngine:
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         processor = output_processor_for(config, self.tokenizer)
         self._lock = StreamLock()
-        self._streams = _OpenStreams(self._lock)
+        # The streams that somebody reads.
+        self._streams: set[OutputStream] = set()
         lock, streams = self._lock, self._streams
         self._thread = CoreThread(
-            start=lambda: _StreamDispatcher(load_core(config), processor, lock), on_end=streams.fail_all
+            start=lambda: _StreamDispatcher(load_core(config), processor, lock),
+            on_end=lambda end: _fail_all(lock, streams, end),
         )
         self._dispatcher = self._thread.dispatcher
         core = self._dispatcher.core
@@ -184,58 +185,43 @@ class AsyncEngine:
         with self._intake:
             accepted = self._input_processor.process(prompt, params, request_id=name, priority=priority)
         stream = OutputStream(_checked_kind(output_kind), self._lock)
-        self._streams.add(stream)
+        with self._lock:
+            self._streams.add(stream)
         try:
             self._thread.submit(lambda: _admit(self._dispatcher, self._lock, stream, accepted))
         except BaseException:
-            self._streams.remove(stream)
+            self._remove(stream)
             raise
         return stream
 
     def _close(self, stream: OutputStream) -> None:
         """End the request if its reader left early."""
-        self._streams.remove(stream)
+        self._remove(stream)
         # An engine that has ended has no request left to end.
         with suppress(PenstockError):
             if not stream.is_over:
                 self._thread.submit(lambda: _abandon(self._dispatcher, stream))
 
-
-class _OpenStreams:
-    """The streams that somebody reads."""
-
-    def __init__(self, lock: StreamLock) -> None:
-        self._lock = lock
-        self._streams: set[OutputStream] = set()
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def add(self, stream: OutputStream) -> None:
-        with self._lock:
-            self._streams.add(stream)
-
-    def remove(self, stream: OutputStream) -> None:
+    def _remove(self, stream: OutputStream) -> None:
         with self._lock:
             self._streams.discard(stream)
-
-    def fail_all(self, error: PenstockError) -> None:
-        with self._lock:
-            for stream in self._streams:
-                stream.fail(same_error(error))
 
 
 class _StreamDispatcher(Dispatcher):
     """Also ends requests whose readers' event loops were closed."""
 
-    def __init__(self, core: Core, processor: OutputProcessor, lock: StreamLock) -> None:
-        super().__init__(core, processor, lock)
-        self._stream_lock = lock
+    _lock: StreamLock
 
     def step(self) -> None:
         super().step()
-        for stream in self._stream_lock.take_orphans():
+        for stream in self._lock.take_orphans():
             _abandon(self, stream)
+
+
+def _fail_all(lock: StreamLock, streams: set[OutputStream], error: PenstockError) -> None:
+    with lock:
+        for stream in streams:
+            stream.fail(same_error(error))
 
 
 def _admit(dispatcher: Dispatcher, lock: StreamLock, stream: OutputStream, accepted: AcceptedRequest) -> None:
