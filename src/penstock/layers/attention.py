@@ -13,32 +13,11 @@ from penstock.kernels.rotary import Rotation
 
 
 class Attention(nn.Module):
-    """Causal attention over a request's positions, of the last `sliding_window` ones if that is given.
+    """Causal attention over a request's positions, of the last `sliding_window` ones if the layer has that."""
 
-    The arguments mean what they mean in `LayerAttention`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-    ) -> None:
+    def __init__(self, layer: LayerAttention) -> None:
         super().__init__()
-        self.layer = LayerAttention(
-            name=name,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-        )
+        self.layer = layer
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, context: ForwardContext) -> Tensor:
         """[T, H, D], or [R, H, D] where the context asks for last tokens only.

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from penstock.attention import ForwardContext
+from penstock.attention import ForwardContext, LayerAttention
 from penstock.kernels.activation import GATED_ACTIVATIONS
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.sampling import ChosenTokens
@@ -116,7 +116,8 @@ class DecoderConfig:
 class SelfAttention(nn.Module):
     """Attention with rotary positions.
 
-    scale: on the scores; None takes head_size ** -0.5. query_key_norm: normalises the heads before they are turned.
+    scale: on the scores; None takes head_size ** -0.5. query_key_norm: the class of what normalises
+    the heads before they are turned.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
-        query_key_norm: QueryKeyNorm | WholeQueryKeyNorm | None = None,
+        query_key_norm: Callable[..., QueryKeyNorm | WholeQueryKeyNorm] | None = None,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -141,15 +142,24 @@ class SelfAttention(nn.Module):
             bias=qkv_bias,
             parallel=parallel,
         )
-        self.query_key_norm = query_key_norm
+        self.query_key_norm = None
+        if query_key_norm is not None:
+            self.query_key_norm = query_key_norm(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                eps=config.norm_eps,
+            )
         self.attn = Attention(
-            f"model.layers.{layer}.self_attn.attn",
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            scale=config.head_size**-0.5 if scale is None else scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
+            LayerAttention(
+                f"model.layers.{layer}.self_attn.attn",
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                scale=config.head_size**-0.5 if scale is None else scale,
+                sliding_window=sliding_window,
+                soft_cap=soft_cap,
+            )
         )
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_size, config.hidden_size, bias=output_bias, parallel=parallel

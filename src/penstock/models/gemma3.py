@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from penstock.config import ModelConfig
@@ -63,13 +64,7 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
                 output_bias=bias,
                 scale=attention_scale(fields),
                 sliding_window=windows[layer],
-                query_key_norm=RoundedLastQueryKeyNorm(
-                    num_heads=config.num_heads,
-                    num_kv_heads=config.num_kv_heads,
-                    head_size=config.head_size,
-                    eps=config.norm_eps,
-                    weight_offset=NORM_WEIGHT_OFFSET,
-                ),
+                query_key_norm=partial(RoundedLastQueryKeyNorm, weight_offset=NORM_WEIGHT_OFFSET),
             )
 
         super().__init__(

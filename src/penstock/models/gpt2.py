@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from penstock.attention import ForwardContext
+from penstock.attention import ForwardContext, LayerAttention
 from penstock.config import ModelConfig
 from penstock.kernels.activation import ACTIVATIONS
 from penstock.layers.attention import Attention
@@ -104,11 +104,13 @@ class GPT2Attention(nn.Module):
             parallel=parallel,
         )
         self.attn = Attention(
-            f"transformer.h.{layer}.attn",
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            head_size=config.head_size,
-            scale=config.attention_scale(layer),
+            LayerAttention(
+                f"transformer.h.{layer}.attn",
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_heads,
+                head_size=config.head_size,
+                scale=config.attention_scale(layer),
+            )
         )
         self.c_proj = RowParallelLinear(config.hidden_size, config.hidden_size, bias=True, parallel=parallel)
 

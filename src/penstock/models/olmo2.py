@@ -61,12 +61,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
                 parallel,
                 qkv_bias=bias,
                 output_bias=bias,
-                query_key_norm=WholeQueryKeyNorm(
-                    num_heads=config.num_heads,
-                    num_kv_heads=config.num_kv_heads,
-                    head_size=config.head_size,
-                    eps=config.norm_eps,
-                ),
+                query_key_norm=WholeQueryKeyNorm,
             )
             return Olmo2Layer(config, attention, parallel)
 

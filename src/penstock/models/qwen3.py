@@ -46,12 +46,7 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
                 qkv_bias=bias,
                 output_bias=bias,
                 sliding_window=windows[index],
-                query_key_norm=QueryKeyNorm(
-                    num_heads=config.num_heads,
-                    num_kv_heads=config.num_kv_heads,
-                    head_size=config.head_size,
-                    eps=config.norm_eps,
-                ),
+                query_key_norm=QueryKeyNorm,
             )
             return DecoderLayer(config, attention, parallel)
 

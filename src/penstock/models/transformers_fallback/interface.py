@@ -68,15 +68,7 @@ class SlotAttention(Attention):
     """The attention of a module that does not hand down a context, and so finds it in its model's slot."""
 
     def __init__(self, layer: LayerAttention, slot: ContextSlot) -> None:
-        super().__init__(
-            layer.name,
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            soft_cap=layer.soft_cap,
-        )
+        super().__init__(layer)
         self._slot = slot
 
     def attend_heads(self, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor) -> Tensor:
