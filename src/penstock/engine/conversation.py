@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,24 +11,6 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
 
 Message: TypeAlias = Mapping[str, Any]
-# What the rendering itself is told; a template's own variables cannot have these names.
-_TAKEN = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-)
 
 
 def render_prompt(
@@ -55,11 +38,12 @@ def render_prompt(
             "Set one of them to False."
         )
     variables = dict(chat_template_kwargs or {})
+    taken = _taken_names() if variables else []
     for name in variables:
-        if name in _TAKEN:
+        if name in taken:
             raise InvalidParameter(
                 f"chat_template_kwargs has {name!r}, which is no variable of a template. "
-                f"Not allowed: {', '.join(_TAKEN)}."
+                f"Not allowed: {', '.join(taken)}."
             )
     if tools is not None:
         variables["tools"] = list(tools)
@@ -72,6 +56,14 @@ def render_prompt(
         **variables,
     )
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _taken_names() -> list[str]:
+    """What the rendering itself is told; a template's own variables cannot have these names."""
+    from transformers import PreTrainedTokenizerBase
+
+    told = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    return sorted((told - {"self", "kwargs"}) | {"messages"})
 
 
 def list_of_conversations(messages: Any) -> list[Any]:
