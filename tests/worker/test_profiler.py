@@ -15,7 +15,7 @@ import pytest
 from penstock.contract import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.engine.core import EngineCore
 from penstock.errors import ConfigError, LifecycleError
-from penstock.worker.profiler import count_step
+from penstock.worker.profiler import step_label
 from support.checkpoints import tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 
@@ -173,5 +173,5 @@ def test_a_request_that_comes_back_is_in_its_context_phase_until_its_tokens_are_
         num_scheduled_tokens={"new": 7, "chunk": 4, "last": 1, "decode": 1, "unknown": 1},
         total_num_scheduled_tokens=14,
     )
-    counts = count_step(output, {"chunk": 10, "last": 10, "decode": 10}.get)
-    assert counts.label == "execute_context_3(12)_generation_2(2)"
+    label = step_label(output, {"chunk": 10, "last": 10, "decode": 10}.get)
+    assert label == "execute_context_3(12)_generation_2(2)"

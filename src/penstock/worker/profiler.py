@@ -6,7 +6,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,38 +22,21 @@ PrefillLength = Callable[[str], int | None]
 RunStep = Callable[[SchedulerOutput], None]
 
 
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """What a step runs. A request is in its context phase until every token that it came with is computed."""
+def step_label(output: SchedulerOutput, prefill_length: PrefillLength) -> str:
+    """Requests and tokens of a step by phase, known to the host before it runs.
 
-    num_context_requests: int
-    num_context_tokens: int
-    num_generation_requests: int
-    num_generation_tokens: int
-
-    @property
-    def label(self) -> str:
-        return (
-            f"execute_context_{self.num_context_requests}({self.num_context_tokens})"
-            f"_generation_{self.num_generation_requests}({self.num_generation_tokens})"
-        )
-
-
-def count_step(output: SchedulerOutput, prefill_length: PrefillLength) -> StepCounts:
-    """Requests and tokens of a step by phase, known to the host before it runs."""
+    A request is in its context phase until every token that it came with is computed.
+    """
     in_context = {request.req_id for request in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         length = prefill_length(req_id)
         if length is not None and num_computed < length:
             in_context.add(req_id)
-    num_context_tokens = sum(output.num_scheduled_tokens[req_id] for req_id in in_context)
-    return StepCounts(
-        num_context_requests=len(in_context),
-        num_context_tokens=num_context_tokens,
-        num_generation_requests=len(output.num_scheduled_tokens) - len(in_context),
-        num_generation_tokens=output.total_num_scheduled_tokens - num_context_tokens,
-    )
+    context_tokens = sum(output.num_scheduled_tokens[req_id] for req_id in in_context)
+    generation = len(output.num_scheduled_tokens) - len(in_context)
+    generation_tokens = output.total_num_scheduled_tokens - context_tokens
+    return f"execute_context_{len(in_context)}({context_tokens})_generation_{generation}({generation_tokens})"
 
 
 class StepProfiler(ABC):
@@ -136,7 +118,7 @@ class TorchProfiler(StepProfiler):
         if self._profile is None:
             run(output)
             return
-        with record_function(count_step(output, prefill_length).label):
+        with record_function(step_label(output, prefill_length)):
             run(output)
 
     def shutdown(self) -> None:
