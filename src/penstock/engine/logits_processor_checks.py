@@ -5,14 +5,12 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from penstock.runner.sampling import LogitsProcessor
-
-# That of penstock.runner.sampling.load_processors, which is not imported unless there are processors: it needs torch.
-_ENTRY_POINTS = "penstock.logits_processors"
 
 
 class LogitsProcessorChecks:
@@ -20,7 +18,7 @@ class LogitsProcessorChecks:
 
     def __init__(self, configured: tuple[str | type, ...]) -> None:
         self._configured = configured
-        self._are_any = bool(configured) or bool(entry_points(group=_ENTRY_POINTS))
+        self._are_any = bool(configured) or bool(entry_points(group=LOGITS_PROCESSORS_GROUP))
         self._classes: list[type[LogitsProcessor]] | None = None
 
     def check(self, params: SamplingParams) -> None:
@@ -43,6 +41,7 @@ class LogitsProcessorChecks:
 
     def _load(self) -> list[type[LogitsProcessor]]:
         if self._classes is None:
+            # Not imported unless there are processors: it needs torch.
             from penstock.runner.sampling.load_processors import load_logits_processors
 
             self._classes = load_logits_processors(self._configured)

@@ -6,12 +6,11 @@ import logging
 from importlib.metadata import entry_points
 
 from penstock.config import env
+from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 GROUP = "penstock.general_plugins"
-# Loaded by the sampler; PENSTOCK_PLUGINS chooses among both kinds.
-LOGITS_PROCESSORS = "penstock.logits_processors"
 
 
 def load_plugins(group: str = GROUP) -> list[str]:
@@ -23,7 +22,8 @@ def load_plugins(group: str = GROUP) -> list[str]:
     found = {entry_point.name: entry_point for entry_point in entry_points(group=group)}
     allowed = env.allowed_plugins()
     names = sorted(found) if allowed is None else allowed
-    others = {entry_point.name for entry_point in entry_points(group=LOGITS_PROCESSORS)}
+    # Loaded by the sampler; PENSTOCK_PLUGINS chooses among both kinds.
+    others = {entry_point.name for entry_point in entry_points(group=LOGITS_PROCESSORS_GROUP)}
     for name in names:
         if name not in found and name in others:
             continue
