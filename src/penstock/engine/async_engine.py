@@ -14,8 +14,8 @@ from typing import Any, Self
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core_thread import CoreThread, same_error
-from penstock.engine.dispatcher import Core, Dispatcher, output_processor_for, start_core
-from penstock.engine.input_processor import AcceptedRequest, InputProcessor, Prompt
+from penstock.engine.dispatcher import Core, Dispatcher, input_processor_for, output_processor_for, start_core
+from penstock.engine.input_processor import AcceptedRequest, Prompt
 from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput, RequestOutputKind
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
@@ -58,15 +58,7 @@ class AsyncEngine:
             on_end=lambda end: _fail_all(lock, streams, end),
         )
         self._dispatcher = self._thread.dispatcher
-        core = self._dispatcher.core
-        self._input_processor = InputProcessor(
-            config.model,
-            self.tokenizer,
-            max_model_len=core.max_model_len,
-            vocab_size=core.vocab_size,
-            sampling=config.sampling,
-            policy=config.scheduler.policy,
-        )
+        self._input_processor = input_processor_for(config, self.tokenizer, self._dispatcher.core)
         self._intake = threading.Lock()
         # An engine that is dropped without a shutdown must not keep its memory.
         weakref.finalize(self, self._thread.stop).atexit = False

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
+from penstock.engine.input_processor import InputProcessor
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output_processor import FollowUp, Inbox, OutputProcessor, Progress
 from penstock.engine.tokenizer import Tokenizer
@@ -58,6 +59,18 @@ def output_processor_for(config: EngineConfig, tokenizer: Tokenizer) -> OutputPr
     return OutputProcessor(tokenizer, shared_prompt_length=config.cache.block_size + 1 if can_share else None)
 
 
+def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: Core) -> InputProcessor:
+    """Requests are checked against what the core turned out to have."""
+    return InputProcessor(
+        config.model,
+        tokenizer,
+        max_model_len=core.max_model_len,
+        vocab_size=core.vocab_size,
+        sampling=config.sampling,
+        policy=config.scheduler.policy,
+    )
+
+
 class Dispatcher:
     """Keeps a core and the progress of its requests in step. One thread at a time may call it.
 
@@ -88,11 +101,7 @@ class Dispatcher:
 
     def step(self) -> None:
         """One step of the core, whose outputs go to everyone's inboxes."""
-        outputs = self.core.step()
-        with self._lock:
-            follow_up = self._processor.process(outputs)
-        if follow_up is not None:
-            self._follow(follow_up)
+        self._take(self.core.step())
 
     def abort(self, req_ids: Iterable[str]) -> None:
         """End requests; their consumers are told. Unknown ones are ignored."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine.dispatcher import Core, Dispatcher, output_processor_for, start_core
-from penstock.engine.input_processor import AcceptedRequest, InputProcessor, Prompt, located
+from penstock.engine.dispatcher import Core, Dispatcher, input_processor_for, output_processor_for, start_core
+from penstock.engine.input_processor import AcceptedRequest, Prompt, located
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
 from penstock.engine.output_processor import Progress
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
@@ -33,14 +33,7 @@ class Session:
         # The tokenizer first: a damaged one is found before seconds go into loading weights.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self._core = load_core(config)
-        self._input_processor = InputProcessor(
-            config.model,
-            self.tokenizer,
-            max_model_len=self._core.max_model_len,
-            vocab_size=self._core.vocab_size,
-            sampling=config.sampling,
-            policy=config.scheduler.policy,
-        )
+        self._input_processor = input_processor_for(config, self.tokenizer, self._core)
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))
         self._lock = threading.RLock()
         self._is_closed = False
