@@ -54,21 +54,15 @@ def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Quant
         return None
     if not isinstance(content, Mapping):
         raise ModelError(f"config.json of {model} has quantization_config={content!r}. It must be an object.")
-    fields = _Fields(content, model)
     method = content.get("quant_method")
-    if method == GPTQ:
-        return _read_gptq(fields)
-    if method == AWQ:
-        return _read_awq(fields)
-    if method == COMPRESSED_TENSORS:
-        return _read_compressed_tensors(fields)
-    if method == TORCHAO:
-        return _read_torchao(fields)
-    raise UnsupportedFeature(
-        f"{model} is quantized (quantization_config: quant_method={method!r}), which is not supported. Supported: "
-        f"{', '.join(QUANTIZED_CHECKPOINTS)}; or a checkpoint in float32, bfloat16 or float16 with quantization='int8' "
-        "or 'int4'."
-    )
+    if method not in QUANTIZED_CHECKPOINTS:
+        raise UnsupportedFeature(
+            f"{model} is quantized (quantization_config: quant_method={method!r}), which is not supported. Supported: "
+            f"{', '.join(QUANTIZED_CHECKPOINTS)}; or a checkpoint in float32, bfloat16 or float16 with "
+            "quantization='int8' or 'int4'."
+        )
+    readers = {COMPRESSED_TENSORS: _read_compressed_tensors, GPTQ: _read_gptq, AWQ: _read_awq, TORCHAO: _read_torchao}
+    return readers[method](_Fields(content, model))
 
 
 def refuse_quantization_on(device: str, quantization: str) -> None:

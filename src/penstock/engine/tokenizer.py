@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock.engine.detokenizer import (
     SKIPPED,
     Detokenizer,
-    DetokenizerFactory,
     SpecialTokens,
     WindowFactory,
     detokenizer_factory,
@@ -54,7 +53,7 @@ class Tokenizer:
     def __init__(
         self,
         folder: Path,
-        backend: Backend,
+        backend: FastBackend | PythonBackend,
         *,
         vocab_size: int,
         bos_token_id: int | None,
@@ -123,17 +122,6 @@ class Tokenizer:
             if self._hf_tokenizer is None:
                 self._hf_tokenizer = _load_with_transformers(self.folder)
             return self._hf_tokenizer
-
-
-class Backend(Protocol):
-    """The library that does the work."""
-
-    @property
-    def detokenizers(self) -> DetokenizerFactory: ...
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
 
 class FastBackend:
