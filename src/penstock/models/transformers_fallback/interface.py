@@ -9,9 +9,9 @@ Suffixes: T tokens of the step, H query heads, K KV heads, D head size, _1… a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from penstock.layers.attention import Attention
 PAGED = "penstock_paged"
 TRIAL = "penstock_trial"
 _ATTENTION = "penstock_attention"
-_RECORDER = "penstock_recorder"
+_RECORD = "penstock_record"
 _MASK_FUNCTION = "penstock_mask_function"
 
 
@@ -35,13 +35,9 @@ class Attends(Protocol):
         """[T, H, D] from queries, keys [T, K, D] and values [T, K, D]."""
 
 
-class Recorder(Protocol):
-    """Sees every call of the attention interface during a trial run."""
-
-    def record(
-        self, module: nn.Module, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, arguments: dict[str, Any]
-    ) -> Tensor:
-        """What the attention module is given back: [1, T, H, D]."""
+# Sees every call of the attention interface during a trial run: the module, its query [1, H, T, D], key [1, K, T, D]
+# and value, and all else. Returns what the module is given back: [1, T, H, D].
+Record: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
 class ContextSlot:
@@ -85,16 +81,16 @@ def install_attention(module: nn.Module, layer: LayerAttention, slot: ContextSlo
 
 
 @contextmanager
-def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """While this lasts, attention named TRIAL goes to the recorder, from whatever module of the model calls it."""
+def recording(model: nn.Module, record: Record) -> Iterator[None]:
+    """While this lasts, attention named TRIAL is recorded, from whatever module of the model calls it."""
     modules = list(model.modules())
     for module in modules:
-        setattr(module, _RECORDER, recorder)
+        setattr(module, _RECORD, record)
     try:
         yield
     finally:
         for module in modules:
-            delattr(module, _RECORDER)
+            delattr(module, _RECORD)
 
 
 def mask_function_of(mask: Tensor) -> Any | None:
@@ -122,9 +118,9 @@ def _trial_attention(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    recorder: Recorder = getattr(module, _RECORDER)
+    record: Record = getattr(module, _RECORD)
     arguments["attention_mask"] = attention_mask
-    return recorder.record(module, query_1HTD, key_1KTD, value_1KTD, arguments), None
+    return record(module, query_1HTD, key_1KTD, value_1KTD, arguments), None
 
 
 def _trial_mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_arguments: Any) -> Tensor:

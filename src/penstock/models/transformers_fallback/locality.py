@@ -9,8 +9,8 @@ Suffixes: T tokens, H query heads, K KV heads, D head size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,11 +45,9 @@ class LocalAttention:
         return (mixed_TKD.repeat_interleave(group, 1) * (1 + 0.5 * query_TH1)).to(query_THD.dtype)
 
 
-class Forward(Protocol):
-    """The model's forward pass."""
-
-    def __call__(self, input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
-        """Hidden states [T, D]. Without positions, the model numbers the tokens as it sees fit."""
+# The model's forward pass, from tokens and positions to hidden states [T, D]. Without positions, the model numbers the
+# tokens as it sees fit.
+Forward: TypeAlias = Callable[[Tensor, Tensor | None, Attends], Tensor]
 
 
 def check_locality(

@@ -89,7 +89,7 @@ def run_trial(model: PreTrainedModel, longest_context: int) -> TrialResult:
     with (
         torch.device("meta"),
         torch.no_grad(),
-        recording(model, recorder),
+        recording(model, recorder.record),
         _watching_submodules(model, recorder),
         _experts_of_fixed_shapes(model),
     ):
