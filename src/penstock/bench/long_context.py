@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.bench.memory_speed import read_speed
-from penstock.bench.offline import Tick
-from penstock.bench.runs import Prompts, run, too_long
+from penstock.bench.runs import Prompts, Tick, repeat, run, too_long
 from penstock.bench.statistics import summary
 from penstock.bench.workloads import LONG_CONTEXT_BATCHES, LONG_CONTEXTS, Settings
 from penstock.engine.session import Session
@@ -48,11 +48,8 @@ def measure(
     """Figures by context and batch size. step_bytes: None leaves out the comparison with the memory's speed."""
     rows = []
     for context, batch_size in cases(settings, session.max_model_len):
-        runs = []
-        for _ in range(settings.num_iters_warmup + settings.num_iters):
-            runs.append(_measure_case(session, prompts, context, batch_size, settings))
-            tick()
-        rows.append(_row(context, batch_size, runs[settings.num_iters_warmup :], step_bytes))
+        runs = repeat(settings, tick, partial(_measure_case, session, prompts, context, batch_size, settings))
+        rows.append(_row(context, batch_size, runs, step_bytes))
     return rows
 
 

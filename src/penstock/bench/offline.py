@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from penstock.bench.runs import Prompts, Run, run
+from penstock.bench.runs import Prompts, Run, Tick, repeat, run
 from penstock.bench.statistics import summary
 from penstock.bench.workloads import Settings
 from penstock.engine.session import Session
-
-# Told about each run that is over: how many there are, and what it measured.
-Tick = Callable[[], object]
 
 
 def measure(session: Session, prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
     """Figures of one of this module's workloads; `seconds` of each measured run among them."""
     if settings.workload == "prefix":
         return _measure_prefix(session, prompts, settings, tick)
-    assert settings.input_len is not None, "these workloads have a length of input"
-    output_len = settings.output_len or 1
-    runs = []
-    for index in range(settings.num_iters_warmup + settings.num_iters):
-        done = run(session, prompts.many(settings.num_requests, settings.input_len), output_len)
-        if index >= settings.num_iters_warmup:
-            runs.append(done)
-        tick()
-    return {**_of_runs(runs), **_rates(runs, settings.num_requests * settings.input_len)}
+    input_len, output_len = settings.input_len, settings.output_len or 1
+    assert input_len is not None, "these workloads have a length of input"
+    runs = repeat(settings, tick, lambda: run(session, prompts.many(settings.num_requests, input_len), output_len))
+    return {**_of_runs(runs), **_rates(runs, settings.num_requests * input_len)}
 
 
 def _measure_prefix(session: Session, prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
     """Every run has a new prefix, whose requests come at once; then new requests with the prefix that is known."""
-    assert settings.prefix_len is not None
-    assert settings.input_len is not None
-    assert settings.output_len is not None
-    new: list[Run] = []
-    known: list[Run] = []
-    for index in range(settings.num_iters_warmup + settings.num_iters):
-        prefix = prompts.one(settings.prefix_len)
-        for runs in (new, known):
-            requests = [prefix + own for own in prompts.many(settings.num_requests, settings.input_len)]
-            done = run(session, requests, settings.output_len)
-            if index >= settings.num_iters_warmup:
-                runs.append(done)
-        tick()
-    num_input_tokens = settings.num_requests * (settings.prefix_len + settings.input_len)
+    prefix_len, input_len, output_len = settings.prefix_len, settings.input_len, settings.output_len
+    assert prefix_len is not None
+    assert input_len is not None
+    assert output_len is not None
+
+    def measure_both() -> list[Run]:
+        prefix = prompts.one(prefix_len)
+        both = ([prefix + own for own in prompts.many(settings.num_requests, input_len)] for _ in range(2))
+        return [run(session, requests, output_len) for requests in both]
+
+    new, known = map(list, zip(*repeat(settings, tick, measure_both), strict=True))
+    num_input_tokens = settings.num_requests * (prefix_len + input_len)
     return {
         "new_prefix": {**_of_runs(new), **_rates(new, num_input_tokens)},
         "known_prefix": {**_of_runs(known), **_rates(known, num_input_tokens)},

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TypeVar
 
+from penstock.bench.workloads import Settings
 from penstock.contract import SamplingParams
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.errors import ContextTooLong, PenstockError
+
+_Measured = TypeVar("_Measured")
+# Told about each run that is over.
+Tick = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,15 @@ def run(session: Session, prompts: Sequence[list[int]], output_len: int) -> Run:
         if output.error is not None:
             raise PenstockError(f"A request of the benchmark failed: {output.error}")
     return Run(seconds, [outputs[accepted.request.req_id] for accepted in requests])
+
+
+def repeat(settings: Settings, tick: Tick, measure: Callable[[], _Measured]) -> list[_Measured]:
+    """What is measured after the runs for warming up."""
+    runs = []
+    for _ in range(settings.num_iters_warmup + settings.num_iters):
+        runs.append(measure())
+        tick()
+    return runs[settings.num_iters_warmup :]
 
 
 def too_long(prompt_len: int, output_len: int, max_model_len: int) -> ContextTooLong:

@@ -8,8 +8,7 @@ import sys
 import time
 from typing import Any
 
-from penstock.bench.offline import Tick
-from penstock.bench.runs import Prompts
+from penstock.bench.runs import Prompts, Tick, repeat
 from penstock.bench.statistics import summary
 from penstock.bench.workloads import Settings
 from penstock.errors import EngineDead
@@ -19,13 +18,9 @@ _STAGES = ("python", "imports", "engine", "first token")
 
 def measure(model: str, options: dict[str, Any], prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
     """A fresh process for each run. Raises EngineDead when one fails, with its last words."""
-    assert settings.input_len is not None
-    runs = []
-    for index in range(settings.num_iters_warmup + settings.num_iters):
-        stages = _start(model, options, prompts.one(settings.input_len))
-        if index >= settings.num_iters_warmup:
-            runs.append(stages)
-        tick()
+    input_len = settings.input_len
+    assert input_len is not None
+    runs = repeat(settings, tick, lambda: _start(model, options, prompts.one(input_len)))
     totals = [sum(stages.values()) for stages in runs]
     return {
         "seconds": totals,
