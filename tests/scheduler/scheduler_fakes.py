@@ -83,6 +83,7 @@ class FakeRequest:
     num_computed_tokens: int
     tables: list[list[int]]
     salt: str | None
+    wants_logprobs: bool = False
     is_broken: bool = False
     is_misled: bool = False
 
@@ -125,16 +126,23 @@ class FakeWorker:
             self._sample(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else []
             for req_id in batch
         ]
+        logprobs = self._logprobs(batch, sampled)
         return ModelRunnerOutput(
             step_id=output.step_id,
             req_ids=batch,
             sampled_token_ids=sampled,
-            logprobs=LogprobsLists(
-                logprob_token_ids=[[tokens[0] if tokens else 0, 7, 8, 9] for tokens in sampled],
-                logprobs=[[-0.5, -1.0, -2.0, -3.0] for _ in batch],
-                sampled_token_ranks=list(range(len(batch))),
-            ),
+            logprobs=logprobs,
             errors={req_id: "broken on purpose" for req_id in batch if req_id not in healthy},
+        )
+
+    def _logprobs(self, batch: list[str], sampled: list[list[int]]) -> LogprobsLists | None:
+        """Rows for the whole batch as soon as one of its requests asks for them. A row's rank is its number."""
+        if not any(self.requests[req_id].wants_logprobs for req_id in batch):
+            return None
+        return LogprobsLists(
+            logprob_token_ids=[[tokens[0] if tokens else 0, 7, 8, 9] for tokens in sampled],
+            logprobs=[[-0.5, -1.0, -2.0, -3.0] for _ in batch],
+            sampled_token_ranks=list(range(len(batch))),
         )
 
     def _check_shape(self, output: SchedulerOutput) -> None:
@@ -168,7 +176,13 @@ class FakeWorker:
         assert new.prefill_token_ids[: len(new.prompt_token_ids)] == new.prompt_token_ids
         assert new.num_computed_tokens < len(new.prefill_token_ids)
         tables = [list(ids) for ids in new.block_ids]
-        return FakeRequest(list(new.prefill_token_ids), new.num_computed_tokens, tables, self.salts[new.req_id])
+        return FakeRequest(
+            list(new.prefill_token_ids),
+            new.num_computed_tokens,
+            tables,
+            self.salts[new.req_id],
+            wants_logprobs=new.sampling_params.logprobs is not None,
+        )
 
     def _write(self, request: FakeRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver
-from scheduler_fakes import cache_config
+from scheduler_fakes import cache_config, full_spec
 from test_scheduler_properties import LAYOUTS, MOVES, REQUESTS, SETUPS, play
 
 from penstock.contract import SchedulerOutput
@@ -77,6 +77,30 @@ def test_a_block_that_is_due_does_not_end_it() -> None:
     assert all(_continues(step, after) for step, after in pairwise(steps))
     given = [[blocks is not None for blocks in step.scheduled_cached_reqs.new_block_ids] for step in steps]
     assert [row for row in given if any(row)] == [[False, True], [True, False]] * 2 + [[False, True]]
+    driver.drain()
+
+
+def test_a_block_for_one_group_is_none_for_two() -> None:
+    driver = Driver(cache_config(10, full_spec(), full_spec()))
+    driver.add("a", [1] * 5, max_tokens=8, ignore_eos=True)
+    driver.add("b", [2] * 7, max_tokens=8, ignore_eos=True)
+    # Both hold two blocks of each group. The ninth of nine blocks is not enough when b needs its third ones.
+    for _ in range(2):
+        assert not driver.turn().preempted_req_ids
+    assert driver.turn().preempted_req_ids == {"b"}
+    driver.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_continued_decodes_fill_is_found_while_they_go_on(depth: int) -> None:
+    driver = Driver(cache_config(40), depth=depth)
+    driver.add("a", PROMPT, max_tokens=40, ignore_eos=True)
+    steps = [driver.turn() for _ in range(12)]
+    assert _continues(*steps[-2:])
+    known = [*PROMPT, *driver.tokens["a"]]
+    driver.add("b", known, max_tokens=1)
+    # In blocks of four, and short of the last token, which must run.
+    assert driver.turn().scheduled_new_reqs[0].num_computed_tokens == (len(known) - 1) // 4 * 4 >= 12
     driver.drain()
 
 

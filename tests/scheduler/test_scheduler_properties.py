@@ -40,6 +40,7 @@ REQUESTS = st.fixed_dictionaries(
         "priority": st.integers(0, 2),
         "arrival_time": st.sampled_from([0.0, 1.0, 2.0]),
         "cache_salt": st.sampled_from([None, None, None, "salt"]),
+        "logprobs": st.sampled_from([None, None, None, 2]),
     }
 )
 SETUPS = st.fixed_dictionaries(

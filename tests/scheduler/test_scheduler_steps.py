@@ -197,6 +197,21 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     assert driver.scheduler.num_waiting == 2
 
 
+def test_a_step_that_preempts_admits_nobody_more_urgent_either() -> None:
+    driver = Driver(cache_config(7), max_num_seqs=2, policy="priority", max_num_batched_tokens=32)
+    driver.add("high", [1] * 11, max_tokens=8, ignore_eos=True, priority=0)
+    driver.add("low", PROMPT, max_tokens=8, ignore_eos=True, priority=2)
+    driver.turn()
+    # There is no place for it until "low" loses its own.
+    driver.add("middle", [5], max_tokens=1, priority=1)
+    while not (output := driver.turn()).preempted_req_ids:
+        pass
+
+    assert (output.preempted_req_ids, output.scheduled_new_reqs) == ({"low"}, [])
+    assert [new.req_id for new in driver.turn().scheduled_new_reqs][:1] == ["middle"]
+    driver.drain()
+
+
 def test_a_request_waits_until_all_that_is_known_of_it_fits() -> None:
     driver = Driver(cache_config(9), max_num_batched_tokens=8)
     driver.add("first", [1] * 16, max_tokens=4, ignore_eos=True)
