@@ -83,6 +83,19 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
+NUMBERS = [
+    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
+    *("seed", "thinking_token_budget", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
+    "truncate_prompt_tokens",
+]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_true_is_no_number(name: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"{name}=True is not valid"):
+        SamplingParams(**{name: True})
+
+
 def test_every_parameter_has_a_bad_value_in_the_list() -> None:
     assert {name for name, _ in BAD_VALUES} == set(SamplingParams.__struct_fields__)
 

@@ -231,25 +231,50 @@ class RecordingExecutor(UniProcExecutor):
     """Writes down every message, as bytes."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.layouts: list[tuple[KVCacheConfig, int]] = []
         self.recording: list[bytes] = []
         self.answers: list[ModelRunnerOutput] = []
         super().__init__(config)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+        self.layouts.append((kv_cache_config, max_model_len))
+        super().initialize_from_config(kv_cache_config, max_model_len)
 
     def execute_model(self, output: SchedulerOutput) -> None:
         self.recording.append(encode(output))
         super().execute_model(output)
 
 
-def test_a_recorded_stream_of_messages_gives_the_same_tokens_in_another_worker(
-    folder: Path, undisturbed: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executors: list[RecordingExecutor] = []
+@pytest.fixture
+def executors(monkeypatch: pytest.MonkeyPatch) -> list[RecordingExecutor]:
+    """Those that engines have made."""
+    made: list[RecordingExecutor] = []
 
     def record(config: EngineConfig) -> RecordingExecutor:
-        executors.append(RecordingExecutor(config))
-        return executors[-1]
+        made.append(RecordingExecutor(config))
+        return made[-1]
 
     monkeypatch.setattr("penstock.engine.startup.create_executor", record)
+    return made
+
+
+def test_a_worker_that_replaces_another_gets_the_same_sizes(
+    folder: Path, executors: list[RecordingExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FragileWorker, "deaths", (2,))
+    monkeypatch.setattr(FragileWorker, "executed", 0)
+    core = make_core(folder, worker_cls=f"{__name__}.FragileWorker", max_model_len=68, block_size=4)
+    run(core, [PROMPTS[0]], greedy(3))
+    core.close()
+    first, second = executors
+    [(_, max_model_len)] = first.layouts
+    assert second.layouts == first.layouts
+    assert max_model_len == 68
+
+
+def test_a_recorded_stream_of_messages_gives_the_same_tokens_in_another_worker(
+    folder: Path, undisturbed: list[list[int]], executors: list[RecordingExecutor]
+) -> None:
     core = make_core(folder, async_scheduling=True, block_size=4, max_model_len=68, kv_cache_memory_bytes=60 * 4 * 512)
     assert [result.tokens for result in run(core, PROMPTS, _all_params())] == undisturbed
     config, layout, length = core.config, encode(core.kv_cache_config), core.max_model_len

@@ -159,6 +159,19 @@ def test_logprobs_add_up_and_are_absent_unless_asked_for(processor: OutputProces
     assert other.output().outputs[0].logprobs is None
 
 
+def test_an_output_of_what_is_new_has_each_row_of_logprobs_once(processor: OutputProcessor) -> None:
+    progress = add(processor, logprobs=0)
+    new = []
+    for number in (41, 42, 43):
+        row = LogprobsLists(logprob_token_ids=[[number]], logprobs=[[-1.0]], sampled_token_ranks=[1])
+        processor.process([token(number, new_logprobs=row)])
+        # Two tokens come with the second output that is taken.
+        if number != 42:
+            new.append([list(row) for row in progress.take_output().outputs[0].logprobs or []])
+    assert new == [[[41]], [[42], [43]]]
+    assert progress.take_output().outputs[0].logprobs == []
+
+
 def test_metrics_say_when_things_happened(processor: OutputProcessor) -> None:
     progress = add(processor)
     start = time.monotonic()

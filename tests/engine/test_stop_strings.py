@@ -189,6 +189,17 @@ def test_half_a_character_at_the_end_does_not_hide_a_stop_string(tokenizer: Toke
     assert served.ending == ("the", "stop", "\ufffd")
 
 
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_a_request_that_was_cut_off_did_not_stop(tokenizer: Tokenizer, reason: FinishReason) -> None:
+    """Not even where the end of its text completes a stop string."""
+    half = tokenizer.encode("Ж", add_special_tokens=False)[0]
+    served = Served(tokenizer, stop="\ufffd")
+    served.read("the")
+    served.push(half)
+    served.processor.process([EngineCoreOutput(req_id="r", finish_reason=reason)])
+    assert served.ending[1:] == (str(reason), None)
+
+
 def test_the_stop_tokens_text_is_kept_when_asked(tokenizer: Tokenizer) -> None:
     (dog,) = tokenizer.encode("g", add_special_tokens=False)
     texts = []

@@ -48,6 +48,15 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_mass(logits: np.ndarray, to
     assert probs[without_weakest].sum() < top_p + 1e-5
 
 
+@pytest.mark.parametrize(("top_p", "num_kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_top_p_keeps_no_token_beyond_the_one_that_reaches_the_mass(top_p: float, num_kept: int) -> None:
+    # So close that each has exactly a quarter, and still no two tie.
+    logits = torch.tensor([[1e-9, 3e-9, 0.0, 2e-9]])
+    assert logits.softmax(dim=-1).tolist() == [[0.25] * 4]
+    masked = mask_top_k_top_p(logits, torch.tensor([4]), torch.tensor([top_p]))
+    assert len(_kept(masked)) == num_kept
+
+
 @settings(max_examples=200, deadline=None)
 @given(logits=_logits, min_p=st.floats(0.0, 1.0))
 def test_min_p_keeps_what_is_likely_beside_the_best(logits: np.ndarray, min_p: float) -> None:
@@ -102,6 +111,11 @@ def test_logprobs_equal_log_softmax_and_ranks_count_from_one() -> None:
     order = logits.argsort(dim=-1, descending=True)
     for row in range(5):
         assert result.ranks_R[row] == (order[row] == sampled[row]).nonzero().item() + 1
+
+
+def test_tokens_that_tie_have_the_rank_of_the_last_of_them() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0]).expand(5, -1)
+    assert top_logprobs(logits, torch.arange(5), 1).ranks_R.tolist() == [4, 1, 3, 3, 5]
 
 
 def test_no_top_logprobs_still_gives_the_sampled_ones() -> None:

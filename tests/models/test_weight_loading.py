@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from random import Random
 
@@ -98,6 +99,18 @@ def test_every_wrong_weight_is_named_and_no_right_one(
         assert all(name in message for name in wrong)
     for name in set(weights) - missing - misshapen - duplicate:
         assert name not in message
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_no_weight_may_be_missing(tmp_path: Path, family: str) -> None:
+    """Biases neither, which these families have."""
+    oracle = tiny_model(family)
+    config = save_checkpoint(oracle, tmp_path)
+    model = find_model_class(config)(config, ParallelContext())
+    weights = dict(oracle.state_dict())
+    for missing in model.checkpoint_slots():
+        with pytest.raises(CheckpointError, match=rf"Weights 1 missing: {re.escape(missing)}\. "):
+            model.load_weights((name, tensor) for name, tensor in weights.items() if name != missing)
 
 
 def test_a_long_list_is_cut_and_counted(model: CausalLM) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.config import DeviceConfig
 from penstock.contract import SamplingParams
+from penstock.device import create_device
 from penstock.errors import LifecycleError, WaitTimeout
 from penstock.runner.async_output import AsyncOutput
 from penstock.runner.dummy_runs import run_dummy_batch
+from penstock.runner.sampling.failures import Failure
 from support.runners import ArithmeticModel, Driver, make_runner, new_request, next_token, state_of
 
 PROMPT = [11, 3, 8, 20, 5, 60, 2, 9, 33, 4]
@@ -162,6 +165,22 @@ def test_a_request_that_cannot_be_added_fails_alone_and_leaves_nothing_behind(mo
     assert driver.tokens({"next": 1}, [new_request("next", [3], first_block=30)]) == {"next": [next_token(3, 0)]}
 
 
+def test_nothing_is_written_for_a_request_that_cannot_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was staged for it would race with what its slot's next owner stages in the same step."""
+    driver = Driver(make_runner())
+    driver.step({"good": 1}, [new_request("good", [9])])
+    before = _snapshot(driver)
+
+    def fail(*arguments: object) -> None:
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(driver.runner.prompt_logprobs, "add_request", fail)
+    output = driver.step({"bad": 10}, [new_request("bad", PROMPT, first_block=20)])
+
+    assert output.errors == {"bad": "ValueError: not this one"}
+    assert all(torch.equal(old, new) for old, new in zip(before, _snapshot(driver), strict=True))
+
+
 def test_too_many_blocks_are_an_error_of_that_request() -> None:
     driver = Driver(make_runner(max_model_len=16))
     output = driver.step({"bad": 1}, [new_request("bad", [1], num_blocks=5)])
@@ -189,6 +208,53 @@ def test_dummy_batches_touch_no_state_no_block_and_no_random_stream() -> None:
     run_dummy_batch(driver.runner, num_tokens=1, num_reqs=1)
     assert all(torch.equal(old, new) for old, new in zip(before, _snapshot(driver), strict=True))
     assert first + driver.tokens({"a": 1})["a"] == _continuation(PROMPT, 2)
+
+
+class _ModelWithNaN(ArithmeticModel):
+    """Its logits are NaN after the token 13."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        is_bad = hidden == next_token(13, 0)
+        return super().compute_logits(hidden).masked_fill(is_bad, torch.nan)
+
+
+def test_blocks_are_cleared_for_whoever_gets_them_once_there_was_nan() -> None:
+    driver = Driver(make_runner(model=_ModelWithNaN()))
+    memory = driver.runner.kv_cache.layer_memory("layer.0")
+    requests = [new_request("a", PROMPT[:4], num_blocks=1), new_request("bad", [13], first_block=20, num_blocks=2)]
+    errors = driver.step({"a": 4, "bad": 1}, requests).errors
+    assert errors.keys() == {"bad"}
+    memory[:, 20:24] = torch.nan
+
+    # A decoding request gets one of the blocks, a new one two.
+    driver.step(
+        {"a": 1, "b": 3},
+        [new_request("b", [1, 2, 3], first_block=22, num_blocks=2)],
+        finished={"bad"},
+        new_blocks={"a": ([20],)},
+    )
+
+    assert memory[:, [20, 22, 23]].isfinite().all()
+    assert memory[:, 21].isnan().all()
+
+
+def test_of_a_row_without_a_token_that_counts_only_nan_is_a_failure() -> None:
+    noted = []
+    failures = [Failure.NONE, Failure.NOT_FINITE, Failure.NOTHING_LEFT] * 2
+    output = AsyncOutput(
+        create_device(DeviceConfig(device="cpu", num_threads=1)),
+        step_id=1,
+        req_ids=["part", "part, nan", "part, none left", "last", "last, nan", "last, none left"],
+        outcome=torch.tensor([[7] * 6, [0, 0, 0, 1, 1, 1], failures]),
+        logprobs=None,
+        errors={"unknown": "no slot"},
+        on_not_finite=lambda: noted.append("nan"),
+        rank=0,
+    ).get_output(5.0)
+    assert output.sampled_token_ids == [[], [], [], [7], [7], [7]]
+    assert output.errors.keys() == {"unknown", "part, nan", "last, nan", "last, none left"}
+    assert output.not_finite_req_ids == ["part, nan", "last, nan"]
+    assert noted == ["nan"]
 
 
 class _NeverDone:
