@@ -11,10 +11,11 @@ from penstock.contract import FullAttentionSpec
 from penstock.scheduler.kv_cache_plan import bytes_per_block, bytes_to_serve
 from support.checkpoints import VOCAB_SIZE
 from support.engines import assert_greedy_continuation, greedy, make_core, random_prompts, run
-from support.transformers_models import FAMILIES, save_for_fallback, tiny_transformers_model
+from support.transformers_models import FAMILIES, PLANNED_BY_BUILDING, save_for_fallback, tiny_transformers_model
 
 LENGTHS = (1, 3, 40, 17, 33, 8)
 NUM_TOKENS = 12
+EVERY_FAMILY = {**FAMILIES, **PLANNED_BY_BUILDING}
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunked prefill, small blocks": {"max_num_batched_tokens": 13, "block_size": 3},
     "asynchronous": {"async_scheduling": True, "max_num_batched_tokens": 40},
@@ -31,17 +32,19 @@ PREEMPTED = [
     "smollm3-window",
     "glm4",
     "phi",
+    "gptj",
+    "codegen",
     "opt",
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY_FAMILY)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return make_model(request.param, tmp_path_factory.mktemp("model"))
 
 
 def make_model(name: str, folder: Path) -> tuple[Any, Path]:
-    class_name, overrides = FAMILIES[name]
+    class_name, overrides = EVERY_FAMILY[name]
     oracle = tiny_transformers_model(class_name, **overrides)
     save_for_fallback(oracle, folder)
     return oracle, folder

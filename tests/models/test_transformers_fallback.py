@@ -22,6 +22,7 @@ from support.checkpoints import VOCAB_SIZE, edit_config, load_config, oracle_log
 from support.plain_attention import sequence_logits
 from support.transformers_models import (
     FAMILIES,
+    PLANNED_BY_BUILDING,
     WIDER,
     load,
     save_for_fallback,
@@ -41,7 +42,7 @@ def assert_matches(model: CausalLM, oracle: PreTrainedModel) -> None:
 
 
 def tiny_family(name: str, seed: int = 0) -> PreTrainedModel:
-    class_name, overrides = FAMILIES[name]
+    class_name, overrides = {**FAMILIES, **PLANNED_BY_BUILDING}[name]
     return tiny_transformers_model(class_name, seed=seed, **overrides)
 
 
@@ -49,7 +50,7 @@ def windows(model: CausalLM) -> list[int | None]:
     return [layer.sliding_window for layer in attention_layers(model).values()]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *PLANNED_BY_BUILDING])
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     oracle = tiny_family(name)
     assert_matches(load(save_for_fallback(oracle, tmp_path)), oracle)

@@ -76,6 +76,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"ffn_dim": 112, "do_layer_norm_before": False, "word_embed_proj_dim": 48, "enable_bias": False},
     ),
 }
+# Families that run just as well, but whose plan is found out by building them.
+PLANNED_BY_BUILDING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("GPTJForCausalLM", {"rotary_dim": 8}),
+    "codegen": ("CodeGenForCausalLM", {"rotary_dim": 8}),
+}
 # Further classes of Transformers whose logits are compared by a slow test.
 WIDER = (
     "AfmoeForCausalLM",
