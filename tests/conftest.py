@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Helpers live in tests/support and are imported as `support.…`.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_only_what_is_new() -> None:
+    """An engine that is closed collects garbage: among what tests make, not in all of torch and Transformers too."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -174,7 +174,9 @@ def test_ten_engines_one_after_another_leave_nothing_behind(folder: Path) -> Non
         life()
     after = (process.memory_info().rss, process.num_threads(), process.num_fds())
     assert after[0] - before[0] < 24 << 20, "ten engines kept memory of the first ones"
-    assert after[1:] == before[1:]
+    # Threads of earlier tests may end meanwhile.
+    assert after[1] <= before[1]
+    assert after[2] <= before[2]
 
 
 def test_a_closed_engine_says_so(folder: Path) -> None:
