@@ -34,7 +34,9 @@ def test_padding_belongs_to_the_padding_slot_and_writes_nowhere() -> None:
         assert torch.equal(padded.input_ids[:6], exact.input_ids)
         assert torch.equal(padded.positions[:6], exact.positions)
         assert torch.equal(padded.layout.logits_indices, exact.layout.logits_indices)
-        assert (padded.layout.tensors.idx_mapping_R[2:] == runner.requests.padding_slot).all()
+        tensors = padded.layout.tensors
+        assert (tensors.idx_mapping_R[2:] == runner.requests.padding_slot).all()
+        assert (tensors.idx_mapping_R[tensors.token_to_req_T[6:]] == runner.requests.padding_slot).all()
         geometry = padded.geometry[0]
         assert torch.equal(geometry.slot_mapping[:6], exact.geometry[0].slot_mapping)
         assert (geometry.slot_mapping[6:] == -1).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from penstock.contract import CachedRequestData, SchedulerOutput, decode, encode
@@ -93,6 +94,20 @@ def test_a_request_that_ends_is_gone_although_the_rest_is_shared() -> None:
     )
     assert len(run(runner, [end])[0]) == 1
     assert list(runner.requests.slot_of) == ["b"]
+
+
+@pytest.mark.parametrize("how", ["finished_req_ids", "preempted_req_ids"])
+def test_a_request_that_was_not_run_is_gone_although_all_is_shared(how: str) -> None:
+    runner = make_runner()
+    steps = messages()
+    waiting = SchedulerOutput(
+        step_id=99,
+        scheduled_new_reqs=[new_request("c", [1, 2], first_block=30)],
+        num_scheduled_tokens={"c": 2},
+    )
+    run(runner, [waiting, *steps[:3]])
+    run(runner, [msgspec.structs.replace(steps[3], **{how: {"c"}})])
+    assert set(runner.requests.slot_of) == {"a", "b"}
 
 
 def test_the_hosts_bounds_keep_up_with_repeated_steps() -> None:
