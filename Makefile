@@ -9,7 +9,7 @@ JOBS ?= 2
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow test-newest lint format upgrade clean
+.PHONY: demo test test-slow test-newest test-mutations lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ test-slow: $(VENV)/.installed
 # Says what the newest packages break, in an environment of its own. torch stays as it is.
 test-newest:
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+
+# Plants bugs, one at a time, and fails if one of them goes unnoticed.
+test-mutations: $(VENV)/.installed
+	$(BIN)/python tools/plant_bugs.py --jobs $(JOBS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check

@@ -119,6 +119,11 @@ def test_parameters_that_contradict_each_other_are_refused(fields: dict[str, Any
         SamplingParams(**fields)
 
 
+def test_the_borders_of_what_is_allowed_are_allowed() -> None:
+    params = SamplingParams(min_tokens=4, max_tokens=4, top_p=1.0, min_p=1.0, presence_penalty=-2.0, top_k=-1, n=1)
+    assert (params.min_tokens, params.max_tokens) == (4, 4)
+
+
 def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
