@@ -86,7 +86,6 @@ def test_a_preempted_request_comes_back_as_a_new_one_and_goes_on() -> None:
     fourth = driver.tokens({"a": 2})["a"]
     assert generated + fourth == _continuation(PROMPT, 4)
     slot = driver.runner.requests.slot_of["a"]
-    assert driver.runner.requests.prompt_len.host[slot] == 10
     assert driver.runner.requests.prefill_len.host[slot] == 13
 
 

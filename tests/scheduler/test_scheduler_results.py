@@ -37,7 +37,7 @@ def test_the_end_of_sequence_token_stops_and_is_part_of_the_output() -> None:
     [output] = sample(driver, EOS)
 
     assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([EOS], FinishReason.STOP, None)
-    assert request.output_token_ids == [5, EOS]
+    assert request.all_token_ids[request.num_prompt_tokens :] == [5, EOS]
 
 
 def test_the_end_of_sequence_token_can_be_ignored() -> None:

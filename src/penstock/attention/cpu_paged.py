@@ -35,12 +35,11 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One request's tokens start..stop of the step; `block_ids` hold its context, from position `first_position`."""
+    """One request's tokens start..stop of the step; `block_ids` hold the `num_positions` that they see."""
 
     start: int
     stop: int
     num_positions: int
-    first_position: int
     block_ids: Tensor
 
     @property
@@ -111,8 +110,7 @@ class CpuPagedBackend(AttentionBackend):
         if self.sliding_window is not None:
             first_block = max(0, seq_len - (stop - start) + 1 - self.sliding_window) // block_size
         block_ids = torch.from_numpy(table_row[first_block : -(-seq_len // block_size)].astype("int64"))
-        first_position = first_block * block_size
-        return Prefill(start, stop, seq_len - first_position, first_position, block_ids)
+        return Prefill(start, stop, seq_len - first_block * block_size, block_ids)
 
     def forward(
         self,

@@ -126,8 +126,8 @@ class Device(ABC):
         """Wait until all queued work is done."""
 
     @abstractmethod
-    def empty_cache(self) -> None:
-        """Give unused memory back to the system."""
+    def return_unused_memory(self) -> None:
+        """Give back to the system what the allocator keeps of freed memory."""
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class Device(ABC):
         try:
             yield
         finally:
-            self.empty_cache()
+            self.return_unused_memory()
 
     def close(self) -> None:  # noqa: B027 - a device that sets nothing has nothing to restore
         """Leave the process as it was before this device, unless others still need it; harmless when called twice."""

@@ -102,7 +102,7 @@ class CpuDevice(Device):
     def synchronize(self) -> None:
         pass
 
-    def empty_cache(self) -> None:
+    def return_unused_memory(self) -> None:
         return_free_pages()
 
     @contextmanager

@@ -79,7 +79,7 @@ class CudaDevice(Device):
     @contextmanager
     def measure_peak(self) -> Iterator[PeakMemory]:
         peak = PeakMemory()
-        self.empty_cache()
+        self.return_unused_memory()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         start = torch.cuda.memory_allocated(self.torch_device)
         yield peak
@@ -99,5 +99,5 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def empty_cache(self) -> None:
+    def return_unused_memory(self) -> None:
         torch.cuda.empty_cache()

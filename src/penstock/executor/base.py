@@ -30,8 +30,8 @@ class StepHandle(Protocol):
 class Executor(ABC):
     """Constructing one starts the workers, up to and including their models."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    @abstractmethod
+    def __init__(self, config: EngineConfig) -> None: ...
 
     @abstractmethod
     def collective_rpc(

@@ -34,7 +34,6 @@ class UniProcExecutor(Executor):
     """Calls run where they are made, so nothing is waited for and `timeout_s` of a call has no meaning."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
         self._wrapper = WorkerWrapperBase(rpc_rank=0)
         # Its worker, for the calls of every step; None before it is ready and after shutdown.
         self._worker: WorkerBase | None = None

@@ -19,7 +19,7 @@ class RequestStates:
 
     all_token_ids: int32 [slots, max_model_len + 1], prompt and generated tokens.
     total_len, num_computed_tokens: int64 [slots, 1]; for a decoding request computed is total - 1 after each step.
-    prefill_len: tokens known when the request was added; prompt_len: the user's part of them.
+    prefill_len: tokens known when the request was added.
     generation: changes whenever a slot changes hands.
     """
 
@@ -32,7 +32,6 @@ class RequestStates:
         self.total_len = StagedTensor(device, num_slots, 1, torch.int64)
         self.num_computed_tokens = StagedTensor(device, num_slots, 1, torch.int64)
         self.prefill_len = SlotParameter(device, num_slots, np.int64, 0)
-        self.prompt_len = SlotParameter(device, num_slots, np.int64, 0)
         self._computed_upper_bound = np.zeros(num_slots, dtype=np.int64)
         # Not looked at before somebody asks, which most steps do not.
         self._noted_computed = CachedRequestData()
@@ -62,7 +61,6 @@ class RequestStates:
         self.num_computed_tokens.stage(slot, 0, [request.num_computed_tokens])
         self._computed_upper_bound[slot] = request.num_computed_tokens
         self.prefill_len.set(slot, len(prefill))
-        self.prompt_len.set(slot, len(request.prompt_token_ids))
         return slot
 
     def remove(self, req_id: str) -> bool:

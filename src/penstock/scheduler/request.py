@@ -91,11 +91,6 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """A copy of the generated tokens."""
-        return self.all_token_ids[len(self.prompt_token_ids) :]
-
-    @property
     def needs_prompt_logits(self) -> bool:
         """Whether the prompt must be computed even where its keys and values are cached."""
         return self.sampling_params.prompt_logprobs is not None and self.num_tokens == self.num_prompt_tokens

@@ -77,7 +77,7 @@ class Worker(WorkerBase):
         model = self.config.model
         stored = find_stored_dtype(model.folder, self.config.load)
         self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)
-        self._device.empty_cache()
+        self._device.return_unused_memory()
         self._start = self._device.memory_snapshot()
         kernels = f", {describe_kernels()}" if self._device.kind == "cpu" else ""
         logger.info("Device: %s%s", self._device.describe(), kernels)
@@ -325,7 +325,7 @@ class Worker(WorkerBase):
                 self.config.sampling,
             )
         # What those steps left free is not the next owner's, the KV cache's.
-        self.device.empty_cache()
+        self.device.return_unused_memory()
         split = split_context_bytes(
             self.get_kv_cache_spec().values(),
             max(layer.num_heads for layer in self._layers.values()),
@@ -338,4 +338,4 @@ class Worker(WorkerBase):
 
 def _give_back(device: Device) -> None:
     gc.collect()
-    device.empty_cache()
+    device.return_unused_memory()
