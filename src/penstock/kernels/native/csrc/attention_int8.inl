@@ -68,9 +68,8 @@ PENSTOCK_INLINE float narrow_weights(float* weights, const Visible& visible, int
 // Scores of R rows with B blocks, V vectors of positions each: scores[i][.] = scale[i] * sum over d of x[i][d] *
 // keys[d][.].
 template <int R, int B, int V>
-static __attribute__((noinline)) void score_pairs(const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
-                                                  int64_t column, int64_t block_size, int64_t size,
-                                                  int64_t scores_stride) {
+static __attribute__((noinline)) void score(const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
+                                            int64_t column, int64_t block_size, int64_t size, int64_t scores_stride) {
   IntVec sum[R][B][V] = {};
   int64_t d = 0;
   for (; d + 1 < size; d += 2) {
@@ -113,52 +112,20 @@ static __attribute__((noinline)) void score_pairs(const float* x, const float* s
               __builtin_convertvector(sum[i][b][v], Vec) * scale[i]);
 }
 
-template <int B, int V>
-PENSTOCK_INLINE void score_pairs_of(int64_t rows, const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
-                                    int64_t column, int64_t block_size, int64_t size, int64_t scores_stride) {
-  // More rows than have so many vectors never come: see blocks_at_once.
-  constexpr auto kFits = [](int of) { return B * V <= vectors_at_once<int8_t>(of) ? of : 1; };
-  with_constant<kManyRows>(rows, [&](auto r) {
-    score_pairs<kFits(r), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
-  });
-}
-
-PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float* scale, const KeyBlock<int8_t>* blocks,
-                                  int num_blocks, int64_t block_size, int64_t size, int64_t scores_stride) {
-  int64_t column = 0;
-  for (; column + 2 * kLanes <= block_size; column += 2 * kLanes) {
-    if (num_blocks == 2)
-      score_pairs_of<2, 2>(rows, x, scale, blocks, column, block_size, size, scores_stride);
-    else
-      score_pairs_of<1, 2>(rows, x, scale, blocks, column, block_size, size, scores_stride);
-  }
-  for (; column + kLanes <= block_size; column += kLanes) {
-    int b = 0;
-    for (; b + 4 <= num_blocks; b += 4)
-      score_pairs_of<4, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
-    for (; b + 2 <= num_blocks; b += 2)
-      score_pairs_of<2, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
-    for (; b < num_blocks; ++b)
-      score_pairs_of<1, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
-  }
-  for (int b = 0; b < num_blocks; ++b) {
-    for (int64_t from = column; from < block_size; ++from)
-      for (int64_t i = 0; i < rows; ++i) {
-        int32_t sum = 0;
-        for (int64_t d = 0; d < size; ++d)
-          sum += one_short(shorts_of(x + i * size) + d * sizeof(int16_t)) *
-                 blocks[b].keys[place_in_pairs(d, from, size, block_size)];
-        blocks[b].scores[i * scores_stride + from] = static_cast<float>(sum) * scale[i];
-      }
-  }
+PENSTOCK_INLINE float score_one(const float* x, const float* scale, const KeyBlock<int8_t>& block, int64_t position,
+                                int64_t block_size, int64_t size) {
+  int32_t sum = 0;
+  for (int64_t d = 0; d < size; ++d)
+    sum += one_short(shorts_of(x) + d * sizeof(int16_t)) * block.keys[place_in_pairs(d, position, size, block_size)];
+  return static_cast<float>(sum) * *scale;
 }
 
 // out[i][.] = out[i][.] * keep[i] + scale[i] * sum over positions before `limit` of weights[i][position] *
 // values[position][.], for R rows, V vectors.
 template <int R, int V>
-static __attribute__((noinline)) void weigh_pairs(const float* weights, int64_t weights_stride, const float* scale,
-                                                  const Segment<int8_t>* segments, int64_t limit, int64_t column,
-                                                  int64_t size, const float* keep, float* out) {
+static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const float* scale,
+                                            const Segment<int8_t>* segments, int64_t limit, int64_t column,
+                                            int64_t size, const float* keep, float* out) {
   IntVec sum[R][V] = {};
   for (; segments->offset < limit; ++segments) {
     const int8_t* values = segments->values + 2 * column;
@@ -203,37 +170,16 @@ static __attribute__((noinline)) void weigh_pairs(const float* weights, int64_t 
     }
 }
 
-template <int R>
-PENSTOCK_INLINE void weigh_pairs_in_columns(const float* weights, int64_t weights_stride, const float* scale,
-                                            const Segment<int8_t>* segments, int64_t limit, int64_t size,
-                                            const float* keep, float* out) {
-  int64_t column = 0;
-  if constexpr (vectors_at_once<int8_t>(R) == 4)
-    for (; column + 4 * kLanes <= size; column += 4 * kLanes)
-      weigh_pairs<R, 4>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
-  for (; column + 2 * kLanes <= size; column += 2 * kLanes)
-    weigh_pairs<R, 2>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
-  for (; column + kLanes <= size; column += kLanes)
-    weigh_pairs<R, 1>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
-  for (; column < size; ++column)
-    for (int i = 0; i < R; ++i) {
-      int32_t sum = 0;
-      for (const Segment<int8_t>* s = segments; s->offset < limit; ++s)
-        for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
-          sum += one_short(shorts_of(weights + i * weights_stride) + (s->offset + k) * sizeof(int16_t)) *
-                 s->values[place_in_pairs(k, column, s->paired, size)];
-      Vec total = splat(out[i * size + column] * keep[i]);
-      multiply_add(total, splat(static_cast<float>(sum)), splat(scale[i]));
-      out[i * size + column] = total[0];
-    }
-}
-
-PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float* scale,
-                                const Segment<int8_t>* segments, int64_t limit, int64_t size, const float* keep,
-                                float* out) {
-  with_constant<kManyRows>(rows, [&](auto r) {
-    weigh_pairs_in_columns<r>(weights, weights_stride, scale, segments, limit, size, keep, out);
-  });
+PENSTOCK_INLINE float weigh_one(const float* weights, const float* scale, const Segment<int8_t>* segments, int64_t limit,
+                                int64_t column, int64_t size, float before) {
+  int32_t sum = 0;
+  for (const Segment<int8_t>* s = segments; s->offset < limit; ++s)
+    for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
+      sum += one_short(shorts_of(weights) + (s->offset + k) * sizeof(int16_t)) *
+             s->values[place_in_pairs(k, column, s->paired, size)];
+  Vec total = splat(before);
+  multiply_add(total, splat(static_cast<float>(sum)), splat(*scale));
+  return total[0];
 }
 
 }  // namespace PENSTOCK_NAMESPACE

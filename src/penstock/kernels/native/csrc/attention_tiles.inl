@@ -59,8 +59,10 @@ struct Segment {
 };
 
 // Scores of R rows with B blocks, V vectors of positions each: scores[i][.] = sum over d of x[i][d] * keys[d][.].
-template <class T, int R, int B, int V>
-static __attribute__((noinline)) void score(const float* x, const KeyBlock<T>* blocks, int64_t column,
+//
+// int8 has functions of its own for what the next four do, in attention_int8.inl. scale: of each row, for these.
+template <int R, int B, int V, class T>
+static __attribute__((noinline)) void score(const float* x, const float*, const KeyBlock<T>* blocks, int64_t column,
                                             int64_t block_size, int64_t size, int64_t scores_stride) {
   Vec sum[R][B][V] = {};
   for (int64_t d = 0; d < size; ++d) {
@@ -89,49 +91,21 @@ static __attribute__((noinline)) void score(const float* x, const KeyBlock<T>* b
       for (int v = 0; v < V; ++v) store(blocks[b].scores + i * scores_stride + column + v * kLanes, sum[i][b][v]);
 }
 
-template <class T, int B, int V>
-PENSTOCK_INLINE void score_rows(int64_t rows, const float* x, const KeyBlock<T>* blocks, int64_t column,
-                                int64_t block_size, int64_t size, int64_t scores_stride) {
-  // More rows than have so many vectors never come: see blocks_at_once.
-  constexpr auto kFits = [](int of) { return B * V <= vectors_at_once<T>(of) ? of : 1; };
-  with_constant<kManyRows>(rows, [&](auto r) {
-    score<T, kFits(r), B, V>(x, blocks, column, block_size, size, scores_stride);
-  });
-}
-
-// Scores of up to blocks_at_once blocks.
+// One score.
 template <class T>
-PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float*, const KeyBlock<T>* blocks, int num_blocks,
-                                  int64_t block_size, int64_t size, int64_t scores_stride) {
-  int64_t column = 0;
-  for (; column + 2 * kLanes <= block_size; column += 2 * kLanes) {
-    if (num_blocks == 2)
-      score_rows<T, 2, 2>(rows, x, blocks, column, block_size, size, scores_stride);
-    else
-      score_rows<T, 1, 2>(rows, x, blocks, column, block_size, size, scores_stride);
-  }
-  for (; column + kLanes <= block_size; column += kLanes) {
-    int b = 0;
-    for (; b + 4 <= num_blocks; b += 4) score_rows<T, 4, 1>(rows, x, blocks + b, column, block_size, size, scores_stride);
-    for (; b + 2 <= num_blocks; b += 2) score_rows<T, 2, 1>(rows, x, blocks + b, column, block_size, size, scores_stride);
-    for (; b < num_blocks; ++b) score_rows<T, 1, 1>(rows, x, blocks + b, column, block_size, size, scores_stride);
-  }
-  for (int b = 0; b < num_blocks; ++b) {
-    for (int64_t from = column; from < block_size; ++from)
-      for (int64_t i = 0; i < rows; ++i) {
-        float sum = 0.0f;
-        for (int64_t d = 0; d < size; ++d) sum += x[i * size + d] * widen(blocks[b].keys[d * block_size + from]);
-        blocks[b].scores[i * scores_stride + from] = sum;
-      }
-  }
+PENSTOCK_INLINE float score_one(const float* x, const float*, const KeyBlock<T>& block, int64_t position,
+                                int64_t block_size, int64_t size) {
+  float sum = 0.0f;
+  for (int64_t d = 0; d < size; ++d) sum += x[d] * widen(block.keys[d * block_size + position]);
+  return sum;
 }
 
 // out[i][.] = out[i][.] * keep[i] + sum over positions before `limit` of weights[i][position] * values[position][.], for
 // R rows, V vectors.
-template <class T, int R, int V>
-static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const Segment<T>* segments,
-                                            int64_t limit, int64_t column, int64_t size, const float* keep,
-                                            float* out) {
+template <int R, int V, class T>
+static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const float*,
+                                            const Segment<T>* segments, int64_t limit, int64_t column, int64_t size,
+                                            const float* keep, float* out) {
   Vec sum[R][V];
   PENSTOCK_UNROLL
   for (int i = 0; i < R; ++i)
@@ -163,33 +137,73 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
     for (int v = 0; v < V; ++v) store(out + i * size + column + v * kLanes, sum[i][v]);
 }
 
-// All columns of R rows: in four vectors at once, if there are the registers, then two, then one, then single elements.
-template <class T, int R>
-PENSTOCK_INLINE void weigh_columns(const float* weights, int64_t weights_stride, const Segment<T>* segments,
-                                   int64_t limit, int64_t size, const float* keep, float* out) {
-  int64_t column = 0;
-  if constexpr (vectors_at_once<T>(R) == 4)
-    for (; column + 4 * kLanes <= size; column += 4 * kLanes)
-      weigh<T, R, 4>(weights, weights_stride, segments, limit, column, size, keep, out);
-  for (; column + 2 * kLanes <= size; column += 2 * kLanes)
-    weigh<T, R, 2>(weights, weights_stride, segments, limit, column, size, keep, out);
-  for (; column + kLanes <= size; column += kLanes)
-    weigh<T, R, 1>(weights, weights_stride, segments, limit, column, size, keep, out);
-  for (; column < size; ++column)
-    for (int i = 0; i < R; ++i) {
-      float sum = out[i * size + column] * keep[i];
-      for (const Segment<T>* s = segments; s->offset < limit; ++s)
-        for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
-          sum += weights[i * weights_stride + s->offset + k] * widen(s->values[k * size + column]);
-      out[i * size + column] = sum;
-    }
+// One element.
+template <class T>
+PENSTOCK_INLINE float weigh_one(const float* weights, const float*, const Segment<T>* segments, int64_t limit,
+                                int64_t column, int64_t size, float before) {
+  float sum = before;
+  for (const Segment<T>* s = segments; s->offset < limit; ++s)
+    for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
+      sum += weights[s->offset + k] * widen(s->values[k * size + column]);
+  return sum;
 }
 
+template <int B, int V, class T>
+PENSTOCK_INLINE void score_rows(int64_t rows, const float* x, const float* scale, const KeyBlock<T>* blocks,
+                                int64_t column, int64_t block_size, int64_t size, int64_t scores_stride) {
+  // More rows than have so many vectors never come: see blocks_at_once.
+  constexpr auto kFits = [](int of) { return B * V <= vectors_at_once<T>(of) ? of : 1; };
+  with_constant<kManyRows>(rows, [&](auto r) {
+    score<kFits(r), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
+  });
+}
+
+// Scores of up to blocks_at_once blocks.
 template <class T>
-PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float*,
+PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float* scale, const KeyBlock<T>* blocks,
+                                  int num_blocks, int64_t block_size, int64_t size, int64_t scores_stride) {
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= block_size; column += 2 * kLanes) {
+    if (num_blocks == 2)
+      score_rows<2, 2>(rows, x, scale, blocks, column, block_size, size, scores_stride);
+    else
+      score_rows<1, 2>(rows, x, scale, blocks, column, block_size, size, scores_stride);
+  }
+  for (; column + kLanes <= block_size; column += kLanes) {
+    int b = 0;
+    for (; b + 4 <= num_blocks; b += 4)
+      score_rows<4, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
+    for (; b + 2 <= num_blocks; b += 2)
+      score_rows<2, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
+    for (; b < num_blocks; ++b)
+      score_rows<1, 1>(rows, x, scale, blocks + b, column, block_size, size, scores_stride);
+  }
+  for (int b = 0; b < num_blocks; ++b)
+    for (int64_t from = column; from < block_size; ++from)
+      for (int64_t i = 0; i < rows; ++i)
+        blocks[b].scores[i * scores_stride + from] =
+            score_one(x + i * size, scale + i, blocks[b], from, block_size, size);
+}
+
+// All columns of some rows: in four vectors at once, if there are the registers, then two, then one, then single
+// elements.
+template <class T>
+PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float* scale,
                                 const Segment<T>* segments, int64_t limit, int64_t size, const float* keep, float* out) {
   with_constant<kManyRows>(rows, [&](auto r) {
-    weigh_columns<T, r>(weights, weights_stride, segments, limit, size, keep, out);
+    int64_t column = 0;
+    if constexpr (vectors_at_once<T>(r) == 4)
+      for (; column + 4 * kLanes <= size; column += 4 * kLanes)
+        weigh<r, 4>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+    for (; column + 2 * kLanes <= size; column += 2 * kLanes)
+      weigh<r, 2>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+    for (; column + kLanes <= size; column += kLanes)
+      weigh<r, 1>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+    for (; column < size; ++column)
+      for (int i = 0; i < r; ++i) {
+        float* const to = out + i * size + column;
+        *to = weigh_one(weights + i * weights_stride, scale + i, segments, limit, column, size, *to * keep[i]);
+      }
   });
 }
 
