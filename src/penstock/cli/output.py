@@ -13,33 +13,7 @@ import msgspec
 
 from penstock.cli.failures import OutputClosed, file_named
 from penstock.engine.output_processor import Progress
-from penstock.engine.outputs import CompletionOutput, Logprob, RequestOutput
-
-
-class ResultLine(msgspec.Struct, kw_only=True):
-    """A line of JSONL output, in the order of the requests; one for each of a request's outputs.
-
-    index: number of the request, from 0. sample: number among its outputs, from 0.
-    id: the one that its input line gave, if any.
-    prompt: its text, or its token ids if it was given as such.
-    logprobs, prompt_logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.
-    error: why it failed, when finish_reason is "error".
-    """
-
-    index: int
-    sample: int
-    id: Any = None
-    prompt: str | list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: str | None = None
+from penstock.engine.outputs import CompletionOutput, RequestOutput
 
 
 @contextmanager
@@ -110,20 +84,28 @@ class ResultWriter:
             self._next += 1
 
 
-def _result_line(index: int, id: Any, output: RequestOutput, completion: CompletionOutput) -> ResultLine:
-    return ResultLine(
-        index=index,
-        sample=completion.index,
-        id=id,
-        prompt=output.prompt_token_ids if output.prompt is None else output.prompt,
-        text=completion.text,
-        token_ids=completion.token_ids,
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
-        num_prompt_tokens=len(output.prompt_token_ids),
-        num_cached_tokens=output.num_cached_tokens,
-        cumulative_logprob=completion.cumulative_logprob,
-        logprobs=completion.logprobs,
-        prompt_logprobs=output.prompt_logprobs,
-        error=output.error,
-    )
+def _result_line(index: int, id: Any, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    """A line of JSONL output, in the order of the requests; one for each of a request's outputs.
+
+    index: number of the request, from 0. sample: number among its outputs, from 0.
+    id: the one that its input line gave, if any.
+    prompt: its text, or its token ids if it was given as such.
+    logprobs, prompt_logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.
+    error: why it failed, when finish_reason is "error".
+    """
+    return {
+        "index": index,
+        "sample": completion.index,
+        "id": id,
+        "prompt": output.prompt_token_ids if output.prompt is None else output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "cumulative_logprob": completion.cumulative_logprob,
+        "logprobs": completion.logprobs,
+        "prompt_logprobs": output.prompt_logprobs,
+        "error": output.error,
+    }
