@@ -9,12 +9,12 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core_thread import CoreThread, same_error
-from penstock.engine.dispatcher import Core, Dispatcher, input_processor_for, output_processor_for, start_core
+from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest, Prompt
 from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput, RequestOutputKind
@@ -22,6 +22,9 @@ from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError
 from penstock.observability.logging import configure_logging
+
+if TYPE_CHECKING:
+    from penstock.engine.core import EngineCore
 
 
 class AsyncEngine:
@@ -40,13 +43,13 @@ class AsyncEngine:
         self._set_up(EngineConfig.create(model, **options), start_core)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], Core] = start_core) -> Self:
+    def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], EngineCore] = start_core) -> Self:
         """An engine of this configuration."""
         engine = cls.__new__(cls)
         engine._set_up(config, load_core)
         return engine
 
-    def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], Core]) -> None:
+    def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], EngineCore]) -> None:
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         processor = output_processor_for(config, self.tokenizer)
         self._lock = StreamLock()

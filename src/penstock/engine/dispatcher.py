@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.config import EngineConfig
 from penstock.engine.input_processor import InputProcessor
@@ -15,38 +15,11 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
-
-class Core(Protocol):
-    """What the front end needs of `EngineCore`."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def add_request(self, request: EngineRequest) -> None: ...
-
-    def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]: ...
-
-    def step(self) -> list[EngineCoreOutput]: ...
-
-    def has_unfinished_requests(self) -> bool: ...
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-    ) -> list[Any]: ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from penstock.engine.core import EngineCore
 
 
-def start_core(config: EngineConfig) -> Core:
+def start_core(config: EngineConfig) -> EngineCore:
     """The engine core of this configuration; raises what loading the model raises."""
     from penstock.engine.core import EngineCore
 
@@ -59,7 +32,7 @@ def output_processor_for(config: EngineConfig, tokenizer: Tokenizer) -> OutputPr
     return OutputProcessor(tokenizer, shared_prompt_length=config.cache.block_size + 1 if can_share else None)
 
 
-def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: Core) -> InputProcessor:
+def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: EngineCore) -> InputProcessor:
     """Requests are checked against what the core turned out to have."""
     return InputProcessor(
         config.model,
@@ -78,7 +51,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self, core: Core, processor: OutputProcessor, lock: AbstractContextManager[object] | None = None
+        self, core: EngineCore, processor: OutputProcessor, lock: AbstractContextManager[object] | None = None
     ) -> None:
         self.core = core
         self._processor = processor

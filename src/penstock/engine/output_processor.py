@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from penstock.contract import LogprobsLists, SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
@@ -25,27 +25,6 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 _STOP = FinishReason.STOP  # looked up for every token
 
 
-class Progress(Protocol):
-    """A request on its way, as its consumer sees it."""
-
-    @property
-    def req_id(self) -> str: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-    def output(self) -> RequestOutput:
-        """Everything so far, as a copy that does not change while the request goes on."""
-        ...
-
-    def take_output(self) -> RequestOutput:
-        """The same, with only the texts, tokens and log-probabilities that are new since the last call."""
-        ...
-
-
 class Inbox(Protocol):
     """Where a consumer hears that a request got on; a deque, for example."""
 
@@ -57,37 +36,6 @@ class RequestProgress:
 
     index: its number among the outputs of its prompt.
     """
-
-    __slots__ = (
-        "_detokenizer",
-        "_finished_time",
-        "_first_scheduled_time",
-        "_first_token_time",
-        "_includes_stop",
-        "_last_token_time",
-        "_num_detokenized",
-        "_num_pieces_taken",
-        "_num_preemptions",
-        "_num_tokens_taken",
-        "_num_tokens_without_stop",
-        "_pieces",
-        "_push",
-        "_scanner",
-        "cumulative_logprob",
-        "error",
-        "finish_reason",
-        "inbox",
-        "index",
-        "logprobs",
-        "num_cached_tokens",
-        "num_logprobs",
-        "prompt",
-        "prompt_logprobs",
-        "request",
-        "stop_reason",
-        "token_ids",
-        "tokenizer",
-    )
 
     def __init__(
         self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, inbox: Inbox, index: int = 0
@@ -278,6 +226,10 @@ class RequestProgress:
         if scanner.found is not None and self.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
             self.finish_reason, self.stop_reason = FinishReason.STOP, scanner.found
         return piece
+
+
+# A request on its way, as its consumer sees it.
+Progress: TypeAlias = RequestProgress | FanOut
 
 
 def _start_detokenizer(tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]) -> Detokenizer:
