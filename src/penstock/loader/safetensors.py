@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ def check_safetensors(files: WeightFiles) -> int:
     """
     owners: dict[str, Path] = {}
     for path in files.paths:
-        held = _tensor_names(path)
+        with opened(path) as file:
+            held = frozenset(file.keys())
         check_against_index(path, held, files)
         refuse_duplicates(owners, path, held)
         owners.update(dict.fromkeys(held, path))
@@ -33,12 +35,19 @@ def iterate_safetensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     Raises CheckpointError when a tensor cannot be read.
     """
     for path in files.paths:
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    yield name, _tensor(file, name, path)
-        except (SafetensorError, OSError) as error:
-            raise damaged(path, error) from error
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, _tensor(file, name, path)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """The file of `safe_open`. Raises CheckpointError, naming it, when it cannot be read."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path, error) from error
 
 
 def _tensor(file: Any, name: str, path: Path) -> Tensor:
@@ -47,11 +56,3 @@ def _tensor(file: Any, name: str, path: Path) -> Tensor:
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: the tensor {name} cannot be read: {error}. Download the file again.") from error
     return tensor
-
-
-def _tensor_names(path: Path) -> frozenset[str]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return frozenset(file.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise damaged(path, error) from error

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,7 +19,8 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights
 from penstock.layers.quantization.method import refuse_quantized
 from penstock.layers.weights import WeightSlot
-from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
+from penstock.loader.safetensors import opened
+from penstock.loader.weight_files import WeightFiles, parts_of_rank
 from penstock.parallel import ParallelContext
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -95,7 +96,8 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelContext) ->
         raise CheckpointError(f"There is no {wanted} (load_format='sharded_state'). The folder holds {present}.")
     num_parts = max(parts) + 1
     for number, path in parts.items():
-        metadata = _metadata(path)
+        with opened(path) as file:
+            metadata = file.metadata() or {}
         world_size = metadata.get("world_size", str(parallel.world_size))
         if world_size != str(parallel.world_size):
             raise CheckpointError(
@@ -151,11 +153,3 @@ def _cut(tensors: Mapping[str, Tensor], max_size: int | None) -> Iterator[list[s
         size += num_bytes
     if names:
         yield names
-
-
-def _metadata(path: Path) -> Mapping[str, str]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return file.metadata() or {}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise damaged(path, error) from error
