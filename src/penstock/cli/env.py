@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ def env(
     It names no files, users or hosts, and of the environment only variables that cannot be secrets.
     """
     with readable_errors():
-        from penstock.cli.environment import as_json, as_text, collect
+        from penstock.cli.environment import as_text, collect
 
         sections = collect()
-        print(as_json(sections) if json else as_text(sections))
+        print(json_module.dumps(sections, indent=2) if json else as_text(sections))

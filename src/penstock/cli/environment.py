@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import sys
@@ -55,11 +54,6 @@ def as_text(sections: Sections) -> str:
     return "\n".join(lines)
 
 
-def as_json(sections: Sections) -> str:
-    """The report for programs."""
-    return json.dumps(sections, indent=2)
-
-
 def _guarded(facts: Callable[[], dict[str, str]]) -> dict[str, str]:
     try:
         return facts()
@@ -68,9 +62,10 @@ def _guarded(facts: Callable[[], dict[str, str]]) -> dict[str, str]:
 
 
 def _penstock() -> dict[str, str]:
+    bits = sys.maxsize.bit_length() + 1
     return {
         "version": __version__,
-        "Python": f"{platform.python_version()} ({platform.python_implementation()}, {8 * _pointer_bytes()} bits)",
+        "Python": f"{platform.python_version()} ({platform.python_implementation()}, {bits} bits)",
         "virtual environment": "yes" if sys.prefix != sys.base_prefix else "no",
     }
 
@@ -190,10 +185,6 @@ def _driver() -> str:
     except OSError:
         version = None
     return version[1] if version else "unknown"
-
-
-def _pointer_bytes() -> int:
-    return 8 if sys.maxsize > 2**32 else 4
 
 
 def _yes(value: Any) -> str:

@@ -36,7 +36,10 @@ def read_prompt(argument: str | None) -> str:
         return argument
     if argument is None and sys.stdin.isatty():
         raise InvalidRequest("There is no prompt. Give one as argument, on standard input, or with --input FILE.jsonl.")
-    return _decode(sys.stdin.buffer.read(), "standard input").removesuffix("\n").removesuffix("\r")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"Standard input is no UTF-8 text: {error}.") from error
 
 
 def read_jsonl(path: Path, defaults: SamplingParams) -> list[Work]:
@@ -79,10 +82,3 @@ def _parse_line(line: bytes, where: str, defaults: SamplingParams) -> Work:
             allowed = ", ".join((*_PROMPT_FIELDS, "id", *_SAMPLING_FIELDS))
             raise InvalidParameter(f"There is no field {key} (given: {value!r}). Allowed: {allowed}.")
     return Work(prompt, msgspec.structs.replace(defaults, **fields), where, name)
-
-
-def _decode(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{name.capitalize()} is no UTF-8 text: {error}.") from error
