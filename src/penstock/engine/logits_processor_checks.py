@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -19,30 +20,27 @@ class LogitsProcessorChecks:
     def __init__(self, configured: tuple[str | type, ...]) -> None:
         self._configured = configured
         self._are_any = bool(configured) or bool(entry_points(group=LOGITS_PROCESSORS_GROUP))
-        self._classes: list[type[LogitsProcessor]] | None = None
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidParameter for `extra_args` of a processor that is not there, or that refuses the request."""
         if not self._are_any and params.extra_args is None:
             return
-        classes = self._load()
-        names = [processor.name for processor in classes]
+        names = [processor.name for processor in self._classes]
         for name, value in (params.extra_args or {}).items():
             if name not in names:
                 raise InvalidParameter(
                     f"extra_args has {name!r} (given: {value!r}), but there is no logits processor of that name. "
                     f"Allowed: {', '.join(names)}. Others are loaded with the option logits_processors."
                 )
-        for processor in classes:
+        for processor in self._classes:
             try:
                 processor.validate(params)
             except ValueError as error:
                 raise InvalidParameter(f"Logits processor {processor.name!r} refuses the request: {error}") from error
 
-    def _load(self) -> list[type[LogitsProcessor]]:
-        if self._classes is None:
-            # Not imported unless there are processors: it needs torch.
-            from penstock.runner.sampling.load_processors import load_logits_processors
+    @cached_property
+    def _classes(self) -> list[type[LogitsProcessor]]:
+        # Not imported unless there are processors: it needs torch.
+        from penstock.runner.sampling.load_processors import load_logits_processors
 
-            self._classes = load_logits_processors(self._configured)
-        return self._classes
+        return load_logits_processors(self._configured)

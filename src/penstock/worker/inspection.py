@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -18,28 +18,17 @@ def inspect_model(model: nn.Module) -> str:
     Layers that are alike but for their number are shown once.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    shared = frozenset(parameter for parameter, count in owners.items() if count > 1)
-    return "\n".join(_lines("", model, 0, _Ties(shared, _rows_elsewhere(model))))
+    ties = {parameter: " (tied)" for parameter, count in owners.items() if count > 1}
+    for name, module in model.named_modules():
+        if isinstance(module, LinearLayer):
+            lent = [embedding for embedding in module.tied_to if embedding.lookup is not None]
+            ties |= {id(embedding): f"reads the weight of {name} (tied)" for embedding in lent}
+    return "\n".join(_lines("", model, 0, ties))
 
 
-@dataclass(frozen=True, slots=True)
-class _Ties:
-    """shared: ids of parameters that several modules have. rows_in: by id of an embedding that reads its rows from
-    another module's form of the weight, that module's name.
-    """
-
-    shared: frozenset[int]
-    rows_in: Mapping[int, str]
-
-
-def _rows_elsewhere(model: nn.Module) -> dict[int, str]:
-    return {
-        id(embedding): name
-        for name, module in model.named_modules()
-        if isinstance(module, LinearLayer)
-        for embedding in module.tied_to
-        if embedding.lookup is not None
-    }
+# What is tied, by the id of a parameter that several modules have, or of an embedding that reads its rows from another
+# module's form of the weight: what to say of it.
+_Ties: TypeAlias = Mapping[int, str]
 
 
 def _lines(name: str, module: nn.Module, depth: int, ties: _Ties) -> Iterator[str]:
@@ -65,12 +54,12 @@ def _own(module: nn.Module, ties: _Ties) -> Iterator[str]:
             lends = any(embedding.lookup is not None for embedding in module.tied_to)
             forms = " and ".join(map(_form, kept))
             yield f"packed {forms}" + (" (tied: the embedding reads it too)" if lends else "")
-    if id(module) in ties.rows_in:
-        yield f"reads the weight of {ties.rows_in[id(module)]} (tied)"
+    if id(module) in ties:
+        yield ties[id(module)]
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         # A weight that a method keeps in its own form leaves an empty parameter behind.
         if tensor.numel():
-            yield f"{name} {_form(tensor)}" + (" (tied)" if id(tensor) in ties.shared else "")
+            yield f"{name} {_form(tensor)}" + ties.get(id(tensor), "")
 
 
 def _form(tensor: Tensor) -> str:
