@@ -126,7 +126,7 @@ class Trace:
     def stand_in(self, role: Role, cell: Cell | None = None) -> TracedTensor:
         """For a tensor of the step: the rows of a cell, [T, width], or a number or a truth value for each, [T]."""
         shape = [0] if cell is None else [0, cell.width]
-        made = torch.empty(shape, dtype=_DTYPES.get(role, torch.int64)).as_subclass(TracedTensor)
+        made = torch.empty(shape, dtype=_DTYPES.get(role, torch.int64), device="cpu").as_subclass(TracedTensor)
         made.origin, made.role, made.cell, made.is_last = self, role, cell, self._is_last
         return made
 
