@@ -20,7 +20,10 @@ from penstock.cli.bench import bench
 from penstock.config.engine import option_names
 
 COMMAND_LINE = CliRunner(env={"COLUMNS": "100"})
-QUICK = ("--num-iters", "2", "--num-iters-warmup", "0", "--kv-cache-memory-bytes", str(64 << 20))
+QUICK = (
+    *("--num-iters", "2", "--num-iters-warmup", "0"),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--option", "num_threads=1"),
+)
 
 
 def run(*arguments: str, columns: int = 100) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from penstock.layers.linear import weights_size_bytes
 from penstock.models.interface import LanguageModel
 from penstock.worker.worker import Worker
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256}
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256}
 
 
 class Extension:

@@ -27,7 +27,7 @@ from penstock.layers.quantization.rounding import quantize_int4, quantize_int4_r
 from penstock.parallel import ParallelContext
 
 ONE_RANK = ParallelContext()
-SMALL = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24, "device": "cpu"}
+SMALL = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24, "device": "cpu", "num_threads": 1}
 
 
 def random_layer(input_size: int, output_size: int, *, bias: bool = True) -> ColumnParallelLinear:

@@ -19,7 +19,7 @@ from penstock.layers.quantization.method import QuantizedMethod
 from penstock.worker import calibration
 
 DEMO = EngineConfig.create("demo").model.folder
-OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24}
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24}
 INT4: dict[str, Any] = {**OPTIONS, "quantization": "int4"}
 
 
