@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import SelfAttention
-from penstock.models.gemma_decoder import GemmaForCausalLM, attention_scale, read_gemma_config
-from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds, windows_of
+from penstock.models.gemma_decoder import GemmaForCausalLM, read_gemma_config
+from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds
 from penstock.parallel import ParallelContext
 
 # What a configuration without the field means; null means none.
-_DEFAULT_WINDOW = 4096
 _DEFAULT_ATTENTION_SOFT_CAP = 50.0
 _DEFAULT_LOGITS_SOFT_CAP = 30.0
 
@@ -23,21 +21,11 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
         config = read_gemma_config(fields)
         alternating = [FULL if layer % 2 else SLIDING for layer in range(config.num_layers)]
         kinds = read_layer_kinds(fields, default=alternating)
-        windows = windows_of(fields, kinds, fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW))
-        soft_cap = fields.optional_number("attn_logit_softcapping", default=_DEFAULT_ATTENTION_SOFT_CAP)
-        bias = fields.flag("attention_bias", default=False)
-
-        def attention(layer: int) -> SelfAttention:
-            return SelfAttention(
-                config,
-                layer,
-                parallel,
-                qkv_bias=bias,
-                output_bias=bias,
-                scale=attention_scale(fields),
-                sliding_window=windows[layer],
-                soft_cap=soft_cap,
-            )
-
-        logits_soft_cap = fields.optional_number("final_logit_softcapping", default=_DEFAULT_LOGITS_SOFT_CAP)
-        super().__init__(config, parallel, attention, logits_soft_cap=logits_soft_cap)
+        super().__init__(
+            fields,
+            config,
+            parallel,
+            kinds,
+            soft_cap=fields.optional_number("attn_logit_softcapping", default=_DEFAULT_ATTENTION_SOFT_CAP),
+            logits_soft_cap=fields.optional_number("final_logit_softcapping", default=_DEFAULT_LOGITS_SOFT_CAP),
+        )

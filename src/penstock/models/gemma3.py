@@ -11,19 +11,12 @@ from penstock.errors import ModelError
 from penstock.layers.norm import RoundedLastQueryKeyNorm
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import SelfAttention
-from penstock.models.gemma_decoder import (
-    NORM_WEIGHT_OFFSET,
-    GemmaForCausalLM,
-    attention_scale,
-    read_gemma_config,
-)
-from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds, windows_of
+from penstock.models.gemma_decoder import NORM_WEIGHT_OFFSET, GemmaForCausalLM, read_gemma_config
+from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelContext
 
 # What a configuration without the field means.
-_DEFAULT_WINDOW = 4096
 _DEFAULT_PATTERN = 6
 # By kind of layer: the old field for the base of its rotary embedding, and what a configuration without it means.
 _THETA = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
@@ -47,30 +40,18 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
         pattern = fields.integer("sliding_window_pattern", default=_DEFAULT_PATTERN)
         patterned = [SLIDING if (layer + 1) % pattern else FULL for layer in range(config.num_layers)]
         kinds = read_layer_kinds(fields, default=patterned)
-        windows = windows_of(fields, kinds, fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW))
         ropes = {FULL: config.rope, SLIDING: _read_rope(fields, SLIDING, config.head_size)}
-        bias = fields.flag("attention_bias", default=False)
         if fields.optional_number("attn_logit_softcapping") is not None:
             raise fields.unsupported(
                 "attn_logit_softcapping", fields.hf_config["attn_logit_softcapping"], "null, as in all Gemma 3 models"
             )
 
-        def attention(layer: int) -> SelfAttention:
-            return SelfAttention(
-                config,
-                layer,
-                parallel,
-                qkv_bias=bias,
-                output_bias=bias,
-                scale=attention_scale(fields),
-                sliding_window=windows[layer],
-                query_key_norm=partial(RoundedLastQueryKeyNorm, weight_offset=NORM_WEIGHT_OFFSET),
-            )
-
         super().__init__(
+            fields,
             config,
             parallel,
-            attention,
+            kinds,
+            query_key_norm=partial(RoundedLastQueryKeyNorm, weight_offset=NORM_WEIGHT_OFFSET),
             logits_soft_cap=fields.optional_number("final_logit_softcapping"),
             ropes=[ropes[kind] for kind in kinds],
         )

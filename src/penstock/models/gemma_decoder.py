@@ -15,7 +15,7 @@ from penstock.attention import ForwardContext
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import RMSNormRoundedLast
+from penstock.layers.norm import QueryKeyNorm, RMSNormRoundedLast
 from penstock.layers.rope_scaling import RopeParameters
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import (
@@ -25,6 +25,7 @@ from penstock.models.decoder import (
     DecoderModel,
     SelfAttention,
 )
+from penstock.models.layer_kinds import windows_of
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelContext
 
@@ -33,6 +34,7 @@ NORM_WEIGHT_OFFSET = 1.0
 # What a configuration without the field means.
 _DEFAULT_HEAD_SIZE = 256
 _DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
+_DEFAULT_WINDOW = 4096
 
 
 def read_gemma_config(fields: ConfigFields, rope: Callable[[int], RopeParameters] | None = None) -> DecoderConfig:
@@ -47,11 +49,6 @@ def read_gemma_config(fields: ConfigFields, rope: Callable[[int], RopeParameters
         default_activation="gelu_pytorch_tanh",
         rope=rope,
     )
-
-
-def attention_scale(fields: ConfigFields) -> float:
-    """The factor on the scores, which does not follow from the head size."""
-    return 1 / math.sqrt(fields.number("query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR))
 
 
 class GemmaLayer(nn.Module):
@@ -83,7 +80,10 @@ class GemmaLayer(nn.Module):
 
 
 class GemmaForCausalLM(DecoderForCausalLM):
-    """attention: makes the self-attention of a layer, given its number. ropes: by layer; None takes the config's."""
+    """kinds: by layer, `FULL` or `SLIDING`. soft_cap, query_key_norm: as in `SelfAttention`.
+
+    ropes: by layer; None takes the config's.
+    """
 
     weight_table: ClassVar[WeightTable] = {
         **DECODER_WEIGHTS,
@@ -93,17 +93,39 @@ class GemmaForCausalLM(DecoderForCausalLM):
 
     def __init__(
         self,
+        fields: ConfigFields,
         config: DecoderConfig,
         parallel: ParallelContext,
-        attention: Callable[[int], SelfAttention],
+        kinds: Sequence[str],
         *,
         logits_soft_cap: float | None,
+        soft_cap: float | None = None,
+        query_key_norm: Callable[..., QueryKeyNorm] | None = None,
         ropes: Sequence[RopeParameters] | None = None,
     ) -> None:
+        windows = windows_of(fields, kinds, fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW))
+        bias = fields.flag("attention_bias", default=False)
+        # It does not follow from the head size.
+        scale = 1 / math.sqrt(fields.number("query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR))
+
+        def layer(index: int) -> GemmaLayer:
+            attention = SelfAttention(
+                config,
+                index,
+                parallel,
+                qkv_bias=bias,
+                output_bias=bias,
+                scale=scale,
+                sliding_window=windows[index],
+                soft_cap=soft_cap,
+                query_key_norm=query_key_norm,
+            )
+            return GemmaLayer(config, attention, parallel)
+
         model = DecoderModel(
             config,
             parallel,
-            lambda index: GemmaLayer(config, attention(index), parallel),
+            layer,
             ropes=ropes,
             embed_tokens=ScaledVocabEmbedding(
                 config.vocab_size, config.hidden_size, scale=config.hidden_size**0.5, parallel=parallel
