@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,27 +38,7 @@ def step_label(output: SchedulerOutput, prefill_length: PrefillLength) -> str:
     return f"execute_context_{len(in_context)}({context_tokens})_generation_{generation}({generation_tokens})"
 
 
-class StepProfiler(ABC):
-    """Between `start` and `stop` every step is recorded."""
-
-    @abstractmethod
-    def start(self, prefix: str | None) -> None:
-        """Begin to record. prefix: begins the trace's file name."""
-
-    @abstractmethod
-    def stop(self) -> Path:
-        """End the recording and write it; returns the trace."""
-
-    @abstractmethod
-    def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
-        """Run a step, so that the trace shows what it ran."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Stop if need be; harmless when nothing runs."""
-
-
-class NoProfiler(StepProfiler):
+class NoProfiler:
     """Without `profiler_dir`."""
 
     def start(self, prefix: str | None) -> None:
@@ -74,8 +53,11 @@ class NoProfiler(StepProfiler):
     def shutdown(self) -> None: ...
 
 
-class TorchProfiler(StepProfiler):
-    """torch.profiler, over all threads of this process. Traces are named by prefix, rank and time."""
+class TorchProfiler:
+    """torch.profiler, over all threads of this process, of every step between `start` and `stop`.
+
+    Traces are named by prefix, rank and time.
+    """
 
     def __init__(self, config: ProfilerConfig, parallel: ParallelContext) -> None:
         assert config.profiler_dir is not None
@@ -86,7 +68,10 @@ class TorchProfiler(StepProfiler):
         self._prefix = ""
 
     def start(self, prefix: str | None) -> None:
-        """Raises LifecycleError when a profile runs already, ConfigError when no file can be made in the folder."""
+        """Begin to record. prefix: begins the trace's file name.
+
+        Raises LifecycleError when a profile runs already, ConfigError when no file can be made in the folder.
+        """
         if self._profile is not None:
             raise LifecycleError("A profile is running already. Stop it (stop_profile) before the next one starts.")
         if prefix is not None and (not prefix or Path(prefix).name != prefix):
@@ -103,7 +88,7 @@ class TorchProfiler(StepProfiler):
         logger.info("Profiling into %s", self._folder)
 
     def stop(self) -> Path:
-        """Raises LifecycleError when no profile runs."""
+        """End the recording and write it; returns the trace. Raises LifecycleError when no profile runs."""
         if self._profile is None:
             raise LifecycleError("No profile is running: start_profile must come first (or the worker was restarted).")
         stopped, self._profile = self._profile, None
@@ -115,6 +100,7 @@ class TorchProfiler(StepProfiler):
         return path
 
     def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
+        """Run a step, so that the trace shows what it ran."""
         if self._profile is None:
             run(output)
             return
@@ -122,6 +108,7 @@ class TorchProfiler(StepProfiler):
             run(output)
 
     def shutdown(self) -> None:
+        """Stop if need be; harmless when nothing runs."""
         if self._profile is None:
             return
         try:
@@ -155,7 +142,7 @@ class TorchProfiler(StepProfiler):
         )
 
 
-def create_profiler(config: ProfilerConfig, parallel: ParallelContext) -> StepProfiler:
+def create_profiler(config: ProfilerConfig, parallel: ParallelContext) -> NoProfiler | TorchProfiler:
     """The profiler that the options ask for."""
     return NoProfiler() if config.profiler_dir is None else TorchProfiler(config, parallel)
 
