@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,8 +46,7 @@ def chat(
     from penstock.cli.conversation import Conversation
     from penstock.engine.session import Session
 
-    with ExitStack() as stack:
-        session = stack.enter_context(closing(Session(config)))
+    with closing(Session(config)) as session:
         begin_collection()
         conversation = Conversation(session, params, system=system, chat_template=template)
         ChatTerminal(conversation, model).run()

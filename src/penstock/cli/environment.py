@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -156,20 +156,13 @@ def _version(name: str) -> str:
 
 def _cpu() -> tuple[str, list[str]]:
     """The model's name, and which of the instructions that matter it has."""
-    fields = dict(_cpu_fields())
-    flags = set(fields.get("flags", fields.get("Features", "")).split())
-    return fields.get("model name", platform.processor() or "unknown"), [flag for flag in _CPU_FLAGS if flag in flags]
-
-
-def _cpu_fields() -> Iterator[tuple[str, str]]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if colon:
-            yield name.strip(), value.strip()
+        lines = []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    return fields.get("model name", platform.processor() or "unknown"), [flag for flag in _CPU_FLAGS if flag in flags]
 
 
 def _distribution() -> str:
