@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from torch import Tensor, nn
 
@@ -113,6 +113,10 @@ class DecoderConfig:
         )
 
 
+# Makes what normalises query and key heads, from their numbers and size.
+AttentionNorm: TypeAlias = Callable[..., QueryKeyNorm | WholeQueryKeyNorm]
+
+
 class SelfAttention(nn.Module):
     """Attention with rotary positions.
 
@@ -131,7 +135,7 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
-        query_key_norm: Callable[..., QueryKeyNorm | WholeQueryKeyNorm] | None = None,
+        query_key_norm: AttentionNorm | None = None,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(

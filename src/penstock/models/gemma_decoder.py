@@ -15,11 +15,12 @@ from penstock.attention import ForwardContext
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import QueryKeyNorm, RMSNormRoundedLast
+from penstock.layers.norm import RMSNormRoundedLast
 from penstock.layers.rope_scaling import RopeParameters
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import (
     DECODER_WEIGHTS,
+    AttentionNorm,
     DecoderConfig,
     DecoderForCausalLM,
     DecoderModel,
@@ -100,7 +101,7 @@ class GemmaForCausalLM(DecoderForCausalLM):
         *,
         logits_soft_cap: float | None,
         soft_cap: float | None = None,
-        query_key_norm: Callable[..., QueryKeyNorm] | None = None,
+        query_key_norm: AttentionNorm | None = None,
         ropes: Sequence[RopeParameters] | None = None,
     ) -> None:
         windows = windows_of(fields, kinds, fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW))
