@@ -245,6 +245,33 @@ class DecoderModel(nn.Module):
         return hidden_TD
 
 
+def plain_decoder(
+    config: DecoderConfig,
+    parallel: ParallelContext,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    windows: Sequence[int | None] | None = None,
+    query_key_norm: AttentionNorm | None = None,
+) -> DecoderModel:
+    """A model of `DecoderLayer`s. windows: each layer's, None for full attention; None for all."""
+
+    def layer(index: int) -> DecoderLayer:
+        attention = SelfAttention(
+            config,
+            index,
+            parallel,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            sliding_window=None if windows is None else windows[index],
+            query_key_norm=query_key_norm,
+        )
+        return DecoderLayer(config, attention, parallel, mlp_bias=mlp_bias)
+
+    return DecoderModel(config, parallel, layer)
+
+
 class DecoderForCausalLM(CausalLM):
     """A decoder with its output projection."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.parallel import ParallelContext
 
 
@@ -16,9 +16,5 @@ class LlamaForCausalLM(DecoderForCausalLM):
         config = DecoderConfig.read(fields)
         attention_bias = fields.flag("attention_bias", default=False)
         mlp_bias = fields.flag("mlp_bias", default=False)
-
-        def layer(index: int) -> DecoderLayer:
-            attention = SelfAttention(config, index, parallel, qkv_bias=attention_bias, output_bias=attention_bias)
-            return DecoderLayer(config, attention, parallel, mlp_bias=mlp_bias)
-
-        super().__init__(config, parallel, DecoderModel(config, parallel, layer))
+        model = plain_decoder(config, parallel, qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=mlp_bias)
+        super().__init__(config, parallel, model)

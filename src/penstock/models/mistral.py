@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.parallel import ParallelContext
 
 # What a configuration without `sliding_window` means; null means none.
@@ -20,9 +20,4 @@ class MistralForCausalLM(DecoderForCausalLM):
         window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW)
         if fields.layer_types(config.num_layers) is not None:
             raise fields.unsupported("layer_types", fields.hf_config["layer_types"], "null: all layers are alike")
-
-        def layer(index: int) -> DecoderLayer:
-            attention = SelfAttention(config, index, parallel, qkv_bias=False, output_bias=False, sliding_window=window)
-            return DecoderLayer(config, attention, parallel)
-
-        super().__init__(config, parallel, DecoderModel(config, parallel, layer))
+        super().__init__(config, parallel, plain_decoder(config, parallel, windows=[window] * config.num_layers))

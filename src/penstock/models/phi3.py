@@ -8,14 +8,7 @@ from typing import Any, ClassVar
 from penstock.config import ModelConfig
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import (
-    DECODER_WEIGHTS,
-    DecoderConfig,
-    DecoderForCausalLM,
-    DecoderLayer,
-    DecoderModel,
-    SelfAttention,
-)
+from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelContext
 
@@ -43,12 +36,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         fields.refuse_flags("attention_bias", "mlp_bias", "lm_head_bias")
         config = DecoderConfig.read(fields, rope=lambda head_size: _read_rope(fields, head_size))
         window = fields.optional_integer("sliding_window")
-
-        def layer(index: int) -> DecoderLayer:
-            attention = SelfAttention(config, index, parallel, qkv_bias=False, output_bias=False, sliding_window=window)
-            return DecoderLayer(config, attention, parallel)
-
-        super().__init__(config, parallel, DecoderModel(config, parallel, layer))
+        super().__init__(config, parallel, plain_decoder(config, parallel, windows=[window] * config.num_layers))
 
 
 def _read_rope(fields: ConfigFields, head_size: int) -> RopeParameters:

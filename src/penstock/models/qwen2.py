@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.models.qwen_windows import read_qwen_windows
 from penstock.parallel import ParallelContext
 
@@ -16,11 +16,4 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         windows = read_qwen_windows(fields, config.num_layers)
-
-        def layer(index: int) -> DecoderLayer:
-            attention = SelfAttention(
-                config, index, parallel, qkv_bias=True, output_bias=False, sliding_window=windows[index]
-            )
-            return DecoderLayer(config, attention, parallel)
-
-        super().__init__(config, parallel, DecoderModel(config, parallel, layer))
+        super().__init__(config, parallel, plain_decoder(config, parallel, qkv_bias=True, windows=windows))

@@ -7,14 +7,7 @@ from typing import ClassVar
 from penstock.config import ModelConfig
 from penstock.layers.norm import QueryKeyNorm
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import (
-    DECODER_WEIGHTS,
-    DecoderConfig,
-    DecoderForCausalLM,
-    DecoderLayer,
-    DecoderModel,
-    SelfAttention,
-)
+from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.models.qwen_windows import read_qwen_windows
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelContext
@@ -37,17 +30,7 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
         config = DecoderConfig.read(fields, default_head_size=_DEFAULT_HEAD_SIZE)
         bias = fields.flag("attention_bias", default=False)
         windows = read_qwen_windows(fields, config.num_layers)
-
-        def layer(index: int) -> DecoderLayer:
-            attention = SelfAttention(
-                config,
-                index,
-                parallel,
-                qkv_bias=bias,
-                output_bias=bias,
-                sliding_window=windows[index],
-                query_key_norm=QueryKeyNorm,
-            )
-            return DecoderLayer(config, attention, parallel)
-
-        super().__init__(config, parallel, DecoderModel(config, parallel, layer))
+        model = plain_decoder(
+            config, parallel, qkv_bias=bias, output_bias=bias, windows=windows, query_key_norm=QueryKeyNorm
+        )
+        super().__init__(config, parallel, model)
