@@ -22,7 +22,7 @@ from penstock.loader.sharded_state import copy_model_files
 from penstock.models.registry import supported_architectures
 from penstock.observability.units import format_bytes
 from penstock.runner.sampling import LogitsProcessor, LogitsRows, ProcessorContext
-from penstock.worker.estimate import LIBRARY_BYTES
+from penstock.worker.resident import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
 from support.engines import SMALL, make_core
@@ -38,12 +38,12 @@ PLANNED = {**SMALL, "max_num_batched_tokens": 4000}
 _PLAN_AND_ENGINE = """
 import json, sys
 from penstock.engine.plan import plan_engine
-from penstock.worker.estimate import LIBRARY_BYTES
+from penstock.worker.resident import LIBRARY_BYTES
 from support.engines import make_core
 folder, options = sys.argv[1], json.loads(sys.argv[2])
 plan, core = plan_engine(folder, **options), make_core(folder, **options)
 plans = plan.memory, core.memory_plan
-print(json.dumps([[memory.activations - LIBRARY_BYTES, memory.weights] for memory in plans]))
+print(json.dumps([[memory.activations - LIBRARY_BYTES["cpu"], memory.weights] for memory in plans]))
 core.close()
 """
 # So that not all weights of a layer are widened at once.
@@ -80,7 +80,7 @@ def compare(folder: Path | str, **options: Any) -> None:
     assert plan.memory.weights == pytest.approx(memory.weights, rel=TOLERANCE)
     assert plan.memory.runner_state == memory.runner_state
     assert plan.memory.logits_processors == memory.logits_processors
-    planned, counted = (terms.activations - LIBRARY_BYTES for terms in (plan.memory, memory))
+    planned, counted = (terms.activations - LIBRARY_BYTES["cpu"] for terms in (plan.memory, memory))
     assert planned == pytest.approx(counted, rel=TOLERANCE)
     assert plan.memory.sampling == pytest.approx(memory.sampling, rel=TOLERANCE)
     assert (plan.memory.total, plan.memory.requested_kv_cache) == (memory.total, memory.requested_kv_cache)

@@ -166,7 +166,9 @@ class CpuPagedBackend(AttentionBackend):
     ) -> None:
         for cache_BKPD, new_TKD in zip(kv_cache, (key_TKD, value_TKD), strict=True):
             rows = new_TKD[: metadata.num_tokens].reshape(-1, layer.head_size)
-            cache_BKPD.view(-1, layer.head_size).index_copy_(0, metadata.kv_rows, rows.to(cache_BKPD.dtype))
+            cache_BKPD.view(-1, layer.head_size).index_copy_(
+                0, metadata.kv_rows.to(cache_BKPD.device), rows.to(cache_BKPD.dtype)
+            )
 
     def _workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Two tensors like the cache, of at least so many blocks; all layers of the group take turns with them."""

@@ -90,27 +90,13 @@ def _measure(settings: Settings, model: str, engine: dict[str, Any], config: Eng
             return offline.measure(session, prompts, settings, bar.update)
 
 
-def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes | None:
-    """What a decode step reads, from the plan; a lookup in an embedding of its own reads next to nothing of it.
-
-    None where a model's layers differ too much for a plan.
-    """
+def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes:
+    """What a decode step reads, from the plan."""
     from penstock.bench.long_context import StepBytes
-    from penstock.config import EngineConfig
-    from penstock.contract.kv_cache import DTYPE_BYTES
     from penstock.engine.plan import plan_engine
-    from penstock.errors import UnsupportedFeature
-    from penstock.models.shape import read_shape
 
-    try:
-        planned = plan_engine(model, **engine)
-        shape = read_shape(EngineConfig.create(model, **engine).model)
-    except UnsupportedFeature:
-        return None
-    embedding = (
-        0 if shape.ties_embeddings else shape.vocab_size * shape.hidden_size * DTYPE_BYTES[planned.dtype.weights]
-    )
-    return StepBytes(weights=planned.memory.weights - embedding, kv_per_token=planned.kv_bytes_per_token)
+    planned = plan_engine(model, **engine)
+    return StepBytes(weights=planned.memory.weights - planned.lookup_bytes, kv_per_token=planned.kv_bytes_per_token)
 
 
 def _show(settings: Settings, results: Any) -> None:

@@ -37,9 +37,13 @@ class MemorySnapshot:
 
 @dataclass(slots=True)
 class PeakMemory:
-    """Filled when the block of `Device.measure_peak` ends: bytes of tensors above the level at its start, at most."""
+    """Filled when the block of `Device.measure_peak` ends: bytes of tensors above the level at its start.
+
+    bytes_above_start: at most. bytes_kept: at its end.
+    """
 
     bytes_above_start: int = 0
+    bytes_kept: int = 0
 
 
 class PendingCopy(ABC):
@@ -60,8 +64,6 @@ class Device(ABC):
 
     kind: "cpu" or "cuda". overlaps_with_host: work is queued, so the host can run ahead of it.
     attention_backends: names of the backends that may work here, best first.
-    max_profile_tokens, max_profile_rows: how large a step may be profiled without making the start slow. A larger one
-        is derived from that, and sampling, where not a row may be profiled, from what it is known to keep.
     """
 
     kind: str
@@ -69,8 +71,6 @@ class Device(ABC):
     overlaps_with_host: bool
     default_memory_fraction: float
     attention_backends: tuple[str, ...]
-    max_profile_tokens: int
-    max_profile_rows: int
 
     @abstractmethod
     def describe(self) -> str:

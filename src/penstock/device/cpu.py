@@ -47,8 +47,6 @@ class CpuDevice(Device):
     overlaps_with_host = False
     default_memory_fraction = DEFAULT_MEMORY_FRACTION["cpu"]
     attention_backends = ("cpu_native", "cpu_paged", "reference")
-    max_profile_tokens = 128
-    max_profile_rows = 0
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -76,7 +74,7 @@ class CpuDevice(Device):
         peak = PeakMemory()
         with TensorMemory() as memory:
             yield peak
-        peak.bytes_above_start = memory.peak_bytes
+        peak.bytes_above_start, peak.bytes_kept = memory.peak_bytes, memory.num_bytes
 
     def allocate(self, num_bytes: int) -> Tensor:
         if num_bytes >= LARGE_PAGE and HAS_LARGE_PAGES:

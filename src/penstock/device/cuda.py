@@ -50,8 +50,6 @@ class CudaDevice(Device):
     overlaps_with_host = True
     default_memory_fraction = DEFAULT_MEMORY_FRACTION["cuda"]
     attention_backends = ("torch_varlen", "reference")
-    max_profile_tokens = 1 << 30
-    max_profile_rows = 1 << 30
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -85,6 +83,7 @@ class CudaDevice(Device):
         yield peak
         self.synchronize()
         peak.bytes_above_start = torch.cuda.max_memory_allocated(self.torch_device) - start
+        peak.bytes_kept = torch.cuda.memory_allocated(self.torch_device) - start
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)

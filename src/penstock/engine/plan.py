@@ -1,45 +1,48 @@
 """The memory of an engine that is not running: the arithmetic of `worker/memory_plan.py` without a worker.
 
-Reads `config.json` and the headers of the weight files. Imports no torch, so that it takes a fraction of a second; only
-a model of which these do not show the layers is built without memory.
+The model is built and run without memory, as the worker does when it plans; of the weight files only the headers are
+read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from penstock.config import EngineConfig, env
-from penstock.config.load import SHARDED_STATE
 from penstock.config.resolve import resolve_metadata_folder
-from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.contract import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from penstock.device.cpu import CpuDevice
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, cpu_quota, memory_limit
 from penstock.device.nvml import gpu_memory
 from penstock.device.threads import plan_threads
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
-from penstock.engine.model_sizes import ModelSizes, PlannedModel, size_model
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
-from penstock.loader.headers import TensorHeader, read_all_headers, read_headers, stored_dtype
-from penstock.loader.weight_files import parts_of_rank, what_is_there
+from penstock.loader.headers import fetch_headers
+from penstock.loader.loader import open_weights, stored_dtype, without_memory
+from penstock.loader.weight_files import has_weight_files
 from penstock.observability.units import format_bytes
+from penstock.parallel import ParallelContext
+from penstock.runner.model_runner import RunnerLimits
+from penstock.runner.sampling.load_processors import installed
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
-from penstock.worker.estimate import PROCESS_BYTES, resident_step
-from penstock.worker.memory_plan import MemoryPlan, check_plan, choose_memory_fraction, runner_state_bytes
+from penstock.worker.memory_plan import MemoryPlan, check_plan
+from penstock.worker.processor_memory import measure_processors
+from penstock.worker.resident import PROCESS_BYTES, resident_step
 from penstock.worker.split_contexts import split_context_bytes
+from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """layers: what each keeps. memory: the arithmetic, as the worker would print it. kv_bytes_per_token: in all layers
     together, where none has a window. concurrency: requests of `max_model_len` tokens at once. num_tokens: in requests
-    of that length. remark: where weights and activations come from, if not from config.json and headers; or "".
+    of that length. lookup_bytes: of weights of which a step reads no more than its tokens' rows.
     """
 
     model: str
@@ -48,6 +51,7 @@ class EnginePlan:
     dtype: DtypeChoice
     layers: tuple[FullAttentionSpec | SlidingWindowSpec, ...]
     num_parameters: int
+    lookup_bytes: int
     memory: MemoryPlan
     block_size: int
     kv_cache_dtype: str
@@ -56,7 +60,6 @@ class EnginePlan:
     max_model_len: int
     num_tokens: int
     concurrency: float
-    remark: str
 
     def table(self) -> str:
         """All of it, for a person to check."""
@@ -80,7 +83,6 @@ class EnginePlan:
             "dtype": self.dtype.name,
             "weights_dtype": self.dtype.weights,
             "num_parameters": self.num_parameters,
-            "remark": self.remark,
             "max_model_len": self.max_model_len,
             "engine_bytes": self.engine_bytes,
             "memory": memory,
@@ -101,7 +103,6 @@ class EnginePlan:
         return [
             f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters, {layers}",
             f"on {self.device} in {self.dtype.name} ({self.dtype.reason})",
-            *([self.remark] if self.remark else []),
         ]
 
     def _cache_lines(self) -> list[str]:
@@ -122,17 +123,17 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     """Plan an engine with these options (those of `EngineConfig.create`) on this machine, as it is now.
 
     Of a hub id that is not in the local cache, the configuration and the headers are fetched, and no weights.
-    Raises OutOfMemory when the engine could not start, and what reading the model raises.
+    Raises OutOfMemory when the engine could not start, and what loading the model raises.
     """
-    folder, hub_headers = _find_model(model, revision)
-    config = EngineConfig.create(str(folder), **options)
+    folder, is_on_hub = resolve_metadata_folder(model, revision)
+    config, parallel = EngineConfig.create(str(folder), **options), ParallelContext()
     device = _choose_device(config.device.device)
-    has_checkpoint = config.load.load_format != "dummy"
-    headers = hub_headers or (_headers(config) if has_checkpoint else None)
-    dtype = _choose_dtype(config, headers, device)
+    tensors = _tensors(model, revision, config, is_on_hub=is_on_hub)
+    dtype = _choose_dtype(config, None if tensors is None else stored_dtype(tensors), device)
     kv_cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, device)
-    sizes = size_model(PlannedModel(config, headers, dtype, kv_cache_dtype, device, _longest_context(config)))
-    memory, specs = _plan_memory(config, sizes, device), sizes.specs
+    limits = _limits(config)
+    unloaded = measure_unloaded(config, parallel, device, dtype, limits, tensors)
+    memory, specs = _plan_memory(config, unloaded, limits, device), unloaded.specs
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
         check_plan(memory)
@@ -140,72 +141,44 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
         kv_cache = size_kv_cache(config, specs, memory, max_model_len)
     except OutOfMemory as error:
         raise OutOfMemory(f"{error}\n  A token takes {format_bytes(kv_bytes_per_token)} of KV cache.") from error
-    limits = {"max_model_len": max_model_len, "max_num_batched_tokens": config.scheduler.max_num_batched_tokens}
+    lengths = {"max_model_len": max_model_len, "max_num_batched_tokens": limits.max_num_tokens}
     return EnginePlan(
         model=model,
         architecture=config.model.architecture,
         device=device,
         dtype=dtype,
         layers=tuple(specs.values()),
-        num_parameters=sizes.num_parameters,
+        num_parameters=unloaded.num_parameters,
+        lookup_bytes=unloaded.lookups,
         memory=memory,
         block_size=config.cache.block_size,
         kv_cache_dtype=kv_cache_dtype,
         kv_bytes_per_token=kv_bytes_per_token,
         kv_cache=kv_cache,
         max_model_len=max_model_len,
-        num_tokens=num_tokens_that_fit(kv_cache, **limits),
-        concurrency=max_concurrency(kv_cache, **limits),
-        remark=sizes.remark,
+        num_tokens=num_tokens_that_fit(kv_cache, **lengths),
+        concurrency=max_concurrency(kv_cache, **lengths),
     )
 
 
-def _find_model(model: str, revision: str | None) -> tuple[Path, dict[str, TensorHeader] | None]:
-    """The folder with the model's configuration, and its headers if the weights are not there but on the hub."""
-    folder, is_on_hub = resolve_metadata_folder(model, revision)
-    if not is_on_hub or read_headers(folder) is not None:
-        return folder, None
+def _tensors(
+    model: str, revision: str | None, config: EngineConfig, *, is_on_hub: bool
+) -> list[tuple[str, Tensor]] | None:
+    """The checkpoint's, without memory; None for random weights. Of what is on the hub alone, by its headers."""
+    if config.load.load_format == "dummy":
+        return None
+    quiet = replace(config.load, use_tqdm_on_load=False)
+    try:
+        return list(without_memory(open_weights(config.model.folder, quiet, ParallelContext())))
+    except CheckpointError:
+        if not is_on_hub or has_weight_files(config.model.folder):
+            raise
     if env.hub_is_offline():
         raise ModelNotFound(
             f"model={model!r}: its weight files are not in the local hub cache, and the network is forbidden "
             "(HF_HUB_OFFLINE), so their headers cannot be read."
         )
-    return folder, _fetch_headers(model, revision)
-
-
-def _fetch_headers(model: str, revision: str | None) -> dict[str, TensorHeader]:
-    """The headers of the safetensors files of a hub id, fetched by themselves."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
-
-    try:
-        metadata = HfApi().get_safetensors_metadata(model, revision=revision)
-    except NotASafetensorsRepoError as error:
-        raise CheckpointError(
-            f"model={model!r} has no safetensors files on the hub, and the headers of others cannot be fetched by "
-            "themselves. Download it, and plan for the folder."
-        ) from error
-    except (HfHubHTTPError, SafetensorsParsingError, OSError) as error:
-        raise ModelNotFound(f"model={model!r}: the headers of its weights cannot be fetched: {error}") from error
-    return {
-        name: TensorHeader(str(tensor.dtype), tuple(tensor.shape))
-        for file in metadata.files_metadata.values()
-        for name, tensor in file.tensors.items()
-    }
-
-
-def _headers(config: EngineConfig) -> Mapping[str, TensorHeader]:
-    folder, load = config.model.folder, config.load
-    if load.load_format == SHARDED_STATE:
-        parts = parts_of_rank(folder, load.sharded_state_pattern, rank=0)
-        headers: dict[str, TensorHeader] | None = read_all_headers(parts[number] for number in sorted(parts)) or None
-    else:
-        headers = read_headers(folder, load.load_format)
-    if headers is None:
-        raise CheckpointError(
-            f"There are no weights to plan for (load_format={load.load_format!r}). {what_is_there(folder)}"
-        )
-    return headers
+    return fetch_headers(model, revision)
 
 
 def _choose_device(requested: str) -> str:
@@ -214,59 +187,60 @@ def _choose_device(requested: str) -> str:
     return "cuda" if gpu_memory() is not None else "cpu"
 
 
-def _choose_dtype(config: EngineConfig, headers: Mapping[str, TensorHeader] | None, device: str) -> DtypeChoice:
+def _choose_dtype(config: EngineConfig, stored: str | None, device: str) -> DtypeChoice:
     model = config.model
     if device == "cuda":
         return choose_cuda_dtype(model.dtype, model.checkpoint_dtype)
-    return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, None if headers is None else stored_dtype(headers))
+    return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, stored)
 
 
-def _plan_memory(config: EngineConfig, sizes: ModelSizes, device: str) -> MemoryPlan:
-    limit, cache, vocab_size = _memory_of(device), config.cache, config.model.vocab_size
+def _plan_memory(config: EngineConfig, model: UnloadedModel, limits: RunnerLimits, device: str) -> MemoryPlan:
+    limit, cache = _memory_of(device), config.cache
     split = split_context_bytes(
-        sizes.specs.values(),
-        sizes.num_heads,
-        max_model_len=_longest_context(config),
+        model.specs.values(),
+        model.num_heads,
+        max_model_len=limits.max_model_len,
         num_threads=plan_threads(config.device.num_threads, quota=cpu_quota()).num_threads,
         device=device,
     )
-    step = resident_step(sizes.step, device, split)
+    step = resident_step(model.step, device, split)
     return MemoryPlan(
         total=limit.total_bytes,
         free_at_start=limit.free_bytes,
-        fraction=choose_memory_fraction(
-            cache.memory_fraction, DEFAULT_MEMORY_FRACTION[device], free=limit.free_bytes, total=limit.total_bytes
-        ),
+        fraction=cache.memory_fraction or DEFAULT_MEMORY_FRACTION[device],
+        is_default_fraction=cache.memory_fraction is None,
         process=PROCESS_BYTES[device],
-        weights=sizes.weights,
+        weights=model.weights,
         activations=step.activations,
         sampling=step.sampling,
-        runner_state=runner_state_bytes(config.scheduler.max_num_seqs, _longest_context(config), vocab_size),
+        runner_state=step.runner_state,
         requested_kv_cache=cache.kv_cache_memory_bytes,
-        logits_processors=_plan_processors(config, vocab_size),
+        logits_processors=_plan_processors(config, limits),
     )
 
 
-def _plan_processors(config: EngineConfig, vocab_size: int) -> int:
-    """What custom logits processors keep; they are imported and made, where there are any, and torch with them."""
-    if not config.sampling.logits_processors and not entry_points(group=LOGITS_PROCESSORS_GROUP):
+def _plan_processors(config: EngineConfig, limits: RunnerLimits) -> int:
+    """What custom logits processors keep; they are made, where there are any."""
+    if not config.sampling.logits_processors and not installed():
         return 0
-    from penstock.device.cpu import CpuDevice
-    from penstock.worker.processor_memory import measure_processors
-
     with closing(CpuDevice(config.device.num_threads)) as device:
         return measure_processors(
             config.sampling,
             device,
-            max_num_reqs=config.scheduler.max_num_seqs,
-            max_model_len=_longest_context(config),
-            vocab_size=vocab_size,
+            max_num_reqs=limits.max_num_reqs,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
         )
 
 
-def _longest_context(config: EngineConfig) -> int:
+def _limits(config: EngineConfig) -> RunnerLimits:
     wanted = config.model.max_model_len
-    return wanted if isinstance(wanted, int) else config.model.longest_context
+    return RunnerLimits(
+        max_num_reqs=config.scheduler.max_num_seqs,
+        max_num_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=wanted if isinstance(wanted, int) else config.model.longest_context,
+        vocab_size=config.model.vocab_size,
+    )
 
 
 def _memory_of(device: str) -> MemoryLimit:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.native import NATIVE, WEIGHT_TYPES
 
 
@@ -15,11 +16,11 @@ def embedding(ids: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
     Raises IndexError for a row that is not there (on the CPU).
     """
     # Where a step is one token, torch's operator takes several times as long as all rows of the layers' norms.
-    if NATIVE is not None and dtype is torch.float32 and ids.is_cpu and native_takes(table_VD):
+    if NATIVE is not None and dtype is torch.float32 and is_on_cpu(ids) and native_takes(table_VD):
         return NATIVE.lookup(ids, table_VD)
     return F.embedding(ids, table_VD).to(dtype)
 
 
 def native_takes(table_VD: Tensor) -> bool:
     """Whether the C++ kernels can read rows of this table."""
-    return table_VD.is_cpu and table_VD.dtype in WEIGHT_TYPES and table_VD.is_contiguous()
+    return is_on_cpu(table_VD) and table_VD.dtype in WEIGHT_TYPES and table_VD.is_contiguous()

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.device.stand_in import is_on_cpu
+
 # oneDNN looks its primitive up in every call (about 20 us), which only larger weights make up for.
 _MIN_PACKED_ELEMENTS = 256 * 1024
 # Rows that oneDNN lays the packed weight out for; it multiplies any number of them.
@@ -27,7 +29,7 @@ def packing_pays(weight_OI: Tensor) -> bool:
     they took longer. One row is about equal.
     """
     return (
-        weight_OI.device.type == "cpu"
+        is_on_cpu(weight_OI)
         and weight_OI.dtype == torch.float32
         and weight_OI.numel() >= _MIN_PACKED_ELEMENTS
         and torch.backends.mkldnn.is_available()
@@ -37,6 +39,8 @@ def packing_pays(weight_OI: Tensor) -> bool:
 
 def pack_weight(weight_OI: Tensor) -> Tensor:
     """The weight in oneDNN's blocked layout: an opaque tensor, good for `packed_linear` and `unpack_weight` only."""
+    if weight_OI.is_meta:
+        return weight_OI.clone()
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
     return packed
 

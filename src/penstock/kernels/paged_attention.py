@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config.capped_attention import capped_queries
+# Capped scores are in memory for so many queries at once, or for less of them: 4 MiB, or those of one query.
+_CAPPED_QUERIES = 16
+_MAX_SCORES = 1 << 20
 
 _NEG_INF = float("-inf")
 
@@ -198,7 +200,7 @@ def prefill_attention_cpu(
     value_1KLD = value_LKD.transpose(0, 1).unsqueeze(0)
     within_window = sliding_window is None or context <= sliding_window
     if soft_cap is not None:
-        tile = capped_queries(query_QHD.shape[1], context)
+        tile = _capped_queries(query_QHD.shape[1], context)
     elif num_queries == context and within_window:
         output = F.scaled_dot_product_attention(
             query_1HQD, key_1KLD, value_1KLD, is_causal=True, scale=scale, enable_gqa=True
@@ -236,3 +238,8 @@ def _capped_attention(
     scores_KXL.view(num_kv_heads, -1, *visible_QL.shape).masked_fill_(~visible_QL, _NEG_INF)
     weights_KXL = scores_KXL.softmax(dim=-1).to(value_1KLD.dtype)
     return torch.matmul(weights_KXL, value_1KLD[0]).view(1, num_heads, num_queries, head_size)
+
+
+def _capped_queries(num_heads: int, num_positions: int) -> int:
+    """Queries whose scores are in memory at once, of attention over so many positions."""
+    return max(1, min(_CAPPED_QUERIES, _MAX_SCORES // (num_heads * num_positions)))

@@ -13,14 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.config.rounded_products import outputs_at_once, rows_at_once
-
 INT8_LIMIT = 127
 INT4_LEVELS = 16
 # The kernels take 4-bit weights in runs of so many input features.
 GROUP_MULTIPLE = 32
 # Below this a row of activations is taken for zero: the inverse of its scale would not be finite.
 _NEGLIGIBLE = 1e-30
+# Values that are widened at once, to float64: 8 MiB. Large enough for products at full speed.
+_MAX_WIDENED = 1 << 20
+# Else the sums of many rows would take the most, where groups are small.
+_MAX_OUTPUTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     """
     values_TI = torch.empty(x_TI.shape, dtype=torch.int8, device=x_TI.device)
     scale_T1 = torch.empty(x_TI.shape[0], 1, device=x_TI.device)
-    for rows in _parts(x_TI.shape[0], rows_at_once(x_TI.shape[1])):
+    for rows in _parts(x_TI.shape[0], _rows_at_once(x_TI.shape[1])):
         values_TI[rows], scale_T1[rows] = _quantize(x_TI[rows].float())
     return values_TI, scale_T1
 
@@ -125,7 +127,7 @@ def _quantize(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias: float32 [T, O]. Never is more of the weight widened than `outputs_at_once` says."""
+    """x @ weight^T + bias: float32 [T, O]. Never is more of the weight widened than `_outputs_at_once` says."""
     shape = weight.shape
     values_TI, scale_T1 = quantize_rows(x_TI)
     out_TO = torch.zeros(x_TI.shape[0], shape.output_size, device=x_TI.device)
@@ -133,7 +135,7 @@ def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Te
         part = slice(group * shape.group_size, (group + 1) * shape.group_size)
         # Exact in float64, which has fast products everywhere.
         rows_TI = values_TI[:, part].double()
-        for outputs in _parts(shape.output_size, outputs_at_once(min(shape.group_size, shape.input_size))):
+        for outputs in _parts(shape.output_size, _outputs_at_once(min(shape.group_size, shape.input_size))):
             weight_OI = weight.values_OI[outputs, part].double()
             sums_TO = rows_TI @ weight_OI.T
             if weight.zeros_OG is not None:
@@ -145,6 +147,16 @@ def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Te
         del rows_TI
     out_TO.mul_(scale_T1)
     return out_TO if bias_O is None else out_TO.add_(bias_O)
+
+
+def _outputs_at_once(group_size: int) -> int:
+    """Output features whose weights are widened at once, for one group of so many input features."""
+    return max(1, min(_MAX_OUTPUTS, _MAX_WIDENED // group_size))
+
+
+def _rows_at_once(num_inputs: int) -> int:
+    """Rows of activations that are rounded at once."""
+    return max(1, _MAX_WIDENED // num_inputs)
 
 
 def _parts(size: int, part_size: int) -> Iterator[slice]:

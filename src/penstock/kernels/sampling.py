@@ -41,11 +41,16 @@ def mask_top_k_top_p(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Ten
     sorted_RV.masked_fill_(sorted_RV < kth_R1, _NEG_INF)
     probs_RV = sorted_RV.softmax(dim=-1)
     mass_before_RV = probs_RV.cumsum(dim=-1) - probs_RV
-    num_kept_R = (mass_before_RV < top_p_R.unsqueeze(-1)).sum(dim=-1).clamp_(min=1)
+    num_kept_R = _count(mass_before_RV < top_p_R.unsqueeze(-1)).clamp_(min=1)
     nucleus_R1 = sorted_RV.gather(-1, (num_kept_R - 1).unsqueeze(-1))
     # A cumulative sum can reach 1 before the end by rounding: top_p = 1 must keep what top_k kept all the same.
     threshold_R1 = torch.where(top_p_R.unsqueeze(-1) < 1.0, torch.maximum(kth_R1, nucleus_R1), kth_R1)
     return _drop_below(logits_RV, threshold_R1)
+
+
+def _count(is_counted_RV: Tensor) -> Tensor:
+    """int64 [R]. Widened here, since torch does it inside of the sum, where no count of memory sees it."""
+    return is_counted_RV.to(torch.int64).sum(dim=-1)
 
 
 def _sort_descending(logits_RV: Tensor) -> Tensor:
@@ -123,5 +128,5 @@ def top_logprobs(logits_RV: Tensor, sampled_R: Tensor, num_logprobs: int, *, nor
     logprobs_RN = chosen_RN.float()
     if normalize:
         logprobs_RN = logprobs_RN - logits_RV.float().logsumexp(dim=-1, keepdim=True)
-    ranks_R = (logits_RV >= sampled_logit_R1).sum(dim=-1)
+    ranks_R = _count(logits_RV >= sampled_logit_R1)
     return LogprobsTensors(token_ids_RN, logprobs_RN, ranks_R)

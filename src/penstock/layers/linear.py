@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.env import uses_torch_products
+from penstock.device.stand_in import is_on_cpu
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE, NativeKernels
@@ -146,7 +147,7 @@ class _PackedRows(RowLookup):
 
 def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = None) -> LinearMethod:
     """The fastest method for this weight where it lies. compute_dtype: None for the weight's."""
-    is_ours = weight_OI.is_cpu and (compute_dtype or weight_OI.dtype) is torch.float32 and not uses_torch_products()
+    is_ours = is_on_cpu(weight_OI) and (compute_dtype or weight_OI.dtype) is torch.float32 and not uses_torch_products()
     if NATIVE is not None and is_ours:
         return NativeMethod(NATIVE)
     return OneDnnMethod() if packing_pays(weight_OI) else PlainMethod()

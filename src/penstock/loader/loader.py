@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,13 +14,14 @@ from tqdm import tqdm
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
+from penstock.device.stand_in import META, standing_for
 from penstock.errors import CheckpointError
 from penstock.layers.linear import process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
-from penstock.loader.quantized.assembly import assemble, linear_weights
-from penstock.loader.quantized.choose import choose_rounding
+from penstock.loader.quantized.assembly import Rounding, assemble, linear_weights
+from penstock.loader.quantized.choose import choose_rounding, log_rounding
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
 from penstock.loader.sharded_state import find_sharded_files, state_slots
 from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, what_is_there
@@ -45,34 +48,83 @@ def load_model(
     files. Raises UnsupportedModel, UnsupportedFeature or ModelError for what `config.json` says, CheckpointError for
     weights that are damaged or do not fit.
     """
-    rounding = choose_rounding(model_config, load_config, device)
+    rounding = choose_rounding(model_config, load_config, device.type)
+    if rounding is not None:
+        log_rounding(rounding)
     logger.info("Implementation: %s", describe_implementation(model_config))
     model = build_model(model_config, parallel_context)
+    with _naming(model_config.folder):
+        if load_config.load_format == "dummy":
+            tensors = iterate_dummy_weights(model.checkpoint_slots())
+        else:
+            tensors = open_weights(model_config.folder, load_config, parallel_context)
+            is_exact = model_config.dtype == "auto" and load_config.load_format != SHARDED_STATE
+            if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
+                tensors = _warn_of_rounding(tensors, weights_dtype)
+        _fill(model, tensors, model_config, load_config, rounding, device, dtype, weights_dtype)
+    # Nothing in a step asks for a gradient then, so that steps need not turn them off.
+    return model.eval().requires_grad_(False)
+
+
+def load_without_memory(
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    parallel_context: ParallelContext,
+    kind: str,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype | None = None,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+) -> tuple[CausalLM, int]:
+    """What `load_model` makes for this kind of device, on the meta device: every weight has its form and no value.
+
+    tensors: of the checkpoint, on the meta device, where its files are not here. Raises what `load_model` does.
+    Returns the number of the model's parameters too, which shows in no form that weights are kept in.
+    """
+    rounding = choose_rounding(model_config, load_config, kind)
+    model = build_model(model_config, parallel_context)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    with _naming(model_config.folder):
+        if load_config.load_format == "dummy":
+            slots = model.checkpoint_slots()
+            tensors = [(name, torch.empty(slot.shape, device=META)) for name, slot in slots.items()]
+        elif tensors is None:
+            quiet = replace(load_config, use_tqdm_on_load=False)
+            tensors = list(without_memory(open_weights(model_config.folder, quiet, parallel_context)))
+        with standing_for(kind):
+            _fill(model, tensors, model_config, load_config, rounding, META, dtype, weights_dtype)
+    return model.eval().requires_grad_(False), num_parameters
+
+
+def _fill(
+    model: CausalLM,
+    tensors: Iterable[tuple[str, Tensor]],
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    rounding: Rounding | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype | None,
+) -> None:
+    """Give the model its memory and its weights, each in the form that its layer keeps it in."""
     # Layers whose weights become integers take memory one at a time; others take theirs now.
     late = {} if rounding is None or runs_through_transformers(model_config) else linear_weights(model)
     materialise(model, device, dtype, weights_dtype, late)
-    slots = None
-    try:
-        if load_config.load_format == SHARDED_STATE:
-            files = find_sharded_files(model_config.folder, load_config.sharded_state_pattern, parallel_context)
-            weights = _with_progress(iterate_safetensors(files), check_safetensors(files), load_config)
-            slots = state_slots(model)
-        else:
-            weights = open_weights(model, model_config.folder, load_config)
-            is_exact = model_config.dtype == "auto" and load_config.load_format != "dummy"
-            if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
-                weights = _warn_of_rounding(weights, weights_dtype)
-        if rounding is not None and late:
-            slots = assemble(slots or model.checkpoint_slots(), late, weights_dtype or dtype, rounding.method)
-        if rounding is not None:
-            weights = iter(rounding.weights(weights, (slots or {}).__contains__))
-        model.load_weights(weights, slots)
-    except CheckpointError as error:
-        raise CheckpointError(f"The weights in {model_config.folder} cannot be loaded. {error}") from error
+    slots = state_slots(model) if load_config.load_format == SHARDED_STATE else None
+    if rounding is not None and late:
+        slots = assemble(slots or model.checkpoint_slots(), late, weights_dtype or dtype, rounding.method)
+    if rounding is not None:
+        tensors = rounding.weights(tensors, (slots or {}).__contains__)
+    model.load_weights(tensors, slots)
     if not late:
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
-    # Nothing in a step asks for a gradient then, so that steps need not turn them off.
-    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"The weights in {folder} cannot be loaded. {error}") from error
 
 
 def build_model(model_config: ModelConfig, parallel_context: ParallelContext) -> CausalLM:
@@ -82,27 +134,56 @@ def build_model(model_config: ModelConfig, parallel_context: ParallelContext) ->
         return model_class(model_config, parallel_context)
 
 
-def open_weights(model: CausalLM, folder: Path, load_config: LoadConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the folder's checkpoint, in the format that `load_config` asks for.
+def open_weights(
+    folder: Path, load_config: LoadConfig, parallel_context: ParallelContext
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the folder's checkpoint, in the format that `load_config` asks for, as views of mapped files.
 
     Raises CheckpointError when the folder holds none, or a file is damaged.
     """
     load_format = load_config.load_format
-    if load_format == "dummy":
-        return iterate_dummy_weights(model.checkpoint_slots())
+    if load_format == SHARDED_STATE:
+        files = find_sharded_files(folder, load_config.sharded_state_pattern, parallel_context)
+        return _with_progress(iterate_safetensors(files), check_safetensors(files), load_config)
     if load_format in ("auto", "safetensors"):
-        files = find_weight_files(folder, SAFETENSORS)
-        if files is not None:
-            return _with_progress(iterate_safetensors(files), check_safetensors(files), load_config)
+        found = find_weight_files(folder, SAFETENSORS)
+        if found is not None:
+            return _with_progress(iterate_safetensors(found), check_safetensors(found), load_config)
     if load_format in ("auto", "pt"):
-        files = find_weight_files(folder, PYTORCH_BIN)
-        if files is not None:
-            return _with_progress(iterate_pytorch_bins(files), None, load_config)
+        found = find_weight_files(folder, PYTORCH_BIN)
+        if found is not None:
+            return _with_progress(iterate_pytorch_bins(found), None, load_config)
     wanted = {"safetensors": SAFETENSORS.single, "pt": PYTORCH_BIN.single}
     names = wanted.get(load_format, " or ".join(wanted.values()))
     raise CheckpointError(
         f"There is no {names}, nor an index of shards (load_format={load_format!r}). {what_is_there(folder)}"
     )
+
+
+def without_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same without the values of matrices; what is smaller may say how others are to be read."""
+    for name, tensor in tensors:
+        yield name, tensor.to(META) if tensor.dim() > 1 else tensor
+
+
+def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: ParallelContext) -> str | None:
+    """`stored_dtype` of a folder's weights; None where there are none, or they are damaged, which loading will say."""
+    if load_config.load_format == "dummy":
+        load_config = replace(load_config, load_format="auto")
+    try:
+        return stored_dtype(open_weights(folder, replace(load_config, use_tqdm_on_load=False), parallel_context))
+    except CheckpointError:
+        return None
+
+
+def stored_dtype(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The dtype of a checkpoint's matrices: float32 where they differ, None where it has none of floats."""
+    dtypes = {
+        str(tensor.dtype).removeprefix("torch.")
+        for _, tensor in tensors
+        if tensor.dim() > 1 and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    return dtypes.pop() if len(dtypes) == 1 else "float32" if dtypes else None
 
 
 def materialise(
@@ -136,7 +217,7 @@ def materialise(
             setattr(module, name, buffer.to(device))
 
 
-def _warn_of_rounding(weights: Iterator[tuple[str, Tensor]], narrow: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _warn_of_rounding(weights: Iterable[tuple[str, Tensor]], narrow: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Say so when the checkpoint's matrices are in another dtype, since they are rounded then."""
     rounded = []
     for name, tensor in weights:

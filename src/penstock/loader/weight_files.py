@@ -50,6 +50,11 @@ def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
     return WeightFiles(shards) if shards else None
 
 
+def has_weight_files(folder: Path) -> bool:
+    """Whether it holds any of these formats, whole or not."""
+    return any(list(folder.glob(name)) for names in (SAFETENSORS, PYTORCH_BIN) for name in (names.single, names.shards))
+
+
 def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
     """The folder's files whose names follow a pattern with {rank} and {part}, of one rank, by part."""
     names = _part_names(pattern, str(rank))

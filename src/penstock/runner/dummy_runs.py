@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
+from penstock.attention import StepGeometry
 from penstock.contract import NewRequestData, SamplingParams, SchedulerOutput
-from penstock.kernels.sampling import top_logprobs
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.model_runner import ModelRunner
+from penstock.runner.sampling.prompt_logprobs import PromptRows
 from penstock.runner.sampling.stage import LogitsRows
 
 _PROFILED = "profile"
@@ -44,24 +47,65 @@ def finish_prompt(runner: ModelRunner, output: SchedulerOutput) -> None:
     runner.requests.remove(_PROFILED)
 
 
+def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
+    """The forward pass alone of one prompt: its hidden states, [num_tokens, hidden size].
+
+    Nothing of the runner's state is touched, and so nothing but the model has to have values: no device may have any.
+    """
+    upload = runner.device.upload
+    # What the host can read where it computes is read there, by some backends.
+    place = torch.from_numpy if runner.device.kind == "cpu" else upload
+    query_start_loc_np = np.array([0, num_tokens], dtype=np.int32)
+    geometry = [
+        StepGeometry(
+            query_start_loc=place(query_start_loc_np),
+            query_start_loc_np=query_start_loc_np,
+            seq_lens=place(np.array([num_tokens], dtype=np.int32)),
+            block_table=place(np.arange(1, num_profile_blocks(num_tokens, block_size), dtype=np.int32)[np.newaxis]),
+            slot_mapping=place(np.arange(block_size, block_size + num_tokens)),
+            num_actual_tokens=num_tokens,
+            num_actual_reqs=1,
+            max_query_len=num_tokens,
+            max_seq_len_upper_bound=num_tokens,
+            block_size=block_size,
+        )
+        for block_size in runner.block_tables.block_sizes
+    ]
+    input_ids = upload(np.zeros(num_tokens, dtype=np.int32))
+    # A step may have more tokens than a request.
+    positions = upload(np.arange(num_tokens) % runner.limits.max_model_len)
+    context = runner.kv_cache.context(geometry)
+    return runner.kv_cache.programs.run(runner.model, input_ids, positions, context)
+
+
 def profile_sampling(runner: ModelRunner, num_rows: int) -> None:
     """Every stage of sampling at once, over as many rows, with log-probabilities."""
     device = runner.device
     params = _heaviest_params(runner)
+    # On the CPU penalties take no memory beside their table (`kernels.logits_shaping`), and more of them only time.
+    without_penalties = msgspec.structs.replace(
+        params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+    )
     for slot in range(num_rows):
-        runner.sampler.add_request(slot, params)
+        is_penalised = slot == 0 or device.kind != "cpu"
+        runner.sampler.add_request(slot, params if is_penalised else without_penalties)
     slots_np = np.arange(num_rows)
     slots = device.upload(slots_np)
     logits = torch.zeros(num_rows, runner.limits.vocab_size, device=device.torch_device)
     runner.sampler.sample(logits, LogitsRows(slots, slots_np, positions=slots))
 
 
-def profile_prompt_logprobs(runner: ModelRunner, num_rows: int) -> None:
-    """The reduction of as many rows of logits to the log-probabilities of a prompt's tokens."""
-    device, vocab_size = runner.device, runner.limits.vocab_size
-    logits = torch.zeros(num_rows, vocab_size, device=device.torch_device)
-    targets = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
-    top_logprobs(logits, targets, runner.sampling.most_logprobs(vocab_size))
+def profile_prompt_logprobs(runner: ModelRunner, hidden_TD: Tensor) -> None:
+    """The log-probabilities of a prompt of as many tokens as there are hidden states."""
+    num_tokens = len(hidden_TD)
+    rows = PromptRows(
+        req_ids=[_PROFILED],
+        counts=[num_tokens],
+        hidden_indices=np.arange(num_tokens),
+        target_indices=np.zeros(num_tokens, dtype=np.int64),
+        num_logprobs=runner.sampling.most_logprobs(runner.limits.vocab_size),
+    )
+    runner.prompt_logprobs.compute(rows, runner.model, hidden_TD)
 
 
 def num_profile_blocks(num_tokens: int, block_size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from penstock.attention import (
@@ -56,7 +57,7 @@ class PagedKVCache:
             backend_class, refusals = select_backend(
                 *(layers[name] for name in group.layer_names),
                 dtype=dtype,
-                device=device.torch_device,
+                device=torch.device(device.kind),
                 block_size=spec.block_size,
                 candidates=device.attention_backends,
                 requested=requested_backend,
@@ -72,7 +73,11 @@ class PagedKVCache:
 
     def make_context(self, batch: InputBatch) -> ForwardContext:
         """What the model's layers need to attend in this step."""
-        return ForwardContext(self._layers, self._metadata(batch.geometry))
+        return self.context(batch.geometry)
+
+    def context(self, geometry: Sequence[StepGeometry]) -> ForwardContext:
+        """The same from where the step's tokens lie, by group."""
+        return ForwardContext(self._layers, self._metadata(geometry))
 
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
         """The context of the batch where no other hidden states than those of the requests' last tokens are needed."""

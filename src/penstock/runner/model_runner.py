@@ -30,6 +30,7 @@ from penstock.runner.repeated_step import RepeatedStep
 from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
+from penstock.runner.sampling.logits_processor import LogitsProcessor
 from penstock.runner.sampling.prompt_logprobs import PromptRows
 from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.runner.sampling.stage import LogitsRows
@@ -61,7 +62,10 @@ class PendingStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class ModelRunner:
-    """Owns the per-slot state, the KV cache and the sampler of one rank."""
+    """Owns the per-slot state, the KV cache and the sampler of one rank.
+
+    logits_processors: instead of those that are installed and that `sampling` names.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class ModelRunner:
         *,
         attention_backend: str | None = None,
         sampling: SamplingConfig | None = None,
+        logits_processors: Sequence[type[LogitsProcessor]] | None = None,
         rank: int = 0,
     ) -> None:
         self.device = device
@@ -84,7 +89,7 @@ class ModelRunner:
         self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len)
         self.block_tables = BlockTables(device, num_slots, limits.max_model_len, kv_cache_config)
         token_ids = self.requests.all_token_ids.tensor
-        self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, self.sampling)
+        self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, self.sampling, logits_processors)
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler, self.prompt_logprobs)
         self.batcher = BatchBuilder(device, self.requests, self.block_tables)

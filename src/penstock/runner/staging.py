@@ -25,7 +25,7 @@ class StagedTensor:
         self._width = width
         # Of every write its row, its first cell and what is written there.
         self._staged: list[tuple[int, int, Sequence[int]]] = []
-        self._host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+        self._host_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
     def stage(self, row: int, start: int, values: Sequence[int]) -> None:
         """Write `values`, which must stay as they are, to cells start, start + 1, … of `row` at the next flush."""

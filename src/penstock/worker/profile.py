@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from penstock.attention import LayerAttention
 from penstock.config import SamplingConfig
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
-from penstock.runner.dummy_runs import (
-    finish_prompt,
-    num_profile_blocks,
-    profile_prompt_logprobs,
-    profile_sampling,
-    start_prompt,
-)
+from penstock.runner.dummy_runs import num_profile_blocks, profile_prompt_logprobs, profile_sampling, run_longest_prompt
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
-from penstock.worker.estimate import logits_bytes, prompt_results_bytes, waiting_row_bytes
 from penstock.worker.memory_plan import StepMemory
 
 
@@ -30,47 +25,30 @@ def measure_step_memory(
     attention_backend: str | None,
     sampling: SamplingConfig,
 ) -> StepMemory:
-    """The tensors of the heaviest step.
+    """The tensors of the heaviest steps, which are run at their full size, and what the runner keeps between them.
 
-    Where a full step would take long (the CPU), two smaller ones are run: what tensors take grows linearly with tokens.
-    Sampling, which is the same for every model, is then not run at all but derived.
+    Custom logits processors are left out: what they keep is a term of its own.
     """
-    num_tokens, num_rows = limits.max_num_tokens, limits.max_num_reqs
-    run_tokens = min(num_tokens, device.max_profile_tokens, limits.max_model_len - 1) or 1
-    config = throwaway_kv_cache(specs, run_tokens)
-    runner = ModelRunner(device, model, layers, config, limits, attention_backend=attention_backend, sampling=sampling)
-    runner.kv_cache.touch()
-    activations = _peak_of_tokens(device, runner, run_tokens, num_tokens)
-    if device.max_profile_rows == 0:
-        activations -= runner.kv_cache.program_bytes_spared(num_tokens)
-        logits = logits_bytes(limits.vocab_size, num_tokens, num_rows, sampling, device.kind)
-        return StepMemory(activations, logits)
-    # Larger batches are sampled in parts: the rows of the other parts wait.
-    num_sampled_rows = min(num_rows, runner.sampler.max_rows)
-    sampled = _peak(device, lambda: profile_sampling(runner, num_sampled_rows))
-    sampled += (num_rows - num_sampled_rows) * waiting_row_bytes(limits.vocab_size, sampling)
-    num_prompt_rows = min(num_tokens, runner.prompt_logprobs.max_rows)
-    prompts = _peak(device, lambda: profile_prompt_logprobs(runner, num_prompt_rows))
-    prompts += prompt_results_bytes(limits.vocab_size, num_tokens, sampling)
-    return StepMemory(activations, max(sampled, prompts))
-
-
-def _peak_of_tokens(device: Device, runner: ModelRunner, run_tokens: int, num_tokens: int) -> int:
-    """The peak of a step of `num_tokens`, from steps of at most `run_tokens`."""
-    first_tokens, half_tokens = min(2, run_tokens), max(1, run_tokens // 2)
-    first, full, half = (_peak_of_prompt(device, runner, size) for size in (first_tokens, run_tokens, half_tokens))
-    per_token = (full - half) / (run_tokens - half_tokens) if run_tokens > half_tokens else full
-    # What libraries and backends take for themselves at their first call, and keep.
-    kept = max(0, first - int(full - per_token * (run_tokens - first_tokens)))
-    return kept + full + int(per_token * (num_tokens - run_tokens))
-
-
-def _peak_of_prompt(device: Device, runner: ModelRunner, num_tokens: int) -> int:
-    """Of its forward pass; the head's product comes later, and for few rows."""
-    with device.measure_peak() as peak:
-        output = start_prompt(runner, [0] * num_tokens)
-    finish_prompt(runner, output)
-    return peak.bytes_above_start
+    with torch.no_grad():
+        config = throwaway_kv_cache(specs, limits.max_num_tokens)
+        with device.measure_peak() as made:
+            runner = ModelRunner(
+                device,
+                model,
+                layers,
+                config,
+                limits,
+                attention_backend=attention_backend,
+                sampling=sampling,
+                logits_processors=(),
+            )
+            # Tables that are made when they are first needed, too.
+            profile_sampling(runner, num_rows=1)
+        with device.measure_peak() as forward:
+            hidden_TD = run_longest_prompt(runner, limits.max_num_tokens)
+        sampled = _peak(device, lambda: profile_sampling(runner, limits.max_num_reqs))
+        prompts = _peak(device, lambda: profile_prompt_logprobs(runner, hidden_TD))
+    return StepMemory(forward.bytes_above_start, max(sampled, prompts), made.bytes_kept - config.size_bytes)
 
 
 def _peak(device: Device, run: Callable[[], None]) -> int:

@@ -22,7 +22,7 @@ from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.errors import LifecycleError
 from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
-from penstock.loader.headers import find_stored_dtype
+from penstock.loader.loader import find_stored_dtype
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.attention_layers import attention_layers, kv_cache_specs
 from penstock.models.interface import LanguageModel
@@ -34,21 +34,16 @@ from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
-from penstock.worker.estimate import resident_step
 from penstock.worker.inspection import inspect_model
-from penstock.worker.memory_plan import (
-    MemoryPlan,
-    StepMemory,
-    check_plan,
-    choose_memory_fraction,
-    runner_state_bytes,
-)
+from penstock.worker.memory_plan import MemoryPlan, StepMemory, check_plan
 from penstock.worker.pages_ahead import PagesAhead
 from penstock.worker.processor_memory import measure_processors
 from penstock.worker.profile import measure_step_memory
 from penstock.worker.profiler import create_profiler
 from penstock.worker.reload import config_of_replacement, load_replacement
+from penstock.worker.resident import resident_step
 from penstock.worker.split_contexts import split_context_bytes
+from penstock.worker.unloaded_model import NeedsValues, measure_unloaded
 from penstock.worker.update_config import updated_config
 
 logger = logging.getLogger(__name__)
@@ -75,7 +70,7 @@ class Worker(WorkerBase):
     def init_device(self) -> None:
         self._device = create_device(self.config.device, self.parallel.rank)
         model = self.config.model
-        stored = find_stored_dtype(model.folder, self.config.load)
+        stored = find_stored_dtype(model.folder, self.config.load, self.parallel)
         self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)
         self._device.return_unused_memory()
         self._start = self._device.memory_snapshot()
@@ -108,14 +103,13 @@ class Worker(WorkerBase):
         plan = MemoryPlan(
             total=start.total,
             free_at_start=start.free,
-            fraction=choose_memory_fraction(
-                cache.memory_fraction, device.default_memory_fraction, free=start.free, total=start.total
-            ),
+            fraction=cache.memory_fraction or device.default_memory_fraction,
+            is_default_fraction=cache.memory_fraction is None,
             process=start.used_by_process,
             weights=weights_size_bytes(self.model),
             activations=step.activations,
             sampling=step.sampling,
-            runner_state=runner_state_bytes(limits.max_num_reqs, limits.max_model_len, limits.vocab_size),
+            runner_state=step.runner_state,
             requested_kv_cache=cache.kv_cache_memory_bytes,
             logits_processors=measure_processors(
                 self.config.sampling,
@@ -313,27 +307,31 @@ class Worker(WorkerBase):
         )
 
     def _measure_step(self, limits: RunnerLimits) -> StepMemory:
-        profiled = replace(limits, max_model_len=min(limits.max_model_len, limits.max_num_tokens + 1))
-        with torch.no_grad():
+        specs = self.get_kv_cache_spec()
+        tensors = self._measure_without_memory(limits) if self.device.kind == "cpu" else None
+        if tensors is None:
+            backend, sampling = self.config.device.attention_backend, self.config.sampling
             tensors = measure_step_memory(
-                self.device,
-                self.language_model,
-                self._layers,
-                self.get_kv_cache_spec(),
-                profiled,
-                self.config.device.attention_backend,
-                self.config.sampling,
+                self.device, self.language_model, self._layers, specs, limits, backend, sampling
             )
         # What those steps left free is not the next owner's, the KV cache's.
         self.device.return_unused_memory()
         split = split_context_bytes(
-            self.get_kv_cache_spec().values(),
+            specs.values(),
             max(layer.num_heads for layer in self._layers.values()),
             max_model_len=limits.max_model_len,
             num_threads=torch.get_num_threads(),
             device=self.device.kind,
         )
         return resident_step(tensors, self.device.kind, split)
+
+    def _measure_without_memory(self, limits: RunnerLimits) -> StepMemory | None:
+        """What full steps take, which would be long ones on a CPU; None where they must be run."""
+        try:
+            return measure_unloaded(self.config, self.parallel, self.device.kind, self.dtype, limits).step
+        except NeedsValues as reason:
+            logger.info("Full steps are run to see what they take: %s", reason)
+            return None
 
 
 def _give_back(device: Device) -> None:

@@ -14,9 +14,11 @@ import torch  # before the kernels: they run on the threads of the OpenMP runtim
 from torch import Tensor
 
 from penstock.config.env import cpu_kernels
+from penstock.device.stand_in import is_on_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors
 from penstock.kernels.native.attention import NativeAttention
+from penstock.kernels.native.library import Library
 from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.native.step_state import NativeStep
 from penstock.kernels.native.tracing import Kernel, Trace, TracedTensor, Untraceable, floats
@@ -56,7 +58,7 @@ class NativeKernels:
 
     def runs(self, tensor: Tensor) -> bool:
         """Whether the kernels take this tensor, as far as its place and dtype go."""
-        return tensor.is_cpu and tensor.dtype is torch.float32
+        return tensor.dtype is torch.float32 and is_on_cpu(tensor)
 
     def pack_weight(self, weight_OI: Tensor) -> Tensor:
         """The weight in panels: [O rounded up to whole panels, I], an opaque layout. float32, bfloat16 or float16."""
@@ -316,7 +318,7 @@ def load_native_kernels(requested: str) -> NativeKernels | None:
         return None
     for instruction_set in available:
         if requested in ("auto", instruction_set.name):
-            return NativeKernels(_module, instruction_set)
+            return NativeKernels(Library(_module), instruction_set)
     allowed = ", ".join(["auto", "torch", *(found.name for found in available)])
     raise ConfigError(f"PENSTOCK_CPU_KERNELS={requested!r} is not valid here. Allowed: {allowed}. {_why_not}".strip())
 

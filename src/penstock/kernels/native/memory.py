@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.device.fresh_memory import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
+from penstock.device.stand_in import stands_for_cpu
 
 CACHE_LINE = 64
 
@@ -19,6 +20,8 @@ def weight_memory(num_bytes: int) -> Tensor:
 
     What does not fill a large page is in small ones: half of one more for every weight would be much of a small model.
     """
+    if stands_for_cpu():
+        return torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes >= LARGE_PAGE and HAS_LARGE_PAGES:
         return fresh_memory(num_bytes)
     memory = torch.empty(num_bytes + CACHE_LINE, dtype=torch.uint8)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.native import NATIVE, NativeKernels
 from penstock.kernels.native import _module as _library
+from penstock.kernels.native.library import Library
 from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.native.tracing import Kernel, TracedTensor, floats
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
@@ -99,7 +100,8 @@ def available_quantized_products() -> list[NativeQuantizedProducts]:
     """For what was built and this processor can run, best first; empty when nothing was built."""
     if _library is None:
         return []
-    return [NativeQuantizedProducts(_library, index, name) for index, name in _library.quantized_instruction_sets()]
+    library = Library(_library)
+    return [NativeQuantizedProducts(library, index, name) for index, name in _library.quantized_instruction_sets()]
 
 
 def native_quantized_products(kernels: NativeKernels | None = NATIVE) -> NativeQuantizedProducts | None:

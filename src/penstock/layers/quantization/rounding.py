@@ -47,7 +47,7 @@ def quantize_int4(weight_OI: Tensor, group_size: int = INT4_GROUP_SIZE) -> Quant
 
     Of several ranges, from a group's full one down, each takes the one with the least squared error.
     """
-    num_rows = max(1, _ELEMENTS_AT_ONCE // weight_OI.shape[1])
+    num_rows = _rows_at_once(weight_OI)
     grids = [_best_grid(_groups(part_OI.float(), group_size)) for part_OI in weight_OI.split(num_rows)]
     scales_OG = torch.cat([scale_OG for scale_OG, _ in grids])
     zeros_OG = torch.cat([zero_OG for _, zero_OG in grids]).to(torch.uint8)
@@ -57,7 +57,7 @@ def quantize_int4(weight_OI: Tensor, group_size: int = INT4_GROUP_SIZE) -> Quant
 def quantize_int4_rest(weight_OI: Tensor, rounded: QuantizedWeight) -> QuantizedWeight:
     """4 bits more, for what rounding to 4 bits has left over: together they are nearly as exact as 8 bits."""
     num_outputs = weight_OI.shape[0]
-    num_rows = max(1, _ELEMENTS_AT_ONCE // weight_OI.shape[1])
+    num_rows = _rows_at_once(weight_OI)
     parts = [slice(first, first + num_rows) for first in range(0, num_outputs, num_rows)]
     return join_rows(
         [
@@ -65,6 +65,12 @@ def quantize_int4_rest(weight_OI: Tensor, rounded: QuantizedWeight) -> Quantized
             for rows in parts
         ]
     )
+
+
+def _rows_at_once(weight_OI: Tensor) -> int:
+    if weight_OI.is_meta:  # nothing is tried without values
+        return weight_OI.shape[0]
+    return max(1, _ELEMENTS_AT_ONCE // weight_OI.shape[1])
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -21,7 +21,9 @@ LayerMethod = Callable[[LinearLayer, list[str]], LinearMethod | None]
 
 
 class Rounding(Protocol):
-    """What makes integers of a model's weights while they are loaded."""
+    """What makes integers of a model's weights while they are loaded. description: for people."""
+
+    description: str
 
     def weights(
         self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
@@ -38,8 +40,9 @@ class Rounding(Protocol):
 class OptionRounding:
     """For float checkpoints: every layer is rounded as an option says."""
 
-    def __init__(self, choose: MethodChoice) -> None:
+    def __init__(self, choose: MethodChoice, description: str) -> None:
         self.choose = choose
+        self.description = description
 
     def weights(
         self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
@@ -87,7 +90,7 @@ class _Assembly:
 
     def take(self, target: Tensor, tensor: Tensor) -> None:
         if self.weight_OI is None:
-            self.weight_OI = torch.empty(self.layer.weight.shape, dtype=torch.float32, device="cpu")
+            self.weight_OI = torch.empty(self.layer.weight.shape, dtype=torch.float32, device=tensor.device)
         self.weight_OI.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(tensor)
         self.missing -= target.numel()
         if self.missing == 0:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint, refuse_quantization_on
@@ -19,8 +17,8 @@ from penstock.loader.quantized.stream import QuantizedTensors
 logger = logging.getLogger(__name__)
 
 
-def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: torch.device) -> Rounding | None:
-    """None for weights that stay in floating point.
+def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: str) -> Rounding | None:
+    """None for weights that stay in floating point. device: its kind.
 
     Raises UnsupportedFeature for a checkpoint, a load format or a device that cannot have quantised weights.
     """
@@ -29,22 +27,21 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: 
     if checkpoint is not None and load_config.load_format == "dummy":  # random weights get as many bits
         option, checkpoint = f"int{checkpoint.bits}", None
     if checkpoint is not None:
-        refuse_quantization_on(device.type, checkpoint.method)
+        refuse_quantization_on(device, checkpoint.method)
         if load_config.load_format == SHARDED_STATE:
             raise UnsupportedFeature(
                 f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
                 f"(quant_method={checkpoint.method!r}). Load the checkpoint itself."
             )
-        _log(f"{checkpoint.method}, {checkpoint.bits} bits")
         return QuantizedTensors(checkpoint)
     if option is None:
         return None
-    refuse_quantization_on(device.type, option)
-    _log(f"rounded to {option} while loading")
-    return OptionRounding(choose_method(option))
+    refuse_quantization_on(device, option)
+    return OptionRounding(choose_method(option), f"rounded to {option} while loading")
 
 
-def _log(how: str) -> None:
-    logger.info("Quantized weights: %s", how)
+def log_rounding(rounding: Rounding) -> None:
+    """Say how weights become integers, and what that costs here."""
+    logger.info("Quantized weights: %s", rounding.description)
     if isinstance(PRODUCTS, TorchQuantizedProducts):
         logger.warning("Without the C++ kernels, products with quantized weights are much slower than with float32.")

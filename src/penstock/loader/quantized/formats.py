@@ -114,9 +114,13 @@ class PackedCompressedFormat(CheckpointFormat):
 
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Grid]:
         check_shape(f"{layer}.weight_shape", tensors["weight_shape"], tensors["weight_shape"].dtype, 2)
-        num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
+        words = tensors["weight_packed"]
+        if tensors["weight_shape"].is_meta:  # only names and shapes are known
+            num_outputs, num_inputs = words.shape[0], words.shape[-1] * PER_WORD
+        else:
+            num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
         group_size, num_groups = self._groups(num_inputs)
-        words, num_words = tensors["weight_packed"], -(-num_inputs // PER_WORD)
+        num_words = -(-num_inputs // PER_WORD)
         check_shape(f"{layer}.weight_packed", words, torch.int32, num_outputs, num_words)
         _check_scales(f"{layer}.weight_scale", tensors["weight_scale"], num_outputs, num_groups)
         zeros_OG = torch.full((num_outputs, num_groups), _MIDDLE, dtype=torch.uint8)

@@ -21,6 +21,7 @@ class QuantizedTensors:
     """Turns the tensors of quantised layers into float weights as they come, and keeps the grid of each."""
 
     def __init__(self, checkpoint: QuantizedCheckpoint) -> None:
+        self.description = f"{checkpoint.method}, {checkpoint.bits} bits"
         self._format = format_of(checkpoint)
         self._grids: dict[str, Grid] = {}
 
@@ -37,7 +38,7 @@ class QuantizedTensors:
         for name, tensor in tensors:
             layer, _, kind = name.rpartition(".")
             if kind not in known or (kind == "weight" and tensor.dtype is not torch.int8):
-                if kind != "bias" or has_place(name) or tensor.any():
+                if kind != "bias" or has_place(name) or (not tensor.is_meta and tensor.any()):
                     yield name, tensor
                 continue
             if layer in self._grids or kind in waiting.get(layer, {}):

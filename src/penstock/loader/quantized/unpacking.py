@@ -16,7 +16,7 @@ IN_ORDER = tuple(range(PER_WORD))
 
 def unpack_columns(words_RC: Tensor, positions: Sequence[int] = IN_ORDER) -> Tensor:
     """uint8 [R, 8 * C] from int32 [R, C]. positions: where in a word each of its numbers lies, from the low bits on."""
-    shifts = torch.tensor(positions, dtype=torch.int32) * BITS
+    shifts = torch.tensor(positions, dtype=torch.int32, device=words_RC.device) * BITS
     numbers: Tensor = (words_RC.unsqueeze(2) >> shifts) & (2**BITS - 1)
     return numbers.to(torch.uint8).flatten(1)
 
@@ -35,12 +35,14 @@ def check_shape(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> N
 
 
 def input_order(name: str, group_I: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """The inputs, group by group, from each input's group; None when they lie so already.
+    """The inputs, group by group, from each input's group; None when they lie so already, or the groups have no values.
 
     Raises CheckpointError when a group does not have its number of inputs.
     """
+    if group_I.is_meta:
+        return None
     group_I = group_I.long()
-    sizes = torch.full((num_groups,), group_size)
+    sizes = torch.full((num_groups,), group_size, device=group_I.device)
     sizes[-1] = group_I.numel() - group_size * (num_groups - 1)
     is_valid = bool((group_I >= 0).all()) and bool((group_I < num_groups).all())
     if not is_valid or not torch.equal(torch.bincount(group_I, minlength=num_groups), sizes):

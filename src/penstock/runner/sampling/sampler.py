@@ -21,7 +21,7 @@ from penstock.runner.sampling.draw import Draw
 from penstock.runner.sampling.failures import find_failures
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.logit_bias import LogitBias
-from penstock.runner.sampling.logits_processor import ProcessorContext
+from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.sampling.logprobs import Logprobs
 from penstock.runner.sampling.min_p import MinP
 from penstock.runner.sampling.min_tokens import MinTokens
@@ -51,15 +51,23 @@ class Sampler:
     The first group, `shaping`, decides greedy requests too; the second leaves their rows as they are. A batch of more
     than `max_rows` is sampled in parts, since stages hold several times their rows' logits.
     token_ids_SL: the runner's table of tokens, int32 [slots, positions].
+    processors: the custom ones; None for those that are installed and that `config` names.
     Raises ConfigError when a custom logits processor cannot be loaded or made.
     """
 
     def __init__(
-        self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor, config: SamplingConfig
+        self,
+        device: Device,
+        num_slots: int,
+        vocab_size: int,
+        token_ids_SL: Tensor,
+        config: SamplingConfig,
+        processors: Sequence[type[LogitsProcessor]] | None = None,
     ) -> None:
         context = ProcessorContext(device, num_slots, vocab_size, token_ids_SL)
         self.max_rows = rows_at_once(vocab_size, device.kind)
-        self._custom = CustomProcessors(context, load_logits_processors(config.logits_processors))
+        classes = load_logits_processors(config.logits_processors) if processors is None else processors
+        self._custom = CustomProcessors(context, classes)
         self.shaping: list[SamplingStage] = [
             AllowedTokens(device, num_slots, vocab_size),
             BadWords(device, num_slots, vocab_size, token_ids_SL),

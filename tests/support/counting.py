@@ -1,0 +1,76 @@
+"""A CPU that counts the memory of its tensors as torch's own allocator sees it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.config import EngineConfig
+from penstock.device.base import PeakMemory
+from penstock.device.cpu import CpuDevice
+from penstock.layers.linear import weights_size_bytes
+from penstock.parallel import ParallelContext
+from penstock.worker.memory_plan import StepMemory
+from penstock.worker.profile import measure_step_memory
+from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
+from penstock.worker.worker import Worker
+
+
+class CountingDevice(CpuDevice):
+    """allocated: bytes of all that was asked for at once, such as tables of slots, which the allocator may not see."""
+
+    def __init__(self) -> None:
+        super().__init__(num_threads=1)
+        self.allocated = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self.allocated += num_bytes
+        return super().allocate(num_bytes)
+
+    @contextmanager
+    def measure_peak(self) -> Iterator[PeakMemory]:
+        peak, before = PeakMemory(), self.allocated
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            yield peak
+        peak.bytes_above_start = _peak_bytes(recorded)
+        peak.bytes_kept = self.allocated - before
+
+
+def _peak_bytes(recorded: profile) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
+    return max(itertools.accumulate((change["args"]["Bytes"] for change in changes), initial=0))
+
+
+def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, int, StepMemory]:
+    """What a model is found to need without memory; the bytes of its weights, and what its steps take, with memory."""
+    config = EngineConfig.create(str(folder), device="cpu", num_threads=1, **options)
+    worker = Worker(config, ParallelContext())
+    worker.init_device()
+    worker.load_model()
+    limits = worker._limits(worker._longest_context())
+    device = CountingDevice()
+    step = measure_step_memory(
+        device,
+        worker.language_model,
+        worker._layers,
+        worker.get_kv_cache_spec(),
+        limits,
+        config.device.attention_backend,
+        config.sampling,
+    )
+    unloaded = measure_unloaded(config, ParallelContext(), "cpu", worker.dtype, limits)
+    assert unloaded.specs == worker.get_kv_cache_spec()
+    weights = weights_size_bytes(worker.model)
+    worker.shutdown()
+    return unloaded, weights, step
