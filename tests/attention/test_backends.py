@@ -16,9 +16,9 @@ from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.select import select_backend
-from penstock.config import capped_attention
 from penstock.device.tensor_memory import TensorMemory
 from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.kernels import paged_attention
 from penstock.kernels.native import NATIVE
 from penstock.kernels.paged_attention import prefill_attention_cpu
 from penstock.kernels.step_state import compute_slot_mapping
@@ -237,7 +237,7 @@ def test_soft_caps(backend: type[AttentionBackend], soft_cap: float, window: int
 
 @pytest.mark.parametrize("most_scores", [1, 100])
 def test_capped_scores_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch, most_scores: int) -> None:
-    monkeypatch.setattr(capped_attention, "_MAX_SCORES", most_scores)
+    monkeypatch.setattr(paged_attention, "_MAX_SCORES", most_scores)
     _check(CpuPagedBackend, list(MIXED), soft_cap=3.0, window=3)
 
 

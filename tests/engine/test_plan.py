@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,27 +27,13 @@ from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
 from support.engines import SMALL, make_core
 from support.transformers_models import FAMILIES as FALLBACK_FAMILIES
-from support.transformers_models import save_for_fallback, tiny_transformers_model, wider_overrides
+from support.transformers_models import save_for_fallback, tiny_transformers_model
 
 MIB = 1 << 20
 # Of each term; tests/worker/test_reserve.py compares with what full steps really take.
 TOLERANCE = 0.1
 # Steps that are large enough for tensors to matter beside what libraries take.
 PLANNED = {**SMALL, "max_num_batched_tokens": 4000}
-# Activations and weights as the plan has them, and as an engine of this process counts them.
-_PLAN_AND_ENGINE = """
-import json, sys
-from penstock.engine.plan import plan_engine
-from penstock.worker.resident import LIBRARY_BYTES
-from support.engines import make_core
-folder, options = sys.argv[1], json.loads(sys.argv[2])
-plan, core = plan_engine(folder, **options), make_core(folder, **options)
-plans = plan.memory, core.memory_plan
-print(json.dumps([[memory.activations - LIBRARY_BYTES["cpu"], memory.weights] for memory in plans]))
-core.close()
-"""
-# So that not all weights of a layer are widened at once.
-_WIDE = {"hidden_size": 256, "intermediate_size": 3000, "num_attention_heads": 8, "tie_word_embeddings": True}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),
@@ -115,41 +101,6 @@ def test_a_plan_with_the_products_of_torch_is_what_the_engine_uses(
     compare(tmp_path, **PLANNED)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "options"),
-    [
-        # Capped scores are in memory, for some queries at once.
-        ("gemma2", {}, {"dtype": "float32"}),
-        ("gemma2", {}, {"dtype": "bfloat16"}),
-        ("llama", _WIDE, {"quantization": "int8"}),
-        ("qwen3", _WIDE, {"quantization": "int4", "dtype": "bfloat16"}),
-        ("gpt2", {"n_inner": 3000}, {"quantization": "int8", "dtype": "bfloat16"}),
-        ("gpt-neox", {}, {"quantization": "int8", "model_impl": "transformers"}),
-        ("smollm3", {}, {"quantization": "int4", "model_impl": "transformers"}),
-    ],
-)
-def test_a_plan_without_the_kernels_is_what_the_engine_uses(
-    tmp_path: Path, family: str, changes: dict[str, Any], options: dict[str, Any]
-) -> None:
-    """Where products with quantised weights widen them, some at once."""
-    if family in NATIVE_FAMILIES:
-        tiny_checkpoint(tmp_path, family, **changes)
-    else:
-        class_name, overrides = FALLBACK_FAMILIES[family]
-        save_for_fallback(tiny_transformers_model(class_name, **overrides), tmp_path)
-    settings = {**PLANNED, "max_num_batched_tokens": 2000, **options}
-    result = subprocess.run(
-        [sys.executable, "-c", _PLAN_AND_ENGINE, str(tmp_path), json.dumps(settings)],
-        env={**os.environ, "PENSTOCK_CPU_KERNELS": "torch", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    planned, counted = json.loads(result.stdout)
-    assert planned == pytest.approx(counted, rel=TOLERANCE)
-
-
 @pytest.mark.parametrize("family", sorted({family for family, _ in FAMILIES}))
 def test_random_weights_are_planned_for_without_a_checkpoint(tmp_path: Path, family: str) -> None:
     # Norms and biases, which are not counted one by one, are small beside this.
@@ -161,12 +112,6 @@ def test_random_weights_are_planned_for_without_a_checkpoint(tmp_path: Path, fam
 def test_a_plan_for_a_model_of_transformers_is_what_the_engine_uses(tmp_path: Path, name: str) -> None:
     class_name, overrides = FALLBACK_FAMILIES[name]
     save_for_fallback(tiny_transformers_model(class_name, **overrides), tmp_path)
-    compare(tmp_path, **PLANNED, model_impl="transformers")
-
-
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"])
-def test_a_plan_for_a_mixture_of_experts_is_what_the_engine_uses(tmp_path: Path, name: str) -> None:
-    save_for_fallback(tiny_transformers_model(name, **wider_overrides(name)), tmp_path)
     compare(tmp_path, **PLANNED, model_impl="transformers")
 
 
@@ -223,8 +168,9 @@ def test_other_formats(tmp_path: Path) -> None:
     compare(tmp_path / "state", **SMALL, load_format="sharded_state")
 
 
-def test_nothing_heavy_is_imported_and_no_weight_is_read(tmp_path: Path) -> None:
+def test_no_weight_is_read(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
+    expected = plan_engine(str(tmp_path), device="cpu")
     path = tmp_path / "model.safetensors"
     header_bytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     size = path.stat().st_size
@@ -232,14 +178,29 @@ def test_nothing_heavy_is_imported_and_no_weight_is_read(tmp_path: Path) -> None
         # A file of the same size without content after its header.
         file.truncate(header_bytes)
         file.truncate(size)
+    plan = plan_engine(str(tmp_path), device="cpu")
+    assert (plan.memory.weights, plan.memory.activations) == (expected.memory.weights, expected.memory.activations)
+
+
+def test_a_plan_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
+    """Of a model of 70 billion parameters, and the command ends in time."""
+    shape = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "vocab_size": 128_256}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    tiny_config("llama", **shape, **heads).save_pretrained(tmp_path)
+    edit_config(tmp_path, architectures=["LlamaForCausalLM"], torch_dtype="bfloat16")
     code = (
-        "import sys\nfrom penstock.engine.plan import plan_engine\n"
-        f"plan_engine({str(tmp_path)!r}, device='cpu').table()\n"
-        "heavy = ('torch', 'transformers', 'numpy', 'safetensors', 'huggingface_hub')\n"
-        "sys.exit(repr([name for name in heavy if name in sys.modules]))"
+        "import resource, sys\nfrom penstock.engine.plan import plan_engine\n"
+        "from penstock.errors import OutOfMemory\n"
+        f"try:\n    plan_engine({str(tmp_path)!r}, device='cpu', load_format='dummy', dtype='bfloat16')\n"
+        "except OutOfMemory as error:\n    print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stderr.strip() == "[]"
+    begin = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert time.monotonic() - begin < 20  # on a machine that others use too
+    assert int(result.stdout.splitlines()[-1]) < 700 * 1024
+    if "leaves no memory" in result.stdout:
+        assert re.search(r"weights +13\d\.\d\d GiB", result.stdout)
 
 
 def test_a_plan_that_does_not_work_out_is_refused_as_by_the_engine(tmp_path: Path) -> None:
@@ -252,12 +213,15 @@ def test_a_plan_that_does_not_work_out_is_refused_as_by_the_engine(tmp_path: Pat
 
 def test_weights_that_are_missing_damaged_or_of_a_strange_dtype_are_named(tmp_path: Path) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"There are no weights to plan for .*config\.json"):
+    with pytest.raises(CheckpointError, match=r"There is no model\.safetensors or .*config\.json"):
         plan_engine(str(tmp_path), device="cpu")
     from safetensors.torch import save_file
 
-    save_file({"model.norm.weight": torch.zeros(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedFeature, match=r"model\.norm\.weight has the dtype I8"):
+    state = dict(tiny_model("llama").state_dict())
+    state["model.norm.weight"] = state["model.norm.weight"].to(torch.int8)
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight \(torch\.int8\); 1 missing: lm_head\.weight"):
         plan_engine(str(tmp_path), device="cpu")
     (tmp_path / "model.safetensors").write_bytes(b"1234567")
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -280,7 +244,6 @@ def test_what_checkpoints_hold_beside_weights_does_not_count(tmp_path: Path) -> 
     content = load_file(tmp_path / "model.safetensors")
     content["lm_head.weight"] = content["model.embed_tokens.weight"].clone()
     content["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-    content["h.0.attn.bias"] = torch.zeros(1, 1, 64, 64, dtype=torch.uint8)
     save_file(content, tmp_path / "model.safetensors")
     assert plan_engine(str(tmp_path), device="cpu").memory.weights == expected
 
@@ -338,6 +301,8 @@ def test_a_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     plan = plan_engine("demo", max_num_seqs=8)
     assert (plan.device, plan.dtype.name) == ("cuda", "bfloat16")
     assert plan.memory.budget == int(0.9 * (80 << 30))
+    # Attention by definition writes all scores down, which no GPU needs to that torch serves.
+    assert plan.memory.activations > plan_engine("demo", max_num_seqs=8, device="cpu").memory.activations
     with pytest.raises(
         UnsupportedFeature, match=r"quantization='int8' is not supported on cuda yet\. Use device='cpu'"
     ):

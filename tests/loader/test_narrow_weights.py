@@ -14,8 +14,7 @@ from torch import Tensor
 from penstock.config import LoadConfig, ModelConfig
 from penstock.kernels.native import NATIVE
 from penstock.layers.linear import NativeMethod, process_weights_after_loading, restore_weights, weights_size_bytes
-from penstock.loader.headers import find_stored_dtype
-from penstock.loader.loader import load_model
+from penstock.loader.loader import find_stored_dtype, load_model
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelContext
@@ -135,12 +134,12 @@ def test_the_files_decide_rather_than_config_json(tmp_path: Path) -> None:
     for number, (state, expected) in enumerate([*cases, (norms_wide, "bfloat16"), (wide, "float32")]):
         folder = tmp_path / str(number)
         tiny_model("llama").save_pretrained(folder, state_dict=dict(state))
-        assert find_stored_dtype(folder, LoadConfig()) == expected
+        assert find_stored_dtype(folder, LoadConfig(), ParallelContext()) == expected
     torch.save(states[torch.float16], tmp_path / "4" / "pytorch_model.bin")
-    assert find_stored_dtype(tmp_path / "4", LoadConfig(load_format="pt")) == "float16"
+    assert find_stored_dtype(tmp_path / "4", LoadConfig(load_format="pt"), ParallelContext()) == "float16"
     (tmp_path / "4" / "model.safetensors").write_bytes(b"damaged")
-    assert find_stored_dtype(tmp_path / "4", LoadConfig()) is None
-    assert find_stored_dtype(tmp_path, LoadConfig()) is None
+    assert find_stored_dtype(tmp_path / "4", LoadConfig(), ParallelContext()) is None
+    assert find_stored_dtype(tmp_path, LoadConfig(), ParallelContext()) is None
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)

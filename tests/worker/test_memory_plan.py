@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,6 +35,38 @@ def test_an_absolute_size_overrides_what_is_left() -> None:
     assert replace(PLAN, requested_kv_cache=4 * GIB).kv_cache_bytes == 4 * GIB
 
 
+def test_by_default_the_fraction_bounds_the_kv_cache_alone() -> None:
+    """So that a model fits that takes more than the fraction by itself."""
+    small = replace(PLAN, fraction=0.5, is_default_fraction=True)
+    assert small.budget == int(0.9 * 79 * GIB)
+    assert small.left_for_kv_cache == small.budget - 18 * GIB
+    assert small.kv_cache_bytes == 40 * GIB < small.left_for_kv_cache
+    large = replace(small, weights=60 * GIB)
+    assert large.kv_cache_bytes == large.left_for_kv_cache == large.budget - 63 * GIB > 0
+    check_plan(large)
+    with pytest.raises(OutOfMemory, match="leaves no memory for the KV cache. Raise --memory-fraction or leave it out"):
+        check_plan(replace(large, is_default_fraction=False))
+    with pytest.raises(OutOfMemory, match="leaves no memory for the KV cache. Free memory, lower"):
+        check_plan(replace(large, weights=70 * GIB))
+
+
+def test_by_default_what_is_free_decides_and_not_what_there_is() -> None:
+    busy = replace(PLAN, fraction=0.5, is_default_fraction=True, free_at_start=22 * GIB)
+    check_plan(busy)
+    assert busy.kv_cache_bytes == int(0.9 * 23 * GIB) - 18 * GIB
+
+
+def test_the_table_of_the_default_shows_both_bounds() -> None:
+    plan = replace(PLAN, fraction=0.5, is_default_fraction=True)
+    table = plan.table()
+    assert "budget (0.9 of free and held)" in table
+    assert re.search(
+        r"= left for the KV cache +53\.10 GiB\n.*KV cache, at most \(0\.5 of the memory\) +40\.00 GiB$", table
+    )
+    assert "at most" not in replace(plan, requested_kv_cache=GIB).table()
+    assert "at most" not in PLAN.table()
+
+
 def test_the_table_shows_every_term() -> None:
     table = replace(PLAN, requested_kv_cache=3 * GIB).table()
     for size in ("80.00 GiB", "78.00 GiB", "72.00 GiB", "15.00 GiB", "54.00 GiB", "3.00 GiB"):
@@ -44,7 +77,10 @@ def test_the_table_shows_every_term() -> None:
     ("changes", "message"),
     [
         ({"weights": 75 * GIB}, "leaves no memory for the KV cache. Raise --memory-fraction"),
-        ({"free_at_start": 40 * GIB}, r"memory_fraction=0.9 asks for 72.00 GiB.*Lower --memory-fraction to 0.5"),
+        (
+            {"free_at_start": 40 * GIB},
+            r"memory_fraction=0.9 asks for 72.00 GiB.*Lower --memory-fraction to 0.5, leave it out",
+        ),
         ({"requested_kv_cache": 70 * GIB}, "kv_cache_memory_bytes=75161927680 is more than what is free"),
     ],
 )

@@ -58,8 +58,8 @@ class _KnownSizes(TorchFunctionMode):
         return _KNOWN_SIZES.get(func, func)(*args, **(kwargs or {}))
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
-    """As the CPU does it, with a mask of numbers and a sum per row; without values torch would write all scores down."""
+def _attended(query: Tensor, _key: Tensor, _value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    """As the CPU does it, with a sum per row, and a mask of numbers; without values torch would keep all scores."""
     beside = [query.new_empty(query.shape[:-1], dtype=torch.float32)]
     if attn_mask is not None:
         beside.append(attn_mask.to(query.dtype))

@@ -55,7 +55,7 @@ def measure_unloaded(
 ) -> UnloadedModel:
     """Build the model for this kind of device, load it and run it, all without memory.
 
-    tensors: of the checkpoint by name, where its files are not here. Raises what loading a model raises, and NeedsValues.
+    tensors: of the checkpoint by name, where its files are not here. Raises what loading raises, and NeedsValues.
     """
     model, num_parameters = load_without_memory(
         config.model, config.load, parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype, tensors
@@ -69,8 +69,8 @@ def measure_unloaded(
             step = measure_step_memory(device, model, layers, specs, limits, backend, config.sampling)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # as operators refuse tensors
         raise NeedsValues(
-            f"{config.model.architecture} does not run without the values of its weights, so its memory shows only when "
-            f"an engine starts: {type(error).__name__}: {error}"
+            f"{config.model.architecture} does not run without the values of its weights, so what it takes shows only "
+            f"when an engine starts: {type(error).__name__}: {error}"
         ) from error
     return UnloadedModel(
         num_parameters=num_parameters,
