@@ -13,7 +13,7 @@ from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import CudaDevice
 from penstock.device.dtypes import DtypeChoice
-from penstock.device.stand_in import META
+from penstock.device.operator_sizes import META
 from penstock.device.tensor_memory import TensorMemory
 
 

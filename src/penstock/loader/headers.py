@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.device.stand_in import META
+from penstock.device.operator_sizes import META
 from penstock.errors import CheckpointError, ModelNotFound
 
 _DTYPES = {

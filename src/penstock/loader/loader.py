@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
-from penstock.device.stand_in import META, standing_for
+from penstock.device.operator_sizes import META
+from penstock.device.stand_in import standing_for
 from penstock.errors import CheckpointError
 from penstock.layers.linear import process_weights_after_loading
 from penstock.layers.weights import WidensWeight

@@ -1,0 +1,154 @@
+"""The sizes of what operators make of tensors without values, on torch's meta device.
+
+Torch knows most of them. Here is what it refuses or does in another way without values; and what native models and the
+sampler use, for which torch would import its compiler and a computer algebra system, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+META = torch.device("meta")
+
+
+class KnownSizes(TorchFunctionMode):
+    """Of functions of torch as they are called."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return _KNOWN_SIZES.get(func, func)(*args, **(kwargs or {}))
+
+
+class SizesOfOperators(TorchDispatchMode):
+    """Of the operators that functions consist of."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As in `TensorMemory`."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func._schema.is_mutable and len(func._schema.returns) == 1 and torch.Tag.inplace_view not in func.tags:
+            return given.get("out", args[0])  # in place: nothing is made
+        if torch.Tag.pointwise in func.tags and "memory_format" not in given:
+            return _made(func, args, given, _broadcast)
+        if func in _SHAPES:
+            return _made(func, args, given, _SHAPES[func])
+        return func(*args, **given)
+
+
+def _made(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[..., Sequence[int]]
+) -> Any:
+    """A result of this shape; its dtype is what single numbers give."""
+    one = func(*tree_map(_one_of, args), **tree_map(_one_of, kwargs))
+    if not isinstance(one, Tensor):
+        return func(*args, **kwargs)
+    shape = shape_of(*args, **kwargs)
+    operands = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    like = next((operand for operand in operands if operand.shape == shape), None)
+    if like is None or like.is_contiguous() or "memory_format" in kwargs or not _is_dense(like):
+        return torch.empty(shape, dtype=one.dtype, device=META)
+    return torch.empty_strided(shape, like.stride(), dtype=one.dtype, device=META)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    return x.permute(sorted(range(x.dim()), key=lambda dim: -x.stride(dim))).is_contiguous()
+
+
+def _one_of(value: Any) -> Any:
+    return torch.ones([1] * value.dim(), dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
+
+
+def _broadcast(*args: Any, **kwargs: Any) -> Sequence[int]:
+    # Torch's own function imports what is to be avoided.
+    leaves = tree_leaves((args, kwargs))
+    return torch.Size(np.broadcast_shapes(*(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))))
+
+
+def _of_first(x: Tensor, *_: Any, **__: Any) -> Sequence[int]:
+    return x.shape
+
+
+def _reduced(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> Sequence[int]:
+    # None, and no dimension at all, mean every one.
+    dims = {one % x.dim() for one in ([dim] if isinstance(dim, int) else dim or range(x.dim()))}
+    sizes = [1 if place in dims else size for place, size in enumerate(x.shape)]
+    return torch.Size(size for place, size in enumerate(sizes) if keepdim or place not in dims)
+
+
+def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Sequence[int]:
+    sizes = list(tensors[0].shape)
+    sizes[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return torch.Size(sizes)
+
+
+_aten = torch.ops.aten
+_SHAPES: dict[Any, Callable[..., Sequence[int]]] = {
+    **dict.fromkeys((_aten.amax.default, _aten.sum.dim_IntList, _aten.mean.dim, _aten.logsumexp.default), _reduced),
+    **dict.fromkeys((_aten._softmax.default, _aten.cumsum.default, _aten.empty_like.default), _of_first),
+    _aten.cat.default: _concatenated,
+}
+
+
+def _attended(query: Tensor, _key: Tensor, _value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    """As the CPU does it, with a sum per row, and a mask of numbers; without values torch would keep all scores."""
+    beside = [query.new_empty(query.shape[:-1], dtype=torch.float32)]
+    if attn_mask is not None:
+        beside.append(attn_mask.to(query.dtype))
+    return torch.empty_like(query)
+
+
+def _contains(_tensor: Tensor, _element: object) -> bool:
+    """No one number is anywhere: such as the padding, of which Transformers would warn."""
+    return False
+
+
+def _grouped_products(rows_SI: Tensor, weight_EIO: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The products of rows that are ordered by expert, each with its expert's weight; torch refuses float32."""
+    return rows_SI.new_empty(rows_SI.shape[0], weight_EIO.shape[-1])
+
+
+def _largest(x: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> torch.return_types.topk:
+    shape = list(x.shape)
+    shape[dim] = k
+    return torch.return_types.topk((x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)))
+
+
+def _sorted(x: Tensor, *_: Any, **__: Any) -> torch.return_types.sort:
+    return torch.return_types.sort((x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)))
+
+
+def _gathered(x: Tensor, _dim: int, index: Tensor, **_: Any) -> Tensor:
+    return x.new_empty(index.shape)
+
+
+def _layer_norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+_KNOWN_SIZES: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attended,
+    Tensor.__contains__: _contains,
+    Tensor.gather: _gathered,
+    Tensor.topk: _largest,
+    Tensor.sort: _sorted,
+    F.layer_norm: _layer_norm,
+    **{
+        getattr(module, name): _grouped_products
+        for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm"))
+        if hasattr(module, name)
+    },
+}
