@@ -60,9 +60,7 @@ def test_the_table_of_the_default_shows_both_bounds() -> None:
     plan = replace(PLAN, fraction=0.5, is_default_fraction=True)
     table = plan.table()
     assert "budget (0.9 of free and held)" in table
-    assert re.search(
-        r"= left for the KV cache +53\.10 GiB\n.*KV cache, at most \(0\.5 of the memory\) +40\.00 GiB$", table
-    )
+    assert re.search(r"= left for the KV cache +53\.10 GiB\n.*KV cache at most \(0\.5 of memory\) +40\.00 GiB$", table)
     assert "at most" not in replace(plan, requested_kv_cache=GIB).table()
     assert "at most" not in PLAN.table()
 

@@ -14,7 +14,8 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 class CacheConfig:
     """block_size: positions per block.
     memory_fraction: share of the device's memory that weights, activations and KV cache may take together;
-        None lets the device choose (0.9 of a GPU, half of what a process may use of a CPU machine).
+        None bounds the KV cache alone by a default (0.9 of a GPU, half of what a process may use of a CPU machine), and
+        all together by 0.9 of what is free.
     kv_cache_memory_bytes: size of the KV cache in bytes, instead of what `memory_fraction` leaves.
     enable_prefix_caching: reuse the KV of prompts that begin alike.
     kv_cache_dtype: what keys and values are kept in, one of `KV_CACHE_DTYPES`; "auto" is what the model computes in.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-# Of a CPU machine half of what is there: the rest of the machine stays usable, and so do other engines.
+# For the KV cache, of a CPU machine half of what is there: the rest stays usable, and so do other engines.
 DEFAULT_MEMORY_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")

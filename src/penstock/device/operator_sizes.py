@@ -65,7 +65,8 @@ def _made(
 
 def _is_dense(x: Tensor) -> bool:
     """Whether its elements lie side by side, in whatever order."""
-    return x.permute(sorted(range(x.dim()), key=lambda dim: -x.stride(dim))).is_contiguous()
+    strides = x.stride()
+    return x.permute(sorted(range(x.dim()), key=lambda dim: -strides[dim])).is_contiguous()
 
 
 def _one_of(value: Any) -> Any:

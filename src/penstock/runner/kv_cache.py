@@ -90,10 +90,6 @@ class PagedKVCache:
     def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:
         return [group.backend.make_metadata(of_group) for group, of_group in zip(self.groups, geometry, strict=True)]
 
-    def program_bytes_spared(self, num_tokens: int) -> int:
-        """`ModelPrograms.bytes_spared`."""
-        return self.programs.bytes_spared(num_tokens)
-
     def layer_memory(self, name: str) -> Tensor:
         """One layer's cache, in its backend's layout."""
         return self._layers[name].kv_cache
