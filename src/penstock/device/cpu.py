@@ -55,6 +55,7 @@ class CpuDevice(Device):
         BINDING.bind(self, self.threads.cpus)
         self.num_threads = self.threads.num_threads
         _NUM_THREADS.want(self, self.num_threads)
+        self._counts: TensorMemory | None = None
 
     def describe(self) -> str:
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
@@ -73,12 +74,19 @@ class CpuDevice(Device):
     def measure_peak(self) -> Iterator[PeakMemory]:
         peak = PeakMemory()
         with TensorMemory() as memory:
-            yield peak
+            self._counts = memory
+            try:
+                yield peak
+            finally:
+                self._counts = None
         peak.bytes_above_start, peak.bytes_kept = memory.peak_bytes, memory.num_bytes
 
     def allocate(self, num_bytes: int) -> Tensor:
         if num_bytes >= LARGE_PAGE and HAS_LARGE_PAGES:
-            return fresh_memory(num_bytes)
+            memory = fresh_memory(num_bytes)
+            if self._counts is not None:  # no operator made it
+                self._counts.count(memory)
+            return memory
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def make_pages_ready(self, memory: Tensor) -> bool:

@@ -40,6 +40,10 @@ class TensorMemory(TorchDispatchMode):
                 self._note(leaf, known)
         return result
 
+    def count(self, tensor: Tensor) -> None:
+        """Add a tensor that no operator made."""
+        self._note(tensor, set())
+
     def _note(self, tensor: Tensor, known: set[int]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
