@@ -34,8 +34,13 @@ class LLM(WorkerCalls):
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests.
     block_size: positions per block of the KV cache.
     kv_cache_memory_bytes: size of the KV cache; None lets `memory_fraction` decide.
+<<<<<<< Updated upstream
     memory_fraction: share of the device's memory for weights, activations and KV cache; None takes what is
         free, and for the KV cache no more than half of a CPU machine, or 0.9 of a GPU.
+=======
+    memory_fraction: share of the device's memory for weights, activations and KV cache; None takes what is free, and
+        the KV cache no more than half of a CPU machine, or 0.9 of a GPU.
+>>>>>>> Stashed changes
     enable_prefix_caching: reuse the KV of prompts that begin alike.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device.
     seed: from it come the seeds of requests that bring none, so equal runs of equal engines give equal tokens.

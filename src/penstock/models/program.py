@@ -50,14 +50,6 @@ class ModelPrograms:
         program = self._program(model, trace_greedy)
         return None if program is None else program.bind(input_ids_T, _step_tokens(positions_T, context))
 
-    def bytes_spared(self, num_tokens: int) -> int:
-        """What a step of so many tokens takes less than its first few times as often, thanks to programs.
-
-        Repeated greedy steps are small.
-        """
-        programs = [program for (_, trace), program in self._recorded.items() if trace is trace_forward]
-        return sum(program.bytes_spared(num_tokens) for program in programs if program is not None)
-
     def forget(self) -> None:
         """Record anew what is run: models, or their weights, may be others."""
         self._recorded.clear()

@@ -41,10 +41,6 @@ class NativeProgram:
             cells = [numbers[cell] for cell in operation.cells]
             module.program_add(self._program, operation.kernel, *cells, *operation.arguments)
 
-    def bytes_spared(self, num_tokens: int) -> int:
-        """By buffers that hold a part of the rows."""
-        return max(0, num_tokens - PROGRAM_ROWS) * self._plan.part_size * torch.float32.itemsize
-
     def __call__(self, ids_T: Tensor, step: StepTokens) -> Tensor:
         """Hidden states, float32 [T, D], or those of the last rows. ids_T: int32, contiguous."""
         num_rows = ids_T.shape[0]
