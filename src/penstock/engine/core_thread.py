@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.engine.dispatcher import Dispatcher
@@ -53,7 +54,7 @@ class CoreThread:
 
         Raises EngineDead or LifecycleError when the thread has ended.
         """
-        command: _Command = _Command(action)
+        command = _Command(action)
         with self._lock:
             self.check_running()
             self._commands.put(command)
@@ -120,14 +121,12 @@ class CoreThread:
             logger.exception("The core could not be closed")
 
 
+@dataclass(slots=True, eq=False)
 class _Command:
     """Something to do between two steps."""
 
-    __slots__ = ("action", "future")
-
-    def __init__(self, action: Callable[[], Any]) -> None:
-        self.action = action
-        self.future: Future[Any] = Future()
+    action: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():

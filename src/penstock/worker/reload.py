@@ -28,16 +28,11 @@ def config_of_replacement(current: ModelConfig, weights_path: str | None) -> Mod
     if weights_path is None:
         weights_path = current.model
     folder = resolve_model_folder(weights_path)
+    moved = replace(current, model=weights_path, folder=folder)
     if not (folder / "config.json").exists():
-        return replace(current, model=weights_path, folder=folder)
+        return moved
     loaded = ModelConfig.load(weights_path)
-    return replace(
-        current,
-        model=weights_path,
-        folder=folder,
-        hf_config=loaded.hf_config,
-        generation_config=loaded.generation_config,
-    )
+    return replace(moved, hf_config=loaded.hf_config, generation_config=loaded.generation_config)
 
 
 def load_replacement(

@@ -13,13 +13,9 @@ MethodChoice = Callable[[LinearLayer], LinearMethod]
 
 def choose_method(quantization: str) -> MethodChoice:
     """How each linear layer of a model with float weights multiplies. quantization: "int8" or "int4"."""
-
-    def choose(layer: LinearLayer) -> LinearMethod:
-        if quantization == "int8":
-            return QuantizedMethod(quantize_int8)
-        return int4_method(layer, quantize_int4)
-
-    return choose
+    if quantization == "int8":
+        return lambda _layer: QuantizedMethod(quantize_int8)
+    return lambda layer: int4_method(layer, quantize_int4)
 
 
 def int4_method(layer: LinearLayer, round_weight: Rounding) -> LinearMethod:

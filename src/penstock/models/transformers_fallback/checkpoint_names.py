@@ -46,11 +46,6 @@ class StackedExperts:
                 slots[source.replace("*", str(expert))] = WeightSlot(tuple(part.shape), part)
         return slots
 
-    def pieces(self, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The pieces of a parameter that a checkpoint holds as a whole, as it would hold them one by one."""
-        for name, slot in self.slots(stacked).items():
-            yield name, slot.target
-
 
 class CheckpointNames:
     """Made while the model of Transformers is whole; knows its names after it was taken apart, too."""
@@ -88,7 +83,8 @@ class CheckpointNames:
             if stacked is None:
                 yield slot_name, tensor
             elif tuple(tensor.shape) == stacked.shape:
-                yield from stacked.pieces(tensor)
+                # A checkpoint holds as a whole what others hold piece by piece.
+                yield from ((piece, slot.target) for piece, slot in stacked.slots(tensor).items())
             else:
                 raise CheckpointError(
                     f"Misshapen: {name} (has {list(tensor.shape)}, needs {list(stacked.shape)}, all experts of it)."
