@@ -38,23 +38,41 @@ const Kernels* candidate(int index) {
   return index < 3 && can_run(all[index]) ? all[index] : nullptr;
 }
 
-// The arguments of a call, one after the other.
-class Arguments {
+// Numbers one after the other, of which Source gives the next one, as what they are in C++.
+template <class Source>
+class Fields {
+ public:
+  // One for each of these, in their order.
+  template <class... All>
+  void read(All&... fields) {
+    (take(fields), ...);
+  }
+  template <class T>
+  T* pointer() {
+    return reinterpret_cast<T*>(static_cast<uintptr_t>(source().size()));
+  }
+  int integer() { return static_cast<int>(source().size()); }
+
+ private:
+  Source& source() { return static_cast<Source&>(*this); }
+  template <class T>
+  void take(T*& field) {
+    field = pointer<T>();
+  }
+  void take(float& field) { field = source().real(); }
+  template <class Integer>
+  void take(Integer& field) {
+    field = static_cast<Integer>(source().size());
+  }
+};
+
+// The arguments of a call.
+class Arguments : public Fields<Arguments> {
  public:
   Arguments(PyObject* const* values, Py_ssize_t count) : values_(values), count_(count) {}
 
-  template <class T>
-  T* pointer() {
-    return reinterpret_cast<T*>(static_cast<uintptr_t>(size()));
-  }
   int64_t size() { return next_ < count_ ? PyLong_AsLongLong(values_[next_++]) : missing(); }
-  int integer() { return static_cast<int>(size()); }
   float real() { return next_ < count_ ? static_cast<float>(PyFloat_AsDouble(values_[next_++])) : missing(); }
-  // One argument for each of these, in their order.
-  template <class... Fields>
-  void read(Fields&... fields) {
-    (take(fields), ...);
-  }
   const Kernels* kernels() {
     const Kernels* chosen = candidate(integer());
     if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this processor cannot run these kernels");
@@ -67,15 +85,6 @@ class Arguments {
   }
 
  private:
-  template <class T>
-  void take(T*& field) {
-    field = pointer<T>();
-  }
-  void take(float& field) { field = real(); }
-  template <class Integer>
-  void take(Integer& field) {
-    field = static_cast<Integer>(size());
-  }
   int missing() {
     PyErr_SetString(PyExc_TypeError, "too few arguments");
     return 0;

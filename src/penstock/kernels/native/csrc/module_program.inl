@@ -38,9 +38,7 @@ struct ProgramCall {
 PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   Buffer buffer;
-  buffer.kind = static_cast<Buffer::Kind>(call.in.integer());
-  buffer.width = call.in.size();
-  buffer.offset = call.in.size();
+  call.in.read(buffer.kind, buffer.width, buffer.offset);
   if (!call.is_good()) return nullptr;
   if (buffer.kind == Buffer::Kind::kWhole && buffer.offset + buffer.width > call.program->whole_size)
     call.program->whole_size = buffer.offset + buffer.width;
@@ -53,78 +51,51 @@ int64_t read_arguments(Operation& operation, Arguments& in) {
   switch (operation.kind) {
     case Operation::Kind::kNorm: {
       NormArgs& a = operation.norm = {};
-      a.weight = in.pointer<const float>();
-      a.size = in.size();
-      a.eps = in.real();
+      in.read(a.weight, a.size, a.eps);
       a.heads = 1;
       return 0;
     }
     case Operation::Kind::kGate: {
       GateArgs& a = operation.gate = {};
-      a.activation = static_cast<Activation>(in.integer());
-      a.size = in.size();
+      in.read(a.activation, a.size);
       return 0;
     }
     case Operation::Kind::kLinear:
     case Operation::Kind::kGreedy: {
       LinearArgs& a = operation.linear = {};
-      a.weight = in.pointer<const void>();
-      a.bias = in.pointer<const float>();
-      a.in_features = in.size();
-      a.out_features = in.size();
-      a.weight_type = static_cast<WeightType>(in.integer());
+      in.read(a.weight, a.bias, a.in_features, a.out_features, a.weight_type);
       return 0;
     }
     case Operation::Kind::kQuantizedLinear: {
       QuantizedLinearArgs& a = operation.quantized = {};
       operation.quantized_kernels = quantized_kernels(in);
-      a.weight = in.pointer<const void>();
-      a.bias = in.pointer<const float>();
+      in.read(a.weight, a.bias);
       a.shape = quantized_shape(in);
       return 0;
     }
     case Operation::Kind::kAttention: {
-      operation.group = in.integer();
+      in.read(operation.group);
       operation.is_last = in.integer() != 0;
       AttentionArgs& a = operation.attention = {};
-      a.key_cache = in.pointer<void>();
-      a.value_cache = in.pointer<void>();
-      a.head_stride = in.size();
-      a.cache_type = static_cast<CacheType>(in.integer());
-      a.num_heads = in.size();
-      a.num_kv_heads = in.size();
-      a.head_size = in.size();
-      a.block_size = in.size();
-      a.window = in.size();
-      a.scale = in.real();
-      a.soft_cap = in.real();
-      a.norm_weight = in.pointer<const float>();
-      a.norm_eps = in.real();
-      a.rotary_table = in.pointer<const float>();
-      a.rotary_half = in.size();
+      in.read(a.key_cache, a.value_cache, a.head_stride, a.cache_type, a.num_heads, a.num_kv_heads, a.head_size,
+              a.block_size, a.window, a.scale, a.soft_cap, a.norm_weight, a.norm_eps, a.rotary_table, a.rotary_half);
       return 0;
     }
     case Operation::Kind::kLookup: {
       LookupArgs& a = operation.lookup = {};
-      a.table = in.pointer<const void>();
-      a.num_rows = in.size();
-      a.width = in.size();
-      a.weight_type = static_cast<WeightType>(in.integer());
+      in.read(a.table, a.num_rows, a.width, a.weight_type);
       return a.num_rows;
     }
     case Operation::Kind::kRows: {
       RowsArgs& a = operation.rows = {};
-      a.weight = in.pointer<const void>();
-      const int64_t num_rows = in.size();
-      a.in_features = in.size();
-      a.weight_type = static_cast<WeightType>(in.integer());
+      int64_t num_rows;
+      in.read(a.weight, num_rows, a.in_features, a.weight_type);
       return num_rows;
     }
     case Operation::Kind::kQuantizedRows: {
       QuantizedRowsArgs& a = operation.quantized_rows = {};
       operation.quantized_kernels = quantized_kernels(in);
-      a.weight = in.pointer<const void>();
-      a.rest = in.pointer<const void>();
+      in.read(a.weight, a.rest);
       a.shape = quantized_shape(in);
       return a.shape.out_features;
     }
@@ -139,10 +110,7 @@ int64_t read_arguments(Operation& operation, Arguments& in) {
 PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   Operation operation{};
-  operation.kind = static_cast<Operation::Kind>(call.in.integer());
-  operation.in = call.in.integer();
-  operation.residual = call.in.integer();
-  operation.out = call.in.integer();
+  call.in.read(operation.kind, operation.in, operation.residual, operation.out);
   const int64_t num_ids = read_arguments(operation, call.in);
   if (!call.is_good()) return nullptr;
   if (num_ids > 0 && (call.program->num_ids == 0 || num_ids < call.program->num_ids)) call.program->num_ids = num_ids;
@@ -156,28 +124,15 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   StoredArguments in(call.in.pointer<const int64_t>());
   if (!call.is_good()) return nullptr;
   ProgramStep step;
-  step.output = in.pointer<float>();
-  step.workspace = in.pointer<float>();
-  step.ids = in.pointer<const int32_t>();
-  step.index = in.pointer<int64_t>();
-  step.failed = in.pointer<bool>();
-  step.positions = in.pointer<const int64_t>();
-  step.num_rows = in.size();
-  step.num_tokens = in.size();
-  step.num_threads = in.integer();
-  step.last.rows = in.pointer<const int64_t>();
-  step.last.positions = in.pointer<const int64_t>();
-  step.last.query_start = in.pointer<const int32_t>();
-  step.last.count = in.size();
+  in.read(step.output, step.workspace, step.ids, step.index, step.failed, step.positions, step.num_rows,
+          step.num_tokens, step.num_threads, step.last.rows, step.last.positions, step.last.query_start,
+          step.last.count);
   StepRequests groups[kMaxGroups];
   const int64_t num_groups = in.size();
   if (num_groups > kMaxGroups) return PyErr_Format(PyExc_ValueError, "more than %d KV-cache groups", kMaxGroups);
   for (int64_t group = 0; group < num_groups; ++group) {
-    groups[group].query_start = in.pointer<const int32_t>();
-    groups[group].seq_lens = in.pointer<const int32_t>();
-    groups[group].block_table = in.pointer<const int32_t>();
-    groups[group].block_table_stride = in.size();
-    groups[group].num_requests = in.size();
+    in.read(groups[group].query_start, groups[group].seq_lens, groups[group].block_table,
+            groups[group].block_table_stride, groups[group].num_requests);
   }
   step.groups = groups;
   if (!are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;

@@ -8,28 +8,12 @@ PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
   StoredArguments in(given.pointer<const int64_t>());
   if (!given.are_good()) return nullptr;
   GatherArgs a;
-  a.all_token_ids = in.pointer<const int32_t>();
-  a.width = in.size();
-  a.num_computed = in.pointer<const int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_scheduled = in.pointer<const int64_t>();
-  a.token_rows = in.pointer<const int64_t>();
-  a.token_offsets = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.num_tokens = in.size();
-  a.num_actual_tokens = in.size();
-  a.input_ids = in.pointer<int32_t>();
-  a.positions = in.pointer<int64_t>();
-  a.seq_lens = in.pointer<int32_t>();
+  in.read(a.all_token_ids, a.width, a.num_computed, a.slots, a.num_scheduled, a.token_rows, a.token_offsets, a.num_rows,
+          a.num_tokens, a.num_actual_tokens, a.input_ids, a.positions, a.seq_lens);
   gather_step(a);
   for (int64_t groups = in.size(); groups > 0; --groups) {
     TableArgs table;
-    table.all_blocks = in.pointer<const int32_t>();
-    table.width = in.size();
-    table.block_size = in.size();
-    table.blocks = in.pointer<int32_t>();
-    table.columns = in.size();
-    table.slot_mapping = in.pointer<int64_t>();
+    in.read(table.all_blocks, table.width, table.block_size, table.blocks, table.columns, table.slot_mapping);
     gather_blocks(a, table);
   }
   Py_RETURN_NONE;
@@ -77,15 +61,9 @@ PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments given(values, count);
   StoredArguments in(given.pointer<const int64_t>());
   OutcomeArgs a;
-  a.sampled = given.pointer<const int64_t>();
-  a.failures = given.pointer<const void>();
-  a.failure_size = given.size();
+  given.read(a.sampled, a.failures, a.failure_size);
   if (!given.are_good()) return nullptr;
-  a.seq_lens = in.pointer<const int32_t>();
-  a.prefill_lens = in.pointer<const int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.outcome = in.pointer<int64_t>();
+  in.read(a.seq_lens, a.prefill_lens, a.slots, a.num_rows, a.outcome);
   step_outcome(a);
   PyObject* tokens = token_lists(a);
   PyObject* failures = tokens != nullptr ? failure_list(a) : nullptr;
@@ -106,14 +84,7 @@ PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
   StoredArguments in(given.pointer<const int64_t>());
   if (!given.are_good()) return nullptr;
   AdvanceArgs a;
-  a.all_token_ids = in.pointer<int32_t>();
-  a.width = in.size();
-  a.total_len = in.pointer<int64_t>();
-  a.num_computed = in.pointer<int64_t>();
-  a.slots = in.pointer<const int64_t>();
-  a.num_scheduled = in.pointer<const int64_t>();
-  a.num_rows = in.size();
-  a.outcome = in.pointer<const int64_t>();
+  in.read(a.all_token_ids, a.width, a.total_len, a.num_computed, a.slots, a.num_scheduled, a.num_rows, a.outcome);
   advance_state(a);
   Py_RETURN_NONE;
 }

@@ -5,16 +5,11 @@
 namespace {
 
 // Values that were written down once, as int64.
-class StoredArguments {
+class StoredArguments : public Fields<StoredArguments> {
  public:
   explicit StoredArguments(const int64_t* values) : values_(values) {}
 
-  template <class T>
-  T* pointer() {
-    return reinterpret_cast<T*>(static_cast<uintptr_t>(size()));
-  }
   int64_t size() { return *values_++; }
-  int integer() { return static_cast<int>(size()); }
 
  private:
   const int64_t* values_;
