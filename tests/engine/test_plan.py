@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +182,7 @@ def test_no_weight_is_read(tmp_path: Path) -> None:
 
 
 def test_a_plan_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
-    """Of a model of 70 billion parameters, and the command ends in time."""
+    """Of a model of 70 billion parameters, and little time."""
     shape = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "vocab_size": 128_256}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
     tiny_config("llama", **shape, **heads).save_pretrained(tmp_path)
@@ -193,12 +192,13 @@ def test_a_plan_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
         "from penstock.errors import OutOfMemory\n"
         f"try:\n    plan_engine({str(tmp_path)!r}, device='cpu', load_format='dummy', dtype='bfloat16')\n"
         "except OutOfMemory as error:\n    print(error)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
     )
-    begin = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert time.monotonic() - begin < 20  # on a machine that others use too
-    assert int(result.stdout.splitlines()[-1]) < 700 * 1024
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    seconds, kibibytes = result.stdout.splitlines()[-1].split()
+    assert float(seconds) < 10  # of a processor
+    assert int(kibibytes) < 700 * 1024
     if "leaves no memory" in result.stdout:
         assert re.search(r"weights +13\d\.\d\d GiB", result.stdout)
 
