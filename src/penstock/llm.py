@@ -24,32 +24,27 @@ from penstock.observability.logging import configure_logging
 class LLM(WorkerCalls):
     """A model in this process that generates text.
 
-        model: "demo" (shipped), a folder, or a hub id. tokenizer: the same; None takes the model's own.
-        dtype: "auto" (what the checkpoint has and the device can), "float32", "bfloat16" or "float16".
-        quantization: None, "int8" or "int4": what the weights of linear layers are rounded to while loading.
-        quantization_calibration: a JSONL file of texts to round to "int4" for; "auto" takes the one in the model's folder
-            if there is one, "none" none.
-        device: "auto" (CUDA where there is one), "cpu" or "cuda".
-        max_model_len: longest context in tokens, prompt and output together; None takes the model's own.
-        max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests.
-        block_size: positions per block of the KV cache.
-        kv_cache_memory_bytes: size of the KV cache; None lets `memory_fraction` decide.
-    <<<<<<< Updated upstream
-        memory_fraction: share of the device's memory for weights, activations and KV cache; None takes what is
-            free, and for the KV cache no more than half of a CPU machine, or 0.9 of a GPU.
-    =======
-        memory_fraction: share of the device's memory for weights, activations and KV cache; None takes what is free, and
-            the KV cache no more than half of a CPU machine, or 0.9 of a GPU.
-    >>>>>>> Stashed changes
-        enable_prefix_caching: reuse the KV of prompts that begin alike.
-        async_scheduling: schedule a step before the previous one's tokens are known; None follows the device.
-        seed: from it come the seeds of requests that bring none, so equal runs of equal engines give equal tokens.
-        load_format: "auto", "safetensors", "pt", "sharded_state", or "dummy" for random weights.
-        other_options: any other option of `EngineConfig.create`; an unknown one is refused by name.
+    model: "demo" (shipped), a folder, or a hub id. tokenizer: the same; None takes the model's own.
+    dtype: "auto" (what the checkpoint has and the device can), "float32", "bfloat16" or "float16".
+    quantization: None, "int8" or "int4": what the weights of linear layers are rounded to while loading.
+    quantization_calibration: a JSONL file of texts to round to "int4" for; "auto" takes the one in the model's folder
+        if there is one, "none" none.
+    device: "auto" (CUDA where there is one), "cpu" or "cuda".
+    max_model_len: longest context in tokens, prompt and output together; None takes the model's own.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests.
+    block_size: positions per block of the KV cache.
+    kv_cache_memory_bytes: size of the KV cache; None lets `memory_fraction` decide.
+    memory_fraction: share of the device's memory for weights, activations and KV cache; None takes what is free, and
+        the KV cache no more than half of a CPU machine, or 0.9 of a GPU.
+    enable_prefix_caching: reuse the KV of prompts that begin alike.
+    async_scheduling: schedule a step before the previous one's tokens are known; None follows the device.
+    seed: from it come the seeds of requests that bring none, so equal runs of equal engines give equal tokens.
+    load_format: "auto", "safetensors", "pt", "sharded_state", or "dummy" for random weights.
+    other_options: any other option of `EngineConfig.create`; an unknown one is refused by name.
 
-        Use it in a `with` block, or call `close()`: both give back all memory and threads.
+    Use it in a `with` block, or call `close()`: both give back all memory and threads.
 
-        Raises ConfigError, ModelError or OutOfMemory (and their kinds) when the engine cannot be started.
+    Raises ConfigError, ModelError or OutOfMemory (and their kinds) when the engine cannot be started.
     """
 
     def __init__(

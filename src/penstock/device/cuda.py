@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cuda_dtype
-from penstock.device.limits import DEFAULT_MEMORY_FRACTION
+from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit
 from penstock.errors import UnsupportedFeature
 
 _BF16_CAPABILITY = (8, 0)
@@ -100,3 +100,11 @@ class CudaDevice(Device):
 
     def return_unused_memory(self) -> None:
         torch.cuda.empty_cache()
+
+
+def gpu_memory() -> MemoryLimit | None:
+    """What the GPU has and what of it is free; None where there is none, or the installed torch cannot use it."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return MemoryLimit(total_bytes=total, free_bytes=free)

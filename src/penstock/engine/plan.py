@@ -17,9 +17,9 @@ from penstock.config import EngineConfig, env
 from penstock.config.resolve import resolve_metadata_folder
 from penstock.contract import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from penstock.device.cpu import CpuDevice
+from penstock.device.cuda import gpu_memory
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, cpu_quota, memory_limit
-from penstock.device.nvml import gpu_memory
 from penstock.device.threads import plan_threads
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature

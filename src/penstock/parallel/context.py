@@ -15,11 +15,3 @@ class ParallelContext:
     tensor_parallel_size: int = 1
     pipeline_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
-
-    @property
-    def is_first_pipeline_rank(self) -> bool:
-        return self.pipeline_parallel_rank == 0
-
-    @property
-    def is_last_pipeline_rank(self) -> bool:
-        return self.pipeline_parallel_rank == self.pipeline_parallel_size - 1
