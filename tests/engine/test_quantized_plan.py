@@ -7,14 +7,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from penstock.engine.plan import plan_engine
 from penstock.kernels.native import NATIVE
 from support.engines import make_core
-from support.quantized_checkpoints import W8A8, edit_tensors, int8_layer, packed_layer, w4a16, write_quantized
+from support.quantized_checkpoints import (
+    W8A8,
+    awq_layer,
+    edit_tensors,
+    gptq_layer,
+    int8_layer,
+    packed_layer,
+    w4a16,
+    write_quantized,
+)
 
 # Layers are padded to whole panels, which matters at the sizes that tests can afford.
 PADDING = 0.06
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+FORMS: dict[str, Any] = {
+    "w4a16": (packed_layer(128, symmetric=True), w4a16(128)),
+    "w8a8": (int8_layer, W8A8),
+    "gptq": (gptq_layer(128, desc_act=False), GPTQ),
+    "gptq-desc-act": (gptq_layer(128, desc_act=True), {**GPTQ, "desc_act": True}),
+    "awq": (awq_layer(128), AWQ),
+}
 needs_kernels = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
 
 
@@ -56,3 +75,23 @@ def test_checkpoints_of_integers(tmp_path: Path) -> None:
     compare(halved.config.folder)
     plans = [plan_engine(str(written.config.folder)) for written in (packed, whole)]
     assert plans[0].num_parameters == plans[1].num_parameters == plan_engine(str(whole.float_folder)).num_parameters
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_headers_alone_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Of what is on the hub, where the tensors that say how others are to be read have no values either."""
+    size = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
+    folder = write_quantized(tmp_path, *FORMS[form], **size).config.folder
+    compare(folder)
+    expected = plan_engine(str(folder))
+    tensors = [
+        (name, tensor.to("meta")) for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
+    ]
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    monkeypatch.setattr("penstock.engine.plan.resolve_metadata_folder", lambda *_: (folder, True))
+    monkeypatch.setattr("penstock.engine.plan.fetch_headers", lambda *_: tensors)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    plan = plan_engine("someone/model")
+    assert (plan.memory.weights, plan.num_parameters) == (expected.memory.weights, expected.num_parameters)

@@ -26,7 +26,10 @@ class KnownSizes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        return _KNOWN_SIZES.get(func, func)(*args, **(kwargs or {}))
+        known = _KNOWN_SIZES.get(func)
+        if known is None or not args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        return known(*args, **(kwargs or {}))
 
 
 class SizesOfOperators(TorchDispatchMode):
@@ -39,6 +42,8 @@ class SizesOfOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, given))):
+            return func(*args, **given)  # what has values keeps them
         if func._schema.is_mutable and len(func._schema.returns) == 1 and torch.Tag.inplace_view not in func.tags:
             return given.get("out", args[0])  # in place: nothing is made
         if torch.Tag.pointwise in func.tags and "memory_format" not in given:
