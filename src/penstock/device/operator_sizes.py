@@ -101,11 +101,28 @@ def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Sequence[int]:
     return torch.Size(sizes)
 
 
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Sequence[int]:
+    sizes = list(tensors[0].shape)
+    sizes.insert(dim % (len(sizes) + 1), len(tensors))
+    return torch.Size(sizes)
+
+
+def _product(left: Tensor, right: Tensor) -> Sequence[int]:
+    return torch.Size([*left.shape[:-1], right.shape[-1]])
+
+
+def _sum_with_product(_bias: Tensor, left: Tensor, right: Tensor, **_: Any) -> Sequence[int]:
+    return _product(left, right)
+
+
 _aten = torch.ops.aten
 _SHAPES: dict[Any, Callable[..., Sequence[int]]] = {
     **dict.fromkeys((_aten.amax.default, _aten.sum.dim_IntList, _aten.mean.dim, _aten.logsumexp.default), _reduced),
     **dict.fromkeys((_aten._softmax.default, _aten.cumsum.default, _aten.empty_like.default), _of_first),
+    **dict.fromkeys((_aten.mm.default, _aten.bmm.default), _product),
+    _aten.addmm.default: _sum_with_product,
     _aten.cat.default: _concatenated,
+    _aten.stack.default: _stacked,
 }
 
 
