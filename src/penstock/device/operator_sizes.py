@@ -126,11 +126,12 @@ _SHAPES: dict[Any, Callable[..., Sequence[int]]] = {
 }
 
 
-def _attended(query: Tensor, _key: Tensor, _value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+def _attended(query: Tensor, *given: Any, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
     """As the CPU does it, with a sum per row, and a mask of numbers; without values torch would keep all scores."""
+    mask = given[2] if len(given) > 2 else attn_mask
     beside = [query.new_empty(query.shape[:-1], dtype=torch.float32)]
-    if attn_mask is not None:
-        beside.append(attn_mask.to(query.dtype))
+    if mask is not None:
+        beside.append(mask.to(query.dtype))
     return torch.empty_like(query)
 
 
@@ -154,8 +155,8 @@ def _sorted(x: Tensor, *_: Any, **__: Any) -> torch.return_types.sort:
     return torch.return_types.sort((x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)))
 
 
-def _gathered(x: Tensor, _dim: int, index: Tensor, **_: Any) -> Tensor:
-    return x.new_empty(index.shape)
+def _gathered(x: Tensor, *dim_and_index: Any, index: Tensor | None = None, **_: Any) -> Tensor:
+    return x.new_empty((dim_and_index[1] if index is None else index).shape)
 
 
 def _layer_norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
