@@ -16,7 +16,7 @@ MESSAGES = [
     contract.NewRequestData,
     contract.CachedRequestData,
     contract.SchedulerOutput,
-    contract.ModelRunnerOutput,
+    contract.SampledOutput,
     contract.LogprobsLists,
     contract.KVCacheConfig,
 ]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from penstock.config import EngineConfig
 from penstock.contract import (
+    GrammarOutput,
     KVCacheConfig,
-    ModelRunnerOutput,
+    SampledOutput,
     SamplingParams,
     SchedulerOutput,
     decode,
@@ -235,7 +236,7 @@ class RecordingExecutor(UniProcExecutor):
     def __init__(self, config: EngineConfig) -> None:
         self.layouts: list[tuple[KVCacheConfig, int]] = []
         self.recording: list[bytes] = []
-        self.answers: list[ModelRunnerOutput] = []
+        self.answers: list[SampledOutput] = []
         super().__init__(config)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
@@ -288,7 +289,7 @@ def test_a_recorded_stream_of_messages_gives_the_same_tokens_in_another_worker(
     for data in executors[0].recording:
         output = decode(data, SchedulerOutput)
         replayed.execute_model(output)
-        answer = replayed.sample_tokens(output.step_id).get_output()
+        answer = replayed.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output()
         for req_id, new in zip(answer.req_ids, answer.sampled_token_ids, strict=True):
             tokens.setdefault(req_id, []).extend(new)
     replayed.shutdown()

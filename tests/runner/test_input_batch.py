@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from penstock.contract import GrammarOutput
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.input_batch import InputBatch
 from support.runners import Driver, make_runner, new_request
@@ -68,7 +69,7 @@ def test_the_hosts_bounds_are_never_below_the_devices_counts() -> None:
         (geometry,) = batch.geometry
         assert geometry.max_seq_len_upper_bound >= geometry.seq_lens.max()
         assert geometry.block_table.shape[1] * geometry.block_size >= geometry.seq_lens.max()
-        driver.runner.sample_tokens(driver.step_id)
+        driver.runner.sample_tokens(GrammarOutput(step_id=driver.step_id))
 
 
 def test_one_token_of_each_request_is_laid_out_as_any_number_is() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.config import DeviceConfig
-from penstock.contract import SamplingParams
+from penstock.contract import GrammarOutput, SamplingParams
 from penstock.device import create_device
 from penstock.errors import LifecycleError, WaitTimeout
 from penstock.runner.async_output import AsyncOutput
@@ -68,7 +68,7 @@ def test_the_next_step_may_be_launched_before_the_last_ones_tokens_are_read() ->
     for step in range(5):
         new = [new_request("a", PROMPT)] if step == 0 else []
         output = driver.launch({"a": 10 if step == 0 else 1}, new)
-        handles.append(runner.sample_tokens(output.step_id))
+        handles.append(runner.sample_tokens(GrammarOutput(step_id=output.step_id)))
     tokens = [token for handle in handles for token in handle.get_output(5.0).sampled_token_ids[0]]
     assert tokens == _continuation(PROMPT, 5)
 
@@ -132,10 +132,10 @@ def test_a_step_without_tokens_only_updates_state() -> None:
 def test_sampling_a_step_twice_or_one_never_executed_is_refused() -> None:
     driver = Driver(make_runner())
     with pytest.raises(LifecycleError, match="step 7, which is not waiting"):
-        driver.runner.sample_tokens(7)
+        driver.runner.sample_tokens(GrammarOutput(step_id=7))
     driver.step({"a": 1}, [new_request("a", [1])])
     with pytest.raises(LifecycleError, match="step 1, which is not waiting"):
-        driver.runner.sample_tokens(1)
+        driver.runner.sample_tokens(GrammarOutput(step_id=1))
     output = driver.launch({"a": 1})
     with pytest.raises(LifecycleError, match="executed before"):
         driver.runner.execute_model(output)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from scheduler_fakes import EOS, FakeWorker, cache_config, undisturbed
 
 from penstock.config import SchedulerConfig
-from penstock.contract import KVCacheConfig, ModelRunnerOutput, SamplingParams, SchedulerOutput
+from penstock.contract import KVCacheConfig, SampledOutput, SamplingParams, SchedulerOutput
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -86,7 +86,7 @@ class Driver:
         self.salts: dict[str, str | None] = {}
         self.requests: dict[str, Request] = {}
         self.worker = self._new_worker()
-        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, SampledOutput]] = deque()
         self.steps: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineCoreOutput] = {}

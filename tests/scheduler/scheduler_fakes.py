@@ -15,8 +15,8 @@ from penstock.contract import (
     KVCacheConfig,
     KVCacheGroupSpec,
     LogprobsLists,
-    ModelRunnerOutput,
     NewRequestData,
+    SampledOutput,
     SamplingParams,
     SchedulerOutput,
     SlidingWindowSpec,
@@ -101,7 +101,7 @@ class FakeWorker:
     contents: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     last_step_id: int = -1
 
-    def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> ModelRunnerOutput:
+    def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> SampledOutput:
         """Run a step. Requests in `failing` leave their blocks unfilled and end with an error, now and in later steps.
 
         Who reads what they left unfilled goes on with nonsense.
@@ -127,7 +127,7 @@ class FakeWorker:
             for req_id in batch
         ]
         logprobs = self._logprobs(batch, sampled)
-        return ModelRunnerOutput(
+        return SampledOutput(
             step_id=output.step_id,
             req_ids=batch,
             sampled_token_ids=sampled,

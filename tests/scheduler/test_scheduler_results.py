@@ -7,16 +7,16 @@ import pytest
 from scheduler_driver import Driver, check_block_accounting
 from scheduler_fakes import EOS, cache_config, undisturbed
 
-from penstock.contract import LogprobsLists, ModelRunnerOutput, SamplingParams, SchedulerOutput
+from penstock.contract import LogprobsLists, SampledOutput, SamplingParams, SchedulerOutput
 from penstock.errors import LifecycleError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def answer(output: SchedulerOutput, *tokens: int, **fields: object) -> ModelRunnerOutput:
+def answer(output: SchedulerOutput, *tokens: int, **fields: object) -> SampledOutput:
     """Results with one token for each request, in scheduling order."""
-    return ModelRunnerOutput(
+    return SampledOutput(
         step_id=output.step_id,
         req_ids=list(output.num_scheduled_tokens),
         sampled_token_ids=[[token] for token in tokens],
@@ -168,7 +168,7 @@ def test_an_error_of_a_request_that_is_not_in_the_batch_is_taken_too() -> None:
     driver.add("a", PROMPT)
     driver.add("b", PROMPT[1:])
     output = driver.scheduler.schedule()
-    results = ModelRunnerOutput(
+    results = SampledOutput(
         step_id=output.step_id, req_ids=["b"], sampled_token_ids=[[5]], errors={"a": "no slot for it"}
     )
 
@@ -196,7 +196,7 @@ def test_a_wrong_number_of_tokens_ends_the_request_with_an_error(sampled: list[i
     driver = Driver()
     driver.add("r", PROMPT)
     output = driver.scheduler.schedule()
-    results = ModelRunnerOutput(step_id=output.step_id, req_ids=["r"], sampled_token_ids=[sampled])
+    results = SampledOutput(step_id=output.step_id, req_ids=["r"], sampled_token_ids=[sampled])
 
     [new] = driver.scheduler.update_from_output(output, results)
 
@@ -210,7 +210,7 @@ def test_a_request_that_results_leave_out_ends_with_an_error() -> None:
     driver.add("r", PROMPT)
     output = driver.scheduler.schedule()
 
-    [new] = driver.scheduler.update_from_output(output, ModelRunnerOutput(step_id=output.step_id))
+    [new] = driver.scheduler.update_from_output(output, SampledOutput(step_id=output.step_id))
 
     assert new.finish_reason is FinishReason.ERROR
     assert not driver.scheduler.has_unfinished_requests()
@@ -248,7 +248,7 @@ def test_results_of_a_step_without_tokens_bring_nothing() -> None:
     driver = Driver(cache_config(9))
     output = driver.scheduler.schedule()
 
-    assert driver.scheduler.update_from_output(output, ModelRunnerOutput(step_id=output.step_id)) == []
+    assert driver.scheduler.update_from_output(output, SampledOutput(step_id=output.step_id)) == []
 
 
 def test_the_oracle_of_these_tests_stops_for_each_reason() -> None:

@@ -10,7 +10,7 @@ import pytest
 from scheduler_driver import Driver
 from scheduler_fakes import cache_config, window_spec
 
-from penstock.contract import ModelRunnerOutput, SchedulerOutput
+from penstock.contract import SampledOutput, SchedulerOutput
 from penstock.scheduler.outputs import FinishReason
 
 PREFIX = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -143,9 +143,9 @@ def test_results_that_leave_the_first_out_mislead_nobody(leaves_out_both: bool) 
     driver.in_flight.popleft()
     add_sharers(driver, "b")
     second, results = driver.step(), driver.in_flight.popleft()[1]
-    driver.scheduler.update_from_output(first, ModelRunnerOutput(step_id=first.step_id))
+    driver.scheduler.update_from_output(first, SampledOutput(step_id=first.step_id))
     if leaves_out_both:
-        results = ModelRunnerOutput(step_id=second.step_id)
+        results = SampledOutput(step_id=second.step_id)
 
     assert driver.scheduler.update_from_output(second, results) == []
 

@@ -12,11 +12,12 @@ from penstock.config import DeviceConfig
 from penstock.contract import (
     CachedRequestData,
     FullAttentionSpec,
+    GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
-    ModelRunnerOutput,
     NewRequestData,
+    SampledOutput,
     SamplingParams,
     SchedulerOutput,
 )
@@ -139,12 +140,10 @@ class Driver:
         self.runner.execute_model(output)
         return output
 
-    def step(
-        self, counts: dict[str, int], new: list[NewRequestData] | None = None, **changes: object
-    ) -> ModelRunnerOutput:
+    def step(self, counts: dict[str, int], new: list[NewRequestData] | None = None, **changes: object) -> SampledOutput:
         """Execute and sample a step."""
         output = self.launch(counts, new, **changes)  # type: ignore[arg-type]
-        return self.runner.sample_tokens(output.step_id).get_output(5.0)
+        return self.runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(5.0)
 
     def tokens(
         self, counts: dict[str, int], new: list[NewRequestData] | None = None, **changes: object

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.config.checks import check_choice, check_flag, check_integer
 
 POLICIES = ("fcfs", "priority")
+FAST_PATHS = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +17,19 @@ class SchedulerConfig:
     policy: "fcfs" serves in order of arrival; "priority" serves lower `priority` numbers first.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device
         (on where the device overlaps with the host).
+    fast_paths: "off" runs every step as if nothing were known of the one before: slower, with the same tokens and bits.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     policy: str = "fcfs"
     async_scheduling: bool | None = None
+    fast_paths: str = "auto"
 
     def __post_init__(self) -> None:
         check_integer("max_num_seqs", self.max_num_seqs, 1)
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_choice("policy", self.policy, POLICIES)
+        check_choice("fast_paths", self.fast_paths, FAST_PATHS)
         if self.async_scheduling is not None:
             check_flag("async_scheduling", self.async_scheduling)

@@ -12,10 +12,14 @@ from penstock.contract.kv_cache import (
 from penstock.contract.runner_output import (
     LogprobsLists,
     ModelRunnerOutput,
+    PooledOutput,
+    SampledOutput,
+    StepResult,
 )
 from penstock.contract.sampling_params import SamplingParams
 from penstock.contract.scheduler_output import (
     CachedRequestData,
+    GrammarOutput,
     NewRequestData,
     SchedulerOutput,
 )
@@ -25,6 +29,7 @@ __all__ = [
     "CachedRequestData",
     "ContractVersionError",
     "FullAttentionSpec",
+    "GrammarOutput",
     "KVCacheConfig",
     "KVCacheGroupSpec",
     "KVCacheSpec",
@@ -32,9 +37,12 @@ __all__ = [
     "LogprobsLists",
     "ModelRunnerOutput",
     "NewRequestData",
+    "PooledOutput",
+    "SampledOutput",
     "SamplingParams",
     "SchedulerOutput",
     "SlidingWindowSpec",
+    "StepResult",
     "decode",
     "encode",
 ]

@@ -9,7 +9,7 @@ import msgspec
 from penstock.errors import PenstockError
 
 # Belongs to the form of the messages: tests/contract/test_version.py tells when it has to be raised.
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 _Message = TypeVar("_Message")
 _PREFIX = b"penstock"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 
 class LogprobsLists(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a step, one row per logits row.
+    """Log-probabilities of tokens, a row for each.
 
     logprob_token_ids, logprobs: [rows][1 + max_num_logprobs]; column 0 is the sampled token, then the most likely.
     sampled_token_ranks: 1-based rank of the sampled token, the number of logits at least as large as its own.
@@ -17,22 +19,41 @@ class LogprobsLists(msgspec.Struct, frozen=True, kw_only=True):
     sampled_token_ranks: list[int]
 
 
-class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one step.
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What the results of all steps have.
 
     req_ids: the step's requests in batch order, as they were when the step was launched.
-    sampled_token_ids: per request; empty for a prefill that is not finished.
-    logprobs: rows in batch order; None when no request asked.
-    prompt_logprobs: for requests that asked, those of the prompt's tokens that follow the ones of this step; a prompt
-        that takes several steps has its rows in all of them. Rows may be wider than the request asked for.
     errors: requests that this step could not serve, with the reason; the others are unaffected.
     not_finite_req_ids: those of them whose logits were not finite, so that their KV may hold NaN.
     """
 
     step_id: int
     req_ids: list[str] = []
+    errors: dict[str, str] = {}
+    not_finite_req_ids: list[str] = []
+
+
+class SampledOutput(StepResult, frozen=True, kw_only=True, tag="sampled"):
+    """The result of a step of an engine that generates.
+
+    sampled_token_ids: per request, its new tokens; empty for a prefill that is not finished.
+    logprobs: a row for each of these tokens, one request's after another's; None when no request asked.
+    prompt_logprobs: for requests that asked, those of the prompt's tokens that follow the ones of this step; a prompt
+        that takes several steps has its rows in all of them. Rows may be wider than the request asked for.
+    """
+
     sampled_token_ids: list[list[int]] = []
     logprobs: LogprobsLists | None = None
     prompt_logprobs: dict[str, LogprobsLists] = {}
-    errors: dict[str, str] = {}
-    not_finite_req_ids: list[str] = []
+
+
+class PooledOutput(StepResult, frozen=True, kw_only=True, tag="pooled"):
+    """The result of a step of an engine that pools.
+
+    pooled: per request, what became of its hidden states; None for a prompt that is not finished.
+    """
+
+    pooled: list[list[float] | None] = []
+
+
+ModelRunnerOutput: TypeAlias = SampledOutput | PooledOutput

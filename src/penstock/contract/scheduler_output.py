@@ -36,7 +36,8 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
 class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
     """All other scheduled requests, as parallel lists in scheduling order.
 
-    new_block_ids: per request, the blocks appended in this step, one list per group; None when there are none.
+    new_block_ids: per request, the blocks appended in this step, one list per group, None when there are none; empty
+        where no request got any.
     num_computed_tokens: before this step; an upper bound while earlier steps are in flight.
     """
 
@@ -48,10 +49,15 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step: any mix of prefill chunks and decodes.
 
-    num_scheduled_tokens: tokens to run per request. Its keys are exactly the requests of `scheduled_new_reqs` and
-        `scheduled_cached_reqs`.
+    num_scheduled_tokens: tokens to run per request, drafts included. Its keys are exactly the requests of
+        `scheduled_new_reqs` and `scheduled_cached_reqs`.
+    scheduled_spec_decode_tokens: the drafts among them, the last of the request's tokens; -1 where only the device
+        knows them.
     finished_req_ids: ended since the last step; may name requests that the worker never saw.
     preempted_req_ids: to be forgotten like finished ones.
+    repeats_step_id: the step right before this one, where this one asks for the same: the same requests in the same
+        order, one token each and no drafts, nobody new, finished or preempted. What differs is what they have computed,
+        and perhaps new blocks. A worker may keep what it made of that step; to pass over this changes nothing.
     A step with no tokens only updates state.
     """
 
@@ -60,8 +66,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     scheduled_cached_reqs: CachedRequestData = CachedRequestData()
     num_scheduled_tokens: dict[str, int] = {}
     total_num_scheduled_tokens: int = 0
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     finished_req_ids: set[str] = set()
     preempted_req_ids: set[str] = set()
+    repeats_step_id: int | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -76,3 +84,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
             f"num_scheduled_tokens={self.num_scheduled_tokens}, finished={sorted(self.finished_req_ids)}, "
             f"preempted={sorted(self.preempted_req_ids)})"
         )
+
+
+class GrammarOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What the host says to a step between its forward pass and its tokens.
+
+    structured_output_request_ids: requests whose tokens are constrained, in batch order.
+    grammar_bitmask: little-endian int32 words, row-major, a row for each of their logits rows in order; a set bit
+        allows the token. num_words: of a row, ceil(vocabulary / 32).
+    """
+
+    step_id: int
+    structured_output_request_ids: list[str] = []
+    grammar_bitmask: bytes = b""
+    num_words: int = 0

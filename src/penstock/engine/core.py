@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import KVCacheConfig, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.engine.messages import EngineRequest
 from penstock.engine.startup import StartedEngine, start_engine
 from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, WorkerError
@@ -163,7 +163,7 @@ class EngineCore:
         executor = (self._engine or self._require_alive()).executor
         try:
             executor.execute_model(output)
-            handle = executor.sample_tokens(output.step_id)
+            handle = executor.sample_tokens(GrammarOutput(step_id=output.step_id))
         except WorkerError:
             logger.error("The failed step was %s", output.anonymous())
             raise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
-from penstock.contract import KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
 from penstock.worker.memory_plan import MemoryPlan
 
 # How long a step's result is waited for.
@@ -67,7 +67,7 @@ class Executor(ABC):
         """Launch a step; `sample_tokens` of the same step must follow."""
 
     @abstractmethod
-    def sample_tokens(self, step_id: int) -> StepHandle:
+    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
         """Launch the sampling of a step that was executed."""
 
     @abstractmethod

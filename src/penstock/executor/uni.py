@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
-from penstock.contract import ModelRunnerOutput, SchedulerOutput
+from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
 from penstock.runner.async_output import ReadyOutput
 from penstock.worker import WorkerWrapperBase
@@ -66,9 +66,9 @@ class UniProcExecutor(Executor):
         except Exception as error:
             self._wrapper.report("execute_model", error)
 
-    def sample_tokens(self, step_id: int) -> StepHandle:
+    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
         try:
-            handle: Any = (self._worker or self._wrapper.worker).sample_tokens(step_id)
+            handle: Any = (self._worker or self._wrapper.worker).sample_tokens(grammar)
         except Exception as error:
             self._wrapper.report("sample_tokens", error)
         return handle if isinstance(handle, ReadyOutput) else _ReportingHandle(self._wrapper, handle)

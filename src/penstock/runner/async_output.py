@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 from torch import Tensor
 
-from penstock.contract import LogprobsLists, ModelRunnerOutput
+from penstock.contract import LogprobsLists, SampledOutput
 from penstock.device import Device
 from penstock.kernels.bound_step import TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
@@ -50,7 +50,7 @@ class AsyncOutput:
         self._on_host = on_host
         self._copy = device.download((*(logprobs or ()), *((outcome,) if on_host is None else ())))
 
-    def get_output(self, timeout_s: float) -> ModelRunnerOutput:
+    def get_output(self, timeout_s: float) -> SampledOutput:
         """The step's result.
 
         Raises WaitTimeout when the device has not delivered it within `timeout_s` seconds.
@@ -59,7 +59,7 @@ class AsyncOutput:
             wait_until(self._is_done, timeout_s, lambda: self._describe_wait(timeout_s))
         tensors = self._copy.tensors
         token_ids, failures = _to_host(tensors[-1]) if self._on_host is None else self._on_host
-        return ModelRunnerOutput(
+        return SampledOutput(
             step_id=self.step_id,
             req_ids=self._req_ids,
             sampled_token_ids=token_ids,
@@ -95,13 +95,13 @@ class AsyncOutput:
 class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
     """A result that is there already: of a step that ran no token, or whose tokens are in the host's memory."""
 
-    output: ModelRunnerOutput
+    output: SampledOutput
 
     @property
     def step_id(self) -> int:
         return self.output.step_id
 
-    def get_output(self, timeout_s: float = 0.0) -> ModelRunnerOutput:
+    def get_output(self, timeout_s: float = 0.0) -> SampledOutput:
         return self.output
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention import StepGeometry
-from penstock.contract import NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.prompt_logprobs import PromptRows
@@ -43,7 +43,7 @@ def start_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:
 
 def finish_prompt(runner: ModelRunner, output: SchedulerOutput) -> None:
     """Sample its token, and forget it."""
-    runner.sample_tokens(output.step_id).get_output(_PROFILE_TIMEOUT_S)
+    runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(_PROFILE_TIMEOUT_S)
     runner.requests.remove(_PROFILED)
 
 

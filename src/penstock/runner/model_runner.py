@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.attention import ForwardContext, LayerAttention
 from penstock.config import SamplingConfig
-from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, SampledOutput, SchedulerOutput
 from penstock.device import Device
 from penstock.errors import LifecycleError
 from penstock.kernels.sampling import ChosenTokens
@@ -128,11 +128,12 @@ class ModelRunner:
         all_hidden = None if prompt_rows is None else hidden
         self._pending[output.step_id] = PendingStep(batch, last, errors, prompt_rows, all_hidden)
 
-    def sample_tokens(self, step_id: int) -> AsyncOutput | ReadyOutput:
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
         """Choose the tokens of an executed step and advance the state on the device.
 
         Raises LifecycleError when that step was never executed, or was sampled before.
         """
+        step_id = grammar.step_id
         step = self._pending.pop(step_id, None)
         if step is None:
             raise LifecycleError(
@@ -140,7 +141,7 @@ class ModelRunner:
                 f"Waiting: {sorted(self._pending) or 'none'}. Every step is executed once, then sampled once."
             )
         if step.batch is None:
-            return ReadyOutput(ModelRunnerOutput(step_id=step_id, errors=step.errors))
+            return ReadyOutput(SampledOutput(step_id=step_id, errors=step.errors))
         batch, errors = step.batch, step.errors
         rows = batch.logits_rows
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.all_hidden)
@@ -151,7 +152,7 @@ class ModelRunner:
             errors = _by_request(sampled.errors, req_ids) | errors
         result: AsyncOutput | ReadyOutput
         if on_host is not None and on_host[1] is None and sampled.logprobs is None and prompt_logprobs is None:
-            tokens = ModelRunnerOutput(step_id=step_id, req_ids=req_ids, sampled_token_ids=on_host[0], errors=errors)
+            tokens = SampledOutput(step_id=step_id, req_ids=req_ids, sampled_token_ids=on_host[0], errors=errors)
             result = ReadyOutput(tokens)
         else:
             result = AsyncOutput(

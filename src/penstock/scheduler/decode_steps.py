@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.contract import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import CachedRequestData, SampledOutput, SchedulerOutput
 from penstock.scheduler.request import Request
 from penstock.scheduler.step import ScheduledRequest
 
@@ -22,7 +22,7 @@ class DecodeStep(msgspec.Struct, frozen=True, gc=False):
     req_ids: list[str]
     num_computed_tokens: list[int]
 
-    def has_plain_results(self, results: ModelRunnerOutput) -> bool:
+    def has_plain_results(self, results: SampledOutput) -> bool:
         """Whether the results are a token for each request, in this order, and nothing else."""
         return (
             results.req_ids == self.req_ids

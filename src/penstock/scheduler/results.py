@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.contract import LogprobsLists, ModelRunnerOutput
+from penstock.contract import LogprobsLists, SampledOutput
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -41,7 +41,7 @@ def logprobs_of_row(request: Request, logprobs: LogprobsLists | None, row: int) 
     )
 
 
-def take_prompt_logprobs(request: Request, results: ModelRunnerOutput) -> None:
+def take_prompt_logprobs(request: Request, results: SampledOutput) -> None:
     """Keep what a step says about the request's prompt, as wide as the request asked for."""
     rows = results.prompt_logprobs.get(request.req_id)
     num_logprobs, kept = request.sampling_params.prompt_logprobs, request.prompt_logprobs

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from penstock.config import SchedulerConfig
-from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, SampledOutput, SchedulerOutput
 from penstock.errors import InvalidRequest, LifecycleError
 from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeStep, DecodeSteps
@@ -166,6 +166,8 @@ class Scheduler:
         Results of steps from before `reset_for_recovery` are ignored. Raises LifecycleError when the results are not
         of this step, name a request that it did not hold, or are not those that are due next.
         """
+        if not isinstance(model_runner_output, SampledOutput):
+            raise LifecycleError(f"Step {scheduler_output.step_id} has pooled results, but its requests generate.")
         scheduled = self._take_in_flight(scheduler_output, model_runner_output)
         if scheduled is None:
             return []
@@ -319,7 +321,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def _take_in_flight(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+        self, scheduler_output: SchedulerOutput, model_runner_output: SampledOutput
     ) -> dict[str, ScheduledRequest] | DecodeStep | None:
         """The requests of a step whose results are due; None when there is nothing to take in."""
         step_id = scheduler_output.step_id
@@ -336,7 +338,7 @@ class Scheduler:
             )
         return self._in_flight.pop(step_id)
 
-    def _take_tokens(self, step: DecodeStep, results: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def _take_tokens(self, step: DecodeStep, results: SampledOutput) -> list[EngineCoreOutput]:
         """Take in a step of which every request got a token: at once where it is a token and nothing else."""
         outputs = []
         num_computed_tokens = step.num_computed_tokens
@@ -358,7 +360,7 @@ class Scheduler:
                 outputs.append(output)
         return outputs
 
-    def _take_back_lost_blocks(self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput) -> None:
+    def _take_back_lost_blocks(self, scheduled: dict[str, ScheduledRequest], results: SampledOutput) -> None:
         """Requests of a step failed, so others may have found blocks that nobody filled: those begin anew."""
         served = set(results.req_ids).difference(results.errors)
         failed = {entry.request for req_id, entry in scheduled.items() if req_id not in served}
@@ -375,7 +377,7 @@ class Scheduler:
             self._preempt(request)
             self._finished_req_ids.add(request.req_id)
 
-    def _take_result(self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int) -> EngineCoreOutput | None:
+    def _take_result(self, entry: ScheduledRequest, results: SampledOutput, row: int) -> EngineCoreOutput | None:
         """Take in one request's part of a step."""
         request, samples = entry.request, entry.samples
         if entry.is_void:
@@ -415,9 +417,7 @@ class Scheduler:
             request, new_token_ids, finish_reason, stop_reason, logprobs_of_row(request, results.logprobs, row)
         )
 
-    def _take_left_out(
-        self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput
-    ) -> list[EngineCoreOutput]:
+    def _take_left_out(self, scheduled: dict[str, ScheduledRequest], results: SampledOutput) -> list[EngineCoreOutput]:
         """End the requests of a step that its results do not list: an error of theirs, or of the worker's."""
         outputs = []
         for req_id, entry in scheduled.items():

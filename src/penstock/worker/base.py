@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import EngineConfig
-from penstock.contract import KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.models.interface import LanguageModel
 from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
@@ -62,7 +62,7 @@ class WorkerBase(ABC):
         """Run a step's forward pass; the caller must call `sample_tokens` for the same step."""
 
     @abstractmethod
-    def sample_tokens(self, step_id: int) -> AsyncOutput | ReadyOutput:
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
         """Choose the tokens of an executed step."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from penstock.attention import LayerAttention
 from penstock.config import EngineConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.config.model import AUTO_LENGTH
-from penstock.contract import KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.errors import LifecycleError
@@ -156,8 +156,8 @@ class Worker(WorkerBase):
             self._pages.begin_step()
         self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
 
-    def sample_tokens(self, step_id: int) -> AsyncOutput | ReadyOutput:
-        result = (self._runner or self.runner).sample_tokens(step_id)
+    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
+        result = (self._runner or self.runner).sample_tokens(grammar)
         if self._pages is not None:
             self._pages.end_step()
         return result
