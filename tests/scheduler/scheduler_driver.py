@@ -7,7 +7,7 @@ from collections import Counter, deque
 from scheduler_fakes import EOS, FakeWorker, cache_config, undisturbed
 
 from penstock.config import SchedulerConfig
-from penstock.contract import KVCacheConfig, SampledOutput, SamplingParams, SchedulerOutput
+from penstock.contract import KVCacheConfig, SampledOutput, SamplingParams, SchedulerOutput, decode, encode
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -56,6 +56,17 @@ def check_block_accounting(manager: KVCacheManager) -> None:
     assert found == {block.block_id: block.key for block in pool.blocks if block.key is not None}
 
 
+def check_repetition(before: SchedulerOutput, output: SchedulerOutput) -> None:
+    """What a step promises that says it repeats the one before."""
+    assert output.repeats_step_id == before.step_id
+    assert output.scheduled_cached_reqs.req_ids == before.scheduled_cached_reqs.req_ids
+    assert list(output.num_scheduled_tokens) == list(before.num_scheduled_tokens)
+    assert set(output.num_scheduled_tokens.values()) == set(before.num_scheduled_tokens.values()) == {1}
+    for step in (before, output):
+        assert (step.scheduled_new_reqs, step.scheduled_spec_decode_tokens) == ([], {})
+    assert (output.finished_req_ids, output.preempted_req_ids) == (set(), set())
+
+
 class Driver:
     """`depth` steps may be in flight; 1 is a synchronous engine."""
 
@@ -70,6 +81,7 @@ class Driver:
         depth: int = 1,
         enable_prefix_caching: bool = True,
         async_scheduling: bool | None = None,
+        fast_paths: str = "auto",
     ) -> None:
         self.config = kv_cache_config or cache_config(33)
         self.depth = depth
@@ -77,7 +89,12 @@ class Driver:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy),
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                policy=policy,
+                fast_paths=fast_paths,
+            ),
             self.config,
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
@@ -106,8 +123,11 @@ class Driver:
 
     def step(self, failing: tuple[str, ...] = ()) -> SchedulerOutput:
         """Schedule and launch one step; its results stay in flight."""
-        output = self.scheduler.schedule()
+        # As in another process.
+        output = decode(encode(self.scheduler.schedule()), SchedulerOutput)
         assert output.step_id == (self.steps[-1].step_id + 1 if self.steps else 0)
+        if output.repeats_step_id is not None:
+            check_repetition(self.steps[-1], output)
         check_block_accounting(self.scheduler.kv_cache)
         self.steps.append(output)
         results = self.worker.execute(output, failing)

@@ -149,7 +149,10 @@ class FakeWorker:
         new = [request.req_id for request in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         assert sorted(new + cached.req_ids) == sorted(output.num_scheduled_tokens)
-        assert len(cached.req_ids) == len(cached.new_block_ids) == len(cached.num_computed_tokens)
+        assert len(cached.req_ids) == len(cached.num_computed_tokens)
+        assert len(cached.new_block_ids) in (0, len(cached.req_ids))
+        # Empty where nobody got a block, and only there.
+        assert not cached.new_block_ids or any(block_ids is not None for block_ids in cached.new_block_ids)
         assert all(num_tokens > 0 for num_tokens in output.num_scheduled_tokens.values())
         assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
         assert output.total_num_scheduled_tokens <= self.max_num_batched_tokens
@@ -163,8 +166,9 @@ class FakeWorker:
             self.requests[new.req_id] = self._adopt(new)
         assert len(self.requests) <= self.max_num_seqs
         cached = output.scheduled_cached_reqs
+        new_block_ids = cached.new_block_ids or [None] * len(cached.req_ids)
         for req_id, block_ids, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            cached.req_ids, new_block_ids, cached.num_computed_tokens, strict=True
         ):
             request = self.requests[req_id]
             if not request.is_broken:

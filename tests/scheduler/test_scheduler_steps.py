@@ -38,7 +38,7 @@ def test_a_new_request_is_sent_whole_and_later_only_what_is_new() -> None:
     first = driver.turn()
     [new] = first.scheduled_new_reqs
     assert (new.req_id, new.prompt_token_ids, new.prefill_token_ids) == ("r", PROMPT, PROMPT)
-    assert new.sampling_params is request.sampling_params
+    assert new.sampling_params == request.sampling_params
     assert (new.block_ids, new.num_computed_tokens) == (([1, 2],), 0)
     assert first.scheduled_cached_reqs == CachedRequestData()
 
@@ -48,7 +48,7 @@ def test_a_new_request_is_sent_whole_and_later_only_what_is_new() -> None:
         req_ids=["r"], new_block_ids=[([3],)], num_computed_tokens=[6]
     )
     third = driver.turn()
-    assert third.scheduled_cached_reqs.new_block_ids == [None]
+    assert third.scheduled_cached_reqs.new_block_ids == []
 
 
 def test_messages_do_not_change_after_they_were_sent() -> None:

@@ -1,6 +1,7 @@
-"""Steps that follow one another with nothing in between: the same requests, each with one more token.
+"""Steps that repeat the one before: the same requests, each with one more token, and nothing in between.
 
-What such a step's messages have in common is made once and shared by them: messages are never changed.
+A message says so by `repeats_step_id`. What such messages have in common is made once, which saves time and means
+nothing: messages are never changed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import msgspec
 from penstock.contract import CachedRequestData, SampledOutput, SchedulerOutput
 from penstock.scheduler.request import Request
 from penstock.scheduler.step import ScheduledRequest
+
+_NO_BLOCKS: list[tuple[list[int], ...] | None] = []
 
 
 class DecodeStep(msgspec.Struct, frozen=True, gc=False):
@@ -41,7 +44,7 @@ class DecodeStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeSteps:
-    """Continues a step in which all running requests decoded.
+    """Repeats a step in which all running requests decoded.
 
     Good for as long as no request comes, goes or is preempted, and none of them reaches its limit, which is known
     beforehand: `num_left` steps. Every request must have sampled one token in the step before.
@@ -51,7 +54,7 @@ class DecodeSteps:
 
     __slots__ = (
         "_counts",
-        "_no_blocks",
+        "_repeats",
         "_req_ids",
         "due",
         "num_left",
@@ -60,10 +63,13 @@ class DecodeSteps:
     )
 
     def __init__(self, requests: list[Request], named: tuple[list[str], dict[str, int]] | None = None) -> None:
-        """named: the ids of these requests and their tokens, one each, as the step before had them in its message."""
+        """named: the ids of these requests and their tokens, one each, as the step before had them in its message.
+
+        None where some were new to the worker in it, which is not the same step again.
+        """
         self.requests = requests
+        self._repeats = named is not None
         self._req_ids = [request.req_id for request in requests] if named is None else named[0]
-        self._no_blocks: list[tuple[list[int], ...] | None] = [None] * len(requests)
         self._counts = dict.fromkeys(self._req_ids, 1) if named is None else named[1]
         self.num_steps = 0
         self.num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
@@ -78,7 +84,7 @@ class DecodeSteps:
 
         new_block_ids: of the rows that are due; None if none are.
         """
-        blocks = self._no_blocks if new_block_ids is None else self._take_blocks(new_block_ids)
+        blocks = _NO_BLOCKS if new_block_ids is None else self._take_blocks(new_block_ids)
         self.num_left -= 1
         self.num_steps += 1
         num_computed_tokens = []
@@ -94,12 +100,14 @@ class DecodeSteps:
             ),
             num_scheduled_tokens=self._counts,
             total_num_scheduled_tokens=len(self._req_ids),
+            repeats_step_id=step_id - 1 if self._repeats else None,
         )
+        self._repeats = True
         return output, DecodeStep(self.requests, self._req_ids, num_computed_tokens)
 
     def _take_blocks(self, new_block_ids: dict[int, tuple[list[int], ...]]) -> list[tuple[list[int], ...] | None]:
         del self.due[self.num_steps]
-        blocks = self._no_blocks.copy()
+        blocks: list[tuple[list[int], ...] | None] = [None] * len(self.requests)
         for row, block_ids in new_block_ids.items():
             blocks[row] = block_ids
             self._note_capacity(row)

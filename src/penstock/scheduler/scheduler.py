@@ -55,6 +55,7 @@ class Scheduler:
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._runs_ahead = async_scheduling
+        self._repeats_steps = config.fast_paths != "off"
         self.kv_cache = KVCacheManager(
             kv_cache_config,
             enable_prefix_caching=enable_prefix_caching,
@@ -282,6 +283,8 @@ class Scheduler:
 
     def _continue_decodes(self, step: StepBuilder) -> DecodeSteps | None:
         """How to go on from this step, if the next one can only do the same again."""
+        if not self._repeats_steps:
+            return None
         num_running = len(self._running)
         runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
         can_admit = num_running < self._max_num_seqs and len(self._waiting) > 0

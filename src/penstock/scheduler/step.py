@@ -36,6 +36,7 @@ class StepBuilder:
 
     __slots__ = (
         "_cached_req_ids",
+        "_gave_blocks",
         "_new_block_ids",
         "_new_reqs",
         "_num_computed_tokens",
@@ -58,6 +59,7 @@ class StepBuilder:
         self._new_reqs: list[NewRequestData] = []
         self._cached_req_ids: list[str] = []
         self._new_block_ids: list[tuple[list[int], ...] | None] = []
+        self._gave_blocks = False
         self._num_computed_tokens: list[int] = []
 
     def add_new(
@@ -91,6 +93,7 @@ class StepBuilder:
         """Run tokens of a request that the worker holds; `new_block_ids` are None if it got none."""
         self._cached_req_ids.append(request.req_id)
         self._new_block_ids.append(new_block_ids)
+        self._gave_blocks |= new_block_ids is not None
         self._num_computed_tokens.append(request.num_computed_tokens)
         self._launch(request, num_tokens, (), shared)
 
@@ -106,7 +109,7 @@ class StepBuilder:
             scheduled_new_reqs=self._new_reqs,
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=self._cached_req_ids,
-                new_block_ids=self._new_block_ids,
+                new_block_ids=self._new_block_ids if self._gave_blocks else [],
                 num_computed_tokens=self._num_computed_tokens,
             ),
             num_scheduled_tokens=self._num_scheduled_tokens,
