@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 
-from scheduler_fakes import EOS, FakeWorker, cache_config, undisturbed
+from scheduler_fakes import EOS, FakeWorker, cache_config, guess, undisturbed
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, SampledOutput, SamplingParams, SchedulerOutput, decode, encode
@@ -68,7 +69,11 @@ def check_repetition(before: SchedulerOutput, output: SchedulerOutput) -> None:
 
 
 class Driver:
-    """`depth` steps may be in flight; 1 is a synchronous engine."""
+    """`depth` steps may be in flight; 1 is a synchronous engine.
+
+    max_drafts: each request is given up to as many drafts per step, at random, which only the worker knows where steps
+        run ahead of their results.
+    """
 
     def __init__(
         self,
@@ -82,6 +87,8 @@ class Driver:
         enable_prefix_caching: bool = True,
         async_scheduling: bool | None = None,
         fast_paths: str = "auto",
+        max_drafts: int = 0,
+        seed: int = 0,
     ) -> None:
         self.config = kv_cache_config or cache_config(33)
         self.depth = depth
@@ -100,6 +107,8 @@ class Driver:
             enable_prefix_caching=enable_prefix_caching,
             async_scheduling=depth > 1 if async_scheduling is None else async_scheduling,
         )
+        self.max_drafts = max_drafts
+        self.rng = random.Random(seed)
         self.salts: dict[str, str | None] = {}
         self.requests: dict[str, Request] = {}
         self.worker = self._new_worker()
@@ -123,6 +132,8 @@ class Driver:
 
     def step(self, failing: tuple[str, ...] = ()) -> SchedulerOutput:
         """Schedule and launch one step; its results stay in flight."""
+        if self.max_drafts:
+            self.scheduler.update_draft_token_ids(self._drafts())
         # As in another process.
         output = decode(encode(self.scheduler.schedule()), SchedulerOutput)
         assert output.step_id == (self.steps[-1].step_id + 1 if self.steps else 0)
@@ -130,6 +141,7 @@ class Driver:
             check_repetition(self.steps[-1], output)
         check_block_accounting(self.scheduler.kv_cache)
         self.steps.append(output)
+        self.worker.is_exact = not self.in_flight
         results = self.worker.execute(output, failing)
         if output.num_scheduled_tokens:
             self.in_flight.append((output, results))
@@ -180,6 +192,8 @@ class Driver:
         for output in outputs:
             assert output.req_id not in self.ends
             assert output.new_token_ids or output.finish_reason
+            if output.new_logprobs is not None:
+                assert [row[0] for row in output.new_logprobs.logprob_token_ids] == output.new_token_ids
             self.tokens[output.req_id] += output.new_token_ids
             if output.finish_reason is not None:
                 self.ends[output.req_id] = output
@@ -196,5 +210,21 @@ class Driver:
         else:
             assert (tokens, output.finish_reason) == (expected, reason)
 
+    def _drafts(self) -> dict[str, list[int]]:
+        drafts = {}
+        for req_id, request in self.requests.items():
+            num_drafts = self.rng.randrange(self.max_drafts + 1)
+            is_known = not request.num_output_placeholders and self.rng.random() < 0.7
+            known = guess(request.all_token_ids, request.cache_salt, num_drafts, self.rng)
+            drafts[req_id] = known if is_known else [-1] * num_drafts
+        return drafts
+
     def _new_worker(self) -> FakeWorker:
-        return FakeWorker(self.config, self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.salts)
+        return FakeWorker(
+            self.config,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_model_len,
+            self.salts,
+            rng=self.rng,
+        )

@@ -7,6 +7,7 @@ a stale prefix hit, or a position that was never recomputed shows up at once.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -62,6 +63,15 @@ def next_token(fingerprint: int) -> int:
     return (fingerprint >> 7) % VOCAB_SIZE
 
 
+def guess(token_ids: list[int], salt: str | None, num_drafts: int, rng: random.Random) -> list[int]:
+    """Drafts to follow these tokens, most of them right."""
+    drafts: list[int] = []
+    for _ in range(num_drafts):
+        token_id = next_token(fingerprints(token_ids + drafts, salt)[-1])
+        drafts.append(token_id if rng.random() < 0.7 else rng.randrange(VOCAB_SIZE))
+    return drafts
+
+
 def undisturbed(
     prompt: list[int], params: SamplingParams, salt: str | None, max_model_len: int
 ) -> tuple[list[int], FinishReason]:
@@ -83,20 +93,28 @@ class FakeRequest:
     num_computed_tokens: int
     tables: list[list[int]]
     salt: str | None
+    max_num_tokens: int
     wants_logprobs: bool = False
+    drafts: list[int] = field(default_factory=list)
+    had_drafts: bool = False
     is_broken: bool = False
     is_misled: bool = False
 
 
 @dataclass
 class FakeWorker:
-    """Executes steps in order. `salts` tells what the contract does not: which requests may share."""
+    """Executes steps in order. `salts` tells what the contract does not: which requests may share.
+
+    is_exact: the results of all steps before have been taken in, so that the scheduler knows what was rejected.
+    """
 
     config: KVCacheConfig
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     salts: Mapping[str, str | None]
+    is_exact: bool = True
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
     requests: dict[str, FakeRequest] = field(default_factory=dict)
     contents: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     last_step_id: int = -1
@@ -112,6 +130,7 @@ class FakeWorker:
         self._apply(output)
         for req_id in output.num_scheduled_tokens:
             self.requests[req_id].is_broken |= req_id in failing
+            self._draft(self.requests[req_id], output.scheduled_spec_decode_tokens.get(req_id, []))
         # Shortest first, as a runner sorts its batch, so that batch order is not scheduling order.
         batch = sorted(output.num_scheduled_tokens, key=lambda req_id: (output.num_scheduled_tokens[req_id], req_id))
         healthy = [req_id for req_id in batch if not self.requests[req_id].is_broken]
@@ -136,14 +155,21 @@ class FakeWorker:
         )
 
     def _logprobs(self, batch: list[str], sampled: list[list[int]]) -> LogprobsLists | None:
-        """Rows for the whole batch as soon as one of its requests asks for them. A row's rank is its number."""
+        """A row for every token of the step as soon as one of its requests asks for them. Its rank is its number."""
         if not any(self.requests[req_id].wants_logprobs for req_id in batch):
             return None
+        token_ids = [token_id for tokens in sampled for token_id in tokens]
         return LogprobsLists(
-            logprob_token_ids=[[tokens[0] if tokens else 0, 7, 8, 9] for tokens in sampled],
-            logprobs=[[-0.5, -1.0, -2.0, -3.0] for _ in batch],
-            sampled_token_ranks=list(range(len(batch))),
+            logprob_token_ids=[[token_id, 7, 8, 9] for token_id in token_ids],
+            logprobs=[[-0.5, -1.0, -2.0, -3.0] for _ in token_ids],
+            sampled_token_ranks=list(range(len(token_ids))),
         )
+
+    def _draft(self, request: FakeRequest, drafts: list[int]) -> None:
+        """Take the step's drafts, and make those up that the scheduler does not know."""
+        made_up = guess(request.token_ids, request.salt, len(drafts), self.rng)
+        request.drafts = [own if draft == -1 else draft for own, draft in zip(made_up, drafts, strict=True)]
+        request.had_drafts |= bool(drafts)
 
     def _check_shape(self, output: SchedulerOutput) -> None:
         new = [request.req_id for request in output.scheduled_new_reqs]
@@ -154,6 +180,8 @@ class FakeWorker:
         # Empty where nobody got a block, and only there.
         assert not cached.new_block_ids or any(block_ids is not None for block_ids in cached.new_block_ids)
         assert all(num_tokens > 0 for num_tokens in output.num_scheduled_tokens.values())
+        for req_id, drafts in output.scheduled_spec_decode_tokens.items():
+            assert 0 < len(drafts) < output.num_scheduled_tokens[req_id]
         assert sum(output.num_scheduled_tokens.values()) == output.total_num_scheduled_tokens
         assert output.total_num_scheduled_tokens <= self.max_num_batched_tokens
         assert not (new and output.preempted_req_ids)
@@ -172,7 +200,8 @@ class FakeWorker:
         ):
             request = self.requests[req_id]
             if not request.is_broken:
-                assert request.num_computed_tokens == num_computed
+                assert request.num_computed_tokens <= num_computed
+                assert request.num_computed_tokens == num_computed or (request.had_drafts and not self.is_exact)
             for table, new_ids in zip(request.tables, block_ids or [[] for _ in request.tables], strict=True):
                 table += new_ids
 
@@ -185,15 +214,18 @@ class FakeWorker:
             new.num_computed_tokens,
             tables,
             self.salts[new.req_id],
+            min(self.max_model_len, len(new.prompt_token_ids) + (new.sampling_params.max_tokens or self.max_model_len)),
             wants_logprobs=new.sampling_params.logprobs is not None,
         )
 
     def _write(self, request: FakeRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens
         is_wrong = request.is_broken or request.is_misled
+        token_ids = request.token_ids + request.drafts
         # A broken request no longer moves on.
-        assert request.is_broken or end <= len(request.token_ids) <= self.max_model_len
-        values = [UNFILLED] * end if is_wrong else fingerprints(request.token_ids[:end], request.salt)
+        assert request.is_broken or end <= len(token_ids) < request.max_num_tokens
+        assert request.is_broken or not request.drafts or end == len(token_ids)
+        values = [UNFILLED] * end if is_wrong else fingerprints(token_ids[:end], request.salt)
         for group_id, group in enumerate(self.config.groups):
             for position in range(request.num_computed_tokens, end):
                 block_id = request.tables[group_id][position // group.spec.block_size]
@@ -223,7 +255,7 @@ class FakeWorker:
 
     def _read(self, req_id: str, request: FakeRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens
-        values = fingerprints(request.token_ids[:end], request.salt)
+        values = fingerprints((request.token_ids + request.drafts)[:end], request.salt)
         for group_id, group in enumerate(self.config.groups):
             window = getattr(group.spec, "sliding_window", end)
             for position in range(max(0, request.num_computed_tokens - window + 1), end):
@@ -235,9 +267,16 @@ class FakeWorker:
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens < len(request.token_ids):
             return []
-        # As on a device, the token is known here at once, whenever the scheduler learns of it.
-        token_id = next_token(fingerprints(request.token_ids, request.salt)[-1])
-        if request.is_misled:
-            token_id = (token_id + 1) % VOCAB_SIZE
-        request.token_ids.append(token_id)
-        return [token_id]
+        # As on a device, tokens are known here at once, whenever the scheduler learns of them.
+        sampled: list[int] = []
+        for draft in [*request.drafts, None]:
+            token_id = next_token(fingerprints(request.token_ids, request.salt)[-1])
+            if request.is_misled:
+                token_id = (token_id + 1) % VOCAB_SIZE
+            request.token_ids.append(token_id)
+            sampled.append(token_id)
+            if token_id != draft:
+                break
+        request.num_computed_tokens -= len(request.drafts) + 1 - len(sampled)
+        assert request.num_computed_tokens == len(request.token_ids) - 1
+        return sampled

@@ -55,6 +55,8 @@ SETUPS = st.fixed_dictionaries(
         "depth": st.integers(1, 3),
         "async_scheduling": st.booleans(),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+        "max_drafts": st.sampled_from([0, 0, 1, 2, 5]),
+        "seed": st.integers(0, 3),
     }
 )
 # Moves, with a number where they concern a request. Disasters are rare enough to let something grow between them.
@@ -120,3 +122,5 @@ def test_every_request_gets_the_tokens_of_an_undisturbed_run(
         event("preempted")
     if any(end.num_cached_tokens for end in driver.ends.values()):
         event("shared a prefix")
+    if any(step.scheduled_spec_decode_tokens for step in driver.steps):
+        event("verified drafts")

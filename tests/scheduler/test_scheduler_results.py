@@ -15,11 +15,12 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 def answer(output: SchedulerOutput, *tokens: int, **fields: object) -> SampledOutput:
-    """Results with one token for each request, in scheduling order."""
+    """Results with one token for each request, in scheduling order, or with none at all."""
+    req_ids = list(output.num_scheduled_tokens)
     return SampledOutput(
         step_id=output.step_id,
-        req_ids=list(output.num_scheduled_tokens),
-        sampled_token_ids=[[token] for token in tokens],
+        req_ids=req_ids,
+        sampled_token_ids=[[token] for token in tokens] or [[] for _ in req_ids],
         **fields,  # type: ignore[arg-type]
     )
 
@@ -133,21 +134,17 @@ def test_each_request_gets_its_row_of_logprobs_and_the_columns_it_asked_for() ->
     ]
 
 
-def test_rows_of_logprobs_count_requests_that_sampled_nothing() -> None:
+def test_requests_that_sampled_nothing_have_no_row_of_logprobs() -> None:
     driver = Driver(max_num_batched_tokens=6)
-    driver.add("a", [1], logprobs=1)
+    driver.add("a", [1], logprobs=1, ignore_eos=True)
     driver.add("b", PROMPT + PROMPT, logprobs=1)
-    driver.step()
-    # The fake worker puts the shorter chunk first and ranks rows by their number.
-    [a] = driver.deliver()
-    assert a.new_logprobs is not None
-    assert a.new_logprobs.sampled_token_ranks == [0]
-    driver.scheduler.finish_requests(["a"])
-    driver.add("c", [1] * 3, logprobs=1)
-    driver.step()
-    b_and_c = {output.req_id: output.new_logprobs for output in driver.deliver()}
-    assert b_and_c["b"] is not None
-    assert b_and_c["b"].sampled_token_ranks == [1]
+    output = driver.scheduler.schedule()
+    logprobs = LogprobsLists(logprob_token_ids=[[5, 51]], logprobs=[[-1.0, -1.1]], sampled_token_ranks=[3])
+    results = SampledOutput(step_id=output.step_id, req_ids=["b", "a"], sampled_token_ids=[[], [5]], logprobs=logprobs)
+
+    [a] = driver.scheduler.update_from_output(output, results)
+
+    assert (a.req_id, a.new_logprobs) == ("a", logprobs)
 
 
 def test_an_error_ends_its_request_and_no_other() -> None:

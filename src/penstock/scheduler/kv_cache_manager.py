@@ -116,8 +116,10 @@ class KVCacheManager:
         held = self._held[request.req_id]
         # The steps in flight may still read these blocks, but the device runs steps in order: whoever gets the
         # blocks writes to them later.
+        # However many drafts in flight are rejected, the known tokens but the last stay computed.
+        num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
         for group, blocks in zip(self._groups, held.groups, strict=True):
-            self._free_skipped(blocks, group.num_skipped_blocks(request.num_computed_tokens))
+            self._free_skipped(blocks, group.num_skipped_blocks(num_computed_tokens))
         missing = self._num_missing(held.groups, num_tokens)
         if sum(missing) > self.pool.num_free_blocks:
             return None

@@ -21,7 +21,8 @@ class FinishReason(StrEnum):
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step brought one request.
 
-    new_token_ids: usually one; empty when a request ends without a token (aborted, failed).
+    new_token_ids: usually one, more where drafts were accepted; empty when a request ends without any (aborted,
+        failed).
     new_logprobs: one row per new token, when the request asked for them.
     prompt_logprobs: with the first token, one row per token of the prompt but the first, when the request asked.
     stop_reason: the stop token that ended the request, when it is one of `stop_token_ids`; else None.

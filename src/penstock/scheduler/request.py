@@ -33,8 +33,10 @@ class Request:
 
     The scheduler keeps the rest:
     all_token_ids: the prompt and every known output token.
-    num_computed_tokens: positions whose keys and values are in the cache once all steps in flight are done.
-    num_output_placeholders: tokens that steps in flight will sample.
+    spec_token_ids: drafts for the request's next step, to follow its last token; -1 where only the device knows them.
+    num_computed_tokens: positions whose keys and values are in the cache once all steps in flight are done: an upper
+        bound while any of these has drafts, since it is taken back by those that are rejected.
+    num_output_placeholders: tokens that steps in flight will sample, if all their drafts are accepted.
     num_in_flight_steps: steps launched with this request whose results have not arrived.
     length_limit: tokens, prompt included, at which the request ends.
     num_cached_tokens: prompt tokens found in the prefix cache when the request first ran; -1 before.
@@ -62,6 +64,7 @@ class Request:
     all_token_ids: list[int] = field(init=False)
     block_hashes: list[bytes] = field(default_factory=list, init=False)
     end_token_ids: frozenset[int] = field(init=False)
+    spec_token_ids: list[int] = field(default_factory=list, init=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_output_placeholders: int = field(default=0, init=False)
     num_in_flight_steps: int = field(default=0, init=False)

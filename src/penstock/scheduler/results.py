@@ -25,8 +25,18 @@ def check_stop(request: Request) -> tuple[FinishReason | None, int | None]:
     return _GOES_ON
 
 
-def logprobs_of_row(request: Request, logprobs: LogprobsLists | None, row: int) -> LogprobsLists | None:
-    """The row of a step's log-probabilities that belongs to the request, None if it asked for none.
+def take_tokens(request: Request, new_token_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+    """Add what a step sampled to the request: the tokens up to its end, and what `check_stop` says of the last."""
+    for num_taken, token_id in enumerate(new_token_ids, 1):
+        request.all_token_ids.append(token_id)
+        finish_reason, stop_reason = check_stop(request)
+        if finish_reason is not None:
+            return new_token_ids[:num_taken], finish_reason, stop_reason
+    return new_token_ids, None, None
+
+
+def logprobs_of_rows(request: Request, logprobs: LogprobsLists | None, rows: slice) -> LogprobsLists | None:
+    """The rows of a step's log-probabilities that belong to the request, None if it asked for none.
 
     A step's rows are as wide as its most demanding request wants; each gets the columns that it asked for.
     """
@@ -35,9 +45,9 @@ def logprobs_of_row(request: Request, logprobs: LogprobsLists | None, row: int) 
         return None
     num_columns = _num_columns(num_logprobs)
     return LogprobsLists(
-        logprob_token_ids=[logprobs.logprob_token_ids[row][:num_columns]],
-        logprobs=[logprobs.logprobs[row][:num_columns]],
-        sampled_token_ranks=[logprobs.sampled_token_ranks[row]],
+        logprob_token_ids=[row[:num_columns] for row in logprobs.logprob_token_ids[rows]],
+        logprobs=[row[:num_columns] for row in logprobs.logprobs[rows]],
+        sampled_token_ranks=logprobs.sampled_token_ranks[rows],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SampledOutput, SchedulerOutput
@@ -16,10 +16,10 @@ from penstock.scheduler.queues import WaitingQueue
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_limits import check_fits, check_prompt
 from penstock.scheduler.results import (
-    check_stop,
-    logprobs_of_row,
+    logprobs_of_rows,
     make_output,
     take_prompt_logprobs,
+    take_tokens,
 )
 from penstock.scheduler.step import ScheduledRequest, StepBuilder, void_what_read_lost_blocks
 
@@ -33,7 +33,8 @@ class Scheduler:
     There is no prefill phase and no decode phase: each request has `num_computed_tokens` and wants to reach its
     length, and a step gives it some tokens. A request is ahead of its results as soon as it is scheduled; tokens that
     are sampled but not yet known count as placeholders. With `async_scheduling` a request goes on beyond its
-    placeholders, since the device knows its own last token; without, it waits for them.
+    placeholders, since the device knows its own last token; without, it waits for them. Drafts are counted as if all
+    were accepted, and a request is taken back by those that were not when the results arrive.
 
     The worker must execute the steps in order, and their results must come back in that order, each exactly once.
     A step without tokens that names finished or preempted requests must reach the worker too.
@@ -70,6 +71,7 @@ class Scheduler:
         self._in_flight: dict[int, dict[str, ScheduledRequest] | DecodeStep] = {}
         # Goes on from the last step; None unless all that the next one can do is to decode the same requests.
         self._decodes: DecodeSteps | None = None
+        self._last_draft_step_id = -1
         self._next_step_id = 0
         self._first_valid_step_id = 0
         self._num_added = 0
@@ -137,6 +139,18 @@ class Scheduler:
                 outputs.append(make_output(request, [], reason))
         return outputs
 
+    def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """What requests are thought to go on with after their last tokens, known or in flight, in their next step.
+
+        -1 stands for a token that only the device knows. Drafts of requests that do not run are dropped.
+        """
+        for req_id, token_ids in drafts.items():
+            request = self._requests.get(req_id)
+            if request is not None and request.status is _RUNNING:
+                request.spec_token_ids = list(token_ids)
+                if token_ids:
+                    self._decodes = None
+
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. It may have no tokens, when all requests wait for results or for blocks."""
         step_id = self._next_step_id
@@ -154,7 +168,9 @@ class Scheduler:
         if not step.preempted_req_ids:
             self._schedule_waiting(step)
         if step.scheduled:
-            self._in_flight[step.step_id] = step.scheduled
+            self._in_flight[step_id] = step.scheduled
+        if step.has_drafts:
+            self._last_draft_step_id = step_id
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         self._decodes = self._continue_decodes(step)
         return step.build(finished_req_ids)
@@ -179,11 +195,14 @@ class Scheduler:
         if model_runner_output.errors or len(model_runner_output.req_ids) < len(scheduled):
             self._take_back_lost_blocks(scheduled, model_runner_output)
         outputs = []
+        end = 0
         for row, req_id in enumerate(model_runner_output.req_ids):
+            new_token_ids = model_runner_output.sampled_token_ids[row]
+            start, end = end, end + len(new_token_ids)
             entry = scheduled.pop(req_id, None)
             if entry is None:
                 raise LifecycleError(f"Step {scheduler_output.step_id} did not hold the request {req_id!r}.")
-            output = self._take_result(entry, model_runner_output, row)
+            output = self._take_result(entry, model_runner_output, new_token_ids, slice(start, end))
             if output is not None:
                 outputs.append(output)
         return outputs + self._take_left_out(scheduled, model_runner_output)
@@ -221,11 +240,15 @@ class Scheduler:
         runs_ahead = self._runs_ahead
         # Preemption shortens the list from its end, which a loop over it stands.
         for request in self._running:
-            num_tokens = len(request.all_token_ids) - request.num_computed_tokens
-            if runs_ahead:
+            num_tokens = len(request.all_token_ids)
+            if request.num_output_placeholders:
                 num_tokens += request.num_output_placeholders
-                if request.num_computed_tokens + num_tokens >= request.length_limit:
+                if not runs_ahead or num_tokens >= request.length_limit:
                     continue
+            if request.spec_token_ids:
+                # The step samples one more token than there are drafts.
+                num_tokens += min(len(request.spec_token_ids), request.length_limit - 1 - num_tokens)
+            num_tokens -= request.num_computed_tokens
             if num_tokens > step.token_budget:
                 num_tokens = step.token_budget
             if num_tokens <= 0:
@@ -235,7 +258,7 @@ class Scheduler:
                 new_block_ids = self._allocate_or_preempt(request, num_tokens, step)
                 if new_block_ids is None:
                     return
-            if num_tokens > 1:
+            if num_tokens > 1 and not request.spec_token_ids:
                 step.add_cached(request, num_tokens, new_block_ids, self._share_next(request, num_tokens))
             else:
                 step.add_cached(request, num_tokens, new_block_ids)
@@ -283,7 +306,7 @@ class Scheduler:
 
     def _continue_decodes(self, step: StepBuilder) -> DecodeSteps | None:
         """How to go on from this step, if the next one can only do the same again."""
-        if not self._repeats_steps:
+        if not self._repeats_steps or self._last_draft_step_id in self._in_flight:
             return None
         num_running = len(self._running)
         runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
@@ -317,6 +340,7 @@ class Scheduler:
         """Make a request, which was just taken out of the running ones, wait with nothing but its tokens."""
         self._decodes = None
         self.kv_cache.free(request)
+        request.spec_token_ids = []
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -359,7 +383,7 @@ class Scheduler:
                 request.num_output_placeholders -= 1
                 token_ids.append(new_token_ids[0])
                 outputs.append(EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids))
-            elif (output := self._take_result(step.part(row), results, row)) is not None:
+            elif (output := self._take_result(step.part(row), results, new_token_ids, slice(row, row + 1))) is not None:
                 outputs.append(output)
         return outputs
 
@@ -380,8 +404,10 @@ class Scheduler:
             self._preempt(request)
             self._finished_req_ids.add(request.req_id)
 
-    def _take_result(self, entry: ScheduledRequest, results: SampledOutput, row: int) -> EngineCoreOutput | None:
-        """Take in one request's part of a step."""
+    def _take_result(
+        self, entry: ScheduledRequest, results: SampledOutput, new_token_ids: list[int], rows: slice
+    ) -> EngineCoreOutput | None:
+        """Take in one request's part of a step: its tokens, and their rows of the step's log-probabilities."""
         request, samples = entry.request, entry.samples
         if entry.is_void:
             _drop(entry)
@@ -394,31 +420,37 @@ class Scheduler:
             if request.req_id in results.not_finite_req_ids:
                 self.kv_cache.forget(request)
             return self._fail(request, results.errors[request.req_id])
-        new_token_ids = results.sampled_token_ids[row]
-        if len(new_token_ids) != samples:
-            num_due = int(samples)
+        if not samples <= len(new_token_ids) <= entry.max_new_tokens:
+            num_due = f"1 to {entry.max_new_tokens}" if entry.num_drafts else str(entry.max_new_tokens)
             return self._fail(
                 request,
                 f"The worker sampled {len(new_token_ids)} tokens in step {results.step_id} instead of {num_due}.",
             )
         if results.prompt_logprobs:
             take_prompt_logprobs(request, results)
-        if samples:
-            request.num_output_placeholders -= 1
-            request.all_token_ids += new_token_ids
-        # A preempted request holds no blocks that could be shared.
-        if entry.num_computed_tokens >= request.next_cache_at and status is _RUNNING:
-            self.kv_cache.cache_blocks(request, entry.num_computed_tokens)
         if not samples:
+            self._share_computed(request, entry.num_computed_tokens)
             return None
-        finish_reason, stop_reason = check_stop(request)
+        request.num_output_placeholders -= entry.max_new_tokens
+        # A preempted request begins anew.
+        if entry.num_drafts and status is _RUNNING:
+            request.num_computed_tokens -= entry.max_new_tokens - len(new_token_ids)
+        new_token_ids, finish_reason, stop_reason = take_tokens(request, new_token_ids)
+        # All but the last token, whether or not steps in flight have computed more.
+        self._share_computed(request, len(request.all_token_ids) - 1)
         if finish_reason is not None:
             self._finish(request)
         elif results.logprobs is None and not request.has_news:
             return EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids)
+        rows = slice(rows.start, rows.start + len(new_token_ids))
         return make_output(
-            request, new_token_ids, finish_reason, stop_reason, logprobs_of_row(request, results.logprobs, row)
+            request, new_token_ids, finish_reason, stop_reason, logprobs_of_rows(request, results.logprobs, rows)
         )
+
+    def _share_computed(self, request: Request, num_computed_tokens: int) -> None:
+        """Let others find the full blocks among known tokens that are computed; a preempted request holds none."""
+        if num_computed_tokens >= request.next_cache_at and request.status is _RUNNING:
+            self.kv_cache.cache_blocks(request, num_computed_tokens)
 
     def _take_left_out(self, scheduled: dict[str, ScheduledRequest], results: SampledOutput) -> list[EngineCoreOutput]:
         """End the requests of a step that its results do not list: an error of theirs, or of the worker's."""
@@ -450,4 +482,4 @@ class Scheduler:
 def _drop(entry: ScheduledRequest) -> None:
     """Let a request go on as if it had never been launched in this step."""
     entry.request.num_in_flight_steps -= 1
-    entry.request.num_output_placeholders -= entry.samples
+    entry.request.num_output_placeholders -= entry.max_new_tokens

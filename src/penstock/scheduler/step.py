@@ -14,8 +14,10 @@ from penstock.scheduler.request import Request
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """A request's part in a step in flight.
 
-    num_computed_tokens: positions whose KV is in the cache after the step.
-    samples: whether the step samples a token for it; a chunk that ends before the last known token does not.
+    num_computed_tokens: positions whose KV is in the cache after the step; an upper bound where there are drafts, or
+        where an earlier step in flight had some.
+    samples: whether the step samples tokens for it; a chunk that ends before the last known token does not.
+    num_drafts: of each that is accepted it samples one more.
     found, shared: blocks that it found when it began, and those that others may find since this step was scheduled.
     is_void: it read what another request should have computed and did not; its results mean nothing.
     """
@@ -23,9 +25,15 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     request: Request
     num_computed_tokens: int
     samples: bool
+    num_drafts: int = 0
     found: Sequence[KVCacheBlock] = ()
     shared: Sequence[KVCacheBlock] = ()
     is_void: bool = False
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that the step brings the request, if all drafts are accepted."""
+        return self.samples + self.num_drafts
 
 
 class StepBuilder:
@@ -36,6 +44,7 @@ class StepBuilder:
 
     __slots__ = (
         "_cached_req_ids",
+        "_drafts",
         "_gave_blocks",
         "_new_block_ids",
         "_new_reqs",
@@ -56,6 +65,7 @@ class StepBuilder:
         self.scheduled: dict[str, ScheduledRequest] = {}
         self.preempted_req_ids: set[str] = set()
         self._num_scheduled_tokens: dict[str, int] = {}
+        self._drafts: dict[str, list[int]] = {}
         self._new_reqs: list[NewRequestData] = []
         self._cached_req_ids: list[str] = []
         self._new_block_ids: list[tuple[list[int], ...] | None] = []
@@ -98,6 +108,11 @@ class StepBuilder:
         self._launch(request, num_tokens, (), shared)
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether any request has tokens to be verified."""
+        return bool(self._drafts)
+
+    @property
     def cached_only(self) -> tuple[list[str], dict[str, int]] | None:
         """What the message names of requests that the worker holds, and their tokens; None if there are others."""
         return None if self._new_reqs else (self._cached_req_ids, self._num_scheduled_tokens)
@@ -114,6 +129,7 @@ class StepBuilder:
             ),
             num_scheduled_tokens=self._num_scheduled_tokens,
             total_num_scheduled_tokens=self._token_budget - self.token_budget,
+            scheduled_spec_decode_tokens=self._drafts,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
         )
@@ -121,14 +137,25 @@ class StepBuilder:
     def _launch(
         self, request: Request, num_tokens: int, found: Sequence[KVCacheBlock], shared: Sequence[KVCacheBlock]
     ) -> None:
-        """Move the request ahead as if the step were done; a token that it samples is a placeholder until then."""
+        """Move the request ahead as if the step were done and all its drafts accepted.
+
+        The tokens that it samples are placeholders until then.
+        """
         num_computed_tokens = request.num_computed_tokens + num_tokens
-        samples = num_computed_tokens == len(request.all_token_ids) + request.num_output_placeholders
+        num_beyond = num_computed_tokens - len(request.all_token_ids) - request.num_output_placeholders
+        samples = num_beyond >= 0
         req_id = request.req_id
         request.num_computed_tokens = num_computed_tokens
-        request.num_output_placeholders += samples
         request.num_in_flight_steps += 1
-        self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, samples, found, shared)
+        num_drafts = 0
+        if samples:
+            if num_beyond > 0:
+                num_drafts = num_beyond
+                self._drafts[req_id] = request.spec_token_ids[:num_drafts]
+            request.num_output_placeholders += 1 + num_drafts
+            # Drafts that found no room are of no use once there is another token before them.
+            request.spec_token_ids = []
+        self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, samples, num_drafts, found, shared)
         self._num_scheduled_tokens[req_id] = num_tokens
         self.token_budget -= num_tokens
         if num_tokens != 1 or not samples:
