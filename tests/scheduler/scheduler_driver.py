@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 
 from scheduler_fakes import EOS, FakeWorker, cache_config, guess, undisturbed
 
@@ -35,26 +35,15 @@ def make_request(
     )
 
 
-def check_block_accounting(manager: KVCacheManager) -> None:
-    """Every block is null, free, or held exactly as often as its count says; the cache's map knows each cached one."""
-    pool = manager.pool
-    holders: Counter[int] = Counter()
-    groups_of_block: dict[int, set[int]] = {}
-    for held in manager._held.values():
-        for group_id, blocks in enumerate(held.groups):
-            for block in blocks:
-                if block is not pool.null_block:
-                    holders[block.block_id] += 1
-                    groups_of_block.setdefault(block.block_id, set()).add(group_id)
-    assert all(len(groups) == 1 for groups in groups_of_block.values())
-    free = pool.free_block_ids()
-    assert len(free) == pool.num_free_blocks
-    assert sorted(free + list(holders)) == list(range(1, pool.num_blocks))
-    for block in pool.blocks:
-        assert block.ref_count == holders[block.block_id]
-    assert pool.null_block.key is None
-    found = {block_id: key for key, blocks in pool._cached.items() for block_id in blocks}
-    assert found == {block.block_id: block.key for block in pool.blocks if block.key is not None}
+def new_blocks(output: SchedulerOutput, manager: KVCacheManager) -> set[int]:
+    """The blocks that a step gave out, without those that requests found."""
+    taken: set[int] = set()
+    for groups in output.scheduled_cached_reqs.new_block_ids:
+        taken.update(*(groups or ()))
+    for new in output.scheduled_new_reqs:
+        for group, ids in zip(manager.groups, new.block_ids, strict=True):
+            taken.update(ids[new.num_computed_tokens // group.block_size :])
+    return taken
 
 
 def check_repetition(before: SchedulerOutput, output: SchedulerOutput) -> None:
@@ -113,6 +102,9 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self.worker = self._new_worker()
         self.in_flight: deque[tuple[SchedulerOutput, SampledOutput]] = deque()
+        # By step, the blocks that it touches; by what holds them, those that others do.
+        self.touched: dict[int, set[int]] = {}
+        self.holds: dict[tuple[str, str], set[int]] = {}
         self.steps: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineCoreOutput] = {}
@@ -128,7 +120,7 @@ class Driver:
 
     def abort(self, *req_ids: str) -> None:
         self._note(self.scheduler.finish_requests(req_ids))
-        check_block_accounting(self.scheduler.kv_cache)
+        self.scheduler.kv_cache.check_integrity()
 
     def step(self, failing: tuple[str, ...] = ()) -> SchedulerOutput:
         """Schedule and launch one step; its results stay in flight."""
@@ -139,19 +131,23 @@ class Driver:
         assert output.step_id == (self.steps[-1].step_id + 1 if self.steps else 0)
         if output.repeats_step_id is not None:
             check_repetition(self.steps[-1], output)
-        check_block_accounting(self.scheduler.kv_cache)
+        self.scheduler.kv_cache.check_integrity()
         self.steps.append(output)
+        taken = new_blocks(output, self.scheduler.kv_cache)
+        touched = [self.touched[launched.step_id] for launched, _ in self.in_flight]
+        assert taken.isdisjoint(set().union(*touched, *self.holds.values()))
         self.worker.is_exact = not self.in_flight
         results = self.worker.execute(output, failing)
         if output.num_scheduled_tokens:
             self.in_flight.append((output, results))
+            self.touched[output.step_id] = self.worker.touched
         return output
 
     def deliver(self) -> list[EngineCoreOutput]:
         """Hand the oldest results to the scheduler."""
         outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
         self._note(outputs)
-        check_block_accounting(self.scheduler.kv_cache)
+        self.scheduler.kv_cache.check_integrity()
         return outputs
 
     def crash(self) -> None:
@@ -160,6 +156,19 @@ class Driver:
         self.worker = self._new_worker()
         while self.in_flight:
             assert self.deliver() == []
+
+    def hold(self, req_id: str, holder: str) -> None:
+        """Hold the blocks of a request that runs."""
+        manager = self.scheduler.kv_cache
+        manager.hold_blocks(req_id, holder)
+        self.holds[req_id, holder] = {block_id for ids in manager.get_block_ids(req_id) for block_id in ids} - {0}
+        manager.check_integrity()
+
+    def release(self, req_id: str, holder: str) -> None:
+        """Let go of them."""
+        self.scheduler.kv_cache.release_blocks(req_id, holder)
+        del self.holds[req_id, holder]
+        self.scheduler.kv_cache.check_integrity()
 
     def turn(self) -> SchedulerOutput:
         """One turn of an engine loop at this depth."""
@@ -170,7 +179,9 @@ class Driver:
         return output
 
     def drain(self, max_turns: int = 2000) -> None:
-        """Run until everything has ended and the worker knows of it."""
+        """Run until everything has ended and the worker knows of it; nobody holds blocks any more."""
+        for hold in list(self.holds):
+            self.release(*hold)
         for _ in range(max_turns):
             if not self.in_flight and not self.scheduler.has_work():
                 break
@@ -184,9 +195,10 @@ class Driver:
         assert not self.worker.requests
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight_steps) == (0, 0, 0)
         assert not scheduler.has_work()
-        assert scheduler.kv_cache.pool.num_used_blocks == 0
+        pool = scheduler.kv_cache.pool
+        assert (pool.num_used_blocks, pool.num_pending_blocks) == (0, 0)
         assert not scheduler.kv_cache._held
-        check_block_accounting(scheduler.kv_cache)
+        scheduler.kv_cache.check_integrity()
 
     def _note(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:

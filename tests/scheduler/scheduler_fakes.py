@@ -105,6 +105,7 @@ class FakeRequest:
 class FakeWorker:
     """Executes steps in order. `salts` tells what the contract does not: which requests may share.
 
+    touched: blocks that the last step read or wrote.
     is_exact: the results of all steps before have been taken in, so that the scheduler knows what was rejected.
     """
 
@@ -117,6 +118,7 @@ class FakeWorker:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     requests: dict[str, FakeRequest] = field(default_factory=dict)
     contents: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    touched: set[int] = field(default_factory=set)
     last_step_id: int = -1
 
     def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> SampledOutput:
@@ -128,6 +130,7 @@ class FakeWorker:
         self.last_step_id = output.step_id
         self._check_shape(output)
         self._apply(output)
+        self.touched = set()
         for req_id in output.num_scheduled_tokens:
             self.requests[req_id].is_broken |= req_id in failing
             self._draft(self.requests[req_id], output.scheduled_spec_decode_tokens.get(req_id, []))
@@ -230,6 +233,7 @@ class FakeWorker:
             for position in range(request.num_computed_tokens, end):
                 block_id = request.tables[group_id][position // group.spec.block_size]
                 assert 0 < block_id < self.config.num_blocks
+                self.touched.add(block_id)
                 self.contents[block_id, position % group.spec.block_size] = (group_id, values[position])
 
     def _mislead(self, req_ids: list[str], num_tokens: Mapping[str, int]) -> None:
@@ -260,6 +264,7 @@ class FakeWorker:
             window = getattr(group.spec, "sliding_window", end)
             for position in range(max(0, request.num_computed_tokens - window + 1), end):
                 block_id = request.tables[group_id][position // group.spec.block_size]
+                self.touched.add(block_id)
                 found = self.contents.get((block_id, position % group.spec.block_size))
                 assert found == (group_id, values[position]), f"{req_id}: position {position} of group {group_id}"
 

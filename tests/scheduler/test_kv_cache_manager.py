@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_driver import check_block_accounting, make_request
+from scheduler_driver import make_request
 from scheduler_fakes import cache_config, full_spec, window_spec
 
 from penstock.scheduler.kv_cache_manager import KVCacheManager, PrefixHit
@@ -36,7 +36,7 @@ def finish_step(manager: KVCacheManager, request: Request, num_tokens: int) -> N
     missing = request.num_computed_tokens - request.num_tokens
     request.all_token_ids += [9] * missing
     manager.cache_blocks(request, request.num_computed_tokens)
-    check_block_accounting(manager)
+    manager.check_integrity()
 
 
 def hit_length(manager: KVCacheManager, prompt: list[int], salt: str | None = None) -> int:
@@ -63,7 +63,7 @@ def test_without_room_a_request_keeps_what_it_holds() -> None:
 
     assert run(manager, request, 5) is None
     assert manager.get_block_ids("r") == ([1, 2],)
-    check_block_accounting(manager)
+    manager.check_integrity()
     assert run(manager, request, 4) == ([3],)
 
 
@@ -75,7 +75,7 @@ def test_a_first_allocation_without_room_takes_nothing() -> None:
     hit = manager.get_computed_blocks(request)
     assert hit.num_tokens == 4
     assert manager.allocate_slots(request, 8, hit) is None
-    check_block_accounting(manager)
+    manager.check_integrity()
     assert manager.pool.num_free_blocks == 1
 
 
@@ -92,7 +92,7 @@ def test_blocks_of_a_hit_that_are_free_count_as_taken() -> None:
     assert hit.num_tokens == 8
     assert not manager.has_room_for(request, hit)
     assert manager.allocate_slots(request, 1, hit) is None
-    check_block_accounting(manager)
+    manager.check_integrity()
 
 
 def test_a_prefix_is_found_in_full_blocks_and_short_of_the_last_token() -> None:
@@ -146,10 +146,10 @@ def test_what_was_not_computed_after_all_is_not_found_any_more() -> None:
     assert hit_length(manager, [1] * 13) == 12
 
     manager.forget_content(manager.pool.blocks[2:3])
-    check_block_accounting(manager)
+    manager.check_integrity()
     assert hit_length(manager, [1] * 13) == 4
     manager.free(second)
-    check_block_accounting(manager)
+    manager.check_integrity()
 
 
 def test_generated_tokens_are_shared_too() -> None:

@@ -91,8 +91,10 @@ def preempted_in_flight(prompt: list[int], **params: object) -> Driver:
     driver.add("first", [5] * 12, max_tokens=4, ignore_eos=True)
     driver.add("victim", prompt, **params)
     driver.step()
-    assert driver.step().preempted_req_ids == {"victim"}
-    assert len(driver.in_flight) == 2
+    output = driver.step()
+    # The step in flight may touch its blocks, so that nobody has them yet.
+    assert (output.preempted_req_ids, output.num_scheduled_tokens) == ({"victim"}, {})
+    assert len(driver.in_flight) == 1
     return driver
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver, check_block_accounting
+from scheduler_driver import Driver
 from scheduler_fakes import cache_config, full_spec, window_spec
 
 from penstock.errors import ContextTooLong
@@ -66,6 +66,7 @@ MOVES = st.one_of(
     st.tuples(st.sampled_from(["step", "deliver"]), st.just(0)),
     st.tuples(st.just("turns"), st.integers(2, 6)),
     st.tuples(st.just("turns"), st.integers(2, 6)),
+    st.tuples(st.sampled_from(["hold", "release"]), st.integers(0, 7)),
     st.tuples(st.sampled_from(["abort", "fail", "crash", "reset cache", "reset all"]), st.integers(0, 7)),
 )
 
@@ -85,8 +86,14 @@ def play(driver: Driver, wanted: list[dict[str, Any]], moves: list[tuple[str, in
             assert driver.scheduler.reset_prefix_cache() is may_reset
         elif move == "reset all":
             driver.scheduler.preempt_all()
-            assert driver.scheduler.reset_prefix_cache()
-            check_block_accounting(driver.scheduler.kv_cache)
+            assert driver.scheduler.reset_prefix_cache() is (not driver.holds)
+            driver.scheduler.kv_cache.check_integrity()
+        elif move == "hold":
+            if req_id in driver.scheduler.kv_cache._held:
+                driver.hold(req_id, f"holder {len(driver.steps)}.{len(driver.holds)}")
+        elif move == "release":
+            for hold in list(driver.holds)[:1]:
+                driver.release(*hold)
         elif move == "turns":
             for _ in range(number):
                 driver.turn()

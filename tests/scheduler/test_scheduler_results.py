@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from scheduler_driver import Driver, check_block_accounting
+from scheduler_driver import Driver
 from scheduler_fakes import EOS, cache_config, undisturbed
 
 from penstock.contract import LogprobsLists, SampledOutput, SamplingParams, SchedulerOutput
@@ -272,7 +272,7 @@ def test_blocks_of_a_request_whose_logits_were_not_finite_are_not_shared(is_fini
         driver.scheduler.preempt_all()
     fields = {"errors": {"bad": "broken"}, "not_finite_req_ids": [] if is_finite else ["bad"]}
     driver.scheduler.update_from_output(output, answer(output, **fields))
-    check_block_accounting(driver.scheduler.kv_cache)
+    driver.scheduler.kv_cache.check_integrity()
     driver.add("after", prompt)
     [request] = driver.scheduler.schedule().scheduled_new_reqs
     assert request.num_computed_tokens == (12 if is_finite else 0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, zip_longest
 
 from penstock.contract import KVCacheConfig
+from penstock.errors import LifecycleError
 from penstock.scheduler.block_hash import BlockHasher
 from penstock.scheduler.block_pool import BlockPool, KVCacheBlock
 from penstock.scheduler.kv_cache_groups import KVCacheGroup, make_group
@@ -56,11 +58,13 @@ class KVCacheManager:
         self.pool = BlockPool(kv_cache_config.num_blocks)
         hash_block_size = math.gcd(*(group.spec.block_size for group in self._group_specs))
         self._hasher = BlockHasher(hash_block_size)
-        self._groups: list[KVCacheGroup] = [
+        self.groups: list[KVCacheGroup] = [
             make_group(index, group.spec, self.pool, hash_block_size) for index, group in enumerate(self._group_specs)
         ]
-        self._no_hit = PrefixHit(0, tuple([] for _ in self._groups))
+        self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
         self._held: dict[str, _HeldBlocks] = {}
+        # What others hold, by request id and holder.
+        self._holds: dict[tuple[str, str], list[KVCacheBlock]] = {}
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks of all groups that a request of this length holds at once, at most."""
@@ -79,15 +83,15 @@ class KVCacheManager:
             return self._no_hit
         self._hasher.extend(request)
         length = request.num_tokens - 1
-        hits: list[list[KVCacheBlock]] = [[] for _ in self._groups]
+        hits: list[list[KVCacheBlock]] = [[] for _ in self.groups]
         # Each group may shorten the prefix, until all agree.
         num_agreeing = 0
-        for index, group in cycle(enumerate(self._groups)):
+        for index, group in cycle(enumerate(self.groups)):
             hits[index] = group.find_hit(request.block_hashes, length)
             found = len(hits[index]) * group.block_size
             num_agreeing = num_agreeing + 1 if found == length else 1
             length = found
-            if num_agreeing == len(self._groups):
+            if num_agreeing == len(self.groups):
                 break
         return PrefixHit(length, tuple(hits))
 
@@ -96,7 +100,11 @@ class KVCacheManager:
 
         A request that is let in for its first chunk only would soon be preempted for its second.
         """
-        num_shared = sum(block.ref_count > 0 for blocks in hit.blocks for block in blocks)
+        num_shared = sum(
+            block is not self.pool.null_block and not self.pool.is_free(block)
+            for blocks in hit.blocks
+            for block in blocks
+        )
         return self.blocks_needed(request.num_tokens) - num_shared <= self.pool.num_free_blocks
 
     def allocate_slots(
@@ -114,16 +122,19 @@ class KVCacheManager:
         if num_tokens <= request.kv_capacity:
             return ()
         held = self._held[request.req_id]
-        # The steps in flight may still read these blocks, but the device runs steps in order: whoever gets the
-        # blocks writes to them later.
         # However many drafts in flight are rejected, the known tokens but the last stay computed.
         num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
-        for group, blocks in zip(self._groups, held.groups, strict=True):
+        for group, blocks in zip(self.groups, held.groups, strict=True):
             self._free_skipped(blocks, group.num_skipped_blocks(num_computed_tokens))
         missing = self._num_missing(held.groups, num_tokens)
         if sum(missing) > self.pool.num_free_blocks:
             return None
         return self._extend(request, held, missing)
+
+    def will_have_room_for(self, request: Request, num_new_tokens: int) -> bool:
+        """Whether `allocate_slots` of a request that holds blocks succeeds once the steps in flight are done."""
+        missing = self._num_missing(self._held[request.req_id].groups, request.num_computed_tokens + num_new_tokens)
+        return sum(missing) <= self.pool.num_free_blocks + self.pool.num_pending_blocks
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> list[KVCacheBlock]:
         """Share the request's full blocks among its first `num_computed_tokens` positions, whose tokens are known.
@@ -137,7 +148,7 @@ class KVCacheManager:
         self._hasher.extend(request)
         hashes = request.block_hashes
         request.next_cache_at = _NEVER
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             first, end = held.num_cached[index], num_computed_tokens // group.block_size
             if first < end:
                 keys = [group.key(hashes, block) for block in range(first, end)]
@@ -157,7 +168,7 @@ class KVCacheManager:
         finite, since a layer with a window does not see all of them.
         """
         hashes = request.block_hashes
-        for group in self._groups:
+        for group in self.groups:
             num_blocks = len(hashes) * self._hasher.block_size // group.block_size
             for block in range(num_blocks):
                 self.pool.forget(group.key(hashes, block))
@@ -166,8 +177,51 @@ class KVCacheManager:
         """Take back all blocks of a request; what they cache can still be found until they are reused."""
         held = self._held.pop(request.req_id)
         request.kv_capacity = 0
-        for blocks_at_position in reversed(list(zip_longest(*held.groups))):
-            self.pool.free_blocks(block for block in blocks_at_position if block is not None)
+        self.pool.free_blocks(_last_first(held.groups))
+
+    def hold_blocks(self, req_id: str, holder: str) -> None:
+        """Keep the blocks that a request holds now from being reused until `release_blocks`, whatever becomes of it.
+
+        holder: names who reads or writes them, such as a transfer. Raises LifecycleError when the request holds no
+        blocks, or the holder has some of it already.
+        """
+        held = self._held.get(req_id)
+        if held is None:
+            raise LifecycleError(f"{holder!r} cannot hold blocks of request {req_id!r}, which has none.")
+        if (req_id, holder) in self._holds:
+            raise LifecycleError(f"{holder!r} holds blocks of request {req_id!r} already. Release them first.")
+        blocks = self._holds[req_id, holder] = _last_first(held.groups)
+        self.pool.touch(blocks)
+
+    def release_blocks(self, req_id: str, holder: str) -> None:
+        """Let go of what `hold_blocks` kept. Raises LifecycleError when that is nothing."""
+        blocks = self._holds.pop((req_id, holder), None)
+        if blocks is None:
+            raise LifecycleError(f"{holder!r} holds no blocks of request {req_id!r}.")
+        self.pool.free_blocks(blocks)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each block is free, pending or held exactly as often as somebody holds it.
+
+        Linear in the number of blocks.
+        """
+        null_block = self.pool.null_block
+        num_holders: Counter[KVCacheBlock] = Counter()
+        groups_of: dict[KVCacheBlock, set[int]] = {}
+        for held in self._held.values():
+            for index, blocks in enumerate(held.groups):
+                num_holders.update(blocks)
+                for block in blocks:
+                    groups_of.setdefault(block, set()).add(index)
+        for blocks in self._holds.values():
+            num_holders.update(blocks)
+        del num_holders[null_block]
+        assert all(len(indices) == 1 for block, indices in groups_of.items() if block is not null_block)
+        self.pool.check_integrity(num_holders)
+
+    def start_over(self) -> None:
+        """All cached prefixes are lost, and no step is in flight: the worker was replaced."""
+        self.pool.start_over()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
@@ -176,7 +230,7 @@ class KVCacheManager:
     def _allocate_first(self, request: Request, num_new_tokens: int, hit: PrefixHit) -> tuple[list[int], ...] | None:
         groups = [list(blocks) for blocks in hit.blocks]
         missing = self._num_missing(groups, hit.num_tokens + num_new_tokens)
-        num_taken = sum(block.ref_count == 0 for blocks in groups for block in blocks if block.block_id)
+        num_taken = sum(self.pool.is_free(block) for blocks in groups for block in blocks)
         if sum(missing) + num_taken > self.pool.num_free_blocks:
             return None
         for blocks in groups:
@@ -188,7 +242,7 @@ class KVCacheManager:
     def _num_missing(self, groups: Sequence[list[KVCacheBlock]], num_tokens: int) -> list[int]:
         return [
             max(0, -(-num_tokens // group.block_size) - len(blocks))
-            for group, blocks in zip(self._groups, groups, strict=True)
+            for group, blocks in zip(self.groups, groups, strict=True)
         ]
 
     def _extend(self, request: Request, held: _HeldBlocks, missing: Sequence[int]) -> tuple[list[int], ...]:
@@ -198,7 +252,7 @@ class KVCacheManager:
             blocks += new_blocks
             new_block_ids.append([block.block_id for block in new_blocks])
         request.kv_capacity = min(
-            len(blocks) * group.block_size for group, blocks in zip(self._groups, held.groups, strict=True)
+            len(blocks) * group.block_size for group, blocks in zip(self.groups, held.groups, strict=True)
         )
         return tuple(new_block_ids)
 
@@ -210,3 +264,8 @@ class KVCacheManager:
                 break
             blocks[index] = null_block
             self.pool.free_blocks((block,))
+
+
+def _last_first(groups: Sequence[list[KVCacheBlock]]) -> list[KVCacheBlock]:
+    """The blocks of all groups in the order in which they should be reused, null blocks included."""
+    return [block for blocks in reversed(list(zip_longest(*groups))) for block in blocks if block is not None]

@@ -161,14 +161,16 @@ class Scheduler:
             new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
             if rows is None or new_block_ids is not None:
                 output, self._in_flight[step_id] = decodes.next(step_id, new_block_ids)
+                self.kv_cache.pool.note_launched(step_id)
                 return output
         step = StepBuilder(step_id, self._max_num_batched_tokens)
         self._schedule_running(step)
-        # Who was preempted just now would only be in the way of those who need the blocks.
-        if not step.preempted_req_ids:
+        # Who is let in now would only be in the way of those who need the blocks.
+        if not step.preempted_req_ids and not step.waits_for_blocks:
             self._schedule_waiting(step)
         if step.scheduled:
             self._in_flight[step_id] = step.scheduled
+            self.kv_cache.pool.note_launched(step_id)
         if step.has_drafts:
             self._last_draft_step_id = step_id
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
@@ -222,8 +224,7 @@ class Scheduler:
         for request in self._requests.values():
             request.num_output_placeholders = 0
             request.num_in_flight_steps = 0
-        is_empty = self.reset_prefix_cache()
-        assert is_empty
+        self.kv_cache.start_over()
 
     def preempt_all(self) -> None:
         """Make every running request wait, holding no blocks; the worker forgets them with the next step."""
@@ -255,9 +256,10 @@ class Scheduler:
                 continue
             new_block_ids: tuple[list[int], ...] | None = None
             if request.num_computed_tokens + num_tokens > request.kv_capacity:
-                new_block_ids = self._allocate_or_preempt(request, num_tokens, step)
+                new_block_ids = None if step.waits_for_blocks else self._allocate_or_preempt(request, num_tokens, step)
                 if new_block_ids is None:
-                    return
+                    step.waits_for_blocks = True
+                    continue
             if num_tokens > 1 and not request.spec_token_ids:
                 step.add_cached(request, num_tokens, new_block_ids, self._share_next(request, num_tokens))
             else:
@@ -266,8 +268,13 @@ class Scheduler:
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, step: StepBuilder
     ) -> tuple[list[int], ...] | None:
-        """Blocks for the request, if need be from those who come after it; None when that left only itself."""
+        """Blocks for the request, if need be from those who come after it.
+
+        None when it must wait until the steps in flight are done with them, or had to give way itself.
+        """
         while (new_block_ids := self.kv_cache.allocate_slots(request, num_tokens)) is None:
+            if self.kv_cache.will_have_room_for(request, num_tokens):
+                return None
             victim = self._running.pop()
             self._preempt(victim)
             step.preempted_req_ids.add(victim.req_id)
@@ -363,6 +370,7 @@ class Scheduler:
                 f"The results of step {step_id} came out of turn: {expected}. Results must come in the order of their "
                 "steps, each once."
             )
+        self.kv_cache.pool.note_done(step_id)
         return self._in_flight.pop(step_id)
 
     def _take_tokens(self, step: DecodeStep, results: SampledOutput) -> list[EngineCoreOutput]:

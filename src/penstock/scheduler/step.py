@@ -40,6 +40,8 @@ class StepBuilder:
     """Collects what one step runs, within its budget of tokens.
 
     is_all_decodes: whether every request so far has run a single token, and sampled one.
+    waits_for_blocks: whether a request stays out since its blocks become free with the steps in flight; those after it
+        must not take them.
     """
 
     __slots__ = (
@@ -56,12 +58,14 @@ class StepBuilder:
         "scheduled",
         "step_id",
         "token_budget",
+        "waits_for_blocks",
     )
 
     def __init__(self, step_id: int, token_budget: int) -> None:
         self.step_id = step_id
         self.token_budget = self._token_budget = token_budget
         self.is_all_decodes = True
+        self.waits_for_blocks = False
         self.scheduled: dict[str, ScheduledRequest] = {}
         self.preempted_req_ids: set[str] = set()
         self._num_scheduled_tokens: dict[str, int] = {}
