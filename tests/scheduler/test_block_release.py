@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from scheduler_driver import Driver
-from scheduler_fakes import cache_config, full_spec, window_spec
+from scheduler_fakes import cache_config, window_spec
 
 from penstock.errors import LifecycleError
 
@@ -80,19 +80,20 @@ def test_who_needs_blocks_that_are_pending_waits_and_preempts_nobody() -> None:
 
 
 def test_those_behind_do_not_take_what_somebody_waits_for() -> None:
-    driver = Driver(cache_config(8, full_spec(), full_spec()), depth=2, max_num_batched_tokens=32)
-    driver.add("a", [1] * 4, max_tokens=4, ignore_eos=True)
-    driver.add("b", [2] * 4, max_tokens=4, ignore_eos=True)
-    driver.add("c", [3] * 2, max_tokens=1)
+    driver = Driver(cache_config(5), depth=2)
+    driver.add("a", [1] * 4, max_tokens=9, ignore_eos=True)
+    driver.add("b", [2] * 4, max_tokens=9, ignore_eos=True)
+    driver.add("c", [3] * 2, max_tokens=9)
     driver.step()
     driver.abort("c")
-    assert free_and_pending(driver) == (1, 2)
+    assert free_and_pending(driver) == (1, 1)
+    driver.scheduler.update_draft_token_ids({"a": [-1] * 4})
 
-    # Both need a block of each group, of which there is one now and three later.
+    # The first needs both, the second one of them.
     assert driver.step().num_scheduled_tokens == {}
     driver.deliver()
     output = driver.step()
-    assert (output.num_scheduled_tokens, output.preempted_req_ids) == ({"a": 1}, {"b"})
+    assert (output.num_scheduled_tokens, output.preempted_req_ids) == ({"a": 5}, {"b"})
     driver.drain()
 
 

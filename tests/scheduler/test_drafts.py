@@ -192,6 +192,20 @@ def test_a_step_with_drafts_is_repeated_by_none_and_repeats_none() -> None:
     assert steps == [None, 1, None, None, 4, 5]
 
 
+def test_no_step_is_repeated_while_drafts_are_in_flight() -> None:
+    driver = Driver(depth=3)
+    prefilled(driver)
+    driver.scheduler.update_draft_token_ids({"r": [-1]})
+    drafted, second, third = (driver.scheduler.schedule() for _ in range(3))
+    driver.scheduler.update_from_output(drafted, answer(drafted, 7))
+    fourth, fifth = (driver.scheduler.schedule() for _ in range(2))
+
+    steps = [second, third, fourth, fifth]
+    assert [step.num_scheduled_tokens for step in steps] == [{"r": 1}] * 4
+    # What the request has computed is not known before, nor when it needs its next block.
+    assert [step.repeats_step_id for step in steps] == [None, None, None, fourth.step_id]
+
+
 def test_a_window_keeps_what_a_rejection_brings_back() -> None:
     driver = Driver(cache_config(20, window_spec(3)), depth=2)
     prefilled(driver)
