@@ -22,6 +22,7 @@ def make_request(
     priority: int = 0,
     arrival_time: float = 0.0,
     cache_salt: str | None = None,
+    waits_for: set[str] | None = None,
     **params: object,
 ) -> Request:
     return Request(
@@ -32,6 +33,7 @@ def make_request(
         arrival_time,
         priority,
         cache_salt,
+        waits_for or set(),
     )
 
 
@@ -179,9 +181,12 @@ class Driver:
         return output
 
     def drain(self, max_turns: int = 2000) -> None:
-        """Run until everything has ended and the worker knows of it; nobody holds blocks any more."""
+        """Run until everything has ended and the worker knows of it; everyone is ready, and holds no blocks."""
         for hold in list(self.holds):
             self.release(*hold)
+        for req_id, request in self.requests.items():
+            for reason in list(request.waits_for):
+                self.scheduler.ready(req_id, reason)
         for _ in range(max_turns):
             if not self.in_flight and not self.scheduler.has_work():
                 break

@@ -66,7 +66,7 @@ MOVES = st.one_of(
     st.tuples(st.sampled_from(["step", "deliver"]), st.just(0)),
     st.tuples(st.just("turns"), st.integers(2, 6)),
     st.tuples(st.just("turns"), st.integers(2, 6)),
-    st.tuples(st.sampled_from(["hold", "release"]), st.integers(0, 7)),
+    st.tuples(st.sampled_from(["hold", "release", "not ready", "ready"]), st.integers(0, 7)),
     st.tuples(st.sampled_from(["abort", "fail", "crash", "reset cache", "reset all"]), st.integers(0, 7)),
 )
 
@@ -91,6 +91,9 @@ def play(driver: Driver, wanted: list[dict[str, Any]], moves: list[tuple[str, in
         elif move == "hold":
             if req_id in driver.scheduler.kv_cache._held:
                 driver.hold(req_id, f"holder {len(driver.steps)}.{len(driver.holds)}")
+        elif move in ("not ready", "ready"):
+            change = driver.scheduler.wait_for if move == "not ready" else driver.scheduler.ready
+            change(req_id, "its grammar")
         elif move == "release":
             for hold in list(driver.holds)[:1]:
                 driver.release(*hold)

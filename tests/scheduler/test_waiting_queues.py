@@ -89,7 +89,7 @@ def test_an_id_may_wait_again_after_it_was_removed() -> None:
 @given(
     policy=st.sampled_from(["fcfs", "priority"]),
     keys=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.0])), min_size=1, max_size=12),
-    moves=st.lists(st.tuples(st.sampled_from(["add", "remove", "admit"]), st.integers(0, 11)), max_size=40),
+    moves=st.lists(st.tuples(st.sampled_from(["add", "remove", "admit", "turn"]), st.integers(0, 11)), max_size=40),
 )
 def test_queues_behave_like_sorted_lists(
     policy: str, keys: list[tuple[int, float]], moves: list[tuple[str, int]]
@@ -99,9 +99,17 @@ def test_queues_behave_like_sorted_lists(
     expected: list[Request] = []
     for move, number in moves:
         request = pool[number % len(pool)]
-        if move == "admit" and expected:
+        if move == "admit" and (ready := [request for request in expected if not request.waits_for]):
             queue.admit([])
-            expected.pop(0)
+            expected.remove(ready[0])
+        elif move == "turn":
+            # It becomes ready, or is no longer, whether it waits or not.
+            is_waiting = request in expected
+            if is_waiting:
+                queue.remove(request)
+            request.waits_for ^= {"its grammar"}
+            if is_waiting:
+                queue.add(request)
         elif move == "remove" and request in expected:
             queue.remove(request)
             expected.remove(request)
@@ -110,7 +118,7 @@ def test_queues_behave_like_sorted_lists(
             expected.append(request)
         expected.sort(key=lambda request: (*by_policy(request, policy), request.order))
         assert len(queue) == len(expected)
-        assert queue.peek() is (expected[0] if expected else None)
+        assert queue.peek() is next((request for request in expected if not request.waits_for), None)
 
 
 def by_policy(request: Request, policy: str) -> tuple[float, ...]:

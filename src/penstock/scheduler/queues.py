@@ -16,30 +16,40 @@ _ORDERS: dict[str, _ServiceOrder] = {
 
 
 class WaitingQueue:
-    """Requests that hold no blocks, in the order of a `SchedulerConfig.policy`. At most one per req_id."""
+    """Requests that hold no blocks, in the order of a `SchedulerConfig.policy`. At most one per req_id.
+
+    Those that are not ready are passed over, and have their place in the order again once they are.
+    """
 
     def __init__(self, policy: str) -> None:
         self._order = _ORDERS[policy]
-        self._requests: list[Request] = []
+        self._ready: list[Request] = []
+        self._not_ready: set[Request] = set()
 
     def __len__(self) -> int:
         """Number of waiting requests."""
-        return len(self._requests)
+        return len(self._ready) + len(self._not_ready)
 
     def add(self, request: Request) -> None:
         """Let a new request wait, or one that was preempted."""
-        bisect.insort(self._requests, request, key=self._order)
+        if request.waits_for:
+            self._not_ready.add(request)
+        else:
+            bisect.insort(self._ready, request, key=self._order)
 
     def peek(self) -> Request | None:
-        """The request whose turn it is, which stays."""
-        return self._requests[0] if self._requests else None
+        """The request whose turn it is, which stays; None if none is ready."""
+        return self._ready[0] if self._ready else None
 
     def remove(self, request: Request) -> None:
         """Take a waiting request out of the queue, wherever it is."""
-        index = bisect.bisect_left(self._requests, self._order(request), key=self._order)
-        assert self._requests[index] is request
-        del self._requests[index]
+        if request in self._not_ready:
+            self._not_ready.remove(request)
+            return
+        index = bisect.bisect_left(self._ready, self._order(request), key=self._order)
+        assert self._ready[index] is request
+        del self._ready[index]
 
     def admit(self, running: list[Request]) -> None:
         """Move the request whose turn it is into `running`, which is in the same order."""
-        bisect.insort(running, self._requests.pop(0), key=self._order)
+        bisect.insort(running, self._ready.pop(0), key=self._order)

@@ -30,6 +30,7 @@ class Request:
     eos_token_ids: tokens that end the text, unless `sampling_params` ignore them.
     arrival_time: monotonic seconds. priority: lower runs first, under the "priority" policy.
     cache_salt: cached prefixes are shared only with requests of the same salt.
+    waits_for: what must be there before it may run, such as its grammar; the scheduler changes it once it has it.
 
     The scheduler keeps the rest:
     all_token_ids: the prompt and every known output token.
@@ -59,6 +60,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    waits_for: set[str] = field(default_factory=set)
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     all_token_ids: list[int] = field(init=False)

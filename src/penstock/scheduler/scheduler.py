@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SampledOutput, SchedulerOutput
@@ -139,6 +139,18 @@ class Scheduler:
                 outputs.append(make_output(request, [], reason))
         return outputs
 
+    def wait_for(self, req_id: str, reason: str) -> None:
+        """Pass over a waiting request until `ready`: others go on meanwhile, and it keeps its place among them.
+
+        reason: what is not there yet, such as its grammar, its adapter, or keys and values on their way; there may be
+            several. It does not stop a request that runs, but counts when that waits again. Unknown ids are ignored.
+        """
+        self._change_reasons(req_id, set.add, reason)
+
+    def ready(self, req_id: str, reason: str) -> None:
+        """What a request waited for is there. Unknown ids and reasons are ignored."""
+        self._change_reasons(req_id, set.discard, reason)
+
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """What requests are thought to go on with after their last tokens, known or in flight, in their next step.
 
@@ -237,6 +249,18 @@ class Scheduler:
         """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.kv_cache.reset_prefix_cache()
 
+    def _change_reasons(self, req_id: str, change: Callable[[set[str], str], None], reason: str) -> None:
+        request = self._requests.get(req_id)
+        if request is None:
+            return
+        is_waiting = request.status is not _RUNNING
+        if is_waiting:
+            self._waiting.remove(request)
+        change(request.waits_for, reason)
+        if is_waiting:
+            self._waiting.add(request)
+        self._decodes = None
+
     def _schedule_running(self, step: StepBuilder) -> None:
         runs_ahead = self._runs_ahead
         # Preemption shortens the list from its end, which a loop over it stands.
@@ -317,7 +341,7 @@ class Scheduler:
             return None
         num_running = len(self._running)
         runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
-        can_admit = num_running < self._max_num_seqs and len(self._waiting) > 0
+        can_admit = num_running < self._max_num_seqs and self._waiting.peek() is not None
         return DecodeSteps(self._running.copy(), step.cached_only) if runs_all and not can_admit else None
 
     def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
