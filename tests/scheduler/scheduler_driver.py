@@ -23,6 +23,7 @@ def make_request(
     arrival_time: float = 0.0,
     cache_salt: str | None = None,
     waits_for: set[str] | None = None,
+    needs_tokens_on_host: bool = False,
     **params: object,
 ) -> Request:
     return Request(
@@ -34,6 +35,7 @@ def make_request(
         priority,
         cache_salt,
         waits_for or set(),
+        needs_tokens_on_host,
     )
 
 
@@ -135,6 +137,11 @@ class Driver:
             check_repetition(self.steps[-1], output)
         self.scheduler.kv_cache.check_integrity()
         self.steps.append(output)
+        for req_id in output.num_scheduled_tokens:
+            num_drafts = len(output.scheduled_spec_decode_tokens.get(req_id, []))
+            # All that it has in flight is of this step.
+            request = self.requests[req_id]
+            assert not request.needs_tokens_on_host or request.num_output_placeholders <= 1 + num_drafts
         taken = new_blocks(output, self.scheduler.kv_cache)
         touched = [self.touched[launched.step_id] for launched, _ in self.in_flight]
         assert taken.isdisjoint(set().union(*touched, *self.holds.values()))

@@ -41,6 +41,7 @@ REQUESTS = st.fixed_dictionaries(
         "arrival_time": st.sampled_from([0.0, 1.0, 2.0]),
         "cache_salt": st.sampled_from([None, None, None, "salt"]),
         "logprobs": st.sampled_from([None, None, None, 2]),
+        "needs_tokens_on_host": st.sampled_from([False, False, False, True]),
     }
 )
 SETUPS = st.fixed_dictionaries(

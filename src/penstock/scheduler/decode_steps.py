@@ -49,6 +49,7 @@ class DecodeSteps:
     Good for as long as no request comes, goes or is preempted, and none of them reaches its limit, which is known
     beforehand: `num_left` steps. Every request must have sampled one token in the step before.
 
+    runs_ahead: whether a step may come before the results of the one before.
     num_steps: steps since then. due: by that number, the rows whose requests need a block for the step that comes next.
     """
 
@@ -60,14 +61,18 @@ class DecodeSteps:
         "num_left",
         "num_steps",
         "requests",
+        "runs_ahead",
     )
 
-    def __init__(self, requests: list[Request], named: tuple[list[str], dict[str, int]] | None = None) -> None:
+    def __init__(
+        self, requests: list[Request], named: tuple[list[str], dict[str, int]] | None, *, runs_ahead: bool
+    ) -> None:
         """named: the ids of these requests and their tokens, one each, as the step before had them in its message.
 
         None where some were new to the worker in it, which is not the same step again.
         """
         self.requests = requests
+        self.runs_ahead = runs_ahead
         self._repeats = named is not None
         self._req_ids = [request.req_id for request in requests] if named is None else named[0]
         self._counts = dict.fromkeys(self._req_ids, 1) if named is None else named[1]

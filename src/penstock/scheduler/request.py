@@ -31,6 +31,7 @@ class Request:
     arrival_time: monotonic seconds. priority: lower runs first, under the "priority" policy.
     cache_salt: cached prefixes are shared only with requests of the same salt.
     waits_for: what must be there before it may run, such as its grammar; the scheduler changes it once it has it.
+    needs_tokens_on_host: the host must see its tokens before its next step, as where a grammar is not on the device.
 
     The scheduler keeps the rest:
     all_token_ids: the prompt and every known output token.
@@ -61,6 +62,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     waits_for: set[str] = field(default_factory=set)
+    needs_tokens_on_host: bool = False
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     all_token_ids: list[int] = field(init=False)

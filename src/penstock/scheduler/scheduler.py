@@ -33,8 +33,9 @@ class Scheduler:
     There is no prefill phase and no decode phase: each request has `num_computed_tokens` and wants to reach its
     length, and a step gives it some tokens. A request is ahead of its results as soon as it is scheduled; tokens that
     are sampled but not yet known count as placeholders. With `async_scheduling` a request goes on beyond its
-    placeholders, since the device knows its own last token; without, it waits for them. Drafts are counted as if all
-    were accepted, and a request is taken back by those that were not when the results arrive.
+    placeholders, since the device knows its own last token; without, or where the host must see them first, it waits
+    for them. Drafts are counted as if all were accepted, and a request is taken back by those that were not when the
+    results arrive.
 
     The worker must execute the steps in order, and their results must come back in that order, each exactly once.
     A step without tokens that names finished or preempted requests must reach the worker too.
@@ -168,7 +169,7 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         decodes = self._decodes
-        if decodes is not None and decodes.num_left > 0 and (self._runs_ahead or not self._in_flight):
+        if decodes is not None and decodes.num_left > 0 and (decodes.runs_ahead or not self._in_flight):
             rows = decodes.due.get(decodes.num_steps)
             new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
             if rows is None or new_block_ids is not None:
@@ -268,7 +269,7 @@ class Scheduler:
             num_tokens = len(request.all_token_ids)
             if request.num_output_placeholders:
                 num_tokens += request.num_output_placeholders
-                if not runs_ahead or num_tokens >= request.length_limit:
+                if not runs_ahead or request.needs_tokens_on_host or num_tokens >= request.length_limit:
                     continue
             if request.spec_token_ids:
                 # The step samples one more token than there are drafts.
@@ -342,7 +343,10 @@ class Scheduler:
         num_running = len(self._running)
         runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
         can_admit = num_running < self._max_num_seqs and self._waiting.peek() is not None
-        return DecodeSteps(self._running.copy(), step.cached_only) if runs_all and not can_admit else None
+        if not runs_all or can_admit:
+            return None
+        runs_ahead = self._runs_ahead and not any(request.needs_tokens_on_host for request in self._running)
+        return DecodeSteps(self._running.copy(), step.cached_only, runs_ahead=runs_ahead)
 
     def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
         """A block of each group for the requests of these rows; None where somebody would have to give way."""
