@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from scheduler_fakes import EOS, FakeWorker, cache_config, guess, undisturbed
+from scheduler_fakes import EOS, FakeWorker, cache_config, guess, pooled_vector, undisturbed
 
 from penstock.config import SchedulerConfig
-from penstock.contract import KVCacheConfig, SampledOutput, SamplingParams, SchedulerOutput, decode, encode
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, SamplingParams, SchedulerOutput, decode, encode
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -24,6 +24,7 @@ def make_request(
     cache_salt: str | None = None,
     waits_for: set[str] | None = None,
     needs_tokens_on_host: bool = False,
+    pools: bool = False,
     **params: object,
 ) -> Request:
     return Request(
@@ -36,6 +37,7 @@ def make_request(
         cache_salt,
         waits_for or set(),
         needs_tokens_on_host,
+        pools,
     )
 
 
@@ -82,6 +84,7 @@ class Driver:
         fast_paths: str = "auto",
         max_drafts: int = 0,
         seed: int = 0,
+        pools: bool = False,
     ) -> None:
         self.config = kv_cache_config or cache_config(33)
         self.depth = depth
@@ -101,11 +104,12 @@ class Driver:
             async_scheduling=depth > 1 if async_scheduling is None else async_scheduling,
         )
         self.max_drafts = max_drafts
+        self.pools = pools
         self.rng = random.Random(seed)
         self.salts: dict[str, str | None] = {}
         self.requests: dict[str, Request] = {}
         self.worker = self._new_worker()
-        self.in_flight: deque[tuple[SchedulerOutput, SampledOutput]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         # By step, the blocks that it touches; by what holds them, those that others do.
         self.touched: dict[int, set[int]] = {}
         self.holds: dict[tuple[str, str], set[int]] = {}
@@ -114,7 +118,7 @@ class Driver:
         self.ends: dict[str, EngineCoreOutput] = {}
 
     def add(self, req_id: str, prompt: list[int], **options: object) -> Request:
-        request = make_request(req_id, prompt, **options)  # type: ignore[arg-type]
+        request = make_request(req_id, prompt, pools=self.pools, **options)  # type: ignore[arg-type]
         self.scheduler.add_request(request)
         self.salts[req_id] = request.cache_salt
         self.requests[req_id] = request
@@ -226,6 +230,11 @@ class Driver:
     def _check_end(self, output: EngineCoreOutput) -> None:
         """A request that ran to its end got the tokens of an undisturbed run; any other, the beginning of them."""
         request, tokens = self.requests[output.req_id], self.tokens[output.req_id]
+        if self.pools:
+            is_whole = output.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR)
+            expected_vector = pooled_vector(request.prompt_token_ids, request.cache_salt)
+            assert (tokens, output.pooled) == ([], expected_vector if is_whole else None)
+            return
         expected, reason = undisturbed(
             request.prompt_token_ids, request.sampling_params, request.cache_salt, self.max_model_len
         )
@@ -250,5 +259,6 @@ class Driver:
             self.max_num_batched_tokens,
             self.max_model_len,
             self.salts,
+            self.pools,
             rng=self.rng,
         )

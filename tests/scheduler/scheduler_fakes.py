@@ -17,6 +17,7 @@ from penstock.contract import (
     KVCacheGroupSpec,
     LogprobsLists,
     NewRequestData,
+    PooledOutput,
     SampledOutput,
     SamplingParams,
     SchedulerOutput,
@@ -63,6 +64,11 @@ def next_token(fingerprint: int) -> int:
     return (fingerprint >> 7) % VOCAB_SIZE
 
 
+def pooled_vector(token_ids: list[int], salt: str | None, *, is_misled: bool = False) -> list[float]:
+    """What a request that pools ends with."""
+    return [float(fingerprints(token_ids, salt)[-1] % 1000 + is_misled), 0.5]
+
+
 def guess(token_ids: list[int], salt: str | None, num_drafts: int, rng: random.Random) -> list[int]:
     """Drafts to follow these tokens, most of them right."""
     drafts: list[int] = []
@@ -106,6 +112,7 @@ class FakeWorker:
     """Executes steps in order. `salts` tells what the contract does not: which requests may share.
 
     touched: blocks that the last step read or wrote.
+    pools: answers with a pooled vector of each whole prompt.
     is_exact: the results of all steps before have been taken in, so that the scheduler knows what was rejected.
     """
 
@@ -114,6 +121,7 @@ class FakeWorker:
     max_num_batched_tokens: int
     max_model_len: int
     salts: Mapping[str, str | None]
+    pools: bool = False
     is_exact: bool = True
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     requests: dict[str, FakeRequest] = field(default_factory=dict)
@@ -121,7 +129,7 @@ class FakeWorker:
     touched: set[int] = field(default_factory=set)
     last_step_id: int = -1
 
-    def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> SampledOutput:
+    def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> SampledOutput | PooledOutput:
         """Run a step. Requests in `failing` leave their blocks unfilled and end with an error, now and in later steps.
 
         Who reads what they left unfilled goes on with nonsense.
@@ -144,6 +152,13 @@ class FakeWorker:
         for req_id in healthy:
             if not self.requests[req_id].is_misled:
                 self._read(req_id, self.requests[req_id], output.num_scheduled_tokens[req_id])
+        errors = {req_id: "broken on purpose" for req_id in batch if req_id not in healthy}
+        if self.pools:
+            pooled = [
+                self._pool(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else None
+                for req_id in batch
+            ]
+            return PooledOutput(step_id=output.step_id, req_ids=batch, pooled=pooled, errors=errors)
         sampled = [
             self._sample(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else []
             for req_id in batch
@@ -154,7 +169,7 @@ class FakeWorker:
             req_ids=batch,
             sampled_token_ids=sampled,
             logprobs=logprobs,
-            errors={req_id: "broken on purpose" for req_id in batch if req_id not in healthy},
+            errors=errors,
         )
 
     def _logprobs(self, batch: list[str], sampled: list[list[int]]) -> LogprobsLists | None:
@@ -226,7 +241,7 @@ class FakeWorker:
         is_wrong = request.is_broken or request.is_misled
         token_ids = request.token_ids + request.drafts
         # A broken request no longer moves on.
-        assert request.is_broken or end <= len(token_ids) < request.max_num_tokens
+        assert request.is_broken or end <= len(token_ids) < request.max_num_tokens + self.pools
         assert request.is_broken or not request.drafts or end == len(token_ids)
         values = [UNFILLED] * end if is_wrong else fingerprints(token_ids[:end], request.salt)
         for group_id, group in enumerate(self.config.groups):
@@ -267,6 +282,12 @@ class FakeWorker:
                 self.touched.add(block_id)
                 found = self.contents.get((block_id, position % group.spec.block_size))
                 assert found == (group_id, values[position]), f"{req_id}: position {position} of group {group_id}"
+
+    def _pool(self, request: FakeRequest, num_tokens: int) -> list[float] | None:
+        request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens < len(request.token_ids):
+            return None
+        return pooled_vector(request.token_ids, request.salt, is_misled=request.is_misled)
 
     def _sample(self, request: FakeRequest, num_tokens: int) -> list[int]:
         request.num_computed_tokens += num_tokens

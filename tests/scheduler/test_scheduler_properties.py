@@ -58,6 +58,7 @@ SETUPS = st.fixed_dictionaries(
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
         "max_drafts": st.sampled_from([0, 0, 1, 2, 5]),
         "seed": st.integers(0, 3),
+        "pools": st.sampled_from([False, False, False, False, True]),
     }
 )
 # Moves, with a number where they concern a request. Disasters are rare enough to let something grow between them.

@@ -77,9 +77,9 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """The longest cached prefix of the request's known tokens, short of the last: one token at least must run.
 
-        None for a request whose prompt's log-probabilities are due, since those take the logits of all of it.
+        None where a prompt's log-probabilities are due, or its hidden states, since those take all of it.
         """
-        if not self._caches_prefixes or request.needs_prompt_logits:
+        if not self._caches_prefixes or request.needs_all_of_prompt:
             return self._no_hit
         self._hasher.extend(request)
         length = request.num_tokens - 1

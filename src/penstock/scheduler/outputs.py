@@ -25,6 +25,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         failed).
     new_logprobs: one row per new token, when the request asked for them.
     prompt_logprobs: with the first token, one row per token of the prompt but the first, when the request asked.
+    pooled: what became of the prompt's hidden states, with the end of a request that pools.
     stop_reason: the stop token that ended the request, when it is one of `stop_token_ids`; else None.
     error: what went wrong, when finish_reason is ERROR.
 
@@ -38,6 +39,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     new_token_ids: list[int] = []
     new_logprobs: LogprobsLists | None = None
     prompt_logprobs: LogprobsLists | None = None
+    pooled: list[float] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -32,6 +32,7 @@ class Request:
     cache_salt: cached prefixes are shared only with requests of the same salt.
     waits_for: what must be there before it may run, such as its grammar; the scheduler changes it once it has it.
     needs_tokens_on_host: the host must see its tokens before its next step, as where a grammar is not on the device.
+    pools: it ends with what becomes of its prompt's hidden states, and has no tokens of its own.
 
     The scheduler keeps the rest:
     all_token_ids: the prompt and every known output token.
@@ -63,6 +64,7 @@ class Request:
     cache_salt: str | None = None
     waits_for: set[str] = field(default_factory=set)
     needs_tokens_on_host: bool = False
+    pools: bool = False
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     all_token_ids: list[int] = field(init=False)
@@ -98,6 +100,11 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def needs_prompt_logits(self) -> bool:
+    def needs_all_of_prompt(self) -> bool:
         """Whether the prompt must be computed even where its keys and values are cached."""
+        return self.pools or self.needs_prompt_logits
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether the prompt's log-probabilities are due."""
         return self.sampling_params.prompt_logprobs is not None and self.num_tokens == self.num_prompt_tokens

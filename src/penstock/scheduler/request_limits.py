@@ -9,17 +9,23 @@ from penstock.scheduler.request import Request
 
 
 def check_prompt(request: Request, max_model_len: int) -> None:
-    """Raises InvalidRequest when the prompt is empty, and ContextTooLong when it leaves no room for an output token."""
+    """Raises InvalidRequest when the prompt is empty, and ContextTooLong when it leaves no room for an output token.
+
+    A request that pools has none.
+    """
     if request.num_prompt_tokens == 0:
         raise InvalidRequest(
             f"The prompt of request {request.req_id!r} has no tokens. Send at least one; most models begin a text "
             "with a token of their own."
         )
-    if request.num_prompt_tokens >= max_model_len:
+    num_output_tokens = 0 if request.pools else 1
+    longest = max_model_len - num_output_tokens
+    if request.num_prompt_tokens > longest:
+        reserved = "" if request.pools else ", of which one at least is the answer's"
         raise ContextTooLong(
             f"The prompt has {request.num_prompt_tokens:,} tokens, but this engine was started for a context of "
-            f"{max_model_len:,}, of which one at least is the answer's. Shorten the prompt to {max_model_len - 1:,} "
-            f"tokens, or start with --max-model-len {request.num_prompt_tokens + 1} or more."
+            f"{max_model_len:,}{reserved}. Shorten the prompt to {longest:,} tokens, or start with --max-model-len "
+            f"{request.num_prompt_tokens + num_output_tokens} or more."
         )
 
 

@@ -75,6 +75,7 @@ def make_output(
     stop_reason: int | None = None,
     new_logprobs: LogprobsLists | None = None,
     error: str | None = None,
+    pooled: list[float] | None = None,
 ) -> EngineCoreOutput:
     """What a step brought a request, with its history, and the log-probabilities of its prompt if they are due."""
     prompt_logprobs = request.prompt_logprobs if new_token_ids else None
@@ -85,6 +86,7 @@ def make_output(
         new_token_ids=new_token_ids,
         new_logprobs=new_logprobs,
         prompt_logprobs=prompt_logprobs,
+        pooled=pooled,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         error=error,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.config import SchedulerConfig
-from penstock.contract import KVCacheConfig, ModelRunnerOutput, SampledOutput, SchedulerOutput
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, PooledOutput, SampledOutput, SchedulerOutput
 from penstock.errors import InvalidRequest, LifecycleError
 from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeStep, DecodeSteps
@@ -110,7 +110,7 @@ class Scheduler:
                 f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own id."
             )
         check_prompt(request, self.max_model_len)
-        max_tokens = request.sampling_params.max_tokens
+        max_tokens = 0 if request.pools else request.sampling_params.max_tokens
         length = self.max_model_len if max_tokens is None else request.num_prompt_tokens + max_tokens
         request.length_limit = min(length, self.max_model_len)
         check_fits(
@@ -159,7 +159,7 @@ class Scheduler:
         """
         for req_id, token_ids in drafts.items():
             request = self._requests.get(req_id)
-            if request is not None and request.status is _RUNNING:
+            if request is not None and request.status is _RUNNING and not request.pools:
                 request.spec_token_ids = list(token_ids)
                 if token_ids:
                     self._decodes = None
@@ -193,33 +193,31 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Take in a step's results; one output per request that got a token or ended, in batch order.
+        """Take in a step's results; one output per request that got tokens or ended, in batch order.
 
         Results of steps from before `reset_for_recovery` are ignored. Raises LifecycleError when the results are not
         of this step, name a request that it did not hold, or are not those that are due next.
         """
-        if not isinstance(model_runner_output, SampledOutput):
-            raise LifecycleError(f"Step {scheduler_output.step_id} has pooled results, but its requests generate.")
         scheduled = self._take_in_flight(scheduler_output, model_runner_output)
         if scheduled is None:
             return []
         if isinstance(scheduled, DecodeStep):
-            if scheduled.has_plain_results(model_runner_output):
+            if isinstance(model_runner_output, SampledOutput) and scheduled.has_plain_results(model_runner_output):
                 return self._take_tokens(scheduled, model_runner_output)
             scheduled = scheduled.by_request()
         if model_runner_output.errors or len(model_runner_output.req_ids) < len(scheduled):
             self._take_back_lost_blocks(scheduled, model_runner_output)
         outputs = []
-        end = 0
+        num_tokens = 0
         for row, req_id in enumerate(model_runner_output.req_ids):
-            new_token_ids = model_runner_output.sampled_token_ids[row]
-            start, end = end, end + len(new_token_ids)
             entry = scheduled.pop(req_id, None)
             if entry is None:
                 raise LifecycleError(f"Step {scheduler_output.step_id} did not hold the request {req_id!r}.")
-            output = self._take_result(entry, model_runner_output, new_token_ids, slice(start, end))
+            output = self._take_result(entry, model_runner_output, row, num_tokens)
             if output is not None:
                 outputs.append(output)
+            if isinstance(model_runner_output, SampledOutput):
+                num_tokens += len(model_runner_output.sampled_token_ids[row])
         return outputs + self._take_left_out(scheduled, model_runner_output)
 
     def reset_for_recovery(self) -> None:
@@ -383,7 +381,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def _take_in_flight(
-        self, scheduler_output: SchedulerOutput, model_runner_output: SampledOutput
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[str, ScheduledRequest] | DecodeStep | None:
         """The requests of a step whose results are due; None when there is nothing to take in."""
         step_id = scheduler_output.step_id
@@ -419,11 +417,11 @@ class Scheduler:
                 request.num_output_placeholders -= 1
                 token_ids.append(new_token_ids[0])
                 outputs.append(EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids))
-            elif (output := self._take_result(step.part(row), results, new_token_ids, slice(row, row + 1))) is not None:
+            elif (output := self._take_result(step.part(row), results, row, row)) is not None:
                 outputs.append(output)
         return outputs
 
-    def _take_back_lost_blocks(self, scheduled: dict[str, ScheduledRequest], results: SampledOutput) -> None:
+    def _take_back_lost_blocks(self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput) -> None:
         """Requests of a step failed, so others may have found blocks that nobody filled: those begin anew."""
         served = set(results.req_ids).difference(results.errors)
         failed = {entry.request for req_id, entry in scheduled.items() if req_id not in served}
@@ -441,21 +439,44 @@ class Scheduler:
             self._finished_req_ids.add(request.req_id)
 
     def _take_result(
-        self, entry: ScheduledRequest, results: SampledOutput, new_token_ids: list[int], rows: slice
+        self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int, num_tokens_before: int
     ) -> EngineCoreOutput | None:
-        """Take in one request's part of a step: its tokens, and their rows of the step's log-probabilities."""
-        request, samples = entry.request, entry.samples
+        """Take in one request's part of a step, which is a row of it, with so many tokens in the rows before."""
+        request = entry.request
         if entry.is_void:
             _drop(entry)
             return None
         request.num_in_flight_steps -= 1
-        status = request.status
-        if status is _FINISHED:
+        if request.status is _FINISHED:
             return None
         if results.errors and request.req_id in results.errors:
             if request.req_id in results.not_finite_req_ids:
                 self.kv_cache.forget(request)
             return self._fail(request, results.errors[request.req_id])
+        if isinstance(results, SampledOutput) is request.pools:
+            return self._fail(request, f"The worker's results of step {results.step_id} are of another kind.")
+        if isinstance(results, PooledOutput):
+            return self._take_pooled(entry, results.pooled[row], results.step_id)
+        return self._take_sampled(entry, results, results.sampled_token_ids[row], num_tokens_before)
+
+    def _take_pooled(
+        self, entry: ScheduledRequest, pooled: list[float] | None, step_id: int
+    ) -> EngineCoreOutput | None:
+        request = entry.request
+        is_complete = entry.num_computed_tokens == request.num_tokens
+        if is_complete is (pooled is None):
+            what = "nothing" if pooled is None else "too early"
+            return self._fail(request, f"The worker pooled {what} in step {step_id}.")
+        self._share_computed(request, entry.num_computed_tokens)
+        if pooled is None:
+            return None
+        self._finish(request)
+        return make_output(request, [], FinishReason.STOP, pooled=pooled)
+
+    def _take_sampled(
+        self, entry: ScheduledRequest, results: SampledOutput, new_token_ids: list[int], num_tokens_before: int
+    ) -> EngineCoreOutput | None:
+        request, samples = entry.request, entry.samples
         if not samples <= len(new_token_ids) <= entry.max_new_tokens:
             num_due = f"1 to {entry.max_new_tokens}" if entry.num_drafts else str(entry.max_new_tokens)
             return self._fail(
@@ -469,7 +490,7 @@ class Scheduler:
             return None
         request.num_output_placeholders -= entry.max_new_tokens
         # A preempted request begins anew.
-        if entry.num_drafts and status is _RUNNING:
+        if entry.num_drafts and request.status is _RUNNING:
             request.num_computed_tokens -= entry.max_new_tokens - len(new_token_ids)
         new_token_ids, finish_reason, stop_reason = take_tokens(request, new_token_ids)
         # All but the last token, whether or not steps in flight have computed more.
@@ -478,7 +499,7 @@ class Scheduler:
             self._finish(request)
         elif results.logprobs is None and not request.has_news:
             return EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids)
-        rows = slice(rows.start, rows.start + len(new_token_ids))
+        rows = slice(num_tokens_before, num_tokens_before + len(new_token_ids))
         return make_output(
             request, new_token_ids, finish_reason, stop_reason, logprobs_of_rows(request, results.logprobs, rows)
         )
@@ -488,7 +509,9 @@ class Scheduler:
         if num_computed_tokens >= request.next_cache_at and request.status is _RUNNING:
             self.kv_cache.cache_blocks(request, num_computed_tokens)
 
-    def _take_left_out(self, scheduled: dict[str, ScheduledRequest], results: SampledOutput) -> list[EngineCoreOutput]:
+    def _take_left_out(
+        self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
         """End the requests of a step that its results do not list: an error of theirs, or of the worker's."""
         outputs = []
         for req_id, entry in scheduled.items():

@@ -147,7 +147,7 @@ class StepBuilder:
         """
         num_computed_tokens = request.num_computed_tokens + num_tokens
         num_beyond = num_computed_tokens - len(request.all_token_ids) - request.num_output_placeholders
-        samples = num_beyond >= 0
+        samples = num_beyond >= 0 and not request.pools
         req_id = request.req_id
         request.num_computed_tokens = num_computed_tokens
         request.num_in_flight_steps += 1
