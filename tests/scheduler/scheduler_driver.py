@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from scheduler_fakes import EOS, FakeWorker, cache_config, guess, pooled_vector, undisturbed
 
@@ -25,6 +26,7 @@ def make_request(
     waits_for: set[str] | None = None,
     needs_tokens_on_host: bool = False,
     pools: bool = False,
+    output_token_ids: Sequence[int] = (),
     **params: object,
 ) -> Request:
     return Request(
@@ -38,6 +40,7 @@ def make_request(
         waits_for or set(),
         needs_tokens_on_host,
         pools,
+        output_token_ids,
     )
 
 
@@ -122,7 +125,7 @@ class Driver:
         self.scheduler.add_request(request)
         self.salts[req_id] = request.cache_salt
         self.requests[req_id] = request
-        self.tokens[req_id] = []
+        self.tokens[req_id] = request.all_token_ids[request.num_prompt_tokens :]
         self.ends.pop(req_id, None)
         return request
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from scheduler_driver import Driver
-from scheduler_fakes import cache_config, full_spec, window_spec
+from scheduler_driver import Driver, make_request
+from scheduler_fakes import cache_config, full_spec, undisturbed, window_spec
 
 from penstock.errors import ContextTooLong
 
@@ -41,6 +41,7 @@ REQUESTS = st.fixed_dictionaries(
         "arrival_time": st.sampled_from([0.0, 1.0, 2.0]),
         "cache_salt": st.sampled_from([None, None, None, "salt"]),
         "logprobs": st.sampled_from([None, None, None, 2]),
+        "num_resumed": st.sampled_from([0, 0, 0, 1, 5]),
         "needs_tokens_on_host": st.sampled_from([False, False, False, True]),
     }
 )
@@ -111,8 +112,15 @@ def play(driver: Driver, wanted: list[dict[str, Any]], moves: list[tuple[str, in
 def add(driver: Driver, req_id: str, request: dict[str, Any]) -> None:
     if req_id in driver.requests and req_id not in driver.ends:
         return
+    options = dict(request)
+    num_resumed = options.pop("num_resumed")
+    if num_resumed and not driver.pools:
+        # It comes with the first tokens of its output.
+        params = make_request(req_id, **options).sampling_params
+        tokens, _ = undisturbed(request["prompt"], params, request["cache_salt"], driver.max_model_len)
+        options["output_token_ids"] = tokens[: min(num_resumed, len(tokens) - 1)]
     try:
-        driver.add(req_id, **request)
+        driver.add(req_id, **options)
     except ContextTooLong:
         event("refused")
 

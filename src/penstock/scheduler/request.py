@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 from penstock.contract import LogprobsLists, SamplingParams
@@ -33,6 +34,7 @@ class Request:
     waits_for: what must be there before it may run, such as its grammar; the scheduler changes it once it has it.
     needs_tokens_on_host: the host must see its tokens before its next step, as where a grammar is not on the device.
     pools: it ends with what becomes of its prompt's hidden states, and has no tokens of its own.
+    output_token_ids: tokens that were generated for it already, by an engine before this one.
 
     The scheduler keeps the rest:
     all_token_ids: the prompt and every known output token.
@@ -65,6 +67,7 @@ class Request:
     waits_for: set[str] = field(default_factory=set)
     needs_tokens_on_host: bool = False
     pools: bool = False
+    output_token_ids: InitVar[Sequence[int]] = ()
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     all_token_ids: list[int] = field(init=False)
@@ -84,8 +87,8 @@ class Request:
     kv_capacity: int = field(default=0, init=False)
     next_cache_at: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        self.all_token_ids = list(self.prompt_token_ids)
+    def __post_init__(self, output_token_ids: Sequence[int]) -> None:
+        self.all_token_ids = [*self.prompt_token_ids, *output_token_ids]
         if self.sampling_params.ignore_eos:
             self.eos_token_ids = frozenset()
         self.end_token_ids = self.eos_token_ids.union(self.sampling_params.stop_token_ids)

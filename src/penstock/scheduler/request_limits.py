@@ -29,6 +29,17 @@ def check_prompt(request: Request, max_model_len: int) -> None:
         )
 
 
+def check_unfinished(request: Request) -> None:
+    """Raises InvalidRequest when a request with tokens generated before has all that its `length_limit` allows."""
+    if not request.pools and request.num_tokens >= request.length_limit:
+        num_generated = request.num_tokens - request.num_prompt_tokens
+        limit = request.length_limit - request.num_prompt_tokens
+        raise InvalidRequest(
+            f"Request {request.req_id!r} comes with {num_generated:,} generated tokens, but ends at {limit:,}. Resume "
+            "only what has not ended."
+        )
+
+
 def check_fits(
     request: Request, kv_cache_config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int
 ) -> None:

@@ -14,7 +14,7 @@ from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.queues import WaitingQueue
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
-from penstock.scheduler.request_limits import check_fits, check_prompt
+from penstock.scheduler.request_limits import check_fits, check_prompt, check_unfinished
 from penstock.scheduler.results import (
     logprobs_of_rows,
     make_output,
@@ -102,8 +102,9 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Let a request wait for its turn.
 
-        Raises InvalidRequest when its id is in use or its prompt is empty, and ContextTooLong when it can never fit:
-        its prompt leaves no room for an output token, or its full length needs more blocks than there are.
+        Raises InvalidRequest when its id is in use, its prompt is empty, or it has all its tokens; ContextTooLong when
+        it can never fit: its prompt leaves no room for an output token, or its full length needs more blocks than there
+        are.
         """
         if request.req_id in self._requests:
             raise InvalidRequest(
@@ -113,6 +114,7 @@ class Scheduler:
         max_tokens = 0 if request.pools else request.sampling_params.max_tokens
         length = self.max_model_len if max_tokens is None else request.num_prompt_tokens + max_tokens
         request.length_limit = min(length, self.max_model_len)
+        check_unfinished(request)
         check_fits(
             request,
             self._kv_cache_config,
