@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import deque
-from collections.abc import Sequence
+from typing import Any
 
 from scheduler_fakes import EOS, FakeWorker, cache_config, guess, pooled_vector, undisturbed
 
@@ -15,33 +16,14 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
 
+# Fields of a request; whatever else is given is a sampling parameter.
+FIELDS = [field.name for field in dataclasses.fields(Request) if field.init] + ["output_token_ids"]
 
-def make_request(
-    req_id: str,
-    prompt: list[int],
-    *,
-    priority: int = 0,
-    arrival_time: float = 0.0,
-    cache_salt: str | None = None,
-    waits_for: set[str] | None = None,
-    needs_tokens_on_host: bool = False,
-    pools: bool = False,
-    output_token_ids: Sequence[int] = (),
-    **params: object,
-) -> Request:
-    return Request(
-        req_id,
-        prompt,
-        SamplingParams(**params),  # type: ignore[arg-type]
-        frozenset([EOS]),
-        arrival_time,
-        priority,
-        cache_salt,
-        waits_for or set(),
-        needs_tokens_on_host,
-        pools,
-        output_token_ids,
-    )
+
+def make_request(req_id: str, prompt: list[int], **options: Any) -> Request:
+    """A request of an engine whose model ends texts with `EOS`; its fields and sampling parameters as `options`."""
+    fields = {name: options.pop(name) for name in FIELDS if name in options}
+    return Request(req_id, prompt, SamplingParams(**options), frozenset([EOS]), **fields)
 
 
 def new_blocks(output: SchedulerOutput, manager: KVCacheManager) -> set[int]:
@@ -88,6 +70,7 @@ class Driver:
         max_drafts: int = 0,
         seed: int = 0,
         pools: bool = False,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.config = kv_cache_config or cache_config(33)
         self.depth = depth
@@ -105,11 +88,13 @@ class Driver:
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
             async_scheduling=depth > 1 if async_scheduling is None else async_scheduling,
+            num_lookahead_tokens=num_lookahead_tokens,
         )
         self.max_drafts = max_drafts
         self.pools = pools
         self.rng = random.Random(seed)
         self.salts: dict[str, str | None] = {}
+        self.num_encoder_tokens: dict[str, int] = {}
         self.requests: dict[str, Request] = {}
         self.worker = self._new_worker()
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -120,10 +105,11 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineCoreOutput] = {}
 
-    def add(self, req_id: str, prompt: list[int], **options: object) -> Request:
-        request = make_request(req_id, prompt, pools=self.pools, **options)  # type: ignore[arg-type]
+    def add(self, req_id: str, prompt: list[int], **options: Any) -> Request:
+        request = make_request(req_id, prompt, pools=self.pools, **options)
         self.scheduler.add_request(request)
         self.salts[req_id] = request.cache_salt
+        self.num_encoder_tokens[req_id] = request.num_encoder_tokens
         self.requests[req_id] = request
         self.tokens[req_id] = request.all_token_ids[request.num_prompt_tokens :]
         self.ends.pop(req_id, None)
@@ -262,6 +248,7 @@ class Driver:
             self.max_num_batched_tokens,
             self.max_model_len,
             self.salts,
+            self.num_encoder_tokens,
             self.pools,
             rng=self.rng,
         )

@@ -8,8 +8,9 @@ a stale prefix hit, or a position that was never recomputed shows up at once.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.contract import (
     FullAttentionSpec,
@@ -23,6 +24,7 @@ from penstock.contract import (
     SchedulerOutput,
     SlidingWindowSpec,
 )
+from penstock.scheduler.kv_cache_groups import GROUPS, EncoderGroup, StateGroup
 from penstock.scheduler.outputs import FinishReason
 
 VOCAB_SIZE = 11
@@ -41,12 +43,32 @@ def window_spec(sliding_window: int, block_size: int = 4) -> SlidingWindowSpec:
     )
 
 
-def cache_config(num_blocks: int, *specs: FullAttentionSpec | SlidingWindowSpec) -> KVCacheConfig:
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What cross attention keeps: something per position of the encoder."""
+
+    block_size: int
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What a recurrent layer keeps."""
+
+    block_size: int
+
+
+GROUPS[EncoderSpec] = EncoderGroup
+GROUPS[StateSpec] = StateGroup
+
+
+def cache_config(num_blocks: int, *specs: Any) -> KVCacheConfig:
+    """A cache with one group per spec, one layer each; with one of full attention if there is none."""
+    return cache_of(num_blocks, specs or (full_spec(),))
+
+
+def cache_of(num_blocks: int, specs: Sequence[Any]) -> KVCacheConfig:
     """A cache with one group per spec, one layer each."""
-    groups = tuple(
-        KVCacheGroupSpec(layer_names=(f"layer.{index}",), spec=spec)
-        for index, spec in enumerate(specs or (full_spec(),))
-    )
+    groups = tuple(KVCacheGroupSpec(layer_names=(f"layer.{index}",), spec=spec) for index, spec in enumerate(specs))
     return KVCacheConfig(num_blocks=num_blocks, tensors=(), groups=groups)
 
 
@@ -109,7 +131,7 @@ class FakeRequest:
 
 @dataclass
 class FakeWorker:
-    """Executes steps in order. `salts` tells what the contract does not: which requests may share.
+    """Executes steps in order. `salts` and `num_encoder_tokens` tell what the contract does not.
 
     touched: blocks that the last step read or wrote.
     pools: answers with a pooled vector of each whole prompt.
@@ -121,6 +143,7 @@ class FakeWorker:
     max_num_batched_tokens: int
     max_model_len: int
     salts: Mapping[str, str | None]
+    num_encoder_tokens: Mapping[str, int] = field(default_factory=dict)
     pools: bool = False
     is_exact: bool = True
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -145,6 +168,8 @@ class FakeWorker:
         # Shortest first, as a runner sorts its batch, so that batch order is not scheduling order.
         batch = sorted(output.num_scheduled_tokens, key=lambda req_id: (output.num_scheduled_tokens[req_id], req_id))
         healthy = [req_id for req_id in batch if not self.requests[req_id].is_broken]
+        for new in output.scheduled_new_reqs:
+            self._write_encoder_positions(new.req_id, self.requests[new.req_id])
         # All of a step is written before any of it is read.
         for req_id in batch:
             self._write(self.requests[req_id], output.num_scheduled_tokens[req_id])
@@ -160,7 +185,7 @@ class FakeWorker:
             ]
             return PooledOutput(step_id=output.step_id, req_ids=batch, pooled=pooled, errors=errors)
         sampled = [
-            self._sample(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else []
+            self._advance(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else []
             for req_id in batch
         ]
         logprobs = self._logprobs(batch, sampled)
@@ -244,12 +269,12 @@ class FakeWorker:
         assert request.is_broken or end <= len(token_ids) < request.max_num_tokens + self.pools
         assert request.is_broken or not request.drafts or end == len(token_ids)
         values = [UNFILLED] * end if is_wrong else fingerprints(token_ids[:end], request.salt)
-        for group_id, group in enumerate(self.config.groups):
+        for group_id, size, _ in self._token_groups():
             for position in range(request.num_computed_tokens, end):
-                block_id = request.tables[group_id][position // group.spec.block_size]
+                block_id = request.tables[group_id][position // size]
                 assert 0 < block_id < self.config.num_blocks
                 self.touched.add(block_id)
-                self.contents[block_id, position % group.spec.block_size] = (group_id, values[position])
+                self.contents[block_id, position % size] = (group_id, values[position])
 
     def _mislead(self, req_ids: list[str], num_tokens: Mapping[str, int]) -> None:
         """Find out who reads what is unfilled, and so writes nonsense for others to read."""
@@ -263,9 +288,7 @@ class FakeWorker:
                     self._write(request, num_tokens[req_id])
 
     def _reads_unfilled(self, request: FakeRequest, num_tokens: int) -> bool:
-        for group_id, group in enumerate(self.config.groups):
-            window = getattr(group.spec, "sliding_window", request.num_computed_tokens + num_tokens)
-            size = group.spec.block_size
+        for group_id, size, window in self._token_groups():
             for position in range(max(0, request.num_computed_tokens - window + 1), request.num_computed_tokens):
                 block_id = request.tables[group_id][position // size]
                 if self.contents.get((block_id, position % size), (0, 0))[1] == UNFILLED:
@@ -275,19 +298,68 @@ class FakeWorker:
     def _read(self, req_id: str, request: FakeRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens
         values = fingerprints((request.token_ids + request.drafts)[:end], request.salt)
-        for group_id, group in enumerate(self.config.groups):
-            window = getattr(group.spec, "sliding_window", end)
+        self._read_encoder_positions(req_id, request)
+        self._read_state(req_id, request)
+        for group_id, size, window in self._token_groups():
             for position in range(max(0, request.num_computed_tokens - window + 1), end):
-                block_id = request.tables[group_id][position // group.spec.block_size]
+                block_id = request.tables[group_id][position // size]
                 self.touched.add(block_id)
-                found = self.contents.get((block_id, position % group.spec.block_size))
+                found = self.contents.get((block_id, position % size))
                 assert found == (group_id, values[position]), f"{req_id}: position {position} of group {group_id}"
+
+    def _token_groups(self) -> Iterator[tuple[int, int, int]]:
+        """Groups whose positions are those of tokens: their number, block size and window."""
+        for group_id, group in enumerate(self.config.groups):
+            if not isinstance(group.spec, EncoderSpec | StateSpec):
+                yield group_id, group.spec.block_size, getattr(group.spec, "sliding_window", self.max_model_len)
+
+    def _encoder_positions(self, req_id: str, request: FakeRequest) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Where the encoder's positions are, and what belongs there."""
+        for group_id, group in enumerate(self.config.groups):
+            if isinstance(group.spec, EncoderSpec):
+                size, num_positions = group.spec.block_size, self.num_encoder_tokens[req_id]
+                assert len(request.tables[group_id]) == -(-num_positions // size)
+                for position in range(num_positions):
+                    block_id = request.tables[group_id][position // size]
+                    self.touched.add(block_id)
+                    yield block_id, position % size, (group_id, hash((req_id, position)))
+
+    def _write_encoder_positions(self, req_id: str, request: FakeRequest) -> None:
+        for block_id, offset, content in self._encoder_positions(req_id, request):
+            self.contents[block_id, offset] = content
+
+    def _read_encoder_positions(self, req_id: str, request: FakeRequest) -> None:
+        for block_id, offset, content in self._encoder_positions(req_id, request):
+            assert self.contents[block_id, offset] == content, f"{req_id}: the encoder's positions"
+
+    def _states(self, request: FakeRequest) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Where the recurrent states are, and what belongs there once something is computed."""
+        for group_id, group in enumerate(self.config.groups):
+            if isinstance(group.spec, StateSpec):
+                block_id = request.tables[group_id][0]
+                self.touched.add(block_id)
+                yield block_id, (group_id, fingerprints(request.token_ids[: request.num_computed_tokens], "state")[-1])
+
+    def _read_state(self, req_id: str, request: FakeRequest) -> None:
+        if request.num_computed_tokens > 0:
+            for block_id, content in self._states(request):
+                assert self.contents[block_id, 0] == content, f"{req_id}: a recurrent state"
+
+    def _write_state(self, request: FakeRequest) -> None:
+        for block_id, content in self._states(request):
+            self.contents[block_id, 0] = content
 
     def _pool(self, request: FakeRequest, num_tokens: int) -> list[float] | None:
         request.num_computed_tokens += num_tokens
+        self._write_state(request)
         if request.num_computed_tokens < len(request.token_ids):
             return None
         return pooled_vector(request.token_ids, request.salt, is_misled=request.is_misled)
+
+    def _advance(self, request: FakeRequest, num_tokens: int) -> list[int]:
+        sampled = self._sample(request, num_tokens)
+        self._write_state(request)
+        return sampled
 
     def _sample(self, request: FakeRequest, num_tokens: int) -> list[int]:
         request.num_computed_tokens += num_tokens

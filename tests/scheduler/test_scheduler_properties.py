@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, make_request
-from scheduler_fakes import cache_config, full_spec, undisturbed, window_spec
+from scheduler_fakes import EncoderSpec, StateSpec, cache_of, full_spec, undisturbed, window_spec
 
 from penstock.errors import ContextTooLong
 
@@ -21,6 +21,10 @@ LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "window of one": lambda size: (window_spec(1, size),),
     "full and window": lambda size: (full_spec(size), window_spec(3, size)),
     "two windows": lambda size: (window_spec(6, size), full_spec(size), window_spec(2, size)),
+    "encoder": lambda size: (full_spec(size), EncoderSpec(3)),
+    "state": lambda size: (StateSpec(size),),
+    "state and window": lambda size: (StateSpec(16), window_spec(4, size), EncoderSpec(size)),
+    "nothing": lambda size: (),
     "two block sizes": lambda size: (full_spec(2 * size), window_spec(4, size)),
 }
 
@@ -41,6 +45,7 @@ REQUESTS = st.fixed_dictionaries(
         "arrival_time": st.sampled_from([0.0, 1.0, 2.0]),
         "cache_salt": st.sampled_from([None, None, None, "salt"]),
         "logprobs": st.sampled_from([None, None, None, 2]),
+        "num_encoder_tokens": st.sampled_from([0, 3, 7]),
         "num_resumed": st.sampled_from([0, 0, 0, 1, 5]),
         "needs_tokens_on_host": st.sampled_from([False, False, False, True]),
     }
@@ -60,6 +65,7 @@ SETUPS = st.fixed_dictionaries(
         "max_drafts": st.sampled_from([0, 0, 1, 2, 5]),
         "seed": st.integers(0, 3),
         "pools": st.sampled_from([False, False, False, False, True]),
+        "num_lookahead_tokens": st.sampled_from([0, 0, 0, 2]),
     }
 )
 # Moves, with a number where they concern a request. Disasters are rare enough to let something grow between them.
@@ -132,7 +138,7 @@ def test_every_request_gets_the_tokens_of_an_undisturbed_run(
 ) -> None:
     setup = dict(setup)
     specs = LAYOUTS[setup.pop("layout")](setup.pop("block_size"))
-    driver = Driver(cache_config(setup.pop("num_blocks"), *specs), **setup)
+    driver = Driver(cache_of(setup.pop("num_blocks"), specs), **setup)
 
     play(driver, wanted, moves)
     driver.drain()

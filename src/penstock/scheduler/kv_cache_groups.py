@@ -1,26 +1,55 @@
-"""What differs between kinds of KV cache: which blocks of a prefix are needed, and which are no longer."""
+"""What differs between kinds of KV cache: which blocks a request needs, which of a prefix, and which no longer."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+import sys
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from penstock.contract import KVCacheSpec, SlidingWindowSpec
+from penstock.contract import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from penstock.errors import UnsupportedFeature
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock
+from penstock.scheduler.request import Request
+
+UNLIMITED = sys.maxsize
 
 
-class KVCacheGroup(ABC):
-    """The layers that share a block table. Knows no request; the manager keeps their block lists.
+class KVCacheGroup:
+    """The layers that share a block table. The manager keeps the block lists of requests.
 
-    hash_block_size: positions per block hash of a request, a divisor of this group's block size.
+    What a block holds is up to the kind: positions of tokens, all of them needed until the end, if it does not say
+    otherwise.
+
+    block_size: positions per block, whatever a position is.
+    hash_block_size: tokens per block hash of a request, a divisor of this group's block size where it finds prefixes.
+    finds_prefixes: whether a request can begin with what another one computed.
     """
 
-    def __init__(self, group_id: int, block_size: int, pool: BlockPool, hash_block_size: int) -> None:
+    finds_prefixes: ClassVar[bool] = True
+
+    def __init__(self, group_id: int, spec: Any, pool: BlockPool, hash_block_size: int) -> None:
         self.group_id = group_id
-        self.block_size = block_size
+        self.block_size: int = spec.block_size
+        self._spec = spec
         self._pool = pool
-        self._hashes_per_block = block_size // hash_block_size
+        self._hashes_per_block = self.block_size // hash_block_size
+
+    def num_blocks(self, request: Request, num_tokens: int, lookahead: int) -> int:
+        """Blocks of the request's first `num_tokens`, those that nobody reads any more included.
+
+        lookahead: tokens beyond these that a speculator may write; none reaches the request's length limit.
+        """
+        num_positions = min(num_tokens + lookahead, max(num_tokens, request.length_limit)) if lookahead else num_tokens
+        return -(-num_positions // self.block_size)
+
+    def num_blocks_at_once(self, request: Request, num_tokens: int, max_new_tokens: int, lookahead: int) -> int:
+        """Blocks that the request holds at once on the way to `num_tokens`, in steps of `max_new_tokens`, at most."""
+        return self._spec.max_blocks_per_request(num_tokens, max_new_tokens + lookahead)  # type: ignore[no-any-return]
+
+    def capacity(self, num_blocks: int) -> int:
+        """Tokens of a request for which so many blocks are enough."""
+        return num_blocks * self.block_size
 
     def key(self, block_hashes: Sequence[bytes], index: int) -> BlockKey:
         """The key of a request's block at `index`: the last hash inside it covers it and all before it."""
@@ -30,16 +59,16 @@ class KVCacheGroup(ABC):
         """A cached block that holds what a request's block at `index` must hold."""
         return self._pool.find(self.key(block_hashes, index))
 
-    @abstractmethod
     def find_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[KVCacheBlock]:
         """The blocks of the longest prefix, of at most `max_num_tokens`, after which a request can go on.
 
         Null blocks stand for those that will not be read.
         """
+        return []
 
-    @abstractmethod
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Leading blocks that no later token reads, once so many positions are computed."""
+        return 0
 
 
 class FullAttentionGroup(KVCacheGroup):
@@ -54,19 +83,14 @@ class FullAttentionGroup(KVCacheGroup):
             blocks.append(block)
         return blocks
 
-    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        return 0
-
 
 class SlidingWindowGroup(KVCacheGroup):
     """A token reads itself and the `sliding_window - 1` positions before it."""
 
-    def __init__(
-        self, group_id: int, block_size: int, pool: BlockPool, hash_block_size: int, sliding_window: int
-    ) -> None:
-        super().__init__(group_id, block_size, pool, hash_block_size)
-        self._num_earlier_positions = sliding_window - 1
-        self._num_earlier_blocks = math.ceil(self._num_earlier_positions / block_size)
+    def __init__(self, group_id: int, spec: SlidingWindowSpec, pool: BlockPool, hash_block_size: int) -> None:
+        super().__init__(group_id, spec, pool, hash_block_size)
+        self._num_earlier_positions = spec.sliding_window - 1
+        self._num_earlier_blocks = math.ceil(self._num_earlier_positions / self.block_size)
 
     def find_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[KVCacheBlock]:
         """Search backwards for blocks in a row that cover the window, or reach the beginning."""
@@ -88,8 +112,45 @@ class SlidingWindowGroup(KVCacheGroup):
         return max(0, num_computed_tokens - self._num_earlier_positions) // self.block_size
 
 
+class FixedGroup(KVCacheGroup):
+    """Base of kinds whose blocks a request takes once, however many tokens follow, and shares with nobody."""
+
+    finds_prefixes = False
+
+    def num_blocks_at_once(self, request: Request, num_tokens: int, max_new_tokens: int, lookahead: int) -> int:
+        return self.num_blocks(request, num_tokens, lookahead)
+
+    def capacity(self, num_blocks: int) -> int:
+        return UNLIMITED
+
+
+class EncoderGroup(FixedGroup):
+    """A position is one of the encoder's: written once, before the first token, and read by all of them."""
+
+    def num_blocks(self, request: Request, num_tokens: int, lookahead: int) -> int:
+        return -(-request.num_encoder_tokens // self.block_size)
+
+
+class StateGroup(FixedGroup):
+    """A block is what a recurrent layer carries from one token to the next: one per request.
+
+    There is one more for each token of the lookahead, so that a state can be taken back.
+    """
+
+    def num_blocks(self, request: Request, num_tokens: int, lookahead: int) -> int:
+        return 1 + lookahead
+
+
+# By what its layers keep.
+GROUPS: dict[type[Any], type[KVCacheGroup]] = {
+    FullAttentionSpec: FullAttentionGroup,
+    SlidingWindowSpec: SlidingWindowGroup,
+}
+
+
 def make_group(group_id: int, spec: KVCacheSpec, pool: BlockPool, hash_block_size: int) -> KVCacheGroup:
-    """The group that manages blocks of this kind."""
-    if isinstance(spec, SlidingWindowSpec):
-        return SlidingWindowGroup(group_id, spec.block_size, pool, hash_block_size, spec.sliding_window)
-    return FullAttentionGroup(group_id, spec.block_size, pool, hash_block_size)
+    """The group that manages blocks of this kind. Raises UnsupportedFeature when there is none."""
+    group_type = GROUPS.get(type(spec))
+    if group_type is None:
+        raise UnsupportedFeature(f"No kind of block management is known for layers that keep a {type(spec).__name__}.")
+    return group_type(group_id, spec, pool, hash_block_size)

@@ -13,8 +13,7 @@ from penstock.contract import KVCacheConfig
 from penstock.errors import LifecycleError
 from penstock.scheduler.block_hash import BlockHasher
 from penstock.scheduler.block_pool import BlockPool, KVCacheBlock
-from penstock.scheduler.kv_cache_groups import KVCacheGroup, make_group
-from penstock.scheduler.kv_cache_plan import blocks_per_request
+from penstock.scheduler.kv_cache_groups import UNLIMITED, KVCacheGroup, make_group
 from penstock.scheduler.request import Request
 
 _NEVER = sys.maxsize
@@ -47,28 +46,39 @@ class KVCacheManager:
 
     A block is shared once it is full of known tokens that are computed, or about to be: what a request reads in a step
     may be written by another one in the same step. Whoever schedules steps takes back what was not computed after all.
+
+    num_lookahead_tokens: tokens beyond those of a step that a speculator may write.
     """
 
     def __init__(
-        self, kv_cache_config: KVCacheConfig, *, enable_prefix_caching: bool, max_num_batched_tokens: int
+        self,
+        kv_cache_config: KVCacheConfig,
+        *,
+        enable_prefix_caching: bool,
+        max_num_batched_tokens: int,
+        num_lookahead_tokens: int = 0,
     ) -> None:
-        self._group_specs = kv_cache_config.groups
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._caches_prefixes = enable_prefix_caching
-        self.pool = BlockPool(kv_cache_config.num_blocks)
-        hash_block_size = math.gcd(*(group.spec.block_size for group in self._group_specs))
+        self._num_lookahead_tokens = num_lookahead_tokens
+        # There is a null block even where no layer keeps anything.
+        self.pool = BlockPool(max(1, kv_cache_config.num_blocks))
+        specs = [group.spec for group in kv_cache_config.groups]
+        hash_block_size = math.gcd(*(spec.block_size for spec in specs)) or 1
         self._hasher = BlockHasher(hash_block_size)
         self.groups: list[KVCacheGroup] = [
-            make_group(index, group.spec, self.pool, hash_block_size) for index, group in enumerate(self._group_specs)
+            make_group(index, spec, self.pool, hash_block_size) for index, spec in enumerate(specs)
         ]
+        can_cache = bool(self.groups) and all(group.finds_prefixes for group in self.groups)
+        self._caches_prefixes = enable_prefix_caching and can_cache
         self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
         self._held: dict[str, _HeldBlocks] = {}
         # What others hold, by request id and holder.
         self._holds: dict[tuple[str, str], list[KVCacheBlock]] = {}
 
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks of all groups that a request of this length holds at once, at most."""
-        return blocks_per_request(self._group_specs, num_tokens, self._max_num_batched_tokens)
+    def blocks_needed(self, request: Request, num_tokens: int) -> int:
+        """Blocks of all groups that the request holds at once when it has this length, at most."""
+        max_new_tokens, lookahead = self._max_num_batched_tokens, self._num_lookahead_tokens
+        return sum(group.num_blocks_at_once(request, num_tokens, max_new_tokens, lookahead) for group in self.groups)
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...]:
         """Block ids that a request holds, per group and by position; 0 where positions are no longer read."""
@@ -105,7 +115,7 @@ class KVCacheManager:
             for blocks in hit.blocks
             for block in blocks
         )
-        return self.blocks_needed(request.num_tokens) - num_shared <= self.pool.num_free_blocks
+        return self.blocks_needed(request, request.num_tokens) - num_shared <= self.pool.num_free_blocks
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None
@@ -126,14 +136,15 @@ class KVCacheManager:
         num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
         for group, blocks in zip(self.groups, held.groups, strict=True):
             self._free_skipped(blocks, group.num_skipped_blocks(num_computed_tokens))
-        missing = self._num_missing(held.groups, num_tokens)
+        missing = self._num_missing(request, held.groups, num_tokens)
         if sum(missing) > self.pool.num_free_blocks:
             return None
         return self._extend(request, held, missing)
 
     def will_have_room_for(self, request: Request, num_new_tokens: int) -> bool:
         """Whether `allocate_slots` of a request that holds blocks succeeds once the steps in flight are done."""
-        missing = self._num_missing(self._held[request.req_id].groups, request.num_computed_tokens + num_new_tokens)
+        held = self._held[request.req_id]
+        missing = self._num_missing(request, held.groups, request.num_computed_tokens + num_new_tokens)
         return sum(missing) <= self.pool.num_free_blocks + self.pool.num_pending_blocks
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> list[KVCacheBlock]:
@@ -229,7 +240,7 @@ class KVCacheManager:
 
     def _allocate_first(self, request: Request, num_new_tokens: int, hit: PrefixHit) -> tuple[list[int], ...] | None:
         groups = [list(blocks) for blocks in hit.blocks]
-        missing = self._num_missing(groups, hit.num_tokens + num_new_tokens)
+        missing = self._num_missing(request, groups, hit.num_tokens + num_new_tokens)
         num_taken = sum(self.pool.is_free(block) for blocks in groups for block in blocks)
         if sum(missing) + num_taken > self.pool.num_free_blocks:
             return None
@@ -239,9 +250,9 @@ class KVCacheManager:
         request.next_cache_at = 0 if self._caches_prefixes else _NEVER
         return self._extend(request, held, missing)
 
-    def _num_missing(self, groups: Sequence[list[KVCacheBlock]], num_tokens: int) -> list[int]:
+    def _num_missing(self, request: Request, groups: Sequence[list[KVCacheBlock]], num_tokens: int) -> list[int]:
         return [
-            max(0, -(-num_tokens // group.block_size) - len(blocks))
+            max(0, group.num_blocks(request, num_tokens, self._num_lookahead_tokens) - len(blocks))
             for group, blocks in zip(self.groups, groups, strict=True)
         ]
 
@@ -251,9 +262,9 @@ class KVCacheManager:
             new_blocks = self.pool.get_new_blocks(num_blocks)
             blocks += new_blocks
             new_block_ids.append([block.block_id for block in new_blocks])
-        request.kv_capacity = min(
-            len(blocks) * group.block_size for group, blocks in zip(self.groups, held.groups, strict=True)
-        )
+        capacities = [group.capacity(len(blocks)) for group, blocks in zip(self.groups, held.groups, strict=True)]
+        capacity = min(capacities, default=UNLIMITED)
+        request.kv_capacity = capacity - self._num_lookahead_tokens if capacity < request.length_limit else capacity
         return tuple(new_block_ids)
 
     def _free_skipped(self, blocks: list[KVCacheBlock], num_skipped: int) -> None:

@@ -33,6 +33,7 @@ class Request:
     cache_salt: cached prefixes are shared only with requests of the same salt.
     waits_for: what must be there before it may run, such as its grammar; the scheduler changes it once it has it.
     needs_tokens_on_host: the host must see its tokens before its next step, as where a grammar is not on the device.
+    num_encoder_tokens: positions of the encoder whose output it reads; 0 where there is none.
     pools: it ends with what becomes of its prompt's hidden states, and has no tokens of its own.
     output_token_ids: tokens that were generated for it already, by an engine before this one.
 
@@ -53,7 +54,7 @@ class Request:
     end_token_ids: those of the model and those that the request names.
 
     The KV cache manager keeps, for the scheduler to see that nothing is due:
-    kv_capacity: positions that its blocks cover; 0 while it holds none.
+    kv_capacity: tokens up to which its blocks are enough; 0 while it holds none.
     next_cache_at: computed tokens from which on there is a block to offer to the prefix cache.
     """
 
@@ -66,6 +67,7 @@ class Request:
     cache_salt: str | None = None
     waits_for: set[str] = field(default_factory=set)
     needs_tokens_on_host: bool = False
+    num_encoder_tokens: int = 0
     pools: bool = False
     output_token_ids: InitVar[Sequence[int]] = ()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.contract import KVCacheConfig
+import bisect
+
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.scheduler.kv_cache_plan import blocks_per_request, longest_request
+from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.request import Request
 
 
@@ -40,17 +41,14 @@ def check_unfinished(request: Request) -> None:
         )
 
 
-def check_fits(
-    request: Request, kv_cache_config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int
-) -> None:
+def check_fits(request: Request, kv_cache: KVCacheManager, *, max_model_len: int) -> None:
     """Raises ContextTooLong when the request's `length_limit` needs more blocks than there are."""
-    groups, num_usable = kv_cache_config.groups, kv_cache_config.num_blocks - 1
-    num_needed = blocks_per_request(groups, request.length_limit, max_num_batched_tokens)
+    num_usable = kv_cache.pool.num_blocks - 1
+    num_needed = kv_cache.blocks_needed(request, request.length_limit)
     if num_needed <= num_usable:
         return
-    longest = longest_request(
-        groups, kv_cache_config.num_blocks, limit=max_model_len, max_num_batched_tokens=max_num_batched_tokens
-    )
+    lengths = range(1, max_model_len + 1)
+    longest = bisect.bisect_right(lengths, num_usable, key=lambda length: kv_cache.blocks_needed(request, length))
     raise ContextTooLong(
         f"The prompt has {request.num_prompt_tokens:,} tokens and may grow to {request.length_limit:,}, which need "
         f"{num_needed:,} blocks of KV cache, but there are {num_usable:,}: enough for {longest:,} tokens. Shorten "

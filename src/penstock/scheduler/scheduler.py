@@ -41,6 +41,7 @@ class Scheduler:
     A step without tokens that names finished or preempted requests must reach the worker too.
 
     kv_cache_config: the blocks to give out. max_model_len: longest context in tokens, prompt and output together.
+    num_lookahead_tokens: tokens beyond those of a step that a speculator may write to the cache.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool,
         async_scheduling: bool,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         self.max_model_len = max_model_len
-        self._kv_cache_config = kv_cache_config
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._runs_ahead = async_scheduling
@@ -62,6 +63,7 @@ class Scheduler:
             kv_cache_config,
             enable_prefix_caching=enable_prefix_caching,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
         )
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(config.policy)
@@ -115,12 +117,7 @@ class Scheduler:
         length = self.max_model_len if max_tokens is None else request.num_prompt_tokens + max_tokens
         request.length_limit = min(length, self.max_model_len)
         check_unfinished(request)
-        check_fits(
-            request,
-            self._kv_cache_config,
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-        )
+        check_fits(request, self.kv_cache, max_model_len=self.max_model_len)
         request.order = self._num_added
         self._num_added += 1
         self._requests[request.req_id] = request
@@ -350,7 +347,7 @@ class Scheduler:
 
     def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
         """A block of each group for the requests of these rows; None where somebody would have to give way."""
-        if len(rows) * len(self._kv_cache_config.groups) > self.kv_cache.pool.num_free_blocks:
+        if len(rows) * len(self.kv_cache.groups) > self.kv_cache.pool.num_free_blocks:
             return None
         new_block_ids = {row: self.kv_cache.allocate_slots(decodes.requests[row], 1) for row in rows}
         assert all(blocks is not None for blocks in new_block_ids.values())
