@@ -68,18 +68,25 @@ def test_a_vector_comes_with_the_end_of_the_prompt_and_not_before(pooled: list[f
     assert end.error == f"The worker pooled {'nothing' if pooled is None else 'too early'} in step 0."
 
 
-@pytest.mark.parametrize("pools", [True, False])
-def test_results_of_another_kind_end_the_request(pools: bool) -> None:
-    driver = Driver(pools=pools)
+def test_tokens_are_no_results_of_a_request_that_pools() -> None:
+    driver = Driver(pools=True)
     driver.add("r", PROMPT)
     output = driver.scheduler.schedule()
-    results = (
-        SampledOutput(step_id=output.step_id, req_ids=["r"], sampled_token_ids=[[1]])
-        if pools
-        else PooledOutput(step_id=output.step_id, req_ids=["r"], pooled=[[0.5]])
+
+    [end] = driver.scheduler.update_from_output(
+        output, SampledOutput(step_id=output.step_id, req_ids=["r"], sampled_token_ids=[[]])
     )
 
-    [end] = driver.scheduler.update_from_output(output, results)
+    assert end.error == "The worker pooled nothing in step 0, but sampled."
 
-    assert end.error == "The worker's results of step 0 are of another kind."
-    assert not driver.scheduler.has_unfinished_requests()
+
+def test_a_vector_is_no_result_of_a_request_that_generates() -> None:
+    driver = Driver()
+    driver.add("r", PROMPT)
+    output = driver.scheduler.schedule()
+
+    [end] = driver.scheduler.update_from_output(
+        output, PooledOutput(step_id=output.step_id, req_ids=["r"], pooled=[[0.5]])
+    )
+
+    assert end.error == "The worker sampled nothing in step 0, but pooled."

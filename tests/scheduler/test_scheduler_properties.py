@@ -95,7 +95,7 @@ def play(driver: Driver, wanted: list[dict[str, Any]], moves: list[tuple[str, in
             assert driver.scheduler.reset_prefix_cache() is may_reset
         elif move == "reset all":
             driver.scheduler.preempt_all()
-            assert driver.scheduler.reset_prefix_cache() is (not driver.holds)
+            assert driver.scheduler.reset_prefix_cache() is (not any(driver.holds.values()))
             driver.scheduler.kv_cache.check_integrity()
         elif move == "hold":
             if req_id in driver.scheduler.kv_cache._held:

@@ -36,7 +36,7 @@ class DecodeStep(msgspec.Struct, frozen=True, gc=False):
 
     def part(self, row: int) -> ScheduledRequest:
         """One request's part in the step."""
-        return ScheduledRequest(self.requests[row], self.num_computed_tokens[row] + 1, samples=True)
+        return ScheduledRequest(self.requests[row], self.num_computed_tokens[row] + 1, 1)
 
     def by_request(self) -> dict[str, ScheduledRequest]:
         """All parts, by request id."""

@@ -105,6 +105,11 @@ class Request:
         return len(self.all_token_ids)
 
     @property
+    def num_output_tokens(self) -> int:
+        """Known generated tokens."""
+        return len(self.all_token_ids) - len(self.prompt_token_ids)
+
+    @property
     def needs_all_of_prompt(self) -> bool:
         """Whether the prompt must be computed even where its keys and values are cached."""
         return self.pools or self.needs_prompt_logits

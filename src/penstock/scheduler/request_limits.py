@@ -33,11 +33,10 @@ def check_prompt(request: Request, max_model_len: int) -> None:
 def check_unfinished(request: Request) -> None:
     """Raises InvalidRequest when a request with tokens generated before has all that its `length_limit` allows."""
     if not request.pools and request.num_tokens >= request.length_limit:
-        num_generated = request.num_tokens - request.num_prompt_tokens
         limit = request.length_limit - request.num_prompt_tokens
         raise InvalidRequest(
-            f"Request {request.req_id!r} comes with {num_generated:,} generated tokens, but ends at {limit:,}. Resume "
-            "only what has not ended."
+            f"Request {request.req_id!r} comes with {request.num_output_tokens:,} generated tokens, but ends at "
+            f"{limit:,}. Resume only what has not ended."
         )
 
 

@@ -7,31 +7,24 @@ from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 
-_GOES_ON = (None, None)
 
+def take_tokens(request: Request, new_token_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+    """Add what a step sampled to the request, up to its end.
 
-def check_stop(request: Request) -> tuple[FinishReason | None, int | None]:
-    """Whether the request ends with its last token: the reason, and the stop token if it is one the user named.
-
+    Returns the tokens that it got, why it ends with the last of them, and the stop token if it is one the user named.
     No token is an end token before there are min_tokens.
     """
     token_ids = request.all_token_ids
-    last_token_id = token_ids[-1]
-    is_end = last_token_id in request.end_token_ids
-    if is_end and len(token_ids) - request.num_prompt_tokens >= request.sampling_params.min_tokens:
-        return FinishReason.STOP, None if last_token_id in request.eos_token_ids else last_token_id
-    if len(token_ids) >= request.length_limit:
-        return FinishReason.LENGTH, None
-    return _GOES_ON
-
-
-def take_tokens(request: Request, new_token_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
-    """Add what a step sampled to the request: the tokens up to its end, and what `check_stop` says of the last."""
-    for num_taken, token_id in enumerate(new_token_ids, 1):
-        request.all_token_ids.append(token_id)
-        finish_reason, stop_reason = check_stop(request)
-        if finish_reason is not None:
-            return new_token_ids[:num_taken], finish_reason, stop_reason
+    if request.end_token_ids.isdisjoint(new_token_ids) and len(token_ids) + len(new_token_ids) < request.length_limit:
+        token_ids += new_token_ids
+        return new_token_ids, None, None
+    for index, token_id in enumerate(new_token_ids):
+        token_ids.append(token_id)
+        if token_id in request.end_token_ids and request.num_output_tokens >= request.sampling_params.min_tokens:
+            stop_reason = None if token_id in request.eos_token_ids else token_id
+            return new_token_ids[: index + 1], FinishReason.STOP, stop_reason
+        if len(token_ids) >= request.length_limit:
+            return new_token_ids[: index + 1], FinishReason.LENGTH, None
     return new_token_ids, None, None
 
 

@@ -207,16 +207,16 @@ class Scheduler:
         if model_runner_output.errors or len(model_runner_output.req_ids) < len(scheduled):
             self._take_back_lost_blocks(scheduled, model_runner_output)
         outputs = []
-        num_tokens = 0
+        num_rows, row_lengths = 0, _row_lengths(model_runner_output)
         for row, req_id in enumerate(model_runner_output.req_ids):
             entry = scheduled.pop(req_id, None)
             if entry is None:
                 raise LifecycleError(f"Step {scheduler_output.step_id} did not hold the request {req_id!r}.")
-            output = self._take_result(entry, model_runner_output, row, num_tokens)
+            output = self._take_result(entry, model_runner_output, row, num_rows)
             if output is not None:
                 outputs.append(output)
-            if isinstance(model_runner_output, SampledOutput):
-                num_tokens += len(model_runner_output.sampled_token_ids[row])
+            if row_lengths:
+                num_rows += row_lengths[row]
         return outputs + self._take_left_out(scheduled, model_runner_output)
 
     def reset_for_recovery(self) -> None:
@@ -268,9 +268,10 @@ class Scheduler:
                 num_tokens += request.num_output_placeholders
                 if not runs_ahead or request.needs_tokens_on_host or num_tokens >= request.length_limit:
                     continue
-            if request.spec_token_ids:
+            drafts = request.spec_token_ids
+            if drafts:
                 # The step samples one more token than there are drafts.
-                num_tokens += min(len(request.spec_token_ids), request.length_limit - 1 - num_tokens)
+                num_tokens += min(len(drafts), request.length_limit - 1 - num_tokens)
             num_tokens -= request.num_computed_tokens
             if num_tokens > step.token_budget:
                 num_tokens = step.token_budget
@@ -282,10 +283,13 @@ class Scheduler:
                 if new_block_ids is None:
                     step.waits_for_blocks = True
                     continue
-            if num_tokens > 1 and not request.spec_token_ids:
+            if num_tokens > 1 and not drafts:
                 step.add_cached(request, num_tokens, new_block_ids, self._share_next(request, num_tokens))
             else:
                 step.add_cached(request, num_tokens, new_block_ids)
+            if drafts:
+                # Those that found no room are of no use once there is another token before them.
+                request.spec_token_ids = []
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, step: StepBuilder
@@ -409,12 +413,13 @@ class Scheduler:
                 and request.status is _RUNNING
                 and new_token_ids[0] not in request.end_token_ids
                 and len(token_ids) + 1 < request.length_limit
-                and num_computed_tokens[row] + 1 < request.next_cache_at
                 and not request.has_news
             ):
                 request.num_in_flight_steps -= 1
                 request.num_output_placeholders -= 1
                 token_ids.append(new_token_ids[0])
+                if num_computed_tokens[row] + 1 >= request.next_cache_at:
+                    self.kv_cache.cache_blocks(request, num_computed_tokens[row] + 1)
                 outputs.append(EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids))
             elif (output := self._take_result(step.part(row), results, row, row)) is not None:
                 outputs.append(output)
@@ -438,9 +443,9 @@ class Scheduler:
             self._finished_req_ids.add(request.req_id)
 
     def _take_result(
-        self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int, num_tokens_before: int
+        self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int, num_rows_before: int
     ) -> EngineCoreOutput | None:
-        """Take in one request's part of a step, which is a row of it, with so many tokens in the rows before."""
+        """Take in one request's part of a step, with so many rows of log-probabilities before its own."""
         request = entry.request
         if entry.is_void:
             _drop(entry)
@@ -452,56 +457,55 @@ class Scheduler:
             if request.req_id in results.not_finite_req_ids:
                 self.kv_cache.forget(request)
             return self._fail(request, results.errors[request.req_id])
-        if isinstance(results, SampledOutput) is request.pools:
-            return self._fail(request, f"The worker's results of step {results.step_id} are of another kind.")
-        if isinstance(results, PooledOutput):
-            return self._take_pooled(entry, results.pooled[row], results.step_id)
-        return self._take_sampled(entry, results, results.sampled_token_ids[row], num_tokens_before)
+        if not isinstance(results, SampledOutput):
+            return self._take_pooled(entry, results, row)
+        new_token_ids, max_new_tokens = results.sampled_token_ids[row], entry.max_new_tokens
+        num_new_tokens = len(new_token_ids)
+        if num_new_tokens > max_new_tokens or (num_new_tokens == 0 and max_new_tokens):
+            due = f"1 to {max_new_tokens}" if max_new_tokens > 1 else str(max_new_tokens)
+            return self._fail(
+                request, f"The worker sampled {num_new_tokens} tokens in step {results.step_id} instead of {due}."
+            )
+        if results.prompt_logprobs:
+            take_prompt_logprobs(request, results)
+        if not new_token_ids:
+            if request.pools:
+                return self._fail(request, f"The worker pooled nothing in step {results.step_id}, but sampled.")
+            self._share_computed(request, entry.num_computed_tokens)
+            return None
+        request.num_output_placeholders -= max_new_tokens
+        # A preempted request begins anew.
+        if num_new_tokens < max_new_tokens and request.status is _RUNNING:
+            request.num_computed_tokens -= max_new_tokens - num_new_tokens
+        new_token_ids, finish_reason, stop_reason = take_tokens(request, new_token_ids)
+        num_known_tokens = len(request.all_token_ids)
+        # All but the last are computed, whether or not steps in flight have computed more.
+        if num_known_tokens > request.next_cache_at:
+            self._share_computed(request, num_known_tokens - 1)
+        if finish_reason is not None:
+            self._finish(request)
+        elif results.logprobs is None and not request.has_news:
+            return EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids)
+        rows = slice(num_rows_before, num_rows_before + len(new_token_ids))
+        return make_output(
+            request, new_token_ids, finish_reason, stop_reason, logprobs_of_rows(request, results.logprobs, rows)
+        )
 
-    def _take_pooled(
-        self, entry: ScheduledRequest, pooled: list[float] | None, step_id: int
-    ) -> EngineCoreOutput | None:
+    def _take_pooled(self, entry: ScheduledRequest, results: PooledOutput, row: int) -> EngineCoreOutput | None:
+        """Take in what became of a prompt."""
         request = entry.request
+        if not request.pools:
+            return self._fail(request, f"The worker sampled nothing in step {results.step_id}, but pooled.")
+        pooled = results.pooled[row]
         is_complete = entry.num_computed_tokens == request.num_tokens
         if is_complete is (pooled is None):
             what = "nothing" if pooled is None else "too early"
-            return self._fail(request, f"The worker pooled {what} in step {step_id}.")
+            return self._fail(request, f"The worker pooled {what} in step {results.step_id}.")
         self._share_computed(request, entry.num_computed_tokens)
         if pooled is None:
             return None
         self._finish(request)
         return make_output(request, [], FinishReason.STOP, pooled=pooled)
-
-    def _take_sampled(
-        self, entry: ScheduledRequest, results: SampledOutput, new_token_ids: list[int], num_tokens_before: int
-    ) -> EngineCoreOutput | None:
-        request, samples = entry.request, entry.samples
-        if not samples <= len(new_token_ids) <= entry.max_new_tokens:
-            num_due = f"1 to {entry.max_new_tokens}" if entry.num_drafts else str(entry.max_new_tokens)
-            return self._fail(
-                request,
-                f"The worker sampled {len(new_token_ids)} tokens in step {results.step_id} instead of {num_due}.",
-            )
-        if results.prompt_logprobs:
-            take_prompt_logprobs(request, results)
-        if not samples:
-            self._share_computed(request, entry.num_computed_tokens)
-            return None
-        request.num_output_placeholders -= entry.max_new_tokens
-        # A preempted request begins anew.
-        if entry.num_drafts and request.status is _RUNNING:
-            request.num_computed_tokens -= entry.max_new_tokens - len(new_token_ids)
-        new_token_ids, finish_reason, stop_reason = take_tokens(request, new_token_ids)
-        # All but the last token, whether or not steps in flight have computed more.
-        self._share_computed(request, len(request.all_token_ids) - 1)
-        if finish_reason is not None:
-            self._finish(request)
-        elif results.logprobs is None and not request.has_news:
-            return EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids)
-        rows = slice(num_tokens_before, num_tokens_before + len(new_token_ids))
-        return make_output(
-            request, new_token_ids, finish_reason, stop_reason, logprobs_of_rows(request, results.logprobs, rows)
-        )
 
     def _share_computed(self, request: Request, num_computed_tokens: int) -> None:
         """Let others find the full blocks among known tokens that are computed; a preempted request holds none."""
@@ -535,6 +539,13 @@ class Scheduler:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         del self._requests[request.req_id]
+
+
+def _row_lengths(results: ModelRunnerOutput) -> list[int]:
+    """Rows of log-probabilities of each request of a step; empty where there are none."""
+    if not isinstance(results, SampledOutput) or results.logprobs is None:
+        return []
+    return [len(token_ids) for token_ids in results.sampled_token_ids]
 
 
 def _drop(entry: ScheduledRequest) -> None:

@@ -16,24 +16,18 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
     num_computed_tokens: positions whose KV is in the cache after the step; an upper bound where there are drafts, or
         where an earlier step in flight had some.
-    samples: whether the step samples tokens for it; a chunk that ends before the last known token does not.
-    num_drafts: of each that is accepted it samples one more.
+    max_new_tokens: that the step samples for it, one more than there are drafts; 0 for a chunk that ends before the
+        last known token, and where nothing is sampled.
     found, shared: blocks that it found when it began, and those that others may find since this step was scheduled.
     is_void: it read what another request should have computed and did not; its results mean nothing.
     """
 
     request: Request
     num_computed_tokens: int
-    samples: bool
-    num_drafts: int = 0
+    max_new_tokens: int
     found: Sequence[KVCacheBlock] = ()
     shared: Sequence[KVCacheBlock] = ()
     is_void: bool = False
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Tokens that the step brings the request, if all drafts are accepted."""
-        return self.samples + self.num_drafts
 
 
 class StepBuilder:
@@ -47,7 +41,6 @@ class StepBuilder:
     __slots__ = (
         "_cached_req_ids",
         "_drafts",
-        "_gave_blocks",
         "_new_block_ids",
         "_new_reqs",
         "_num_computed_tokens",
@@ -73,7 +66,6 @@ class StepBuilder:
         self._new_reqs: list[NewRequestData] = []
         self._cached_req_ids: list[str] = []
         self._new_block_ids: list[tuple[list[int], ...] | None] = []
-        self._gave_blocks = False
         self._num_computed_tokens: list[int] = []
 
     def add_new(
@@ -107,7 +99,6 @@ class StepBuilder:
         """Run tokens of a request that the worker holds; `new_block_ids` are None if it got none."""
         self._cached_req_ids.append(request.req_id)
         self._new_block_ids.append(new_block_ids)
-        self._gave_blocks |= new_block_ids is not None
         self._num_computed_tokens.append(request.num_computed_tokens)
         self._launch(request, num_tokens, (), shared)
 
@@ -123,12 +114,13 @@ class StepBuilder:
 
     def build(self, finished_req_ids: set[str]) -> SchedulerOutput:
         """The message to the worker."""
+        new_block_ids = self._new_block_ids
         return SchedulerOutput(
             step_id=self.step_id,
             scheduled_new_reqs=self._new_reqs,
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=self._cached_req_ids,
-                new_block_ids=self._new_block_ids if self._gave_blocks else [],
+                new_block_ids=[] if new_block_ids.count(None) == len(new_block_ids) else new_block_ids,
                 num_computed_tokens=self._num_computed_tokens,
             ),
             num_scheduled_tokens=self._num_scheduled_tokens,
@@ -146,23 +138,19 @@ class StepBuilder:
         The tokens that it samples are placeholders until then.
         """
         num_computed_tokens = request.num_computed_tokens + num_tokens
-        num_beyond = num_computed_tokens - len(request.all_token_ids) - request.num_output_placeholders
-        samples = num_beyond >= 0 and not request.pools
+        max_new_tokens = num_computed_tokens + 1 - len(request.all_token_ids) - request.num_output_placeholders
         req_id = request.req_id
+        if max_new_tokens > 1:
+            self._drafts[req_id] = request.spec_token_ids[: max_new_tokens - 1]
+        elif max_new_tokens < 1 or request.pools:
+            max_new_tokens = 0
         request.num_computed_tokens = num_computed_tokens
+        request.num_output_placeholders += max_new_tokens
         request.num_in_flight_steps += 1
-        num_drafts = 0
-        if samples:
-            if num_beyond > 0:
-                num_drafts = num_beyond
-                self._drafts[req_id] = request.spec_token_ids[:num_drafts]
-            request.num_output_placeholders += 1 + num_drafts
-            # Drafts that found no room are of no use once there is another token before them.
-            request.spec_token_ids = []
-        self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, samples, num_drafts, found, shared)
+        self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, max_new_tokens, found, shared)
         self._num_scheduled_tokens[req_id] = num_tokens
         self.token_budget -= num_tokens
-        if num_tokens != 1 or not samples:
+        if num_tokens != 1 or max_new_tokens != 1:
             self.is_all_decodes = False
 
 
