@@ -55,17 +55,7 @@ class EngineCore:
         Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
         """
         self._require_alive()
-        self.scheduler.add_request(
-            Request(
-                req_id=request.req_id,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling_params=request.sampling_params,
-                eos_token_ids=request.eos_token_ids,
-                arrival_time=request.arrival_time,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
-        )
+        self.scheduler.add_request(_scheduled(request))
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests, wherever they are; unknown ones are ignored."""
@@ -196,3 +186,18 @@ class EngineCore:
         if self._engine is None:
             raise LifecycleError("This engine was closed. Create a new one.")
         return self._engine
+
+
+def _scheduled(request: EngineRequest) -> Request:
+    """The request as the scheduler sees it, with what another core generated for it."""
+    scheduled = Request(
+        req_id=request.req_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling_params=request.sampling_params,
+        eos_token_ids=request.eos_token_ids,
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    scheduled.all_token_ids += request.output_token_ids
+    return scheduled

@@ -14,6 +14,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: lower runs first, under the "priority" policy.
     cache_salt: requests share cached prefixes only with requests of the same salt.
     eos_token_ids: tokens that end the text, unless the parameters ignore them.
+    output_token_ids: what was generated for it before, by a core that is gone: generation goes on behind them.
     """
 
     req_id: str
@@ -23,3 +24,4 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    output_token_ids: list[int] = []
