@@ -79,6 +79,14 @@ class LogitsProcessorError(PenstockError, RuntimeError):
     """A custom logits processor failed for one request; the message names it."""
 
 
+class GrammarError(PenstockError, RuntimeError):
+    """The grammar of these requests failed; it says how."""
+
+    def __init__(self, message: str, *, req_ids: list[str]) -> None:
+        super().__init__(message)
+        self.req_ids = req_ids
+
+
 class WaitTimeout(PenstockError, TimeoutError):
     """A wait reached its limit. Says who waited for whom, in which call, for how long."""
 

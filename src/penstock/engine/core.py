@@ -7,13 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.engine.grammar import Grammar, NoGrammar
 from penstock.engine.messages import EngineRequest
 from penstock.engine.startup import StartedEngine, start_engine
-from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, WorkerError
-from penstock.executor import StepHandle
-from penstock.scheduler.outputs import EngineCoreOutput
+from penstock.errors import EngineDead, GrammarError, LifecycleError, PenstockError, WaitTimeout, WorkerError
+from penstock.executor import Executor, StepHandle
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
 from penstock.worker.memory_plan import MemoryPlan
@@ -22,31 +25,35 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """One scheduler over one executor.
+    """One scheduler over one executor, and perhaps a grammar.
 
     A worker that fails is replaced: what was running is treated as preempted and generation goes on from its tokens.
-    After `max_restarts` failures without a step in between the core gives up and says why.
+    After `max_restarts` failures without a result in between the core gives up and says why.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, grammar: Grammar | None = None) -> None:
         self.config = config
         self._engine: StartedEngine | None = start_engine(config)
         engine = self._engine
         self.max_model_len = engine.max_model_len
         self.vocab_size = config.model.vocab_size
         wants_async = config.scheduler.async_scheduling
-        is_async = engine.executor.overlaps_with_host if wants_async is None else wants_async
-        # A step is launched before the result of the one before it is read.
-        self._max_steps_in_flight = 2 if is_async else 1
+        # Whether a step is executed before the result of the one before it is read.
+        self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
+        self._grammar = grammar or NoGrammar()
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        # What was read and not returned yet: a failure later in the turn must not take it along.
+        self._outputs: list[EngineCoreOutput] = []
         self._failures_in_a_row = 0
+        # What a turn was broken off by, other than a worker.
+        self._broken_off_by: str | None = None
         self._cause_of_death: str | None = None
         self.scheduler = Scheduler(
             config.scheduler,
             engine.kv_cache_config,
             max_model_len=engine.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
-            async_scheduling=is_async,
+            async_scheduling=self._runs_ahead,
         )
 
     def add_request(self, request: EngineRequest) -> None:
@@ -56,10 +63,13 @@ class EngineCore:
         """
         self._require_alive()
         self.scheduler.add_request(_scheduled(request))
+        self._grammar.add(request)
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests, wherever they are; unknown ones are ignored."""
-        return self.scheduler.finish_requests(list(req_ids))
+        ended = self.scheduler.finish_requests(list(req_ids))
+        self._grammar.accept(ended)
+        return ended
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -75,19 +85,73 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Launch what can be launched, then take in the oldest result. Empty when nothing came of it yet.
+        """One turn: launch what can be launched, take in the oldest result. Empty when nothing came of it yet.
 
         Raises EngineDead when workers keep failing; the requests are lost then.
         """
-        if self._engine is None:
-            self._require_alive()
+        if self._engine is None or self._broken_off_by is not None:
+            self._mend()
         try:
-            outputs = self._turn()
+            self._turn()
         except (WorkerError, WaitTimeout) as error:
             self._recover(error)
-            return []
-        self._failures_in_a_row = 0
+        except BaseException as error:
+            self._broken_off_by = f"{type(error).__name__}: {error}"
+            raise
+        outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _turn(self) -> None:
+        """Execute step N+1, read step N, and only then choose the tokens of N+1: its grammar goes by those of N."""
+        executed = self._execute_next()
+        if self._in_flight:
+            self._read_oldest()
+        if executed is not None:
+            self._sample(executed, self._bitmask(executed))
+            if not self._runs_ahead:
+                self._read_oldest()
+
+    def _execute_next(self) -> SchedulerOutput | None:
+        """Launch the forward pass of a step, if there is anything to run or to forget."""
+        if not self.scheduler.has_work():
+            return None
+        output = self.scheduler.schedule()
+        if not output.num_scheduled_tokens and output.is_empty:
+            return None
+        try:
+            self._executor.execute_model(output)
+        except WorkerError:
+            logger.error("The failed step was %s", output.anonymous())
+            raise
+        return output
+
+    def _read_oldest(self) -> None:
+        """Take in the result of the oldest step in flight."""
+        output, handle = self._in_flight.popleft()
+        outputs = self.scheduler.update_from_output(output, handle.get_output())
+        self._failures_in_a_row = 0
+        self._outputs += outputs
+        try:
+            self._grammar.accept(outputs)
+        except Exception as error:
+            self._end_constrained(error, [output.req_id for output in outputs])
+
+    def _bitmask(self, output: SchedulerOutput) -> GrammarOutput:
+        """What an executed step may choose from, which it must, for those whose grammar does not fail."""
+        while True:
+            try:
+                return self._grammar.bitmask(output)
+            except Exception as error:
+                self._end_constrained(error, output.num_scheduled_tokens)
+
+    def _sample(self, output: SchedulerOutput, grammar: GrammarOutput) -> None:
+        """Launch the choice of an executed step's tokens."""
+        try:
+            handle = self._executor.sample_tokens(grammar)
+        except WorkerError:
+            logger.error("The failed step was %s", output.anonymous())
+            raise
+        self._in_flight.append((output, handle))
 
     def collective_rpc(
         self,
@@ -135,30 +199,25 @@ class EngineCore:
         if engine is not None:
             engine.executor.shutdown()
 
-    def _turn(self) -> list[EngineCoreOutput]:
-        has_launched = self._launch_next()
-        has_room = len(self._in_flight) < self._max_steps_in_flight
-        if not self._in_flight or (has_launched and has_room and self.scheduler.has_unfinished_requests()):
-            return []
-        output, handle = self._in_flight.popleft()
-        return self.scheduler.update_from_output(output, handle.get_output())
+    def _end_constrained(self, error: Exception, req_ids: Iterable[str]) -> None:
+        """End the requests that a grammar failed for, or all that it constrains of these where it does not say which.
 
-    def _launch_next(self) -> bool:
-        """Launch a step if there is room for one and anything to run or to forget."""
-        if len(self._in_flight) >= self._max_steps_in_flight or not self.scheduler.has_work():
-            return False
-        output = self.scheduler.schedule()
-        if not output.num_scheduled_tokens and output.is_empty:
-            return False
-        executor = (self._engine or self._require_alive()).executor
-        try:
-            executor.execute_model(output)
-            handle = executor.sample_tokens(GrammarOutput(step_id=output.step_id))
-        except WorkerError:
-            logger.error("The failed step was %s", output.anonymous())
-            raise
-        self._in_flight.append((output, handle))
-        return True
+        Raises the error again when that is nobody.
+        """
+        failed = error.req_ids if isinstance(error, GrammarError) else filter(self._grammar.constrains, req_ids)
+        ended = self.scheduler.finish_requests(failed, FinishReason.ERROR)
+        if not ended:
+            raise error
+        logger.error("The grammar of %d requests failed", len(ended), exc_info=error)
+        ended = [msgspec.structs.replace(output, error=f"Its grammar failed: {error}") for output in ended]
+        self._outputs += ended
+        self._grammar.accept(ended)
+
+    def _mend(self) -> None:
+        """Start over after a turn that was broken off, which may have left a step half launched."""
+        self._require_alive()
+        why, self._broken_off_by = self._broken_off_by, None
+        self._recover(PenstockError(f"A step was broken off by {why}"))
 
     def _recover(self, error: PenstockError) -> None:
         """Replace the workers and go on; give up when that does not help."""
@@ -179,6 +238,10 @@ class EngineCore:
         self._cause_of_death = why
         self.close()
         raise EngineDead(why) from cause
+
+    @property
+    def _executor(self) -> Executor:
+        return (self._engine or self._require_alive()).executor
 
     def _require_alive(self) -> StartedEngine:
         if self._cause_of_death is not None:

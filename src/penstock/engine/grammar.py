@@ -1,0 +1,49 @@
+"""What may constrain a request's tokens, as the core sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.contract import GrammarOutput, SchedulerOutput
+from penstock.engine.messages import EngineRequest
+from penstock.scheduler.outputs import EngineCoreOutput
+
+
+class Grammar(Protocol):
+    """Follows the constrained requests by their tokens, and says what may come next.
+
+    It knows tokens that the host has read and no others, so that a worker's death takes nothing away from it.
+    """
+
+    def add(self, request: EngineRequest) -> None:
+        """Follow a request that the scheduler took, from the tokens on that it brings."""
+
+    def constrains(self, req_id: str) -> bool:
+        """Whether it follows this request."""
+
+    def accept(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        """Take in new tokens, in the order of their steps; requests that ended are forgotten.
+
+        Raises GrammarError for requests whose tokens it cannot take, when it has taken in those of the others.
+        """
+
+    def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
+        """What a step may choose from: called once it was executed, and the step before it accepted.
+
+        Raises GrammarError for requests that it cannot answer for.
+        """
+
+
+class NoGrammar:
+    """Nobody is constrained."""
+
+    def add(self, request: EngineRequest) -> None: ...
+
+    def constrains(self, req_id: str) -> bool:
+        return False
+
+    def accept(self, outputs: Sequence[EngineCoreOutput]) -> None: ...
+
+    def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
+        return GrammarOutput(step_id=output.step_id)
