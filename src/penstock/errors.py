@@ -5,9 +5,15 @@ A message names the thing, its value, what is allowed, and what to do about it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, TypedDict
+
 
 class PenstockError(Exception):
-    """Base of all errors that Penstock raises on purpose."""
+    """Base of all errors that Penstock raises on purpose. Pickled, it keeps its fields and its cause."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return error_from_data, (error_as_data(self),)
 
 
 class ConfigError(PenstockError, ValueError):
@@ -93,3 +99,79 @@ class WaitTimeout(PenstockError, TimeoutError):
 
 class EngineDead(PenstockError, RuntimeError):
     """The engine stopped after failures that restarts could not mend; carries the root cause."""
+
+
+class RemoteError(PenstockError, RuntimeError):
+    """What another process raised, where it was no error of Penstock's; the message has its type and text."""
+
+
+class ErrorData(TypedDict):
+    """An exception as plain data, to be sent to another process.
+
+    types: the full names of its class and of its bases, nearest first, as far as they are Penstock's; else its own.
+    fields: its attributes; what is no plain data is written as text.
+    """
+
+    types: list[str]
+    message: str
+    fields: dict[str, Any]
+    cause: ErrorData | None
+
+
+# A chain of causes that is longer was not made by hand.
+_MAX_CAUSES = 16
+
+
+def error_as_data(error: BaseException, max_causes: int = _MAX_CAUSES) -> ErrorData:
+    """Everything about an exception that another process can make use of. Its traceback stays here."""
+    ours: list[type] = [cls for cls in type(error).__mro__ if issubclass(cls, PenstockError)]
+    cause = error.__cause__
+    return ErrorData(
+        types=[_full_name(cls) for cls in ours or [type(error)]],
+        message=str(error),
+        fields={name: _plain(value) for name, value in vars(error).items()} if ours else {},
+        cause=None if cause is None or max_causes == 0 else error_as_data(cause, max_causes - 1),
+    )
+
+
+def error_from_data(data: ErrorData) -> PenstockError:
+    """The exception again: of its own type, or the nearest base that this process knows; else a RemoteError."""
+    known = {_full_name(cls): cls for cls in _with_subclasses(PenstockError)}
+    cls = next((known[name] for name in data["types"] if name in known), None)
+    message = data["message"] if cls else f"{data['types'][0].rpartition('.')[2]}: {data['message']}"
+    cause = None if data["cause"] is None else error_from_data(data["cause"])
+    return _made(cls or RemoteError, message, data["fields"], cause)
+
+
+def same_error(error: PenstockError) -> PenstockError:
+    """The same again, for another caller: an exception that is raised twice collects both tracebacks."""
+    return _made(type(error), str(error), vars(error), error.__cause__)
+
+
+def _made(cls: type[PenstockError], message: str, fields: dict[str, Any], cause: BaseException | None) -> PenstockError:
+    """An error whose fields are known already, past a constructor that would ask for them."""
+    # With several builtin bases, Python makes objects by the one whose layout they have, not the first in order.
+    layout: Any = cls
+    while "__new__" not in vars(layout):
+        layout = layout.__base__
+    error: PenstockError = layout.__new__(cls, message)
+    error.args = (message,)
+    error.__dict__.update(fields)
+    error.__cause__ = cause
+    return error
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _with_subclasses(cls: type[PenstockError]) -> Iterator[type[PenstockError]]:
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _with_subclasses(subclass)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or type(value) in (bool, int, float, str) else repr(value)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.engine.dispatcher import Dispatcher
-from penstock.errors import EngineDead, LifecycleError, PenstockError
+from penstock.errors import EngineDead, LifecycleError, PenstockError, same_error
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -137,13 +137,6 @@ class _Command:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
-
-
-def same_error(error: PenstockError) -> PenstockError:
-    """The same again, for another caller: an exception that is raised twice collects both tracebacks."""
-    copy = type(error)(str(error))
-    copy.__cause__ = error.__cause__
-    return copy
 
 
 _STOP = _Command(lambda: None)
