@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -81,6 +82,18 @@ class FakeCore:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.num_resets += 1
         return reset_running_requests or not self.running
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        assert callable(method), "a fake core has no workers with methods"
+        return [method(self, *args, **(kwargs or {}))]
+
+    def check_health(self) -> None: ...
 
     def close(self) -> None:
         self.num_closes += 1
@@ -191,3 +204,8 @@ def write_model(folder: Path, *, longest_context: int = 64, **config: object) ->
     }
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
+
+
+def load_fake_core(config: EngineConfig) -> FakeCore:
+    """A fake for a process of its own; that imports it by this name."""
+    return FakeCore(config)

@@ -9,10 +9,11 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
+from penstock.engine.core_client import CoreClient
 from penstock.engine.core_thread import CoreThread
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest, Prompt
@@ -22,9 +23,6 @@ from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.observability.logging import configure_logging
-
-if TYPE_CHECKING:
-    from penstock.engine.core import EngineCore
 
 
 class AsyncEngine:
@@ -43,13 +41,13 @@ class AsyncEngine:
         self._set_up(EngineConfig.create(model, **options), start_core)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], EngineCore] = start_core) -> Self:
+    def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> Self:
         """An engine of this configuration."""
         engine = cls.__new__(cls)
         engine._set_up(config, load_core)
         return engine
 
-    def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], EngineCore]) -> None:
+    def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient]) -> None:
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         processor = output_processor_for(config, self.tokenizer)
         self._lock = StreamLock()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from penstock.config import EngineConfig
+from penstock.engine.core_client import CoreClient
 from penstock.engine.input_processor import InputProcessor
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output_processor import FollowUp, Inbox, OutputProcessor, Progress
@@ -15,12 +15,9 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
-if TYPE_CHECKING:
-    from penstock.engine.core import EngineCore
 
-
-def start_core(config: EngineConfig) -> EngineCore:
-    """The engine core of this configuration; raises what loading the model raises."""
+def start_core(config: EngineConfig) -> CoreClient:
+    """The engine core of this configuration, in this process; raises what loading the model raises."""
     from penstock.engine.core import EngineCore
 
     return EngineCore(config)
@@ -32,7 +29,7 @@ def output_processor_for(config: EngineConfig, tokenizer: Tokenizer) -> OutputPr
     return OutputProcessor(tokenizer, shared_prompt_length=config.cache.block_size + 1 if can_share else None)
 
 
-def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: EngineCore) -> InputProcessor:
+def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: CoreClient) -> InputProcessor:
     """Requests are checked against what the core turned out to have."""
     return InputProcessor(
         config.model,
@@ -45,13 +42,13 @@ def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: Engine
 
 
 class Dispatcher:
-    """Keeps a core and the progress of its requests in step. One thread at a time may call it.
+    """Keeps a core, wherever it is, and the progress of its requests in step. One thread at a time may call it.
 
     lock: held while progress changes, for consumers in other threads; never during a step of the core.
     """
 
     def __init__(
-        self, core: EngineCore, processor: OutputProcessor, lock: AbstractContextManager[object] | None = None
+        self, core: CoreClient, processor: OutputProcessor, lock: AbstractContextManager[object] | None = None
     ) -> None:
         self.core = core
         self._processor = processor

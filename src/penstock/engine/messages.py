@@ -1,10 +1,12 @@
-"""What the front end sends to the core."""
+"""What the front end and a core say to each other."""
 
 from __future__ import annotations
 
 import msgspec
 
 from penstock.contract import SamplingParams
+from penstock.errors import ErrorData
+from penstock.scheduler.outputs import EngineCoreOutput
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,3 +27,67 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     output_token_ids: list[int] = []
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Between a core in a process of its own and its client. Calls are numbered, and each gets one `Answer`."""
+
+
+class AddRequest(_Message, frozen=True, kw_only=True, tag="add"):
+    call_id: int
+    request: EngineRequest
+
+
+class AbortRequests(_Message, frozen=True, kw_only=True, tag="abort"):
+    call_id: int
+    req_ids: list[str]
+
+
+class UtilityCall(_Message, frozen=True, kw_only=True, tag="utility"):
+    """A call of another method of `CoreClient`. arguments: pickled, since workers take anything."""
+
+    call_id: int
+    method: str
+    arguments: bytes
+
+
+class CloseCore(_Message, frozen=True, kw_only=True, tag="close"):
+    """Give everything back and end."""
+
+
+class CoreStarted(_Message, frozen=True, kw_only=True, tag="started"):
+    max_model_len: int
+    vocab_size: int
+
+
+class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
+    """What a step brought, even if that is nothing."""
+
+    outputs: list[EngineCoreOutput]
+
+
+class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
+    """What a call came to. outputs: of an abort. result: of a utility call, pickled. error: what it raised."""
+
+    call_id: int
+    outputs: list[EngineCoreOutput] = []
+    result: bytes = b""
+    error: ErrorData | None = None
+
+
+class CoreEnded(_Message, frozen=True, kw_only=True, tag="ended"):
+    """The core did not start, or cannot go on; nothing comes after this."""
+
+    error: ErrorData
+
+
+class ToCore(msgspec.Struct, frozen=True):
+    """Anything that a client says."""
+
+    message: AddRequest | AbortRequests | UtilityCall | CloseCore
+
+
+class FromCore(msgspec.Struct, frozen=True):
+    """Anything that a core says."""
+
+    message: CoreStarted | StepOutputs | Answer | CoreEnded

@@ -6,10 +6,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
+from penstock.engine.core_client import CoreClient
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest, Prompt, located
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
@@ -17,14 +18,11 @@ from penstock.engine.output_processor import Progress
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, LifecycleError
 
-if TYPE_CHECKING:
-    from penstock.engine.core import EngineCore
-
 logger = logging.getLogger(__name__)
 
 
 class Session:
-    """An engine core in this process, with its tokenizer.
+    """An engine core with its tokenizer, which is in this process; so is the core, unless `load_core` says otherwise.
 
     Whoever waits for a request drives the core, for everyone: several `run`s may go on at once, nested or in several
     threads.
@@ -32,7 +30,7 @@ class Session:
     Raises what loading the tokenizer and the model raises.
     """
 
-    def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], EngineCore] = start_core) -> None:
+    def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> None:
         # The tokenizer first: a damaged one is found before seconds go into loading weights.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self._core = load_core(config)

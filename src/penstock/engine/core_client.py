@@ -1,0 +1,60 @@
+"""What the front end asks of a core, wherever that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from penstock.engine.messages import EngineRequest
+from penstock.scheduler.outputs import EngineCoreOutput
+
+# How long a core may take to load its model, to answer a call or to bring a step's outputs, recovery included.
+START_TIMEOUT_S = 7200.0
+CALL_TIMEOUT_S = 1800.0
+
+
+class CoreClient(Protocol):
+    """A core in this process is its own client (`EngineCore`); `CoreProcess` is that of a core in another one.
+
+    Requests and outputs are messages. One thread at a time may call it.
+
+    max_model_len: longest context in tokens, prompt and output together. vocab_size: tokens of the model.
+
+    All raise EngineDead once the core has ended by itself, and WaitTimeout where it does not answer.
+    """
+
+    max_model_len: int
+    vocab_size: int
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
+        """
+
+    def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """End requests, wherever they are; unknown ones are ignored."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether an output is still to come."""
+
+    def step(self) -> list[EngineCoreOutput]:
+        """What one step brought: a step that is made now, or that of a core which makes its steps by itself."""
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, between two steps; one answer each."""
+
+    def check_health(self) -> None:
+        """Return if the core can serve; raise what is wrong if it cannot."""
+
+    def close(self) -> None:
+        """Give everything back; harmless when called twice."""

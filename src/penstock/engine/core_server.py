@@ -1,0 +1,80 @@
+"""A core behind a connection: it makes its steps by itself, and does in between what its client asks for."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from penstock.config import EngineConfig
+from penstock.contract import decode, encode
+from penstock.engine.core_client import CoreClient
+from penstock.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Answer,
+    CloseCore,
+    CoreEnded,
+    CoreStarted,
+    FromCore,
+    StepOutputs,
+    ToCore,
+    UtilityCall,
+)
+from penstock.errors import ConfigError, error_as_data
+from penstock.observability.logging import configure_logging
+
+_UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "check_health"})
+
+
+def run_core(connection: Connection, load_core: Callable[[EngineConfig], CoreClient], config: EngineConfig) -> None:
+    """The life of a process that serves one core. It ends when its client lets go of the connection, however."""
+    # Ctrl-C goes to the client too, which says what follows from it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_logging()
+    try:
+        core = load_core(config)
+        try:
+            _send(connection, CoreStarted(max_model_len=core.max_model_len, vocab_size=core.vocab_size))
+            _serve(core, connection)
+        finally:
+            core.close()
+    except (EOFError, ConnectionError):
+        return
+    except Exception as error:
+        _send(connection, CoreEnded(error=error_as_data(error)))
+        raise SystemExit(1) from error
+
+
+def _serve(core: CoreClient, connection: Connection) -> None:
+    while True:
+        # A core without requests has nothing to wait for but its client.
+        while connection.poll(0 if core.has_unfinished_requests() else None):
+            message = decode(connection.recv_bytes(), ToCore).message
+            if isinstance(message, CloseCore):
+                return
+            _send(connection, _answer(core, message))
+        _send(connection, StepOutputs(outputs=core.step()))
+
+
+def _answer(core: CoreClient, message: AddRequest | AbortRequests | UtilityCall) -> Answer:
+    try:
+        if isinstance(message, AddRequest):
+            core.add_request(message.request)
+            return Answer(call_id=message.call_id)
+        if isinstance(message, AbortRequests):
+            return Answer(call_id=message.call_id, outputs=core.abort_requests(message.req_ids))
+        return Answer(call_id=message.call_id, result=_call(core, message))
+    except Exception as error:
+        return Answer(call_id=message.call_id, error=error_as_data(error))
+
+
+def _call(core: CoreClient, message: UtilityCall) -> bytes:
+    if message.method not in _UTILITIES:
+        raise ConfigError(f"A core has no method {message.method!r} to be called. Allowed: {sorted(_UTILITIES)}.")
+    return pickle.dumps(getattr(core, message.method)(*pickle.loads(message.arguments)))
+
+
+def _send(connection: Connection, message: CoreStarted | StepOutputs | Answer | CoreEnded) -> None:
+    connection.send_bytes(encode(FromCore(message)))
