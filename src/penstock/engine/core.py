@@ -225,6 +225,9 @@ class EngineCore:
         limit = self.config.parallel.max_restarts
         self._in_flight.clear()
         engine = self._require_alive()
+        why_not = engine.executor.why_not_restart()
+        if why_not is not None:
+            self._die(f"{error}. {why_not}", error)
         if self._failures_in_a_row > limit:
             self._die(f"Workers failed {self._failures_in_a_row} times in a row; the last time: {error}", error)
         logger.warning("%s. Restarting the worker (%d of %d)", error, self._failures_in_a_row, limit)

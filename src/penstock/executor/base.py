@@ -28,7 +28,14 @@ class StepHandle(Protocol):
 
 
 class Executor(ABC):
-    """Constructing one starts the workers, up to and including their models."""
+    """Constructing one starts the workers, up to and including their models.
+
+    Failure is per process. A worker that raised is replaced: this executor is shut down and a new one made. What that
+    cannot mend is a device whose context is lost (an illegal address, a kernel that never returns): every later call to
+    that device fails or hangs in the process that held it, a `synchronize` first of all, and nothing in it can be
+    relied on or given back. It takes a new process. So an executor that keeps workers in its own process says no
+    (`why_not_restart`); one that has them in others ends those and starts new ones.
+    """
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None: ...
@@ -72,8 +79,19 @@ class Executor(ABC):
 
     @abstractmethod
     def check_health(self) -> None:
-        """Return if every worker can serve; raise what is wrong if one cannot."""
+        """Return if every worker can serve, as far as is known; raise what is wrong if one cannot.
+
+        May be asked between any two steps: it looks at processes and at what calls have reported. It waits for no
+        device, launches nothing there and allocates nothing, so that a device that hangs does not hang whoever asks.
+        """
+
+    @abstractmethod
+    def why_not_restart(self) -> str | None:
+        """After a failure: why an executor that is made now, by this process, could not serve either; else None."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop all workers and give back what they hold; harmless when called twice."""
+        """Stop all workers and give back what they hold; harmless when called twice.
+
+        Touches no device whose context is lost: what is held there is given back by the end of its process.
+        """

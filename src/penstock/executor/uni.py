@@ -74,7 +74,16 @@ class UniProcExecutor(Executor):
         return handle if isinstance(handle, ReadyOutput) else _ReportingHandle(self._wrapper, handle)
 
     def check_health(self) -> None:
+        self._wrapper.check_device()
         self.collective_rpc("check_health")
+
+    def why_not_restart(self) -> str | None:
+        if self._wrapper.device_lost_by is None:
+            return None
+        return (
+            f"The device's context is lost ({self._wrapper.device_lost_by}), and this process cannot get another one. "
+            "Start a new process."
+        )
 
     def shutdown(self) -> None:
         self._worker = None

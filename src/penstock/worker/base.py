@@ -77,11 +77,14 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def check_health(self) -> None:
-        """Return if the worker can serve; raise what is wrong if it cannot."""
+        """Return if the worker can serve, as far as is known; raise what is wrong if it cannot. Waits for no device."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give back all memory, and leave the process as it was; harmless when called twice."""
+        """Give back all memory, and leave the process as it was; harmless when called twice.
+
+        Not called once the device's context is lost, when only the end of the process gives anything back.
+        """
 
     def get_config(self) -> EngineConfig:
         """The configuration with which the weights that serve were loaded."""

@@ -174,7 +174,7 @@ class Worker(WorkerBase):
         return self.language_model
 
     def check_health(self) -> None:
-        self.device.synchronize()
+        self._required(self._device, "init_device")
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | None:
         """Begin to record steps, or end it and write the trace, whose path is returned.

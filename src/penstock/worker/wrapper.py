@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, LifecycleError, PenstockError, WorkerError
+from penstock.errors import ConfigError, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.parallel import ParallelContext
 from penstock.worker.capabilities import require
 from penstock.worker.plugins import load_plugins
@@ -33,6 +33,8 @@ class WorkerWrapperBase:
         self._worker: Any = None
         # Methods that were found to be there, so that steps need not look again.
         self._known_methods: set[str] = set()
+        # The failure since which nothing in this process may touch the device.
+        self.device_lost_by: str | None = None
 
     @property
     def worker(self) -> Any:
@@ -91,6 +93,8 @@ class WorkerWrapperBase:
 
     def report(self, name: str, error: Exception) -> NoReturn:
         """Raise what a call raised as an error that names the rank, the call and the cause."""
+        if loses_device(error):
+            self.device_lost_by = f"{type(error).__name__} in {name}: {error}"
         if isinstance(error, PenstockError):
             logger.debug("Rank %d: %s raised %s", self.rpc_rank, name, type(error).__name__)
             raise error
@@ -102,11 +106,28 @@ class WorkerWrapperBase:
             cause_type=type(error).__name__,
         ) from error
 
+    def check_device(self) -> None:
+        """Raise WorkerError when the device's context is lost."""
+        if self.device_lost_by is not None:
+            raise WorkerError(
+                f"Rank {self.rpc_rank} has lost its device: {self.device_lost_by}",
+                method="check_health",
+                rank=self.rpc_rank,
+                cause_type="DeviceLost",
+            )
+
     def shutdown(self) -> None:
-        """Shut the worker down, if there is one; harmless when called twice."""
+        """Shut the worker down, if there is one, or leave it as it is if its device is lost.
+
+        Harmless when called twice.
+        """
         worker, self._worker = self._worker, None
-        if worker is not None:
+        if worker is None:
+            return
+        if self.device_lost_by is None:
             worker.shutdown()
+        else:
+            logger.error("Rank %d: what it holds on its device is held until this process ends", self.rpc_rank)
 
     def _bind(self, method: str | bytes | Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(method, str):
@@ -121,6 +142,18 @@ class WorkerWrapperBase:
         if not callable(getattr(self.worker, method, None)):
             raise ConfigError(f"{type(self.worker).__name__} has no method {method!r}.")
         self._known_methods.add(method)
+
+
+def loses_device(error: BaseException | None) -> bool:
+    """Whether a device's context is lost with this error: torch's for CUDA, or a device that does not answer."""
+    while error is not None:
+        is_torchs = type(error).__name__ == "AcceleratorError" or (
+            isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+        )
+        if is_torchs or isinstance(error, WaitTimeout):
+            return True
+        error = error.__cause__
+    return False
 
 
 def resolve_class(qualified_name: str, option: str) -> type:
