@@ -6,7 +6,7 @@ import asyncio
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -85,7 +85,7 @@ class AsyncEngine:
         A request that fails while it runs ends with finish_reason "error", and `RequestOutput.error` says why.
 
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter; EngineDead when the
-        engine died, with the cause; LifecycleError after `shutdown`.
+        engine died, with the cause; WaitTimeout when a step of it hangs; LifecycleError after `shutdown`.
         """
         if isinstance(prompt, AsyncIterable):
             parts = self._generate_in_turns(prompt, sampling_params, request_id, priority, output_kind)
@@ -105,19 +105,21 @@ class AsyncEngine:
         req_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if self._thread.is_running:
             # What has been asked for happens, even if its caller does not wait for it.
-            await asyncio.shield(self._call(lambda: self._dispatcher.abort(req_ids)))
+            await asyncio.shield(self._call("abort", lambda: self._dispatcher.abort(req_ids)))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
 
         reset_running_requests: take the blocks from running requests, which compute theirs again.
         """
-        is_reset: bool = await self._call(lambda: self._dispatcher.core.reset_prefix_cache(reset_running_requests))
+        reset = self._dispatcher.core.reset_prefix_cache
+        is_reset: bool = await self._call("reset_prefix_cache", lambda: reset(reset_running_requests))
         return is_reset
 
     async def check_health(self) -> None:
-        """Return if the engine serves; raise EngineDead or LifecycleError if it does not."""
+        """Return if the engine serves; raise EngineDead, LifecycleError or WaitTimeout if it does not."""
         self._thread.check_running()
+        self._thread.check_progress("check_health")
 
     @property
     def is_running(self) -> bool:
@@ -129,7 +131,7 @@ class AsyncEngine:
     def shutdown(self) -> None:
         """Give back all memory and threads, after the present step. A second call does nothing.
 
-        Whoever waits for a request gets a LifecycleError.
+        Whoever waits for a request gets a LifecycleError. Raises WaitTimeout when the present step does not end.
         """
         self._thread.stop()
         self._thread.join()
@@ -160,8 +162,19 @@ class AsyncEngine:
         encode_part = self._input_processor.encode_part
         return generate_in_turns(inputs, params, _checked_kind(output_kind), encode_part, run_turn)
 
-    def _call(self, action: Callable[[], Any]) -> asyncio.Future[Any]:
-        return asyncio.wrap_future(self._thread.submit(action))
+    def _call(self, what: str, action: Callable[[], Any]) -> Coroutine[None, None, Any]:
+        """Let the core's thread call `action` before its next step; what comes of it is to be waited for."""
+        return self._outcome(what, asyncio.wrap_future(self._thread.submit(action)))
+
+    async def _outcome(self, what: str, future: asyncio.Future[Any]) -> Any:
+        """What comes of a call, waited for as long as the core's thread gets on."""
+        try:
+            while not (await asyncio.wait([future], timeout=self._thread.turn_timeout_s))[0]:
+                self._thread.check_progress(what)
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
 
     def _open(
         self,
@@ -185,10 +198,12 @@ class AsyncEngine:
         except BaseException:
             self._remove(stream)
             raise
+        stream.watch(self._thread.turn_timeout_s, self._thread.check_progress)
         return stream
 
     def _close(self, stream: OutputStream) -> None:
         """End the request if its reader left early."""
+        stream.end_watch()
         self._remove(stream)
         # An engine that has ended has no request left to end.
         with suppress(PenstockError):

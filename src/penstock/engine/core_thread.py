@@ -6,14 +6,16 @@ import atexit
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from penstock.engine.core_client import CALL_TIMEOUT_S, START_TIMEOUT_S
 from penstock.engine.dispatcher import Dispatcher
-from penstock.errors import EngineDead, LifecycleError, PenstockError, same_error
+from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, same_error
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -24,13 +26,24 @@ class CoreThread:
 
     start: makes the core, in the thread, so that whatever the core binds to its thread stays there.
     on_end: hears, in the thread, why it ended.
+    start_timeout_s, turn_timeout_s: how long the core may take to start, and a step or a command to be done.
 
-    Raises what `start` raises.
+    Raises what `start` raises; WaitTimeout when that takes too long.
     """
 
-    def __init__(self, start: Callable[[], Dispatcher], on_end: Callable[[PenstockError], None]) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Dispatcher],
+        on_end: Callable[[PenstockError], None],
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        turn_timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        self.turn_timeout_s = turn_timeout_s
         self._start = start
         self._on_end = on_end
+        # When the step or command began that is being done, in monotonic seconds; None between them.
+        self._turn_began: float | None = None
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         # Guards the decision that no further command is taken.
         self._lock = threading.Lock()
@@ -39,7 +52,7 @@ class CoreThread:
         self._thread = threading.Thread(target=self._run, args=(started,), name="penstock-core", daemon=True)
         self._thread.start()
         try:
-            self.dispatcher = started.result()
+            self.dispatcher = self._wait_for(started, start_timeout_s)
         except BaseException:
             self.stop()
             raise
@@ -65,13 +78,39 @@ class CoreThread:
         if self._ended_by is not None:
             raise same_error(self._ended_by)
 
+    def check_progress(self, what: str) -> None:
+        """Raise WaitTimeout when the thread has been at one thing for too long. what: the call that waits for it."""
+        began = self._turn_began
+        if began is not None and time.monotonic() - began > self.turn_timeout_s:
+            raise self._timed_out(what, time.monotonic() - began)
+
     def stop(self) -> None:
         """Let the thread end after its present step, and give the core back. Does not wait."""
         self._commands.put(_STOP)
 
     def join(self) -> None:
-        """Wait for the end."""
-        self._thread.join()
+        """Wait for the end.
+
+        Raises WaitTimeout when a step does not let it come.
+        """
+        self._thread.join(self.turn_timeout_s)
+        if self._thread.is_alive():
+            raise self._timed_out("shutdown", self.turn_timeout_s)
+
+    def _wait_for(self, started: Future[Dispatcher], timeout_s: float) -> Dispatcher:
+        try:
+            return started.result(timeout_s)
+        except TimeoutError:
+            # What starts it may raise one, too.
+            if started.done():
+                raise
+            raise self._timed_out("start", timeout_s) from None
+
+    def _timed_out(self, what: str, waited_s: float) -> WaitTimeout:
+        return WaitTimeout(
+            f"Thread {threading.current_thread().name} waited {waited_s:.3g} s in {what} for the core's thread "
+            f"{self._thread.name}, which hangs or is overloaded."
+        )
 
     def _run(self, started: Future[Dispatcher]) -> None:
         try:
@@ -94,7 +133,9 @@ class CoreThread:
 
     def _serve(self, dispatcher: Dispatcher) -> None:
         while True:
+            self._turn_began = None
             command = self._next_command(wait=not dispatcher.core.has_unfinished_requests())
+            self._turn_began = time.monotonic()
             if command is _STOP:
                 return
             if command is not None:
@@ -150,4 +191,7 @@ def _stop_all() -> None:
     for thread in threads:
         thread.stop()
     for thread in threads:
-        thread.join()
+        try:
+            thread.join()
+        except WaitTimeout as error:
+            logger.error("%s", error)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from penstock.engine.output_processor import Progress
 from penstock.engine.outputs import RequestOutput, RequestOutputKind
+from penstock.errors import PenstockError
 
 
 class StreamLock:
@@ -74,6 +76,7 @@ class OutputStream:
         self._lock = lock
         self._has_news = False
         self._error: Exception | None = None
+        self._watch: asyncio.TimerHandle | None = None
 
     def append(self, progress: Progress, /) -> None:
         """Hear that the request got on; the lock is held."""
@@ -84,6 +87,23 @@ class OutputStream:
         """Let the reader have this error, unless the request has ended; the lock is held."""
         self._error = error
         self._notify()
+
+    def watch(self, interval_s: float, check: Callable[[str], None]) -> None:
+        """Call `check` every so many seconds; the reader gets what it raises."""
+        self._watch = self.loop.call_later(interval_s, self._check, interval_s, check)
+
+    def end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _check(self, interval_s: float, check: Callable[[str], None]) -> None:
+        try:
+            check("generate")
+        except PenstockError as error:
+            with self._lock:
+                self.fail(error)
+        else:
+            self.watch(interval_s, check)
 
     async def next(self) -> RequestOutput:
         """What is new, waited for. Raises the error that the request, or the engine, came to."""

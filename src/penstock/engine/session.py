@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from penstock.engine.core_client import CoreClient
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest, Prompt, located
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
+from penstock.engine.limited_lock import LimitedLock
 from penstock.engine.output_processor import Progress
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, LifecycleError
@@ -36,7 +36,7 @@ class Session:
         self._core = load_core(config)
         self._input_processor = input_processor_for(config, self.tokenizer, self._core)
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))
-        self._lock = threading.RLock()
+        self._lock = LimitedLock("finish its step")
         self._is_closed = False
 
     @property

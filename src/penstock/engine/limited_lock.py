@@ -1,0 +1,38 @@
+"""A lock that nobody waits for without a limit."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from penstock.engine.core_client import CALL_TIMEOUT_S
+from penstock.errors import WaitTimeout
+
+
+class LimitedLock:
+    """Held by one thread at a time, which may take it several times over.
+
+    what: what its holder does, for the error. Entering it raises WaitTimeout after `timeout_s` seconds.
+    """
+
+    __slots__ = ("_holder", "_lock", "_timeout_s", "_what")
+
+    def __init__(self, what: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self._lock = threading.RLock()
+        self._what = what
+        self._timeout_s = timeout_s
+        self._holder = 0
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=self._timeout_s):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise WaitTimeout(
+                f"Thread {threading.current_thread().name} waited {self._timeout_s:g} s for thread "
+                f"{names.get(self._holder, self._holder)} to {self._what}, which hangs or is overloaded."
+            )
+        self._holder = threading.get_ident()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
