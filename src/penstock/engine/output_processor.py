@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol, TypeAlias
 
 from penstock.contract import LogprobsLists, SamplingParams
@@ -145,7 +146,7 @@ class RequestProgress:
         if new_token_ids:
             self.token_ids += new_token_ids
             if self._scanner is not None:
-                self._add_scanned(self._with_text(new_token_ids, output), self._scanner)
+                self._add_scanned(self._with_text(new_token_ids, output), len(new_token_ids), self._scanner)
             if self._first_token_time is None:
                 self._first_token_time = now
             self._last_token_time = now
@@ -180,20 +181,23 @@ class RequestProgress:
                 self._pieces.append(piece)
         self._num_detokenized = len(self.token_ids)
 
-    def _add_scanned(self, token_ids: list[int], scanner: StopScanner) -> None:
-        """Add text up to a stop string, if there is one."""
-        for token_id in token_ids:
+    def _add_scanned(self, token_ids: list[int], num_new: int, scanner: StopScanner) -> None:
+        """Add text up to a stop string, if there is one. What came with it and behind it is taken back."""
+        for number, token_id in enumerate(token_ids, start=1):
             may_stop = self._num_tokens_without_stop <= 0
             self._num_tokens_without_stop -= 1
             piece = scanner.push(self._push(token_id), may_stop=may_stop)
             if piece:
                 self._pieces.append(piece)
             if scanner.found is not None:
+                del self.token_ids[len(self.token_ids) - num_new + number :]
                 return
 
     def _add_logprobs(self, rows: LogprobsLists, num_logprobs: int) -> None:
-        self.logprobs += self._readable(rows, num_logprobs)
-        self.cumulative_logprob += sum(values[0] for values in rows.logprobs)
+        """Add a row for each token that the request has kept."""
+        num_kept = len(self.token_ids) - len(self.logprobs)
+        self.logprobs += islice(self._readable(rows, num_logprobs), num_kept)
+        self.cumulative_logprob += sum(values[0] for values in rows.logprobs[:num_kept])
 
     def _readable(self, rows: LogprobsLists, num_logprobs: int) -> Iterator[dict[int, Logprob]]:
         """Per row: the token that is there, and as many of the likeliest as were asked for."""
