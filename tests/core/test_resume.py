@@ -24,10 +24,11 @@ def sampled(seed: int) -> SamplingParams:
 @pytest.mark.parametrize("num_known", [1, 7, 11])
 def test_the_rest_is_what_an_undisturbed_core_generates(tmp_path: Path, async_scheduling: bool, num_known: int) -> None:
     tiny_checkpoint(tmp_path)
-    core = make_core(tmp_path, async_scheduling=async_scheduling)
+    options = {"async_scheduling": async_scheduling, "max_num_batched_tokens": 256}
+    core = make_core(tmp_path, **options)
     whole = run(core, PROMPTS, [sampled(seed) for seed in range(3)])
     core.close()
-    core = make_core(tmp_path, async_scheduling=async_scheduling)
+    core = make_core(tmp_path, **options)
     for index, prompt in enumerate(PROMPTS):
         known = whole[index].tokens[: num_known if index else 0]
         add(core, f"r{index}", prompt, sampled(index), output_token_ids=known)

@@ -230,3 +230,38 @@ def test_two_running_requests_cannot_share_an_id(processor: OutputProcessor) -> 
         add(processor)
     processor.process([end(FinishReason.LENGTH)])
     add(processor)
+
+
+def test_a_stop_string_among_several_tokens_takes_back_those_behind_it(
+    processor: OutputProcessor, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("the quick brown fox", add_special_tokens=False)
+    progress = add(processor, stop=["quick"], logprobs=0)
+    rows = LogprobsLists(
+        logprob_token_ids=[[token_id] for token_id in ids],
+        logprobs=[[-1.0 - index] for index in range(len(ids))],
+        sampled_token_ranks=[1] * len(ids),
+    )
+    together = EngineCoreOutput(req_id="r", new_token_ids=ids, new_logprobs=rows, finish_reason=FinishReason.LENGTH)
+    processor.process([together])
+
+    one_by_one = follow(processor, request("s", stop=["quick"], logprobs=0), deque())
+    for index, token_id in enumerate(ids):
+        row = LogprobsLists(logprob_token_ids=[[token_id]], logprobs=[[-1.0 - index]], sampled_token_ranks=[1])
+        processor.process([token(token_id, "s", new_logprobs=row)])
+    assert progress.output().outputs == one_by_one.output().outputs
+    (completion,) = progress.output().outputs
+    assert (completion.text, completion.stop_reason) == ("the ", "quick")
+    assert completion.token_ids == ids[: len(completion.token_ids)]
+    assert len(completion.token_ids) < len(ids)
+    assert together.new_token_ids == ids
+
+
+def test_what_was_pooled_is_in_the_output(processor: OutputProcessor) -> None:
+    progress = add(processor)
+    processor.process([end(FinishReason.STOP, pooled=[0.5, -1.0])])
+    output = progress.output()
+    assert output.finished
+    assert output.pooled == [0.5, -1.0]
+    (completion,) = output.outputs
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("", [], "stop")

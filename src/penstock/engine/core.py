@@ -40,6 +40,7 @@ class EngineCore:
         wants_async = config.scheduler.async_scheduling
         # Whether a step is executed before the result of the one before it is read.
         self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
+        self._pools = engine.executor.pools
         self._grammar = grammar or NoGrammar()
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # What was read and not returned yet: a failure later in the turn must not take it along.
@@ -62,7 +63,19 @@ class EngineCore:
         Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
         """
         self._require_alive()
-        self.scheduler.add_request(_scheduled(request))
+        self.scheduler.add_request(
+            Request(
+                req_id=request.req_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=request.sampling_params,
+                eos_token_ids=request.eos_token_ids,
+                arrival_time=request.arrival_time,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                output_token_ids=request.output_token_ids,
+                pools=self._pools,
+            )
+        )
         self._grammar.add(request)
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
@@ -252,18 +265,3 @@ class EngineCore:
         if self._engine is None:
             raise LifecycleError("This engine was closed. Create a new one.")
         return self._engine
-
-
-def _scheduled(request: EngineRequest) -> Request:
-    """The request as the scheduler sees it, with what another core generated for it."""
-    scheduled = Request(
-        req_id=request.req_id,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling_params=request.sampling_params,
-        eos_token_ids=request.eos_token_ids,
-        arrival_time=request.arrival_time,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
-    scheduled.all_token_ids += request.output_token_ids
-    return scheduled

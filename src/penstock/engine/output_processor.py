@@ -51,6 +51,7 @@ class RequestProgress:
         self.num_logprobs = params.logprobs
         self.logprobs: list[dict[int, Logprob]] = []
         self.cumulative_logprob = 0.0
+        self.pooled: list[float] | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -124,6 +125,7 @@ class RequestProgress:
             metrics=self._metrics(),
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            pooled=self.pooled,
         )
 
     def _metrics(self) -> RequestMetrics:
@@ -213,6 +215,7 @@ class RequestProgress:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
+        self.pooled = output.pooled
         self._finished_time = now
         num_hidden = len(output.new_token_ids) - len(self._with_text(output.new_token_ids, output))
         self._detokenize(len(self.token_ids) - num_hidden)

@@ -58,6 +58,11 @@ class Executor(ABC):
     def overlaps_with_host(self) -> bool:
         """Whether a launched step runs on while the host goes on, so that scheduling ahead gains time."""
 
+    @property
+    def pools(self) -> bool:
+        """What follows the forward pass, of every request: pooled hidden states (`PooledOutput`) instead of tokens."""
+        return False
+
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         return self.collective_rpc("get_kv_cache_spec")
 
