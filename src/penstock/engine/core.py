@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
+_IDLE_S = 0.0005
 
 
 class EngineCore:
@@ -119,6 +121,9 @@ class EngineCore:
         executed = self._execute_next()
         if self._in_flight:
             self._read_oldest()
+        elif executed is None:
+            # All wait for something that is made elsewhere, which needs a turn too.
+            time.sleep(_IDLE_S)
         if executed is not None:
             self._sample(executed, self._bitmask(executed))
             if not self._runs_ahead:
