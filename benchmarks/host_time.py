@@ -120,7 +120,7 @@ def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[s
 def _wrap_stages(session: Session, clock: StageClock) -> None:
     core, runner = _parts(session)
     clock.wrap(core.scheduler, "schedule", "schedule")
-    clock.wrap(runner.repeated, "prepare", "inputs")
+    clock.wrap(runner.paths, "repeat", "inputs")
     _wrap_model(session, clock)
     clock.wrap(runner.sampler, "sample", "sampling")
     clock.wrap(core.scheduler, "update_from_output", "scheduler update")
@@ -133,7 +133,7 @@ def _wrap_model(session: Session, clock: StageClock) -> None:
     clock.wrap_method_of_class(runner.model, "compute_logits", "logits")
     clock.wrap_method_of_class(runner.model, "compute_greedy", "logits")
     # Forward pass and logits in one call; a call that comes to nothing takes next to no time.
-    clock.wrap(runner.greedy_steps, "run", "model forward")
+    clock.wrap(runner.paths, "choose", "model forward")
     clock.wrap(session, "_turn", _WHOLE, ends_step=True)
 
 

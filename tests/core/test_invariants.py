@@ -65,6 +65,8 @@ def _all_params() -> list[SamplingParams]:
         {"async_scheduling": True},
         {"async_scheduling": True, "max_num_batched_tokens": 17, "max_num_seqs": 5, "block_size": 5},
         {"policy": "priority"},
+        {"fast_paths": "off"},
+        {"fast_paths": "off", "async_scheduling": True, "max_num_batched_tokens": 17, "max_num_seqs": 5},
     ],
     ids=str,
 )
@@ -91,6 +93,7 @@ def test_any_interleaving_of_add_abort_and_preemption_gives_undisturbed_tokens(
     core = make_core(
         folder,
         async_scheduling=async_scheduling,
+        fast_paths=rng.choice(["auto", "off"]),
         block_size=4,
         max_model_len=68,
         max_num_batched_tokens=rng.choice([6, 20, 64]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.config import DeviceConfig
-from penstock.contract import GrammarOutput, SamplingParams
+from penstock.contract import GrammarOutput, SamplingParams, SchedulerOutput
 from penstock.device import create_device
 from penstock.errors import LifecycleError, WaitTimeout
 from penstock.runner.async_output import AsyncOutput
@@ -137,8 +137,27 @@ def test_sampling_a_step_twice_or_one_never_executed_is_refused() -> None:
     with pytest.raises(LifecycleError, match="step 1, which is not waiting"):
         driver.runner.sample_tokens(GrammarOutput(step_id=1))
     output = driver.launch({"a": 1})
-    with pytest.raises(LifecycleError, match="executed before"):
+    with pytest.raises(LifecycleError, match="Step 2 was executed before and is still waiting"):
         driver.runner.execute_model(output)
+
+
+def test_a_step_out_of_turn_is_refused_by_name_and_changes_nothing() -> None:
+    driver = Driver(make_runner())
+    runner = driver.runner
+    first = driver.launch({"a": 1, "b": 1}, [new_request("a", [1]), new_request("b", [2], first_block=20)])
+    with pytest.raises(LifecycleError, match=r"Step 2 needs the tokens of step 1 \(requests b\), .* not sampled"):
+        driver.launch({"b": 1})
+    with pytest.raises(LifecycleError, match=r"Step 3 came while the inputs of step 1 \(requests a, b\) are in use"):
+        driver.launch({"c": 1}, [new_request("c", [3], first_block=30)])
+    assert set(runner.requests.slot_of) == {"a", "b"}
+    ends = SchedulerOutput(step_id=7, finished_req_ids={"x"})
+    runner.execute_model(ends)
+    with pytest.raises(LifecycleError, match=r"names step 7, but it is the turn of step 1 \(requests a, b\)"):
+        runner.sample_tokens(GrammarOutput(step_id=7))
+    runner.sample_tokens(GrammarOutput(step_id=first.step_id))
+    runner.sample_tokens(GrammarOutput(step_id=7))
+    with pytest.raises(LifecycleError, match="Step 6 came after step 7"):
+        runner.execute_model(SchedulerOutput(step_id=6))
 
 
 def test_a_request_that_cannot_be_added_fails_alone_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

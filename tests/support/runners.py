@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,14 +68,20 @@ def kv_cache_config(num_blocks: int = 64) -> KVCacheConfig:
 
 
 def make_runner(
-    max_num_reqs: int = 8, max_model_len: int = 64, num_blocks: int = 64, model: ArithmeticModel | None = None
+    max_num_reqs: int = 8,
+    max_model_len: int = 64,
+    num_blocks: int = 64,
+    model: ArithmeticModel | None = None,
+    **options: Any,
 ) -> ModelRunner:
+
     return ModelRunner(
         create_device(DeviceConfig(device="cpu", num_threads=1)),
         model or ArithmeticModel(),
         {LAYER.name: LAYER},
         kv_cache_config(num_blocks),
         RunnerLimits(max_num_reqs, max_num_tokens=64, max_model_len=max_model_len, vocab_size=VOCAB_SIZE),
+        **options,
     )
 
 

@@ -21,7 +21,7 @@ class BatchLayout:
     Padding tokens belong to the last row, which is a padding row where there is one.
 
     req_ids, slots_np, counts_np: of the actual requests, in batch order. query_start_loc_np: int64 [rows + 1].
-    has_one_token_each: every request has one token, and none is padding.
+    is_all_decodes: every request has one token. has_one_token_each: and none is padding.
     On the device: query_start_loc int32 [rows + 1]; slots int64 [actual requests]; logits_indices int64 [actual
     requests], last token of each; tensors: int64, rows and tokens.
     """
@@ -32,6 +32,7 @@ class BatchLayout:
     counts_np: np.ndarray
     query_start_loc_np: np.ndarray
     max_query_len: int
+    is_all_decodes: bool
     has_one_token_each: bool
     query_start_loc: Tensor
     slots: Tensor
@@ -67,6 +68,7 @@ class _OneTokenEach:
             counts_np=self._counts[:num_reqs],
             query_start_loc_np=self._starts[: num_reqs + 1],
             max_query_len=min(1, num_reqs),
+            is_all_decodes=True,
             has_one_token_each=True,
             query_start_loc=self._starts_R[: num_reqs + 1],
             slots=slots_R,
@@ -109,6 +111,7 @@ def _lay_out(
         counts_np=counts,
         query_start_loc_np=query_start_loc,
         max_query_len=int(counts.max(initial=0)),
+        is_all_decodes=num_tokens == num_reqs,
         has_one_token_each=False,
         query_start_loc=starts_R.int(),
         slots=idx_mapping_R[:num_reqs],
@@ -117,32 +120,16 @@ def _lay_out(
     )
 
 
-class LayoutCache:
-    """Keeps the last layout: while the same requests decode on, every step has the same one."""
+class Layouts:
+    """Makes the layout of each step."""
 
     def __init__(self, device: Device, requests: RequestStates) -> None:
         self._device = device
         self._requests = requests
         self._one_token_each = _OneTokenEach(device, requests.padding_slot)
-        self._counts: dict[str, int] = {}
-        self._generation = -1
-        self._layout: BatchLayout | None = None
 
-    def get(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> BatchLayout:
-        """The layout of this step, made anew if requests, slots, counts or the plan differ from the last step's."""
-        layout = self._layout
-        if (
-            layout is None
-            or self._generation != self._requests.generation
-            or self._counts != num_scheduled_tokens
-            or layout.plan != plan
-        ):
-            layout = self._make(num_scheduled_tokens, plan)
-            self._layout, self._counts = layout, dict(num_scheduled_tokens)
-            self._generation = self._requests.generation
-        return layout
-
-    def _make(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> BatchLayout:
+    def make(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> BatchLayout:
+        """The layout of a step that runs so many tokens of each request."""
         if plan.num_tokens_padded == plan.num_tokens == plan.num_reqs:
             req_ids = list(num_scheduled_tokens)
             return self._one_token_each.lay_out(req_ids, self._slots_of(req_ids), plan)

@@ -23,10 +23,11 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
 
     An idle rank takes part in the others' collectives with it, and warm-up makes kernels ready.
     """
+    runner.paths.forget()
     plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
     batch = runner.batcher.build({}, plan)
     context = runner.kv_cache.make_context(batch)
-    hidden = runner.kv_cache.programs.run(runner.model, batch.input_ids, batch.positions, context)
+    hidden = runner.paths.forward(runner.model, batch.input_ids, batch.positions, context)
     runner.model.compute_logits(hidden[:num_reqs])
 
 
@@ -75,7 +76,7 @@ def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
     # A step may have more tokens than a request.
     positions = upload(np.arange(num_tokens) % runner.limits.max_model_len)
     context = runner.kv_cache.context(geometry)
-    return runner.kv_cache.programs.run(runner.model, input_ids, positions, context)
+    return runner.paths.forward(runner.model, input_ids, positions, context)
 
 
 def profile_sampling(runner: ModelRunner, num_rows: int) -> None:
@@ -127,7 +128,7 @@ def _only_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:
         num_computed_tokens=0,
     )
     return SchedulerOutput(
-        step_id=0,
+        step_id=runner.steps.last_step_id + 1,
         scheduled_new_reqs=[request],
         num_scheduled_tokens={_PROFILED: num_tokens},
         total_num_scheduled_tokens=num_tokens,

@@ -12,7 +12,7 @@ from penstock.attention import StepGeometry
 from penstock.device import Device
 from penstock.kernels.bound_step import BoundStep, SlotTensors, StepTensors
 from penstock.kernels.step_state import bind_step
-from penstock.runner.batch_layout import BatchLayout, LayoutCache
+from penstock.runner.batch_layout import BatchLayout, Layouts
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.request_states import RequestStates
@@ -42,33 +42,26 @@ class BatchBuilder:
         self._requests = requests
         self._block_sizes = tuple(block_tables.block_sizes)
         self._tables = tuple(block_tables.table(group) for group in range(len(self._block_sizes)))
-        self._layouts = LayoutCache(device, requests)
-        self.layout: BatchLayout | None = None
+        self._layouts = Layouts(device, requests)
+        self._layout: BatchLayout
         self._step: BoundStep
         self._max_seq_len = 0
         self._num_columns: tuple[int, ...] = ()
         # Positions that so many columns of every table cover.
         self._capacity = 0
-        self._tensors: StepTensors | None = None
+        self._tensors: StepTensors
         self._batch: InputBatch
 
     def build(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> InputBatch:
         """The inputs of a step that runs `num_scheduled_tokens[req_id]` tokens of each request."""
-        layout = self._layouts.get(num_scheduled_tokens, plan)
-        if layout.has_one_token_each and layout is self.layout:
-            return self.build_again()
-        if layout is not self.layout:
-            self._bind(layout)
-        else:
-            self._max_seq_len = self._max_seq_len_upper_bound(layout)
-        if self._max_seq_len > self._capacity:
-            self._reach(self._max_seq_len)
+        layout = self._layouts.make(num_scheduled_tokens, plan)
+        self._bind(layout)
         self._tensors = self._step.gather(self._num_columns)
         self._batch = self._wrap(layout, self._tensors)
         return self._batch
 
     def build_again(self) -> InputBatch:
-        """The inputs of the step after the last one, whose layout it has, with one token of each request.
+        """The inputs of the step after the last one that was built: it has the same layout, with one token each.
 
         The same object as for that step, with new values in its tensors, where they can be filled anew.
         """
@@ -77,9 +70,8 @@ class BatchBuilder:
             self._reach(self._max_seq_len)
         tensors = self._step.gather(self._num_columns)
         if tensors is not self._tensors:
-            assert self.layout is not None, "something was built"
             self._tensors = tensors
-            self._batch = self._wrap(self.layout, tensors)
+            self._batch = self._wrap(self._layout, tensors)
         return self._batch
 
     def _bind(self, layout: BatchLayout) -> None:
@@ -92,7 +84,7 @@ class BatchBuilder:
             self._tables,
             self._block_sizes,
         )
-        self.layout, self._step, self._tensors = layout, bind_step(state, layout.tensors), None
+        self._layout, self._step = layout, bind_step(state, layout.tensors)
         self._max_seq_len = self._max_seq_len_upper_bound(layout)
         self._reach(self._max_seq_len)
 

@@ -16,17 +16,15 @@ from penstock.attention import ForwardContext, LayerAttention
 from penstock.config import SamplingConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SampledOutput, SchedulerOutput
 from penstock.device import Device
-from penstock.errors import LifecycleError
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.greedy_steps import GreedySteps
+from penstock.runner.fast_paths import FastPaths, PlainPath
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.poisoned_blocks import PoisonedBlocks
-from penstock.runner.repeated_step import RepeatedStep
 from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
@@ -34,6 +32,7 @@ from penstock.runner.sampling.logits_processor import LogitsProcessor
 from penstock.runner.sampling.prompt_logprobs import PromptRows
 from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.runner.sampling.stage import LogitsRows
+from penstock.runner.step_order import StepOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,10 @@ class PendingStep(msgspec.Struct, frozen=True, gc=False):
     all_hidden: Tensor | None = None
     chosen: ChosenTokens | None = None
 
+    @property
+    def req_ids(self) -> list[str]:
+        return [] if self.batch is None else self.batch.layout.req_ids
+
 
 class ModelRunner:
     """Owns the per-slot state, the KV cache and the sampler of one rank.
@@ -78,6 +81,7 @@ class ModelRunner:
         attention_backend: str | None = None,
         sampling: SamplingConfig | None = None,
         logits_processors: Sequence[type[LogitsProcessor]] | None = None,
+        fast_paths: bool = True,
         rank: int = 0,
     ) -> None:
         self.device = device
@@ -95,51 +99,46 @@ class ModelRunner:
         self.batcher = BatchBuilder(device, self.requests, self.block_tables)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
-        self.repeated = RepeatedStep(self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache)
-        self.greedy_steps = GreedySteps(self.sampler, self.kv_cache.programs)
+        rooms = self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache, self.sampler
+        self.paths = FastPaths(*rooms) if fast_paths else PlainPath()
         # Whether every step computes all of its hidden states, as one does that must tell of prompts.
         self.computes_all_hidden = False
-        self._pending: dict[int, PendingStep] = {}
+        self.steps: StepOrder[PendingStep] = StepOrder()
 
     def execute_model(self, output: SchedulerOutput) -> None:
         """Bring the state up to the step and run its forward pass; `sample_tokens` of the same step takes the result.
 
-        Raises LifecycleError when the step has been executed already.
+        Raises LifecycleError when it is not the step's turn (`StepOrder`).
         """
-        if output.step_id in self._pending:
-            raise LifecycleError(f"Step {output.step_id} was executed before and is still waiting for sample_tokens.")
+        self.steps.begin(output)
         errors: dict[str, str] = {}
-        prepared = self.repeated.prepare(output) or self._prepare(output, errors)
+        repeats = self.paths.repeats(output)
+        prepared = self.paths.repeat(output) if repeats else self._prepare(output, errors)
         if prepared is None:
-            self._pending[output.step_id] = PendingStep(None, None, errors)
+            self.steps.wait(output.step_id, PendingStep(None, None, errors))
             return
 
         batch, context = prepared
         prompt_rows = self.prompt_logprobs.rows(batch.layout, self.requests)
-        if batch.layout.has_one_token_each and prompt_rows is None:
-            chosen = self.greedy_steps.run(self.model, batch, context)
+        if repeats and prompt_rows is None:
+            chosen = self.paths.choose(self.model)
             if chosen is not None:
-                self._pending[output.step_id] = PendingStep(batch, None, errors, chosen=chosen)
+                self.steps.wait(output.step_id, PendingStep(batch, None, errors, chosen=chosen))
                 return
         if prompt_rows is None and batch.layout.max_query_len > 1 and not self.computes_all_hidden:
             context = self.kv_cache.narrow_to_last_tokens(context, batch)
-        hidden = self.kv_cache.programs.run(self.model, batch.input_ids, batch.positions, context)
+        hidden = self.paths.forward(self.model, batch.input_ids, batch.positions, context)
         last = hidden if context.last is not None else batch.layout.last_rows(hidden)
         all_hidden = None if prompt_rows is None else hidden
-        self._pending[output.step_id] = PendingStep(batch, last, errors, prompt_rows, all_hidden)
+        self.steps.wait(output.step_id, PendingStep(batch, last, errors, prompt_rows, all_hidden))
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
         """Choose the tokens of an executed step and advance the state on the device.
 
-        Raises LifecycleError when that step was never executed, or was sampled before.
+        Raises LifecycleError when that step was never executed, or was sampled before, or another one must be first.
         """
         step_id = grammar.step_id
-        step = self._pending.pop(step_id, None)
-        if step is None:
-            raise LifecycleError(
-                f"sample_tokens names step {step_id}, which is not waiting to be sampled. "
-                f"Waiting: {sorted(self._pending) or 'none'}. Every step is executed once, then sampled once."
-            )
+        step = self.steps.take(step_id)
         if step.batch is None:
             return ReadyOutput(SampledOutput(step_id=step_id, errors=step.errors))
         batch, errors = step.batch, step.errors
@@ -173,12 +172,12 @@ class ModelRunner:
 
     def forget_programs(self) -> None:
         """Let models record anew what they run: they, or their weights, may be others."""
-        self.greedy_steps.forget()
+        self.paths.unbind()
         self.kv_cache.programs.forget()
 
     def _prepare(self, output: SchedulerOutput, errors: dict[str, str]) -> tuple[InputBatch, ForwardContext] | None:
         """The inputs of a step, None if it runs no token; `errors` gets the requests that cannot run."""
-        self.greedy_steps.forget()
+        self.paths.forget()
         errors |= self.lifecycle.apply(output)
         self.poisoned_blocks.clear(output)
         scheduled = _without(output.num_scheduled_tokens, errors)
@@ -187,7 +186,7 @@ class ModelRunner:
         batch = self.batcher.build(scheduled, BatchPlan.without_padding(scheduled))
         context = self.kv_cache.make_context(batch)
         if not errors:
-            self.repeated.remember(output, batch, context)
+            self.paths.keep(output, batch, context)
         return batch, context
 
     def _sample(self, step: PendingStep, rows: LogitsRows) -> SamplerOutput:

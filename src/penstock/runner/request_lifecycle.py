@@ -72,7 +72,7 @@ class RequestLifecycle:
             errors |= {req_id: why for req_id in cached.req_ids if req_id not in slot_of}
         self._requests.note_computed(cached)
         # Between two new blocks there are as many steps as a block has positions.
-        if cached.new_block_ids.count(None) == len(cached.new_block_ids):
+        if not cached.new_block_ids or cached.new_block_ids.count(None) == len(cached.new_block_ids):
             return
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None and req_id in slot_of:

@@ -20,7 +20,6 @@ class RequestStates:
     all_token_ids: int32 [slots, max_model_len + 1], prompt and generated tokens.
     total_len, num_computed_tokens: int64 [slots, 1]; for a decoding request computed is total - 1 after each step.
     prefill_len: tokens known when the request was added.
-    generation: changes whenever a slot changes hands.
     """
 
     def __init__(self, device: Device, max_num_reqs: int, max_model_len: int) -> None:
@@ -36,7 +35,6 @@ class RequestStates:
         # Not looked at before somebody asks, which most steps do not.
         self._noted_computed = CachedRequestData()
         self.slot_of: dict[str, int] = {}
-        self.generation = 0
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))
 
     @property
@@ -54,7 +52,6 @@ class RequestStates:
         assert self._free_slots, f"no free slot for {request.req_id}: the scheduler runs at most {self.max_num_reqs}"
         assert len(request.prompt_token_ids) <= len(prefill), f"{request.req_id} has a prompt longer than its prefill"
         slot = self._free_slots.pop()
-        self.generation += 1
         self.slot_of[request.req_id] = slot
         self.all_token_ids.stage(slot, 0, prefill)
         self.total_len.stage(slot, 0, [len(prefill)])
@@ -69,7 +66,6 @@ class RequestStates:
         if slot is None:
             return False
         self._free_slots.append(slot)
-        self.generation += 1
         return True
 
     def note_computed(self, cached: CachedRequestData) -> None:

@@ -24,6 +24,8 @@ def measure_step_memory(
     limits: RunnerLimits,
     attention_backend: str | None,
     sampling: SamplingConfig,
+    *,
+    fast_paths: bool = True,
 ) -> StepMemory:
     """The tensors of the heaviest steps, which are run at their full size, and what the runner keeps between them.
 
@@ -41,6 +43,7 @@ def measure_step_memory(
                 attention_backend=attention_backend,
                 sampling=sampling,
                 logits_processors=(),
+                fast_paths=fast_paths,
             )
             # Tables that are made when they are first needed, too.
             profile_sampling(runner, num_rows=1)

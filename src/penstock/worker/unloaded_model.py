@@ -66,7 +66,16 @@ def measure_unloaded(
     try:
         with standing_for(kind):
             device = DeviceWithoutMemory(kind)
-            step = measure_step_memory(device, model, layers, specs, limits, backend, config.sampling)
+            step = measure_step_memory(
+                device,
+                model,
+                layers,
+                specs,
+                limits,
+                backend,
+                config.sampling,
+                fast_paths=config.scheduler.fast_paths != "off",
+            )
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # as operators refuse tensors
         raise NeedsValues(
             f"{config.model.architecture} does not run without the values of its weights, so what it takes shows only "

@@ -132,6 +132,7 @@ class Worker(WorkerBase):
             self._limits(max_model_len),
             attention_backend=self.config.device.attention_backend,
             sampling=self.config.sampling,
+            fast_paths=self.config.scheduler.fast_paths != "off",
             rank=self.rank,
         )
         for group in self._runner.kv_cache.groups:
@@ -312,7 +313,14 @@ class Worker(WorkerBase):
         if tensors is None:
             backend, sampling = self.config.device.attention_backend, self.config.sampling
             tensors = measure_step_memory(
-                self.device, self.language_model, self._layers, specs, limits, backend, sampling
+                self.device,
+                self.language_model,
+                self._layers,
+                specs,
+                limits,
+                backend,
+                sampling,
+                fast_paths=self.config.scheduler.fast_paths != "off",
             )
         # What those steps left free is not the next owner's, the KV cache's.
         self.device.return_unused_memory()

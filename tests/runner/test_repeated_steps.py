@@ -1,4 +1,4 @@
-"""Messages that share their lists run as their copies do."""
+"""Steps that repeat others, with what was made of those and without: what comes out is the same."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ NUM_DECODES = 12
 
 
 def messages() -> list[SchedulerOutput]:
-    """Two prompts, then decodes that share all they can; "a" gets its second block on the way, "b" its third."""
-    req_ids = list(PROMPTS)
-    nothing: list[tuple[list[int], ...] | None] = [None, None]
-    counts = {"a": 1, "b": 1}
+    """Two prompts, then decodes that repeat one another; "a" gets its second block on the way, "b" its third."""
     new = [new_request("a", PROMPTS["a"], first_block=1), new_request("b", PROMPTS["b"], first_block=10)]
     lengths = {name: len(prompt) for name, prompt in PROMPTS.items()}
     steps = [SchedulerOutput(step_id=0, scheduled_new_reqs=new, num_scheduled_tokens=lengths)]
     computed = list(lengths.values())
     for number in range(NUM_DECODES):
         cached = CachedRequestData(
-            req_ids=req_ids,
-            new_block_ids=[([7],), None] if number == 3 else nothing,
+            req_ids=list(PROMPTS),
+            new_block_ids=[([7],), None] if number == 3 else [],
             num_computed_tokens=[count + number for count in computed],
         )
-        steps.append(SchedulerOutput(step_id=number + 1, scheduled_cached_reqs=cached, num_scheduled_tokens=counts))
+        steps.append(
+            SchedulerOutput(
+                step_id=number + 1,
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens={"a": 1, "b": 1},
+                repeats_step_id=number if number > 0 else None,
+            )
+        )
     return steps
 
 
@@ -55,22 +59,57 @@ def prepared_anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-def test_shared_lists_give_the_same_tokens_with_less_work(prepared_anew: list[int]) -> None:
+def test_a_repeated_step_gives_the_same_tokens_with_less_work(prepared_anew: list[int]) -> None:
     steps = messages()
-    shared = run(make_runner(), steps)
+    repeated = run(make_runner(), steps)
     assert prepared_anew == [0, 1]
     prepared_anew.clear()
-    copies = [decode(encode(step), SchedulerOutput) for step in steps]
-    assert run(make_runner(), copies) == shared
+    assert run(make_runner(fast_paths=False), steps) == repeated
     assert prepared_anew == list(range(NUM_DECODES + 1))
 
 
+def test_what_repeats_is_known_behind_a_pipe_too(prepared_anew: list[int]) -> None:
+    steps = messages()
+    copies = [decode(encode(step), SchedulerOutput) for step in steps]
+    assert run(make_runner(), copies) == run(make_runner(fast_paths=False), steps)
+    assert prepared_anew == [0, 1, *range(NUM_DECODES + 1)]
+
+
+def test_a_step_that_repeats_another_than_the_last_one_is_put_together_anew(prepared_anew: list[int]) -> None:
+    steps = messages()
+    expected = run(make_runner(), steps)
+    prepared_anew.clear()
+    # The step in between, which this runner's scheduler did not count on, changes nothing but what was kept.
+    between = SchedulerOutput(step_id=100, finished_req_ids={"never seen"})
+    later = [_moved(step, 100) for step in steps[5:]]
+    assert run(make_runner(), [*steps[:5], between, *later]) == [*expected[:5], [], *expected[5:]]
+    assert prepared_anew == [0, 1, 100, 105]
+
+
+def test_a_step_after_one_that_could_not_serve_all_is_put_together_anew(
+    prepared_anew: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner()
+    steps = messages()
+    run(runner, steps[:2])
+    slot = runner.requests.slot_of.pop("b")
+    run(runner, [msgspec.structs.replace(steps[2], repeats_step_id=None)])
+    runner.requests.slot_of["b"] = slot
+    run(runner, [steps[3]])
+    assert prepared_anew == [0, 1, 2, 3]
+
+
+def _moved(step: SchedulerOutput, by: int) -> SchedulerOutput:
+    repeats = None if step.repeats_step_id is None else step.repeats_step_id + by
+    return msgspec.structs.replace(step, step_id=step.step_id + by, repeats_step_id=repeats)
+
+
 def test_the_blocks_of_a_repeated_step_reach_the_table() -> None:
-    shared, copied = make_runner(), make_runner()
-    run(shared, messages())
-    run(copied, [decode(encode(step), SchedulerOutput) for step in messages()])
-    assert shared.block_tables.table(0).tolist() == copied.block_tables.table(0).tolist()
-    assert 7 in shared.block_tables.table(0)[shared.requests.slot_of["a"]].tolist()
+    repeated, plain = make_runner(), make_runner(fast_paths=False)
+    run(repeated, messages())
+    run(plain, messages())
+    assert repeated.block_tables.table(0).tolist() == plain.block_tables.table(0).tolist()
+    assert 7 in repeated.block_tables.table(0)[repeated.requests.slot_of["a"]].tolist()
 
 
 def test_a_dummy_batch_in_between_does_no_harm(prepared_anew: list[int]) -> None:
@@ -84,7 +123,7 @@ def test_a_dummy_batch_in_between_does_no_harm(prepared_anew: list[int]) -> None
     assert prepared_anew == [0, 1, 5]
 
 
-def test_a_request_that_ends_is_gone_although_the_rest_is_shared() -> None:
+def test_a_request_that_ends_is_gone() -> None:
     runner = make_runner()
     steps = messages()
     run(runner, steps[:4])
@@ -97,16 +136,17 @@ def test_a_request_that_ends_is_gone_although_the_rest_is_shared() -> None:
 
 
 @pytest.mark.parametrize("how", ["finished_req_ids", "preempted_req_ids"])
-def test_a_request_that_was_not_run_is_gone_although_all_is_shared(how: str) -> None:
+def test_a_request_that_was_not_run_is_gone(how: str) -> None:
     runner = make_runner()
     steps = messages()
     waiting = SchedulerOutput(
-        step_id=99,
+        step_id=0,
         scheduled_new_reqs=[new_request("c", [1, 2], first_block=30)],
         num_scheduled_tokens={"c": 2},
     )
-    run(runner, [waiting, *steps[:3]])
-    run(runner, [msgspec.structs.replace(steps[3], **{how: {"c"}})])
+    run(runner, [waiting, *(_moved(step, 1) for step in steps[:3])])
+    step = msgspec.structs.replace(_moved(steps[3], 1), repeats_step_id=None, **{how: {"c"}})
+    run(runner, [step])
     assert set(runner.requests.slot_of) == {"a", "b"}
 
 
@@ -119,5 +159,5 @@ def test_the_hosts_bounds_keep_up_with_repeated_steps() -> None:
         slots = list(runner.requests.slot_of.values())
         before_step = runner.requests.num_computed_tokens.tensor[slots, 0].numpy() - 1
         assert (runner.requests.num_computed_tokens_upper_bound(slots) >= before_step).all()
-        (geometry,) = runner.repeated._batch.geometry
+        (geometry,) = runner.batcher._batch.geometry
         assert geometry.max_seq_len_upper_bound >= geometry.seq_lens.max()

@@ -1,0 +1,123 @@
+"""What a step may skip, decided in one place: to be put together anew, and to run layer by layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.attention import ForwardContext
+from penstock.contract import SchedulerOutput
+from penstock.kernels.native.program_step import BoundChoices
+from penstock.kernels.sampling import ChosenTokens
+from penstock.models.interface import LanguageModel
+from penstock.runner.input_batch import BatchBuilder, InputBatch
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.poisoned_blocks import PoisonedBlocks
+from penstock.runner.request_lifecycle import RequestLifecycle
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import Sampler
+
+
+class PlainPath:
+    """Every step as if nothing were known of the one before, layer by layer; what the fast paths must equal."""
+
+    def repeats(self, output: SchedulerOutput) -> bool:
+        """Whether the step is run by `repeat`: it asks for what the step before asked for, and that is still there."""
+        return False
+
+    def repeat(self, output: SchedulerOutput) -> tuple[InputBatch, ForwardContext]:
+        """The inputs of a step for which `repeats` is true."""
+        raise AssertionError("no step repeats another on the plain path")
+
+    def keep(self, output: SchedulerOutput, batch: InputBatch, context: ForwardContext) -> None:
+        """Take note of a step that was put together whole: all that was asked for is in it."""
+
+    def forget(self) -> None:
+        """Let go of the step before: what comes next does not repeat it."""
+
+    def unbind(self) -> None:
+        """The model, or its weights, may be others from now on; the step before is kept."""
+
+    def forward(self, model: LanguageModel, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states of these tokens, or of those that the context asks for."""
+        hidden: Tensor = model(input_ids, positions, context)
+        return hidden
+
+    def choose(self, model: LanguageModel) -> ChosenTokens | None:
+        """The tokens of the step that `repeat` gave, in one call; None where that cannot be, or logits are wanted."""
+        return None
+
+
+class FastPaths(PlainPath):
+    """Keeps what was made of a step in which every request had one token, for as long as the scheduler says so.
+
+    `SchedulerOutput.repeats_step_id` is the scheduler's word that a step asks for the same as another; the runner takes
+    it where that is the very step that it executed last, whole. All else follows: the layout and the bound step stay,
+    the attention metadata where its backend says that it keeps, and the model bound to both from tokens to tokens,
+    where nothing but each request's largest logit is wanted.
+    """
+
+    def __init__(
+        self,
+        requests: RequestStates,
+        lifecycle: RequestLifecycle,
+        poisoned_blocks: PoisonedBlocks,
+        batcher: BatchBuilder,
+        kv_cache: PagedKVCache,
+        sampler: Sampler,
+    ) -> None:
+        self._requests = requests
+        self._lifecycle = lifecycle
+        self._poisoned_blocks = poisoned_blocks
+        self._batcher = batcher
+        self._kv_cache = kv_cache
+        self._sampler = sampler
+        self._kept_step_id: int | None = None
+        self._batch: InputBatch | None = None
+        self._context: ForwardContext
+        self._is_bound = False
+        self._bound: BoundChoices | None = None
+
+    def repeats(self, output: SchedulerOutput) -> bool:
+        return output.repeats_step_id is not None and output.repeats_step_id == self._kept_step_id
+
+    def repeat(self, output: SchedulerOutput) -> tuple[InputBatch, ForwardContext]:
+        cached = output.scheduled_cached_reqs
+        if not cached.new_block_ids:
+            self._requests.note_computed(cached)
+        else:
+            errors = self._lifecycle.apply(output)
+            assert not errors, "these requests were here a step ago"
+            self._poisoned_blocks.clear(output)
+        batch = self._batcher.build_again()
+        if batch is not self._batch or not self._kv_cache.keeps_metadata:
+            self._batch, self._context = batch, self._kv_cache.make_context(batch)
+            self._is_bound = False
+        self._kept_step_id = output.step_id
+        return batch, self._context
+
+    def keep(self, output: SchedulerOutput, batch: InputBatch, context: ForwardContext) -> None:
+        if batch.layout.is_all_decodes:
+            self._kept_step_id, self._batch, self._context = output.step_id, batch, context
+
+    def forget(self) -> None:
+        self._kept_step_id = self._batch = None
+        self.unbind()
+
+    def unbind(self) -> None:
+        self._is_bound, self._bound = False, None
+
+    def forward(self, model: LanguageModel, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        return self._kv_cache.programs.run(model, input_ids, positions, context)
+
+    def choose(self, model: LanguageModel) -> ChosenTokens | None:
+        if not self._is_bound:
+            self._is_bound, self._bound = True, self._bind(model)
+        return None if self._bound is None else self._bound.run()
+
+    def _bind(self, model: LanguageModel) -> BoundChoices | None:
+        batch = self._batch
+        assert batch is not None, "a repeated step has its inputs"
+        has_padding = not batch.layout.has_one_token_each
+        if has_padding or not self._sampler.is_plain_greedy(batch.logits_rows):
+            return None
+        return self._kv_cache.programs.bind_greedy(model, batch.input_ids, batch.positions, self._context)
