@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors
+from penstock.kernels.bound_step import BoundStep, DraftTensors, LayoutTensors, SlotTensors
 from penstock.kernels.native import NATIVE, bind_native_step
 from penstock.kernels.step_state import PlainStep, bind_step
 
@@ -25,6 +26,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize(
         ),
     ],
 )
+MAX_DRAFTS = 4
 Bind = Callable[[SlotTensors, LayoutTensors], BoundStep]
 
 
@@ -46,6 +48,7 @@ def _state(
         zeros.clone(),
         tuple(torch.tensor(table, dtype=torch.int32) for table in blocks.values()),
         tuple(blocks),
+        torch.zeros(num_slots, MAX_DRAFTS, dtype=torch.int32),
     )
 
 
@@ -102,7 +105,7 @@ def test_chunked_prefill_advances_as_in_the_worked_trace(bind: Bind) -> None:
         assert inputs.seq_lens_R.tolist() == [seq_len]
         assert inputs.input_ids_T.tolist() == [int(state.all_token_ids_SL[0, position]) for position in positions]
         outcome, on_host = step.outcome(_long([sampled_token]), torch.tensor([False]))
-        assert outcome.tolist() == [[sampled_token], [num_sampled], [0]]
+        assert outcome.table_RX.tolist() == [[sampled_token, num_sampled, 0, 0]]
         assert on_host in (None, ([[sampled_token] if num_sampled else []], None))
         step.advance(outcome)
         assert state.num_computed_tokens_S.tolist()[0] == computed_after
@@ -131,12 +134,12 @@ def test_a_bound_step_goes_on_for_as_many_steps_as_the_layout_lasts(bind: Bind) 
         failures = _long([0, 2]) if number % 2 else torch.tensor([False, True])
         outcome, on_host = step.outcome(_long([100 + number, 200 + number]), failures)
         step.advance(outcome)
-        assert outcome.tolist() == [[100 + number, 200 + number], [1, 1], [0, 2 if number % 2 else 1]]
+        assert outcome.table_RX.tolist() == [[100 + number, 1, 0, 0], [200 + number, 1, 0, 2 if number % 2 else 1]]
         outcomes.append((outcome, on_host))
         assert (state.num_computed_tokens_S[:2] == state.total_len_S[:2] - 1).all()
     for number, (outcome, on_host) in enumerate(outcomes):
         if on_host is None:
-            assert outcome.tolist() == [[100 + number, 200 + number], [1, 1], [0, 2 if number % 2 else 1]]
+            assert outcome.table_RX.tolist() == [[100 + number, 1, 0, 0], [200 + number, 1, 0, 2 if number % 2 else 1]]
         else:
             assert on_host == ([[100 + number], [200 + number]], [0, 2 if number % 2 else 1])
 
@@ -160,6 +163,101 @@ def test_inputs_equal_a_restatement_in_python(bind: Bind, requests: list[tuple[i
     tokens = state.all_token_ids_SL
     assert inputs.input_ids_T.tolist() == [int(tokens[o, p]) for o, p in zip(owners, positions, strict=True)]
     assert inputs.seq_lens_R.tolist() == [start + count for start, count in requests]
+
+
+@dataclass
+class _Drafted:
+    """One request of a step: what it knows and runs, what is drafted, and what its logits rows say, and fail with."""
+
+    known: list[int]
+    prefill_len: int
+    num_computed: int
+    count: int
+    drafts: list[int]
+    is_checked: bool
+    sampled: list[int]
+    failures: list[int]
+
+    def expected(self) -> tuple[list[int], int, int]:
+        """Sampled tokens, rejected drafts, failure: one row after the other, as a run without drafts would have it."""
+        tokens = []
+        if self.num_computed + self.count - len(self.drafts) >= self.prefill_len:
+            for row, token in enumerate(self.sampled):
+                if row > 0 and self.failures[row]:
+                    break
+                tokens.append(token)
+                if self.failures[row] or row == len(self.drafts) or token != self.drafts[row]:
+                    break
+        return tokens, len(self.drafts) - max(0, len(tokens) - 1), self.failures[0]
+
+
+@st.composite
+def _drafted(draw: st.DrawFn) -> _Drafted:
+    known = draw(st.lists(st.integers(100, 200), min_size=1, max_size=12))
+    is_chunk = draw(st.booleans())
+    few = st.integers(0, 2)
+    drafts = [] if is_chunk else draw(st.lists(few, max_size=MAX_DRAFTS))
+    num_computed = draw(st.integers(0, len(known) - 1)) if is_chunk else len(known) - 1
+    count = draw(st.integers(1, len(known) - num_computed)) if is_chunk else 1 + len(drafts)
+    is_checked = draw(st.booleans())
+    num_rows = 1 + len(drafts) * is_checked
+    rows = st.lists(few, min_size=num_rows, max_size=num_rows)
+    failures = draw(st.lists(st.sampled_from([0, 0, 0, 0, 1, 2]), min_size=num_rows, max_size=num_rows))
+    prefill_len = len(known) if is_chunk else draw(st.integers(1, len(known)))
+    return _Drafted(known, prefill_len, num_computed, count, drafts, is_checked, draw(rows), failures)
+
+
+@IMPLEMENTATIONS
+@settings(max_examples=150, deadline=None)
+@given(requests=st.lists(_drafted(), min_size=1, max_size=6), data=st.data())
+def test_drafts_are_read_verified_and_recorded_as_one_after_the_other(
+    bind: Bind, requests: list[_Drafted], data: st.DataObject
+) -> None:
+    state = _state(8, 20, seed=1)
+    slots = list(data.draw(st.permutations(range(8))))[: len(requests)]
+    for slot, each in zip(slots, requests, strict=True):
+        state.all_token_ids_SL[slot, : len(each.known)] = torch.tensor(each.known)
+        state.total_len_S[slot], state.prefill_len_S[slot] = len(each.known), each.prefill_len
+        state.num_computed_tokens_S[slot] = each.num_computed
+        state.draft_token_ids_SD[slot, : len(each.drafts)] = torch.tensor(each.drafts, dtype=torch.int32)
+    before = state.all_token_ids_SL.clone()
+    num_rows = [len(each.sampled) for each in requests]
+    layout = _layout(slots, [each.count for each in requests])._replace(
+        drafts=DraftTensors(
+            _long([len(each.drafts) for each in requests]),
+            _long([len(each.drafts) * each.is_checked for each in requests]),
+            _long([sum(num_rows[:row]) for row in range(len(requests))]),
+            max(len(each.drafts) for each in requests),
+        )
+    )
+    step = bind(state, layout)
+    ids = step.gather((5,)).input_ids_T.tolist()
+    assert ids == [
+        token
+        for each in requests
+        for token in [*each.known, *each.drafts][each.num_computed : each.num_computed + each.count]
+    ]
+    outcome, on_host = step.outcome(
+        _long([token for each in requests for token in each.sampled]),
+        _long([failure for each in requests for failure in each.failures]),
+    )
+    expected = [each.expected() for each in requests]
+    failures = [failure for _, _, failure in expected]
+    assert outcome.num_sampled.tolist() == [len(tokens) for tokens, _, _ in expected]
+    assert outcome.num_rejected.tolist() == [num_rejected for _, num_rejected, _ in expected]
+    assert outcome.failures.tolist() == failures
+    rows = zip(outcome.sampled_token_ids.tolist(), outcome.num_sampled.tolist(), strict=True)
+    assert [row[:count] for row, count in rows] == [tokens for tokens, _, _ in expected]
+    assert on_host in (None, ([tokens for tokens, _, _ in expected], failures if any(failures) else None))
+
+    step.advance(outcome)
+    for slot, each, (tokens, num_rejected, _) in zip(slots, requests, expected, strict=True):
+        known = [*each.known, *tokens]
+        assert state.all_token_ids_SL[slot, : len(known)].tolist() == known
+        assert int(state.total_len_S[slot]) == len(known)
+        assert int(state.num_computed_tokens_S[slot]) == each.num_computed + each.count - num_rejected
+    others = [slot for slot in range(8) if slot not in slots]
+    assert torch.equal(state.all_token_ids_SL[others], before[others])
 
 
 def test_without_the_cpp_kernels_torch_steps_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from penstock.config import DeviceConfig
 from penstock.contract import GrammarOutput, SamplingParams, SchedulerOutput
 from penstock.device import create_device
 from penstock.errors import LifecycleError, WaitTimeout
+from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.async_output import AsyncOutput
 from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.sampling.failures import Failure
@@ -263,7 +264,7 @@ def test_of_a_row_without_a_token_that_counts_only_nan_is_a_failure() -> None:
         create_device(DeviceConfig(device="cpu", num_threads=1)),
         step_id=1,
         req_ids=["part", "part, nan", "part, none left", "last", "last, nan", "last, none left"],
-        outcome=torch.tensor([[7] * 6, [0, 0, 0, 1, 1, 1], failures]),
+        outcome=StepOutcome(torch.tensor([[7] * 6, [0, 0, 0, 1, 1, 1], [0] * 6, failures]).T),
         logprobs=None,
         errors={"unknown": "no slot"},
         on_not_finite=lambda: noted.append("nan"),
@@ -290,7 +291,7 @@ def test_waiting_for_tokens_has_a_limit_and_says_who_waits_for_what() -> None:
         _NeverDone(),  # type: ignore[arg-type]
         step_id=41,
         req_ids=["a", "b"],
-        outcome=torch.zeros(3, 2),
+        outcome=StepOutcome(torch.zeros(2, 4)),
         logprobs=None,
         errors={},
         rank=3,

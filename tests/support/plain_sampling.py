@@ -10,6 +10,7 @@ import torch
 from penstock.config import DeviceConfig, SamplingConfig
 from penstock.contract import SamplingParams
 from penstock.device import create_device
+from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.random import counter_uniform
 from penstock.runner.sampling import Sampler, SamplerOutput
 from penstock.runner.sampling.stage import LogitsRows
@@ -108,7 +109,8 @@ class HandDriven:
         rows = self.rows(slots)
         counts = torch.tensor([1] * len(slots) if num_sampled is None else list(num_sampled))
         result = self.sampler.sample(logits, rows)
-        self.sampler.advance(rows, torch.stack([result.sampled_token_ids, counts, result.failures.to(torch.int64)]))
+        columns = [result.sampled_token_ids, counts, torch.zeros_like(counts), result.failures.to(torch.int64)]
+        self.sampler.advance(rows.slots, rows.slots_np, StepOutcome(torch.stack(columns, dim=1)))
         for slot, token, count in zip(slots, result.sampled_token_ids.tolist(), counts.tolist(), strict=True):
             if count:
                 self.token_ids[slot, self.lengths[slot]] = token

@@ -72,6 +72,7 @@ def make_runner(
     max_model_len: int = 64,
     num_blocks: int = 64,
     model: ArithmeticModel | None = None,
+    max_drafts: int = 0,
     **options: Any,
 ) -> ModelRunner:
 
@@ -80,7 +81,9 @@ def make_runner(
         model or ArithmeticModel(),
         {LAYER.name: LAYER},
         kv_cache_config(num_blocks),
-        RunnerLimits(max_num_reqs, max_num_tokens=64, max_model_len=max_model_len, vocab_size=VOCAB_SIZE),
+        RunnerLimits(
+            max_num_reqs, max_num_tokens=64, max_model_len=max_model_len, vocab_size=VOCAB_SIZE, max_drafts=max_drafts
+        ),
         **options,
     )
 
@@ -121,6 +124,7 @@ class Driver:
         finished: set[str] | None = None,
         preempted: set[str] | None = None,
         new_blocks: dict[str, tuple[list[int], ...]] | None = None,
+        drafts: dict[str, list[int]] | None = None,
     ) -> SchedulerOutput:
         """Execute a step and leave it unsampled."""
         new = new or []
@@ -139,6 +143,7 @@ class Driver:
             ),
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_spec_decode_tokens=drafts or {},
             finished_req_ids=finished or set(),
             preempted_req_ids=preempted or set(),
         )

@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class SlotTensors(NamedTuple):
-    """The state: as in `kernels.step_state`; block_tables_SB and block_sizes have an entry per KV-cache group."""
+    """The state: as in `kernels.step_state`; block_tables_SB and block_sizes have an entry per KV-cache group.
+
+    draft_token_ids_SD: where a step that has drafts finds them, the first of them at 0.
+    """
 
     all_token_ids_SL: Tensor
     total_len_S: Tensor
@@ -21,12 +24,26 @@ class SlotTensors(NamedTuple):
     prefill_len_S: Tensor
     block_tables_SB: tuple[Tensor, ...]
     block_sizes: tuple[int, ...]
+    draft_token_ids_SD: Tensor
+
+
+class DraftTensors(NamedTuple):
+    """The drafts of a step's actual requests; int64 [requests] each.
+
+    num_drafts_R: how many each has, the last of its tokens. num_checked_R: how many of them may be accepted: it has one
+    logits row more than that. first_row_R: the first of its logits rows. max_drafts: the most that a request has.
+    """
+
+    num_drafts_R: Tensor
+    num_checked_R: Tensor
+    first_row_R: Tensor
+    max_drafts: int
 
 
 class LayoutTensors(NamedTuple):
     """Which token belongs to which request: as in `kernels.step_state`, padding included.
 
-    num_reqs, num_tokens: the actual ones, which come first.
+    num_reqs, num_tokens: the actual ones, which come first. drafts: None where the step has none.
     """
 
     idx_mapping_R: Tensor
@@ -35,6 +52,11 @@ class LayoutTensors(NamedTuple):
     token_offset_T: Tensor
     num_reqs: int
     num_tokens: int
+    drafts: DraftTensors | None = None
+
+    @property
+    def max_drafts(self) -> int:
+        return 0 if self.drafts is None else self.drafts.max_drafts
 
 
 class StepTensors(NamedTuple):
@@ -50,7 +72,34 @@ class StepTensors(NamedTuple):
     slot_mappings_T: tuple[Tensor, ...]
 
 
-# Per request its token, in a list that is empty where it does not count; and its failure, None if there is none at all.
+class StepOutcome(NamedTuple):
+    """What came of a step, for each of its requests.
+
+    table_RX: int64, the sampled tokens, as many columns as a request may have, then their number, the number of
+    rejected drafts, and the failure. Of columns beyond the number of sampled tokens the content is void.
+    """
+
+    table_RX: Tensor
+
+    @property
+    def sampled_token_ids(self) -> Tensor:
+        """[requests, columns]."""
+        return self.table_RX[:, :-3]
+
+    @property
+    def num_sampled(self) -> Tensor:
+        return self.table_RX[:, -3]
+
+    @property
+    def num_rejected(self) -> Tensor:
+        return self.table_RX[:, -2]
+
+    @property
+    def failures(self) -> Tensor:
+        return self.table_RX[:, -1]
+
+
+# Per request its sampled tokens; and its failure, None if there is none at all.
 TokensOnHost: TypeAlias = tuple[list[list[int]], list[int] | None]
 
 
@@ -59,22 +108,21 @@ class BoundStep(ABC):
 
     @abstractmethod
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
-        """The inputs of the next step.
+        """The inputs of the next step, whose drafts are written behind the known tokens.
 
         num_columns: per KV-cache group, columns of the block table that the step's requests reach.
         May return the tensors of the step before with new contents, and then it returns the same object.
         """
 
     @abstractmethod
-    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> tuple[Tensor, TokensOnHost | None]:
-        """What came of the step, int64 [3, num_reqs]: sampled token, whether it counts, failure.
+    def outcome(self, sampled_token_ids_L: Tensor, failures_L: Tensor) -> tuple[StepOutcome, TokensOnHost | None]:
+        """What came of the step, by what was sampled at its logits rows (`kernels.step_state.verify_drafts`).
 
-        A token counts where the step reached the end of the known tokens: 1, else 0. sampled_token_ids_R: int64.
-        failures_R: bool or int64.
-        Where the host can read the tensors at once it comes with what the host wants of it; then, and only then, the
-        next outcome may overwrite the tensor.
+        sampled_token_ids_L: int64. failures_L: bool or int64, not 0 where the row has no token.
+        Where the host can read the outcome at once it comes with what the host wants of it; then, and only then, the
+        next outcome may overwrite the table.
         """
 
     @abstractmethod
-    def advance(self, outcome_3R: Tensor) -> None:
+    def advance(self, outcome: StepOutcome) -> None:
         """Record the outcome of the step in the state."""

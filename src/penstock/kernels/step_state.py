@@ -4,7 +4,7 @@ The functions are the specification, in plain torch, and what a GPU runs, or a C
 the same is done by `kernels.native.step_state`: the tensors are tiny, and calling torch's operators is what costs.
 
 Suffixes: S slots (one more than max_num_reqs: the last is the padding slot), T tokens of the step, R requests of the
-step, L positions, B blocks.
+step, L positions or logits rows, B blocks, D drafts of a request, X columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors, TokensOnHost
+from penstock.kernels.bound_step import (
+    BoundStep,
+    DraftTensors,
+    LayoutTensors,
+    SlotTensors,
+    StepOutcome,
+    StepTensors,
+    TokensOnHost,
+)
 from penstock.kernels.native import bind_native_step
 
 PAD_SLOT_ID = -1
@@ -75,9 +83,71 @@ def compute_slot_mapping(
     return slot_mapping_T
 
 
-def count_sampled(seq_lens_R: Tensor, prefill_len_S: Tensor, idx_mapping_R: Tensor) -> Tensor:
-    """int64 [R]: 1 where the step reached the end of the known tokens, 0 for an unfinished prefill."""
-    return (seq_lens_R >= prefill_len_S.index_select(0, idx_mapping_R)).to(torch.int64)
+def write_drafts(
+    all_token_ids_SL: Tensor,
+    total_len_S: Tensor,
+    draft_token_ids_SD: Tensor,
+    idx_mapping_R: Tensor,
+    num_drafts_R: Tensor,
+    max_drafts: int,
+) -> None:
+    """Write each request's drafts behind its known tokens, in place, where the step and its samplers read them.
+
+    all_token_ids_SL, draft_token_ids_SD: int32. num_drafts_R: int64, at most max_drafts.
+    """
+    tokens = all_token_ids_SL.view(-1)
+    end_R = idx_mapping_R * all_token_ids_SL.shape[1] + total_len_S.index_select(0, idx_mapping_R)
+    drafts_RD = draft_token_ids_SD.index_select(0, idx_mapping_R)
+    for number in range(max_drafts):
+        # Requests with fewer drafts write what their last cell holds already.
+        cell_R = end_R + num_drafts_R.clamp(max=number + 1).sub(1).clamp(min=0)
+        draft_R = torch.where(num_drafts_R > number, drafts_RD[:, number], tokens.index_select(0, cell_R))
+        tokens.index_copy_(0, cell_R, draft_R)
+
+
+def verify_drafts(
+    sampled_token_ids_L: Tensor,
+    failures_L: Tensor,
+    is_complete_R: Tensor,
+    draft_token_ids_RD: Tensor,
+    drafts: DraftTensors,
+) -> StepOutcome:
+    """Which drafts are accepted, and so what each request sampled.
+
+    A draw depends on (seed, position) and the tokens before it, so verifying is sampling: draft j is accepted while it
+    equals the token that was sampled at the row before it. A row that failed has no token, and the one before it is the
+    last that counts: what fails there fails in the next step again, as it would without drafts.
+
+    sampled_token_ids_L: int64; a request's first row is that of its last known token, then one after each draft that is
+    checked. failures_L: bool or int64. is_complete_R: bool, false for an unfinished prefill, which samples nothing.
+    draft_token_ids_RD: int32. The failure of a request is that of its first row.
+    """
+    is_good_L = failures_L == 0
+    accepted_R = torch.zeros_like(drafts.num_drafts_R)
+    goes_on_R = torch.ones_like(is_complete_R)
+    for number in range(drafts.max_drafts):
+        goes_on_R = goes_on_R & (drafts.num_checked_R > number)
+        row_R = torch.where(goes_on_R, drafts.first_row_R + number, 0)
+        next_row_R = torch.where(goes_on_R, row_R + 1, 0)
+        is_same_R = sampled_token_ids_L.index_select(0, row_R) == draft_token_ids_RD[:, number]
+        are_good_R = is_good_L.index_select(0, row_R) & is_good_L.index_select(0, next_row_R)
+        goes_on_R = goes_on_R & is_same_R & are_good_R
+        accepted_R = accepted_R + goes_on_R
+    columns_S = torch.arange(1 + drafts.max_drafts, device=accepted_R.device)
+    row_RS = drafts.first_row_R.unsqueeze(-1) + torch.minimum(columns_S, accepted_R.unsqueeze(-1))
+    return _outcome(
+        sampled_token_ids_L[row_RS],
+        torch.where(is_complete_R, 1 + accepted_R, 0),
+        drafts.num_drafts_R - accepted_R,
+        failures_L.index_select(0, drafts.first_row_R),
+    )
+
+
+def _outcome(
+    sampled_token_ids_RS: Tensor, num_sampled_R: Tensor, num_rejected_R: Tensor, failures_R: Tensor
+) -> StepOutcome:
+    counts_R3 = torch.stack([num_sampled_R, num_rejected_R, failures_R.to(torch.int64)], dim=1)
+    return StepOutcome(torch.cat([sampled_token_ids_RS, counts_R3], dim=1))
 
 
 def advance_state(
@@ -85,21 +155,25 @@ def advance_state(
     total_len_S: Tensor,
     num_computed_tokens_S: Tensor,
     idx_mapping_R: Tensor,
-    sampled_token_ids_R: Tensor,
-    num_sampled_R: Tensor,
     num_scheduled_R: Tensor,
+    outcome: StepOutcome,
 ) -> None:
     """Record a step's outcome in place: append sampled tokens, advance total_len and num_computed_tokens.
 
-    sampled_token_ids_R: int64. num_sampled_R: int64, 0 or 1. All rows of `idx_mapping_R` must be real slots.
+    num_scheduled_R: int64. All rows of `idx_mapping_R` must be real slots.
     """
+    sampled_RS, num_sampled_R = outcome.sampled_token_ids, outcome.num_sampled
     total_len_R = total_len_S.index_select(0, idx_mapping_R)
-    flat_R = idx_mapping_R * all_token_ids_SL.shape[1] + total_len_R
+    end_R = idx_mapping_R * all_token_ids_SL.shape[1] + total_len_R
     tokens = all_token_ids_SL.view(-1)
-    kept_R = torch.where(num_sampled_R > 0, sampled_token_ids_R.to(torch.int32), tokens.index_select(0, flat_R))
-    tokens.index_copy_(0, flat_R, kept_R)
+    for number in range(sampled_RS.shape[1]):
+        # Requests with fewer tokens write what their last cell holds already.
+        cell_R = end_R + num_sampled_R.clamp(max=number + 1).sub(1).clamp(min=0)
+        is_sampled_R = num_sampled_R > number
+        kept_R = torch.where(is_sampled_R, sampled_RS[:, number].to(torch.int32), tokens.index_select(0, cell_R))
+        tokens.index_copy_(0, cell_R, kept_R)
     total_len_S.index_add_(0, idx_mapping_R, num_sampled_R)
-    num_computed_tokens_S.index_add_(0, idx_mapping_R, num_scheduled_R)
+    num_computed_tokens_S.index_add_(0, idx_mapping_R, num_scheduled_R - outcome.num_rejected)
 
 
 class PlainStep(BoundStep):
@@ -114,6 +188,15 @@ class PlainStep(BoundStep):
 
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
         state, layout = self._state, self._layout
+        if layout.drafts is not None:
+            write_drafts(
+                state.all_token_ids_SL,
+                state.total_len_S,
+                state.draft_token_ids_SD,
+                self._slots,
+                layout.drafts.num_drafts_R,
+                layout.drafts.max_drafts,
+            )
         inputs = gather_step_inputs(
             state.all_token_ids_SL,
             state.num_computed_tokens_S,
@@ -138,20 +221,26 @@ class PlainStep(BoundStep):
             )
         return StepTensors(*inputs, tuple(tables), tuple(slot_mappings))
 
-    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> tuple[Tensor, TokensOnHost | None]:
+    def outcome(self, sampled_token_ids_L: Tensor, failures_L: Tensor) -> tuple[StepOutcome, TokensOnHost | None]:
         assert self._seq_lens is not None, "gather comes first"
-        num_sampled_R = count_sampled(self._seq_lens, self._state.prefill_len_S, self._slots)
-        return torch.stack([sampled_token_ids_R, num_sampled_R, failures_R.to(torch.int64)]), None
+        drafts, known_len_R = self._layout.drafts, self._state.prefill_len_S.index_select(0, self._slots)
+        if drafts is None:
+            num_sampled_R = (self._seq_lens >= known_len_R).to(torch.int64)
+            return _outcome(
+                sampled_token_ids_L.unsqueeze(-1), num_sampled_R, torch.zeros_like(num_sampled_R), failures_L
+            ), None
+        is_complete_R = self._seq_lens - drafts.num_drafts_R >= known_len_R
+        draft_ids_RD = self._state.draft_token_ids_SD.index_select(0, self._slots)
+        return verify_drafts(sampled_token_ids_L, failures_L, is_complete_R, draft_ids_RD, drafts), None
 
-    def advance(self, outcome_3R: Tensor) -> None:
+    def advance(self, outcome: StepOutcome) -> None:
         advance_state(
             self._state.all_token_ids_SL,
             self._state.total_len_S,
             self._state.num_computed_tokens_S,
             self._slots,
-            outcome_3R[0],
-            outcome_3R[1],
             self._num_scheduled,
+            outcome,
         )
 
 

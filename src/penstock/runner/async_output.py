@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from penstock.contract import LogprobsLists, SampledOutput
 from penstock.device import Device
-from penstock.kernels.bound_step import TokensOnHost
+from penstock.kernels.bound_step import StepOutcome, TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
@@ -32,7 +33,8 @@ class AsyncOutput:
         *,
         step_id: int,
         req_ids: list[str],
-        outcome: Tensor,
+        outcome: StepOutcome,
+        first_rows: np.ndarray | None = None,
         on_host: TokensOnHost | None = None,
         logprobs: LogprobsTensors | None,
         prompt_logprobs: PendingPromptLogprobs | None = None,
@@ -48,7 +50,8 @@ class AsyncOutput:
         self._prompt_logprobs = prompt_logprobs
         self._on_not_finite = on_not_finite
         self._on_host = on_host
-        self._copy = device.download((*(logprobs or ()), *((outcome,) if on_host is None else ())))
+        self._first_rows = first_rows
+        self._copy = device.download((*(logprobs or ()), *((outcome.table_RX,) if on_host is None else ())))
 
     def get_output(self, timeout_s: float) -> SampledOutput:
         """The step's result.
@@ -63,11 +66,21 @@ class AsyncOutput:
             step_id=self.step_id,
             req_ids=self._req_ids,
             sampled_token_ids=token_ids,
-            logprobs=_to_lists(LogprobsTensors(*tensors[:3])) if self._has_logprobs else None,
+            logprobs=self._logprobs(LogprobsTensors(*tensors[:3]), token_ids) if self._has_logprobs else None,
             prompt_logprobs={} if self._prompt_logprobs is None else self._prompt_logprobs.by_request(),
             errors=self._errors if failures is None else self._errors | self._failed(token_ids, failures),
             not_finite_req_ids=[] if failures is None else self._not_finite(failures),
         )
+
+    def _logprobs(self, logprobs: LogprobsTensors, token_ids: list[list[int]]) -> LogprobsLists:
+        """Of the sampled tokens, a row each: not of unfinished prefills, nor of what came after rejected drafts."""
+        firsts = range(len(token_ids)) if self._first_rows is None else self._first_rows.tolist()
+        rows = [
+            first + number for first, sampled in zip(firsts, token_ids, strict=True) for number in range(len(sampled))
+        ]
+        if len(rows) < len(logprobs.ranks_R):
+            logprobs = LogprobsTensors(*(column[rows] for column in logprobs))
+        return _to_lists(logprobs)
 
     def _describe_wait(self, timeout_s: float) -> str:
         return (
@@ -105,10 +118,10 @@ class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
         return self.output
 
 
-def _to_host(outcome_3R: Tensor) -> TokensOnHost:
-    token_ids, counts, failures = outcome_3R.tolist()
-    sampled = [[token_id] if count else [] for token_id, count in zip(token_ids, counts, strict=True)]
-    return sampled, failures if any(failures) else None
+def _to_host(table_RX: Tensor) -> TokensOnHost:
+    rows = table_RX.tolist()
+    failures = [failure for *_, failure in rows]
+    return [row[: row[-3]] for row in rows], failures if any(failures) else None
 
 
 def _to_lists(logprobs: LogprobsTensors) -> LogprobsLists:

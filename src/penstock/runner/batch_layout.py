@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from penstock.device import Device
-from penstock.kernels.bound_step import LayoutTensors
+from penstock.kernels.bound_step import DraftTensors, LayoutTensors
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling.stage import DraftRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,10 @@ class BatchLayout:
 
     req_ids, slots_np, counts_np: of the actual requests, in batch order. query_start_loc_np: int64 [rows + 1].
     is_all_decodes: every request has one token. has_one_token_each: and none is padding.
-    On the device: query_start_loc int32 [rows + 1]; slots int64 [actual requests]; logits_indices int64 [actual
-    requests], last token of each; tensors: int64, rows and tokens.
+    logits_slots_np: int64, whose each logits row is. drafts: more about them, where the step checks drafts.
+    On the device: query_start_loc int32 [rows + 1]; slots int64 [actual requests]; logits_slots int64 [logits rows];
+    logits_indices int64 [logits rows], the token of each: a request's last one, or, where drafts are checked, the last
+    known one and each draft; tensors: int64, rows and tokens.
     """
 
     plan: BatchPlan
@@ -36,11 +40,24 @@ class BatchLayout:
     has_one_token_each: bool
     query_start_loc: Tensor
     slots: Tensor
+    logits_slots_np: np.ndarray
+    logits_slots: Tensor
     logits_indices: Tensor
     tensors: LayoutTensors
+    drafts: DraftRows | None = None
 
-    def last_rows(self, per_token: Tensor) -> Tensor:
-        """The rows of each actual request's last token, of something that has one per token of the step."""
+    @property
+    def has_one_row_each(self) -> bool:
+        """Every request has the logits of its last token, and no others."""
+        return self.drafts is None
+
+    @property
+    def first_rows(self) -> np.ndarray | None:
+        """int64 [actual requests], the first logits row of each; None where each has one."""
+        return None if self.drafts is None else np.flatnonzero(self.drafts.numbers_np == 0)
+
+    def of_logits_rows(self, per_token: Tensor) -> Tensor:
+        """What belongs to the logits rows, of something that has a row per token of the step."""
         return per_token if self.has_one_token_each else per_token.index_select(0, self.logits_indices)
 
 
@@ -72,6 +89,8 @@ class _OneTokenEach:
             has_one_token_each=True,
             query_start_loc=self._starts_R[: num_reqs + 1],
             slots=slots_R,
+            logits_slots_np=slots,
+            logits_slots=slots_R,
             logits_indices=numbers_R,
             tensors=LayoutTensors(
                 slots_R, self._counts_R[:num_reqs], numbers_R, self._zeros_R[:num_reqs], num_reqs, num_reqs
@@ -79,8 +98,21 @@ class _OneTokenEach:
         )
 
 
+class DraftCounts(NamedTuple):
+    """Of a step's requests in batch order, int64 each: drafts, and those that may be accepted."""
+
+    num_drafts: np.ndarray
+    num_checked: np.ndarray
+
+
 def _lay_out(
-    device: Device, req_ids: list[str], slots: np.ndarray, counts: np.ndarray, plan: BatchPlan, padding_slot: int
+    device: Device,
+    req_ids: list[str],
+    slots: np.ndarray,
+    counts: np.ndarray,
+    plan: BatchPlan,
+    padding_slot: int,
+    drafts: DraftCounts | None,
 ) -> BatchLayout:
     """Any layout, carried to the device in one copy."""
     num_reqs, num_tokens = plan.num_reqs, plan.num_tokens
@@ -100,10 +132,24 @@ def _lay_out(
     token_offset[:num_tokens] = np.arange(num_tokens) - query_start_loc[token_to_req[:num_tokens]]
 
     logits_indices = query_start_loc[1 : num_reqs + 1] - 1
-    parts = (idx_mapping, num_scheduled, query_start_loc, token_to_req, token_offset, logits_indices)
-    (idx_mapping_R, num_scheduled_R, starts_R, token_to_req_T, token_offset_T, last_R) = device.upload(
+    logits_slots = slots
+    draft_parts: tuple[np.ndarray, ...] = ()
+    if drafts is not None:
+        num_rows_of = 1 + drafts.num_checked
+        batch_indices = np.repeat(np.arange(num_reqs), num_rows_of)
+        first_rows = np.cumsum(num_rows_of) - num_rows_of
+        numbers = np.arange(len(batch_indices)) - first_rows[batch_indices]
+        logits_slots = slots[batch_indices]
+        logits_indices = (logits_indices - drafts.num_drafts)[batch_indices] + numbers
+        draft_parts = (logits_slots, numbers, *drafts, first_rows)
+    parts = (idx_mapping, num_scheduled, query_start_loc, token_to_req, token_offset, logits_indices, *draft_parts)
+    (idx_mapping_R, num_scheduled_R, starts_R, token_to_req_T, token_offset_T, logits_L, *more) = device.upload(
         np.concatenate(parts)
     ).split([len(part) for part in parts])
+    draft_rows = draft_tensors = None
+    if drafts is not None:
+        draft_rows = DraftRows(batch_indices, numbers, more[1])
+        draft_tensors = DraftTensors(more[2], more[3], more[4], int(drafts.num_drafts.max()))
     return BatchLayout(
         plan=plan,
         req_ids=req_ids,
@@ -115,27 +161,45 @@ def _lay_out(
         has_one_token_each=False,
         query_start_loc=starts_R.int(),
         slots=idx_mapping_R[:num_reqs],
-        logits_indices=last_R,
-        tensors=LayoutTensors(idx_mapping_R, num_scheduled_R, token_to_req_T, token_offset_T, num_reqs, num_tokens),
+        logits_slots_np=logits_slots,
+        logits_slots=more[0] if more else idx_mapping_R[:num_reqs],
+        logits_indices=logits_L,
+        tensors=LayoutTensors(
+            idx_mapping_R, num_scheduled_R, token_to_req_T, token_offset_T, num_reqs, num_tokens, draft_tensors
+        ),
+        drafts=draft_rows,
     )
 
 
 class Layouts:
-    """Makes the layout of each step."""
+    """Makes the layout of each step. takes_drafts: whether the drafts of a slot's request may be accepted."""
 
-    def __init__(self, device: Device, requests: RequestStates) -> None:
+    def __init__(self, device: Device, requests: RequestStates, takes_drafts: Callable[[int], bool]) -> None:
+        self._takes_drafts = takes_drafts
         self._device = device
         self._requests = requests
         self._one_token_each = _OneTokenEach(device, requests.padding_slot)
 
-    def make(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> BatchLayout:
-        """The layout of a step that runs so many tokens of each request."""
+    def make(
+        self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan, drafts: Mapping[str, Sequence[int]]
+    ) -> BatchLayout:
+        """The layout of a step that runs so many tokens of each request, the last of which are these drafts."""
         if plan.num_tokens_padded == plan.num_tokens == plan.num_reqs:
             req_ids = list(num_scheduled_tokens)
             return self._one_token_each.lay_out(req_ids, self._slots_of(req_ids), plan)
         req_ids, counts = _order_by_count(num_scheduled_tokens)
-        padding_slot = self._requests.padding_slot
-        return _lay_out(self._device, req_ids, self._slots_of(req_ids), counts, plan, padding_slot)
+        padding_slot, slots = self._requests.padding_slot, self._slots_of(req_ids)
+        draft_counts = self._count_drafts(req_ids, slots, drafts) if drafts else None
+        return _lay_out(self._device, req_ids, slots, counts, plan, padding_slot, draft_counts)
+
+    def _count_drafts(
+        self, req_ids: list[str], slots: np.ndarray, drafts: Mapping[str, Sequence[int]]
+    ) -> DraftCounts | None:
+        num_drafts = np.array([len(drafts.get(req_id, ())) for req_id in req_ids])
+        if not num_drafts.any():
+            return None
+        takes = np.array([self._takes_drafts(slot) for slot in slots.tolist()])
+        return DraftCounts(num_drafts, num_drafts * takes)
 
     def _slots_of(self, req_ids: list[str]) -> np.ndarray:
         slot_of = self._requests.slot_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +18,15 @@ from penstock.runner.block_tables import BlockTables
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.stage import LogitsRows
 
+_NO_DRAFTS: Mapping[str, Sequence[int]] = {}
+
 
 class InputBatch(NamedTuple):
     """One step's inputs, in the order of its layout. The next step of the same layout may overwrite the tensors.
 
     input_ids: int32 [tokens]. positions: int64 [tokens].
     geometry: per KV-cache group, what attention needs.
-    logits_rows: of the actual requests. step: takes the step's outcome.
+    logits_rows: whose logits are computed. step: takes the step's outcome.
     """
 
     layout: BatchLayout
@@ -38,11 +40,17 @@ class InputBatch(NamedTuple):
 class BatchBuilder:
     """Gathers a step's inputs from the persistent state; knows nothing of what is done with them."""
 
-    def __init__(self, device: Device, requests: RequestStates, block_tables: BlockTables) -> None:
+    def __init__(
+        self,
+        device: Device,
+        requests: RequestStates,
+        block_tables: BlockTables,
+        takes_drafts: Callable[[int], bool],
+    ) -> None:
         self._requests = requests
         self._block_sizes = tuple(block_tables.block_sizes)
         self._tables = tuple(block_tables.table(group) for group in range(len(self._block_sizes)))
-        self._layouts = Layouts(device, requests)
+        self._layouts = Layouts(device, requests, takes_drafts)
         self._layout: BatchLayout
         self._step: BoundStep
         self._max_seq_len = 0
@@ -52,9 +60,11 @@ class BatchBuilder:
         self._tensors: StepTensors
         self._batch: InputBatch
 
-    def build(self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan) -> InputBatch:
-        """The inputs of a step that runs `num_scheduled_tokens[req_id]` tokens of each request."""
-        layout = self._layouts.make(num_scheduled_tokens, plan)
+    def build(
+        self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan, drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
+    ) -> InputBatch:
+        """The inputs of a step that runs `num_scheduled_tokens[req_id]` tokens of each request, its drafts the last."""
+        layout = self._layouts.make(num_scheduled_tokens, plan, drafts)
         self._bind(layout)
         self._tensors = self._step.gather(self._num_columns)
         self._batch = self._wrap(layout, self._tensors)
@@ -83,6 +93,7 @@ class BatchBuilder:
             requests.prefill_len.tensor,
             self._tables,
             self._block_sizes,
+            requests.draft_token_ids.tensor,
         )
         self._layout, self._step = layout, bind_step(state, layout.tensors)
         self._max_seq_len = self._max_seq_len_upper_bound(layout)
@@ -115,7 +126,8 @@ class BatchBuilder:
                 tensors.block_tables_RB, tensors.slot_mappings_T, self._num_columns, self._block_sizes, strict=True
             )
         )
-        rows = LogitsRows(layout.slots, layout.slots_np, layout.last_rows(tensors.positions_T))
+        positions = layout.of_logits_rows(tensors.positions_T)
+        rows = LogitsRows(layout.logits_slots, layout.logits_slots_np, positions, layout.drafts)
         return InputBatch(layout, tensors.input_ids_T, tensors.positions_T, geometry, rows, self._step)
 
     def _max_seq_len_upper_bound(self, layout: BatchLayout) -> int:

@@ -37,18 +37,19 @@ from penstock.runner.step_order import StepOrder
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What the runner's persistent state is sized for."""
+    """What the runner's persistent state is sized for. max_drafts: of a request in a step."""
 
     max_num_reqs: int
     max_num_tokens: int
     max_model_len: int
     vocab_size: int
+    max_drafts: int = 0
 
 
 class PendingStep(msgspec.Struct, frozen=True, gc=False):
     """A step that has been run and not yet sampled. `batch` is None when no token was run.
 
-    hidden: of each request's last token; None where the step has `chosen` its tokens already. all_hidden: of all
+    hidden: of each logits row; None where the step has `chosen` its tokens already. all_hidden: of all
     tokens, where prompt_rows are among them.
     """
 
@@ -90,13 +91,13 @@ class ModelRunner:
         self.sampling = sampling or SamplingConfig()
         self._rank = rank
         num_slots = limits.max_num_reqs + 1
-        self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len)
+        self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len, limits.max_drafts)
         self.block_tables = BlockTables(device, num_slots, limits.max_model_len, kv_cache_config)
         token_ids = self.requests.all_token_ids.tensor
         self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, self.sampling, logits_processors)
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler, self.prompt_logprobs)
-        self.batcher = BatchBuilder(device, self.requests, self.block_tables)
+        self.batcher = BatchBuilder(device, self.requests, self.block_tables, self.sampler.takes_drafts)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         rooms = self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache, self.sampler
@@ -125,10 +126,15 @@ class ModelRunner:
             if chosen is not None:
                 self.steps.wait(output.step_id, PendingStep(batch, None, errors, chosen=chosen))
                 return
-        if prompt_rows is None and batch.layout.max_query_len > 1 and not self.computes_all_hidden:
+        if (
+            prompt_rows is None
+            and batch.layout.has_one_row_each
+            and batch.layout.max_query_len > 1
+            and not self.computes_all_hidden
+        ):
             context = self.kv_cache.narrow_to_last_tokens(context, batch)
         hidden = self.paths.forward(self.model, batch.input_ids, batch.positions, context)
-        last = hidden if context.last is not None else batch.layout.last_rows(hidden)
+        last = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
         all_hidden = None if prompt_rows is None else hidden
         self.steps.wait(output.step_id, PendingStep(batch, last, errors, prompt_rows, all_hidden))
 
@@ -146,7 +152,8 @@ class ModelRunner:
         prompt_logprobs = self.prompt_logprobs.compute(step.prompt_rows, self.model, step.all_hidden)
         sampled = self._sample(step, rows)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
-        req_ids = batch.layout.req_ids
+        layout = batch.layout
+        req_ids = layout.req_ids
         if sampled.errors:
             errors = _by_request(sampled.errors, req_ids) | errors
         result: AsyncOutput | ReadyOutput
@@ -160,6 +167,7 @@ class ModelRunner:
                 req_ids=req_ids,
                 outcome=outcome,
                 on_host=on_host,
+                first_rows=layout.first_rows,
                 logprobs=sampled.logprobs,
                 prompt_logprobs=prompt_logprobs,
                 errors=errors,
@@ -167,7 +175,7 @@ class ModelRunner:
                 rank=self._rank,
             )
         batch.step.advance(outcome)
-        self.sampler.advance(rows, outcome)
+        self.sampler.advance(layout.slots, layout.slots_np, outcome)
         return result
 
     def forget_programs(self) -> None:
@@ -183,7 +191,8 @@ class ModelRunner:
         scheduled = _without(output.num_scheduled_tokens, errors)
         if not scheduled:
             return None
-        batch = self.batcher.build(scheduled, BatchPlan.without_padding(scheduled))
+        plan = BatchPlan.without_padding(scheduled)
+        batch = self.batcher.build(scheduled, plan, output.scheduled_spec_decode_tokens)
         context = self.kv_cache.make_context(batch)
         if not errors:
             self.paths.keep(output, batch, context)

@@ -37,6 +37,8 @@ class RequestLifecycle:
             if error is not None:
                 errors[request.req_id] = error
         self._extend(output, errors)
+        if output.scheduled_spec_decode_tokens:
+            self._take_drafts(output, errors)
         self._requests.flush()
         self._block_tables.flush()
         return errors
@@ -77,3 +79,11 @@ class RequestLifecycle:
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None and req_id in slot_of:
                 self._block_tables.append_blocks(slot_of[req_id], block_ids)
+
+    def _take_drafts(self, output: SchedulerOutput, errors: dict[str, str]) -> None:
+        most = self._requests.max_drafts
+        for req_id, token_ids in output.scheduled_spec_decode_tokens.items():
+            if len(token_ids) > most:
+                errors[req_id] = f"the step has {len(token_ids)} drafts of this request; this worker takes up to {most}"
+            elif req_id in self._requests.slot_of:
+                self._requests.set_drafts(self._requests.slot_of[req_id], token_ids)

@@ -6,6 +6,8 @@ during a request's life, or is an upper bound and says so in its name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -19,10 +21,12 @@ class RequestStates:
 
     all_token_ids: int32 [slots, max_model_len + 1], prompt and generated tokens.
     total_len, num_computed_tokens: int64 [slots, 1]; for a decoding request computed is total - 1 after each step.
+    draft_token_ids: int32 [slots, max_drafts], what the next step takes for tokens behind the known ones. They come
+        from the scheduler's message, or were put there by whoever drafts on the device.
     prefill_len: tokens known when the request was added.
     """
 
-    def __init__(self, device: Device, max_num_reqs: int, max_model_len: int) -> None:
+    def __init__(self, device: Device, max_num_reqs: int, max_model_len: int, max_drafts: int = 0) -> None:
         self.max_num_reqs = max_num_reqs
         self.padding_slot = max_num_reqs
         num_slots = max_num_reqs + 1
@@ -30,6 +34,8 @@ class RequestStates:
         self.all_token_ids = StagedTensor(device, num_slots, max_model_len + 1, torch.int32)
         self.total_len = StagedTensor(device, num_slots, 1, torch.int64)
         self.num_computed_tokens = StagedTensor(device, num_slots, 1, torch.int64)
+        self.draft_token_ids = StagedTensor(device, num_slots, max_drafts, torch.int32)
+        self.max_drafts = max_drafts
         self.prefill_len = SlotParameter(device, num_slots, np.int64, 0)
         self._computed_upper_bound = np.zeros(num_slots, dtype=np.int64)
         # Not looked at before somebody asks, which most steps do not.
@@ -68,6 +74,12 @@ class RequestStates:
         self._free_slots.append(slot)
         return True
 
+    def set_drafts(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Stage the drafts of a step, but for those that are -1: the device has them."""
+        for number, token_id in enumerate(token_ids):
+            if token_id >= 0:
+                self.draft_token_ids.stage(slot, number, [token_id])
+
     def note_computed(self, cached: CachedRequestData) -> None:
         """Take in what the scheduler says of this step's requests that have a slot already."""
         self._noted_computed = cached
@@ -89,3 +101,4 @@ class RequestStates:
         self.all_token_ids.flush()
         self.total_len.flush()
         self.num_computed_tokens.flush()
+        self.draft_token_ids.flush()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepTensors, TokensOnHost
+from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepOutcome, StepTensors, TokensOnHost
 from penstock.kernels.native.stored import StoredArguments
 
 
@@ -30,14 +30,18 @@ class NativeStep(BoundStep):
         )
         self._num_columns: tuple[int, ...] | None = None
         self._gather_arguments = StoredArguments([])
-        self._outcome_3R = torch.empty(3, layout.num_reqs, dtype=torch.int64)
+        num_columns = 1 + layout.max_drafts
+        self._drafts = _draft_arguments(state, layout)
+        self._outcome = StepOutcome(torch.empty(layout.num_reqs, num_columns + 3, dtype=torch.int64))
         self._outcome_arguments = StoredArguments(
             [
                 self._tensors.seq_lens_R.data_ptr(),
                 state.prefill_len_S.data_ptr(),
                 layout.idx_mapping_R.data_ptr(),
                 layout.num_reqs,
-                self._outcome_3R.data_ptr(),
+                num_columns,
+                self._outcome.table_RX.data_ptr(),
+                *self._drafts,
             ]
         )
         self._advance_arguments = StoredArguments(
@@ -49,7 +53,8 @@ class NativeStep(BoundStep):
                 layout.idx_mapping_R.data_ptr(),
                 layout.num_scheduled_R.data_ptr(),
                 layout.num_reqs,
-                self._outcome_3R.data_ptr(),
+                num_columns,
+                self._outcome.table_RX.data_ptr(),
             ]
         )
 
@@ -59,17 +64,17 @@ class NativeStep(BoundStep):
         self._gather(self._gather_arguments.address)
         return self._tensors
 
-    def outcome(self, sampled_token_ids_R: Tensor, failures_R: Tensor) -> tuple[Tensor, TokensOnHost | None]:
+    def outcome(self, sampled_token_ids_L: Tensor, failures_L: Tensor) -> tuple[StepOutcome, TokensOnHost | None]:
         on_host: TokensOnHost = self._count(
             self._outcome_arguments.address,
-            sampled_token_ids_R.data_ptr(),
-            failures_R.data_ptr(),
-            failures_R.element_size(),
+            sampled_token_ids_L.data_ptr(),
+            failures_L.data_ptr(),
+            failures_L.element_size(),
         )
-        return self._outcome_3R, on_host
+        return self._outcome, on_host
 
-    def advance(self, outcome_3R: Tensor) -> None:
-        assert outcome_3R is self._outcome_3R, "a step records what it counted"
+    def advance(self, outcome: StepOutcome) -> None:
+        assert outcome is self._outcome, "a step records what it counted"
         self._record(self._advance_arguments.address)
 
     def _take_columns(self, num_columns: tuple[int, ...]) -> None:
@@ -92,6 +97,8 @@ class NativeStep(BoundStep):
             tensors.input_ids_T.data_ptr(),
             tensors.positions_T.data_ptr(),
             tensors.seq_lens_R.data_ptr(),
+            *self._drafts,
+            state.total_len_S.data_ptr(),
             len(tables),
         ]
         groups = zip(state.block_tables_SB, state.block_sizes, tables, tensors.slot_mappings_T, strict=True)
@@ -105,3 +112,12 @@ class NativeStep(BoundStep):
                 slot_mapping.data_ptr(),
             ]
         self._gather_arguments = StoredArguments(arguments)
+
+
+def _draft_arguments(state: SlotTensors, layout: LayoutTensors) -> list[int]:
+    """As the library takes it."""
+    drafts, table = layout.drafts, state.draft_token_ids_SD
+    if drafts is None:
+        return [0] * 6
+    tensors = drafts.num_drafts_R, drafts.num_checked_R, drafts.first_row_R
+    return [table.data_ptr(), table.shape[1], *(tensor.data_ptr() for tensor in tensors), layout.num_reqs]

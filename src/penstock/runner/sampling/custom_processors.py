@@ -51,6 +51,11 @@ class CustomProcessors(SamplingStage):
                 logger.exception("Logits processor %r failed in remove_request", processor.name)
         self._wants[:, slot] = False
 
+    def takes_drafts(self, slot: int) -> bool:
+        """Whether all processors that the slot's request wants can tell what they do after drafts."""
+        wanted = np.flatnonzero(self._wants[:, slot]).tolist()
+        return all(self._processors[index].takes_drafts for index in wanted)
+
     def is_needed(self, slots_np: np.ndarray) -> bool:
         return bool(self._wants[:, slots_np].any())
 
@@ -83,11 +88,8 @@ class CustomProcessors(SamplingStage):
     def _change(self, processor: LogitsProcessor, logits: Tensor, rows: LogitsRows, which: np.ndarray) -> None:
         index = self._context.device.upload(which)
         before = logits.index_select(0, index)
-        part = LogitsRows(
-            rows.slots.index_select(0, index), rows.slots_np[which], rows.positions.index_select(0, index)
-        )
         with torch.no_grad():
-            after = processor.apply(before, part)
+            after = processor.apply(before, rows.select(which, index))
         if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != torch.float32:
             found = f"{after.dtype} {list(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
             raise TypeError(f"it returned {found} instead of float32 logits {list(before.shape)}")

@@ -40,9 +40,14 @@ class LogitsProcessor(ABC):
     tokens from `context.token_ids`, on the device.
 
     name: how requests speak to the processor: `SamplingParams(extra_args={name: …})`.
+    takes_drafts: whether what `apply` does to a row follows from the row alone: its slot, its position, and the tokens
+        up to there. Then a request may have several rows in a step, one after each of its drafts (`LogitsRows.drafts`),
+        of which some will turn out never to have been. Where that is not so, it has one row, and its drafts are
+        rejected.
     """
 
     name: ClassVar[str]
+    takes_drafts: ClassVar[bool] = False
 
     def __init__(self, context: ProcessorContext) -> None:
         self.context = context
@@ -71,7 +76,8 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """float32 [rows, vocabulary] in and out, a row for each request of the step that wants the processor.
+        """float32 [rows, vocabulary] in and out, for the requests of the step that want the processor; each has a
+        row, and more of them where `takes_drafts` is true.
 
         `logits` may be changed in place. Rows of prompts that are not fully computed come too; what is drawn from them
         is thrown away. If this raises, it is called again for each row alone, and the requests whose rows raise again

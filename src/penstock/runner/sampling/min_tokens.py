@@ -54,8 +54,12 @@ class MinTokens(SamplingStage):
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         lists = self._lists.pack(rows)
-        is_short = rows.positions < self._free_from.tensor.index_select(0, rows.slots)
-        self._reports.append(_Report(rows.slots_np, self._tenants[rows.slots_np], self._device.download([is_short])))
+        free_from = self._free_from.tensor.index_select(0, rows.slots)
+        is_short = rows.positions < free_from
+        # Drafts may be rejected: a minimum is passed once it is with known tokens.
+        is_known_short = is_short if rows.drafts is None else rows.known_positions < free_from
+        report = self._device.download([is_known_short])
+        self._reports.append(_Report(rows.slots_np, self._tenants[rows.slots_np], report))
         return forbid_tokens(logits, lists.row_of, lists.columns[0], is_short.index_select(0, lists.row_of))
 
     def _release(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.device import Device
+from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.logits_shaping import IN_PROMPT, penalise
 from penstock.runner.sampling.stage import LogitsRows, SamplingStage
 from penstock.runner.staging import SlotParameter
@@ -19,11 +20,13 @@ class Penalties(SamplingStage):
     """Keeps what has occurred in a table on the device, int32 [slots, vocabulary], made when it is first needed.
 
     A row is written anew for each request with a penalty and advanced after each step, so it never waits for the host.
+    token_ids_SL: the runner's table of tokens.
     """
 
-    def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
+    def __init__(self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor) -> None:
         self._device = device
         self._shape = (num_slots, vocab_size)
+        self._token_ids_SL = token_ids_SL
         self._table_SV: Tensor | None = None
         self._has_penalty = np.zeros(num_slots, dtype=np.bool_)
         self._repetition = SlotParameter(device, num_slots, np.float32, 1.0)
@@ -33,6 +36,7 @@ class Penalties(SamplingStage):
         self._unwritten: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._rows_for: np.ndarray | None = None
         self._rows: Tensor | None = None
+        self._penalised_np: np.ndarray
 
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -57,22 +61,37 @@ class Penalties(SamplingStage):
         table = self._written_table()
         which = self._penalised_rows(rows.slots_np)
         slots = rows.slots.index_select(0, which)
+        lines = slots
+        if rows.drafts is not None:
+            table = self._with_drafts(table, rows.select(self._penalised_np, which))
+            lines = torch.arange(len(slots), device=slots.device)
         return penalise(
             logits,
             which,
             table,
-            slots,
+            lines,
             self._repetition.tensor.index_select(0, slots),
             self._frequency.tensor.index_select(0, slots),
             self._presence.tensor.index_select(0, slots),
         )
 
-    def advance(self, rows: LogitsRows, sampled: Tensor, num_sampled: Tensor) -> None:
-        if self._table_SV is None or not self.is_needed(rows.slots_np):
+    def advance(self, slots: Tensor, slots_np: np.ndarray, outcome: StepOutcome) -> None:
+        if self._table_SV is None or not self.is_needed(slots_np):
             return
-        # Rows without a penalty are counted too: theirs is written anew before it is read.
-        flat = rows.slots * self._shape[1] + sampled
-        self._table_SV.view(-1).index_add_(0, flat, num_sampled.to(torch.int32))
+        # Requests without a penalty are counted too: their row is written anew before it is read.
+        for number, sampled in enumerate(outcome.sampled_token_ids.unbind(1)):
+            is_sampled = outcome.num_sampled > number
+            self._table_SV.view(-1).index_add_(0, slots * self._shape[1] + sampled, is_sampled.to(torch.int32))
+
+    def _with_drafts(self, table_SV: Tensor, rows: LogitsRows) -> Tensor:
+        """What has occurred before each of these rows, [rows, vocabulary], as if its drafts were output."""
+        assert rows.drafts is not None, "there are drafts"
+        table_RV = table_SV.index_select(0, rows.slots)
+        firsts = torch.arange(len(rows.slots), device=table_RV.device) * self._shape[1]
+        for back in range(rows.max_drafts):
+            tokens = self._token_ids_SL[rows.slots, (rows.positions - back).clamp(min=0)]
+            table_RV.view(-1).index_add_(0, firsts + tokens, (rows.drafts.numbers > back).to(torch.int32))
+        return table_RV
 
     def _written_table(self) -> Tensor:
         if self._table_SV is None:
@@ -86,7 +105,8 @@ class Penalties(SamplingStage):
 
     def _penalised_rows(self, slots_np: np.ndarray) -> Tensor:
         if self._rows is None or self._rows_for is not slots_np:
-            self._rows = self._device.upload(np.flatnonzero(self._has_penalty[slots_np]))
+            self._penalised_np = np.flatnonzero(self._has_penalty[slots_np])
+            self._rows = self._device.upload(self._penalised_np)
             self._rows_for = slots_np
         return self._rows
 

@@ -13,12 +13,13 @@ from penstock.config import SamplingConfig
 from penstock.config.sampling import rows_at_once
 from penstock.contract import SamplingParams
 from penstock.device import Device
+from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.allowed_tokens import AllowedTokens
 from penstock.runner.sampling.bad_words import BadWords
 from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.draw import Draw
-from penstock.runner.sampling.failures import find_failures
+from penstock.runner.sampling.failures import Failure, find_failures
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.logit_bias import LogitBias
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
@@ -26,7 +27,7 @@ from penstock.runner.sampling.logprobs import Logprobs
 from penstock.runner.sampling.min_p import MinP
 from penstock.runner.sampling.min_tokens import MinTokens
 from penstock.runner.sampling.penalties import Penalties
-from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.sampling.stage import DraftRows, LogitsRows, SamplingStage
 from penstock.runner.sampling.temperature import Temperature
 from penstock.runner.sampling.top_k_top_p import TopKTopP
 
@@ -35,7 +36,7 @@ class SamplerOutput(msgspec.Struct, frozen=True):
     """sampled_token_ids: int64 [rows], on the device; any token where the row failed.
 
     failures: [rows], on the device: a `Failure` per row, as an integer or a bool.
-    errors: by row, what went wrong in a custom logits processor.
+    errors: by the request's place in the step, what went wrong in a custom logits processor.
     """
 
     sampled_token_ids: Tensor
@@ -65,6 +66,7 @@ class Sampler:
         processors: Sequence[type[LogitsProcessor]] | None = None,
     ) -> None:
         context = ProcessorContext(device, num_slots, vocab_size, token_ids_SL)
+        self._device = device
         self.max_rows = rows_at_once(vocab_size, device.kind)
         classes = load_logits_processors(config.logits_processors) if processors is None else processors
         self._custom = CustomProcessors(context, classes)
@@ -73,7 +75,7 @@ class Sampler:
             BadWords(device, num_slots, vocab_size, token_ids_SL),
             MinTokens(device, num_slots, vocab_size),
             LogitBias(device, num_slots, vocab_size),
-            Penalties(device, num_slots, vocab_size),
+            Penalties(device, num_slots, vocab_size, token_ids_SL),
             self._custom,
         ]
         self.truncating: list[SamplingStage] = [
@@ -130,9 +132,24 @@ class Sampler:
         """Choose one token per row from float32 logits [rows, vocabulary], which stay as they are."""
         num_rows, num_logprobs = logits.shape[0], self._logprobs.most(rows)
         if num_rows <= self.max_rows:
-            return self._sample(logits, rows, num_logprobs)
-        parts = [slice(start, start + self.max_rows) for start in range(0, num_rows, self.max_rows)]
-        return _join([self._sample(logits[part], rows.part(part), num_logprobs) for part in parts], self.max_rows)
+            output = self._sample(logits, rows, num_logprobs)
+        else:
+            parts = [slice(start, start + self.max_rows) for start in range(0, num_rows, self.max_rows)]
+            output = _join([self._sample(logits[part], rows.part(part), num_logprobs) for part in parts], self.max_rows)
+        return self._by_request(output, rows.drafts) if output.errors and rows.drafts is not None else output
+
+    def _by_request(self, output: SamplerOutput, drafts: DraftRows) -> SamplerOutput:
+        """Errors of requests from those of rows. After a draft it is a row without a token: it may not be reached."""
+        after_drafts = [row for row in output.errors if drafts.numbers_np[row] > 0]
+        failures = output.failures.to(torch.int64)
+        if after_drafts:
+            failures[self._device.upload(np.array(after_drafts))] = int(Failure.NOTHING_LEFT)
+        errors = {
+            int(drafts.batch_indices_np[row]): error
+            for row, error in output.errors.items()
+            if drafts.numbers_np[row] == 0
+        }
+        return SamplerOutput(output.sampled_token_ids, failures, output.logprobs, errors)
 
     def _sample(self, logits: Tensor, rows: LogitsRows, num_logprobs: int | None) -> SamplerOutput:
         shaping = self._needed(self.shaping, rows) if self._shaped_slots else []
@@ -148,13 +165,17 @@ class Sampler:
             errors=self._custom.take_errors(),
         )
 
-    def advance(self, rows: LogitsRows, outcome: Tensor) -> None:
-        """Let the stages take note of a step's outcome (`BoundStep.outcome`); nothing is waited for."""
+    def takes_drafts(self, slot: int) -> bool:
+        """Whether the request's tokens after drafts can be told; if not, none of its drafts may be accepted."""
+        return slot not in self._shaped_slots or self._custom.takes_drafts(slot)
+
+    def advance(self, slots: Tensor, slots_np: np.ndarray, outcome: StepOutcome) -> None:
+        """Let the stages take note of a step's outcome; nothing is waited for. slots: of its requests, int64."""
         if self._shaped_slots:
             # The next step may overwrite the outcome, and a stage may look at it later.
-            sampled, num_sampled, _ = outcome.clone().unbind(0)
+            kept = StepOutcome(outcome.table_RX.clone())
             for stage in self.shaping:
-                stage.advance(rows, sampled, num_sampled)
+                stage.advance(slots, slots_np, kept)
 
     @staticmethod
     def _needed(stages: list[SamplingStage], rows: LogitsRows) -> list[SamplingStage]:

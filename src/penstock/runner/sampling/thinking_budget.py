@@ -29,10 +29,13 @@ class ThinkingBudget(LogitsProcessor):
     """Its argument: {"budget": tokens, "start_token_ids": [...], "end_token_ids": [...]}.
 
     For each slot the device keeps the position at which thinking began. The prompt is searched for it on the host;
-    from then on every step looks at the last tokens only, so whether the host knows them does not matter.
+    from then on every step looks at the last tokens only, so whether the host knows them does not matter. Those are as
+    many as the step before may have sampled, and for a row after drafts these too. What is kept is what was found
+    before the drafts.
     """
 
     name: ClassVar[str] = THINKING_BUDGET
+    takes_drafts: ClassVar[bool] = True
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
@@ -41,6 +44,8 @@ class ThinkingBudget(LogitsProcessor):
         self._budget = SlotParameter(device, num_slots, np.int64, 0)
         self._num_known = SlotParameter(device, num_slots, np.int64, 0)
         self._markers: dict[int, _Markers] = {}
+        # That a request has had in a step.
+        self._most_drafts = 0
 
     @classmethod
     def validate(cls, params: SamplingParams) -> None:
@@ -78,26 +83,27 @@ class ThinkingBudget(LogitsProcessor):
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         self._began_at.flush()
+        self._most_drafts = max(self._most_drafts, rows.max_drafts)
         by_markers: dict[_Markers, list[int]] = {}
         for row, slot in enumerate(rows.slots_np.tolist()):
             by_markers.setdefault(self._markers[slot], []).append(row)
         for (start, end), which in by_markers.items():
-            index = self.context.device.upload(np.array(which))
-            self._force(
-                logits, index, rows.slots.index_select(0, index), rows.positions.index_select(0, index), start, end
-            )
+            which_np = np.array(which)
+            index = self.context.device.upload(which_np)
+            self._force(logits, index, rows.select(which_np, index), start, end)
         return logits
 
-    def _force(
-        self, logits: Tensor, index: Tensor, slots: Tensor, positions: Tensor, start: Sequence[int], end: Sequence[int]
-    ) -> None:
-        tail = self._last_tokens(slots, positions, max(len(start), len(end)))
-        is_new = positions >= self._num_known.tensor.index_select(0, slots)
-        state = self._began_at.tensor.view(-1)
-        began_at = state.index_select(0, slots)
-        began_at = torch.where(is_new & _ends_with(tail, start), positions + 1, began_at)
-        began_at = torch.where(is_new & _ends_with(tail, end), _NOT_THINKING, began_at)
-        state.index_copy_(0, slots, began_at)
+    def _force(self, logits: Tensor, index: Tensor, rows: LogitsRows, start: Sequence[int], end: Sequence[int]) -> None:
+        slots, positions = rows.slots, rows.positions
+        num_known = self._num_known.tensor.index_select(0, slots)
+        began_at = self._began_at.tensor.view(-1).index_select(0, slots)
+        for back in range(2 * self._most_drafts, -1, -1):
+            last = positions - back
+            tail = self._last_tokens(slots, last, max(len(start), len(end)))
+            is_new = last >= num_known
+            began_at = torch.where(is_new & _ends_with(tail, start), last + 1, began_at)
+            began_at = torch.where(is_new & _ends_with(tail, end), _NOT_THINKING, began_at)
+        self._keep(rows, began_at)
 
         num_thought = positions + 1 - began_at
         is_over = (began_at != _NOT_THINKING) & (num_thought >= self._budget.tensor.index_select(0, slots))
@@ -108,6 +114,13 @@ class ThinkingBudget(LogitsProcessor):
         part = logits.index_select(0, index)
         forced = torch.full_like(part, float("-inf")).scatter_(1, next_token.unsqueeze(-1), 0.0)
         logits.index_copy_(0, index, torch.where(is_over.unsqueeze(-1), forced, part))
+
+    def _keep(self, rows: LogitsRows, began_at: Tensor) -> None:
+        slots = rows.slots
+        if rows.drafts is not None:
+            known = self.context.device.upload(np.flatnonzero(rows.drafts.numbers_np == 0))
+            slots, began_at = slots.index_select(0, known), began_at.index_select(0, known)
+        self._began_at.tensor.view(-1).index_copy_(0, slots, began_at)
 
     def _last_tokens(self, slots: Tensor, positions: Tensor, count: int) -> Tensor:
         """int64 [rows, count]: the tokens up to each row's position; _NO_TOKEN before the first."""

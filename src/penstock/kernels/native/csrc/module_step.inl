@@ -2,6 +2,12 @@
 
 namespace {
 
+DraftArgs read_drafts(StoredArguments& in) {
+  DraftArgs drafts;
+  in.read(drafts.token_ids, drafts.width, drafts.num_drafts, drafts.num_checked, drafts.first_rows, drafts.num_rows);
+  return drafts;
+}
+
 // (address of [GatherArgs, number of groups, TableArgs of each])
 PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments given(values, count);
@@ -10,6 +16,8 @@ PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
   GatherArgs a;
   in.read(a.all_token_ids, a.width, a.num_computed, a.slots, a.num_scheduled, a.token_rows, a.token_offsets, a.num_rows,
           a.num_tokens, a.num_actual_tokens, a.input_ids, a.positions, a.seq_lens);
+  a.drafts = read_drafts(in);
+  in.read(a.total_len);
   gather_step(a);
   for (int64_t groups = in.size(); groups > 0; --groups) {
     TableArgs table;
@@ -19,19 +27,30 @@ PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// A list per request: its token, or nothing where that does not count.
+// The tokens of one request.
+PyObject* token_list(const int64_t* tokens, int64_t count) {
+  PyObject* list = PyList_New(count);
+  for (int64_t j = 0; list != nullptr && j < count; ++j) {
+    PyObject* token = PyLong_FromLongLong(tokens[j]);
+    if (token == nullptr) {
+      Py_CLEAR(list);
+      break;
+    }
+    PyList_SetItem(list, j, token);
+  }
+  return list;
+}
+
+// A list per request: its sampled tokens.
 PyObject* token_lists(const OutcomeArgs& a) {
-  const int64_t *tokens = a.outcome, *counts = tokens + a.num_rows;
   PyObject* lists = PyList_New(a.num_rows);
-  for (int64_t r = 0; lists != nullptr && r < a.num_rows; ++r) {
-    PyObject* list = PyList_New(counts[r] > 0 ? 1 : 0);
-    PyObject* token = list != nullptr && counts[r] > 0 ? PyLong_FromLongLong(tokens[r]) : nullptr;
-    if (list == nullptr || (counts[r] > 0 && token == nullptr)) {
-      Py_XDECREF(list);
+  const int64_t* out = a.outcome;
+  for (int64_t r = 0; lists != nullptr && r < a.num_rows; ++r, out += a.columns + 3) {
+    PyObject* list = token_list(out, out[a.columns]);
+    if (list == nullptr) {
       Py_CLEAR(lists);
       break;
     }
-    if (token != nullptr) PyList_SetItem(list, 0, token);
     PyList_SetItem(lists, r, list);
   }
   return lists;
@@ -39,13 +58,13 @@ PyObject* token_lists(const OutcomeArgs& a) {
 
 // A number per request; None where all are zero.
 PyObject* failure_list(const OutcomeArgs& a) {
-  const int64_t* failures = a.outcome + 2 * a.num_rows;
+  const int64_t *failures = a.outcome + a.columns + 2, width = a.columns + 3;
   bool any = false;
-  for (int64_t r = 0; r < a.num_rows; ++r) any |= failures[r] != 0;
+  for (int64_t r = 0; r < a.num_rows; ++r) any |= failures[r * width] != 0;
   if (!any) Py_RETURN_NONE;
   PyObject* list = PyList_New(a.num_rows);
   for (int64_t r = 0; list != nullptr && r < a.num_rows; ++r) {
-    PyObject* failure = PyLong_FromLongLong(failures[r]);
+    PyObject* failure = PyLong_FromLongLong(failures[r * width]);
     if (failure == nullptr) {
       Py_CLEAR(list);
       break;
@@ -63,7 +82,8 @@ PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
   OutcomeArgs a;
   given.read(a.sampled, a.failures, a.failure_size);
   if (!given.are_good()) return nullptr;
-  in.read(a.seq_lens, a.prefill_lens, a.slots, a.num_rows, a.outcome);
+  in.read(a.seq_lens, a.prefill_lens, a.slots, a.num_rows, a.columns, a.outcome);
+  a.drafts = read_drafts(in);
   step_outcome(a);
   PyObject* tokens = token_lists(a);
   PyObject* failures = tokens != nullptr ? failure_list(a) : nullptr;
@@ -84,7 +104,8 @@ PyObject* advance_state(PyObject*, PyObject* const* values, Py_ssize_t count) {
   StoredArguments in(given.pointer<const int64_t>());
   if (!given.are_good()) return nullptr;
   AdvanceArgs a;
-  in.read(a.all_token_ids, a.width, a.total_len, a.num_computed, a.slots, a.num_scheduled, a.num_rows, a.outcome);
+  in.read(a.all_token_ids, a.width, a.total_len, a.num_computed, a.slots, a.num_scheduled, a.num_rows, a.columns,
+          a.outcome);
   advance_state(a);
   Py_RETURN_NONE;
 }

@@ -14,9 +14,19 @@ struct TableArgs {
   int64_t* slot_mapping;  // [tokens]: block id * block_size + offset; -1 for padding
 };
 
+// The drafts of a step's actual requests; num_drafts is null where it has none.
+struct DraftArgs {
+  const int32_t* token_ids;  // [slots][width]
+  int64_t width;
+  const int64_t* num_drafts;  // [rows]
+  const int64_t* num_checked;  // [rows]: those that may be accepted
+  const int64_t* first_rows;   // [rows]: each request's first logits row
+  int64_t num_rows;
+};
+
 // Position and token of everything that a step runs. Rows are the step's requests, padding ones included.
 struct GatherArgs {
-  const int32_t* all_token_ids;  // [slots][width]
+  int32_t* all_token_ids;  // [slots][width]; the step's drafts are written behind the known tokens
   int64_t width;
   const int64_t* num_computed;   // [slots]
   const int64_t* slots;          // [rows]
@@ -27,22 +37,25 @@ struct GatherArgs {
   int32_t* input_ids;  // [tokens]
   int64_t* positions;  // [tokens]
   int32_t* seq_lens;   // [rows]
+  DraftArgs drafts;
+  const int64_t* total_len;  // [slots]
 };
 
-// What the host is told. A token counts, 1, where the step reached the end of a request's known tokens; 0 for an
-// unfinished prefill.
+// What came of a step: see verify_drafts in step_state.py, which says the same.
 struct OutcomeArgs {
   const int32_t* seq_lens;      // [rows]
   const int64_t* prefill_lens;  // [slots]
   const int64_t* slots;         // [rows]
   int64_t num_rows;
-  const int64_t* sampled;  // [rows]
-  const void* failures;    // [rows], of failure_size bytes each: 1 or 8
+  const int64_t* sampled;  // [logits rows]
+  const void* failures;    // [logits rows], of failure_size bytes each: 1 or 8
   int64_t failure_size;
-  int64_t* outcome;  // [sampled, counts, failures][rows]
+  int64_t columns;   // of sampled tokens: 1 + the most drafts of a request
+  int64_t* outcome;  // [rows][columns, num_sampled, num_rejected, failure]
+  DraftArgs drafts;
 };
 
-// Appends sampled tokens, advances total_len by their number and num_computed by what was run.
+// Appends sampled tokens, advances total_len by their number and num_computed by what was run and not rejected.
 struct AdvanceArgs {
   int32_t* all_token_ids;  // [slots][width]
   int64_t width;
@@ -51,7 +64,8 @@ struct AdvanceArgs {
   const int64_t* slots;          // [rows]
   const int64_t* num_scheduled;  // [rows]
   int64_t num_rows;
-  const int64_t* outcome;  // [sampled, counts, failures][rows]
+  int64_t columns;
+  const int64_t* outcome;  // as in OutcomeArgs
 };
 
 void gather_step(const GatherArgs&);
