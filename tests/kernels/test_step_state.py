@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.bound_step import BoundStep, DraftTensors, LayoutTensors, SlotTensors
+from penstock.kernels.bound_step import BoundStep, DraftTensors, LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native import NATIVE, bind_native_step
 from penstock.kernels.step_state import PlainStep, bind_step
 
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize(
     ],
 )
 MAX_DRAFTS = 4
-Bind = Callable[[SlotTensors, LayoutTensors], BoundStep]
+Bind = Callable[[SlotTensors, LayoutTensors, StepTensors], BoundStep]
 
 
 def _state(
@@ -49,6 +49,18 @@ def _state(
         tuple(torch.tensor(table, dtype=torch.int32) for table in blocks.values()),
         tuple(blocks),
         torch.zeros(num_slots, MAX_DRAFTS, dtype=torch.int32),
+    )
+
+
+def _buffers(state: SlotTensors) -> StepTensors:
+    """For more tokens and rows than any step here has, filled with what must not be read."""
+    num_tokens, num_rows = 64, 9
+    return StepTensors(
+        torch.full((num_tokens,), -7, dtype=torch.int32),
+        torch.full((num_tokens,), -7),
+        torch.full((num_rows,), -7, dtype=torch.int32),
+        tuple(torch.full((num_rows, table.shape[1]), -7, dtype=torch.int32) for table in state.block_tables_SB),
+        tuple(torch.full((num_tokens,), -7) for _ in state.block_sizes),
     )
 
 
@@ -76,7 +88,7 @@ def _long(values: list[int]) -> torch.Tensor:
 def test_slot_mapping_follows_each_groups_block_table_and_marks_padding(bind: Bind) -> None:
     state = _state(3, 16, blocks={4: [[0, 0, 0, 0], [7, 2, 9, 5], [0, 0, 0, 0]], 8: [[0, 0], [3, 6], [0, 0]]})
     state.num_computed_tokens_S[1] = 3
-    step = bind(state, _layout([1, 2], [7], num_padding_tokens=1))
+    step = bind(state, _layout([1, 2], [7], num_padding_tokens=1), _buffers(state))
     tensors = step.gather((3, 2))
     assert tensors.positions_T[:7].tolist() == [3, 4, 5, 6, 7, 8, 9]
     small, large = tensors.slot_mappings_T
@@ -99,7 +111,7 @@ def test_chunked_prefill_advances_as_in_the_worked_trace(bind: Bind) -> None:
     ]
     sampled_token = 500
     for scheduled, positions, seq_len, num_sampled, computed_after, total_after in expected:
-        step = bind(state, _layout([0], [scheduled]))
+        step = bind(state, _layout([0], [scheduled]), _buffers(state))
         inputs = step.gather((8,))
         assert inputs.positions_T.tolist() == positions
         assert inputs.seq_lens_R.tolist() == [seq_len]
@@ -121,7 +133,7 @@ def test_a_bound_step_goes_on_for_as_many_steps_as_the_layout_lasts(bind: Bind) 
     for slot, total in ((0, 5), (1, 9)):
         state.total_len_S[slot] = state.prefill_len_S[slot] = total
         state.num_computed_tokens_S[slot] = total - 1
-    step = bind(state, _layout([1, 0], [1, 1]))
+    step = bind(state, _layout([1, 0], [1, 1]), _buffers(state))
     outcomes = []
     for number in range(5):
         columns = (9 + number + 3) // 4
@@ -156,7 +168,7 @@ def test_inputs_equal_a_restatement_in_python(bind: Bind, requests: list[tuple[i
     for slot, (num_computed, _) in zip(slots, requests, strict=True):
         state.num_computed_tokens_S[slot] = num_computed
     counts = [count for _, count in requests]
-    inputs = bind(state, _layout(list(slots), counts)).gather((8,))
+    inputs = bind(state, _layout(list(slots), counts), _buffers(state)).gather((8,))
     positions = [start + offset for start, count in requests for offset in range(count)]
     owners = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
     assert inputs.positions_T.tolist() == positions
@@ -230,7 +242,7 @@ def test_drafts_are_read_verified_and_recorded_as_one_after_the_other(
             max(len(each.drafts) for each in requests),
         )
     )
-    step = bind(state, layout)
+    step = bind(state, layout, _buffers(state))
     ids = step.gather((5,)).input_ids_T.tolist()
     assert ids == [
         token
@@ -261,7 +273,8 @@ def test_drafts_are_read_verified_and_recorded_as_one_after_the_other(
 
 
 def test_without_the_cpp_kernels_torch_steps_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.kernels.step_state.bind_native_step", lambda state, layout: None)
-    step = bind_step(_state(2, 8), _layout([0], [1]))
+    monkeypatch.setattr("penstock.kernels.step_state.bind_native_step", lambda *arguments: None)
+    state = _state(2, 8)
+    step = bind_step(state, _layout([0], [1]), _buffers(state))
     assert isinstance(step, PlainStep)
     assert step.gather((1,)).positions_T.tolist() == [0]

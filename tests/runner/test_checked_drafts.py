@@ -221,7 +221,7 @@ def _assert_as_without_drafts(make: Any, seed: int, kinds: list[dict[str, Any]])
 def _bind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step's bookkeeping in C++, or by its specification in torch."""
     if request.param == "plain":
-        monkeypatch.setattr(step_state, "bind_native_step", lambda state, layout: None)
+        monkeypatch.setattr(step_state, "bind_native_step", lambda *arguments: None)
     elif NATIVE is None:
         pytest.skip("the C++ kernels were not built")
 

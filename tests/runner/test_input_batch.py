@@ -28,7 +28,7 @@ def _launch(driver: Driver, counts: dict[str, int]) -> InputBatch:
 def test_padding_belongs_to_the_padding_slot_and_writes_nowhere() -> None:
     runner = _driver().runner
     counts = {"a": 5, "b": 1}
-    exact = runner.batcher.build(counts, BatchPlan(6, 2, 6, 2))
+    exact = _driver().runner.batcher.build(counts, BatchPlan(6, 2, 6, 2))
     for plan in (BatchPlan(6, 2, 8, 4), BatchPlan(6, 2, 8, 2), BatchPlan(6, 2, 6, 3)):
         padded = runner.batcher.build(counts, plan)
         assert padded.layout.req_ids == exact.layout.req_ids == ["b", "a"]
@@ -73,10 +73,8 @@ def test_the_hosts_bounds_are_never_below_the_devices_counts() -> None:
 
 
 def test_one_token_of_each_request_is_laid_out_as_any_number_is() -> None:
-    driver = _driver()
-    builder = driver.runner.batcher
     plans = [BatchPlan(2, 2, 2, 2), BatchPlan(2, 2, 3, 2)]  # the second with padding, which takes the way of any layout
-    known, general = (builder.build({"b": 1, "a": 1}, plan).layout for plan in plans)
+    known, general = (_driver().runner.batcher.build({"b": 1, "a": 1}, plan).layout for plan in plans)
     assert (known.has_one_token_each, general.has_one_token_each) == (True, False)
     assert known.req_ids == general.req_ids == ["b", "a"]
     assert known.max_query_len == general.max_query_len == 1
@@ -109,3 +107,21 @@ def test_a_layout_follows_requests_to_other_slots() -> None:
     moved = builder.build({"a": 1, "b": 1}, plan).layout
     assert moved.slots_np.tolist() == [requests.slot_of[req_id] for req_id in moved.req_ids]
     assert moved.slots_np.tolist() != first.slots_np.tolist()
+
+
+def test_steps_find_their_inputs_where_the_step_before_had_them() -> None:
+    driver = _driver()
+    buffers = driver.runner.batcher._buffers
+    for counts in ({"a": 5, "b": 1}, {"a": 1, "b": 1}, {"b": 1}):
+        batch = _launch(driver, counts)
+        driver.runner.sample_tokens(GrammarOutput(step_id=driver.step_id))
+        (geometry,) = batch.geometry
+        for tensor, buffer in [
+            (batch.input_ids, buffers.input_ids_T),
+            (batch.positions, buffers.positions_T),
+            (geometry.seq_lens, buffers.seq_lens_R),
+            (geometry.slot_mapping, buffers.slot_mappings_T[0]),
+            (geometry.block_table, buffers.block_tables_RB[0]),
+        ]:
+            assert tensor.data_ptr() == buffer.data_ptr()
+            assert tensor.stride() == buffer.stride()

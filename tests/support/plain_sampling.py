@@ -12,8 +12,8 @@ from penstock.contract import SamplingParams
 from penstock.device import create_device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.random import counter_uniform
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling import Sampler, SamplerOutput
-from penstock.runner.sampling.stage import LogitsRows
 
 DEVICE = create_device(DeviceConfig(device="cpu", num_threads=1))
 VOCAB_SIZE = 60

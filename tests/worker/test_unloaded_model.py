@@ -162,7 +162,7 @@ def test_a_model_that_needs_its_values_is_run_with_them(tmp_path: Path, monkeypa
     expected = core.memory_plan
     core.close()
 
-    def forward(self: object, *_: object) -> torch.Tensor:
+    def forward(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
     monkeypatch.setattr(unloaded_model, "measure_step_memory", forward)

@@ -71,6 +71,17 @@ class StepTensors(NamedTuple):
     block_tables_RB: tuple[Tensor, ...]
     slot_mappings_T: tuple[Tensor, ...]
 
+    def part(self, num_tokens: int, num_rows: int, num_columns: tuple[int, ...]) -> StepTensors:
+        """The beginning of each, with so many columns of the tables: the tensors of a step, in those of the largest."""
+        tables = zip(self.block_tables_RB, num_columns, strict=True)
+        return StepTensors(
+            self.input_ids_T[:num_tokens],
+            self.positions_T[:num_tokens],
+            self.seq_lens_R[:num_rows],
+            tuple(table[:num_rows, :width] for table, width in tables),
+            tuple(slot_mapping[:num_tokens] for slot_mapping in self.slot_mappings_T),
+        )
+
 
 class StepOutcome(NamedTuple):
     """What came of a step, for each of its requests.
@@ -111,7 +122,8 @@ class BoundStep(ABC):
         """The inputs of the next step, whose drafts are written behind the known tokens.
 
         num_columns: per KV-cache group, columns of the block table that the step's requests reach.
-        May return the tensors of the step before with new contents, and then it returns the same object.
+        They lie in the buffers that the step was bound with. Where they are those of the step before, with new
+        contents, it returns the same object.
         """
 
     @abstractmethod

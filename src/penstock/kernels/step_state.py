@@ -177,11 +177,14 @@ def advance_state(
 
 
 class PlainStep(BoundStep):
-    """A bound step of separate functions, with new tensors every time."""
+    """A bound step of separate functions. buffers: of the largest step."""
 
-    def __init__(self, state: SlotTensors, layout: LayoutTensors) -> None:
+    def __init__(self, state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> None:
         self._state = state
         self._layout = layout
+        self._buffers = buffers
+        self._num_columns: tuple[int, ...] | None = None
+        self._tensors: StepTensors
         self._slots = layout.idx_mapping_R[: layout.num_reqs]
         self._num_scheduled = layout.num_scheduled_R[: layout.num_reqs]
         self._seq_lens: Tensor | None = None
@@ -205,21 +208,30 @@ class PlainStep(BoundStep):
             layout.token_to_req_T,
             layout.token_offset_T,
         )
-        self._seq_lens = inputs.seq_lens_R[: layout.num_reqs]
-        tables, slot_mappings = [], []
-        for table, block_size, width in zip(state.block_tables_SB, state.block_sizes, num_columns, strict=True):
-            tables.append(table[:, :width].index_select(0, layout.idx_mapping_R))
-            slot_mappings.append(
+        if num_columns != self._num_columns:
+            sizes = len(layout.token_to_req_T), len(layout.idx_mapping_R)
+            self._num_columns, self._tensors = num_columns, self._buffers.part(*sizes, num_columns)
+        tensors = self._tensors
+        tensors.input_ids_T.copy_(inputs.input_ids_T)
+        tensors.positions_T.copy_(inputs.positions_T)
+        tensors.seq_lens_R.copy_(inputs.seq_lens_R)
+        self._seq_lens = tensors.seq_lens_R[: layout.num_reqs]
+        groups = zip(
+            state.block_tables_SB, state.block_sizes, tensors.block_tables_RB, tensors.slot_mappings_T, strict=True
+        )
+        for all_blocks, block_size, blocks, slot_mapping in groups:
+            blocks.copy_(all_blocks[:, : blocks.shape[1]].index_select(0, layout.idx_mapping_R))
+            slot_mapping.copy_(
                 compute_slot_mapping(
-                    table,
+                    all_blocks,
                     layout.idx_mapping_R,
                     layout.token_to_req_T,
-                    inputs.positions_T,
+                    tensors.positions_T,
                     block_size,
                     layout.num_tokens,
                 )
             )
-        return StepTensors(*inputs, tuple(tables), tuple(slot_mappings))
+        return tensors
 
     def outcome(self, sampled_token_ids_L: Tensor, failures_L: Tensor) -> tuple[StepOutcome, TokensOnHost | None]:
         assert self._seq_lens is not None, "gather comes first"
@@ -244,7 +256,7 @@ class PlainStep(BoundStep):
         )
 
 
-def bind_step(state: SlotTensors, layout: LayoutTensors) -> BoundStep:
-    """The best calls for where the tensors are; the same meaning everywhere."""
-    native = bind_native_step(state, layout) if state.all_token_ids_SL.is_cpu else None
-    return native or PlainStep(state, layout)
+def bind_step(state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> BoundStep:
+    """The best calls for where the tensors are; the same meaning everywhere. buffers: of the largest step."""
+    native = bind_native_step(state, layout, buffers) if state.all_token_ids_SL.is_cpu else None
+    return native or PlainStep(state, layout, buffers)

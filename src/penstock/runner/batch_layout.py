@@ -12,8 +12,9 @@ from torch import Tensor
 from penstock.device import Device
 from penstock.kernels.bound_step import DraftTensors, LayoutTensors
 from penstock.runner.batch_plan import BatchPlan
+from penstock.runner.input_buffers import InputBuffers
+from penstock.runner.logits_rows import DraftRows
 from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling.stage import DraftRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ class BatchLayout:
 
     def of_logits_rows(self, per_token: Tensor) -> Tensor:
         """What belongs to the logits rows, of something that has a row per token of the step."""
-        return per_token if self.has_one_token_each else per_token.index_select(0, self.logits_indices)
+        if self.is_all_decodes:
+            return per_token if self.has_one_token_each else per_token[: len(self.req_ids)]
+        return per_token.index_select(0, self.logits_indices)
 
 
 class _OneTokenEach:
@@ -67,8 +70,8 @@ class _OneTokenEach:
     What it knows it has for the most requests there may be; fewer of them take a part of it.
     """
 
-    def __init__(self, device: Device, max_num_reqs: int) -> None:
-        self._device = device
+    def __init__(self, device: Device, buffers: InputBuffers, max_num_reqs: int) -> None:
+        self._buffers = buffers
         self._counts, self._starts = np.ones(max_num_reqs, dtype=np.int64), np.arange(max_num_reqs + 1)
         arrays = self._counts, self._starts, np.zeros_like(self._counts)
         self._counts_R, self._numbers_R, self._zeros_R = map(device.upload, arrays)
@@ -77,7 +80,7 @@ class _OneTokenEach:
     def lay_out(self, req_ids: list[str], slots: np.ndarray, plan: BatchPlan) -> BatchLayout:
         num_reqs = len(req_ids)
         numbers_R = self._numbers_R[:num_reqs]
-        slots_R = self._device.upload(slots)
+        (slots_R,) = self._buffers.write_layout([slots])
         return BatchLayout(
             plan=plan,
             req_ids=req_ids,
@@ -106,7 +109,7 @@ class DraftCounts(NamedTuple):
 
 
 def _lay_out(
-    device: Device,
+    buffers: InputBuffers,
     req_ids: list[str],
     slots: np.ndarray,
     counts: np.ndarray,
@@ -143,9 +146,8 @@ def _lay_out(
         logits_indices = (logits_indices - drafts.num_drafts)[batch_indices] + numbers
         draft_parts = (logits_slots, numbers, *drafts, first_rows)
     parts = (idx_mapping, num_scheduled, query_start_loc, token_to_req, token_offset, logits_indices, *draft_parts)
-    (idx_mapping_R, num_scheduled_R, starts_R, token_to_req_T, token_offset_T, logits_L, *more) = device.upload(
-        np.concatenate(parts)
-    ).split([len(part) for part in parts])
+    on_device = buffers.write_layout(parts)
+    (idx_mapping_R, num_scheduled_R, starts_R, token_to_req_T, token_offset_T, logits_L, *more) = on_device
     draft_rows = draft_tensors = None
     if drafts is not None:
         draft_rows = DraftRows(batch_indices, numbers, more[1])
@@ -159,7 +161,7 @@ def _lay_out(
         max_query_len=int(counts.max(initial=0)),
         is_all_decodes=num_tokens == num_reqs,
         has_one_token_each=False,
-        query_start_loc=starts_R.int(),
+        query_start_loc=buffers.write_starts(starts_R),
         slots=idx_mapping_R[:num_reqs],
         logits_slots_np=logits_slots,
         logits_slots=more[0] if more else idx_mapping_R[:num_reqs],
@@ -174,11 +176,13 @@ def _lay_out(
 class Layouts:
     """Makes the layout of each step. takes_drafts: whether the drafts of a slot's request may be accepted."""
 
-    def __init__(self, device: Device, requests: RequestStates, takes_drafts: Callable[[int], bool]) -> None:
+    def __init__(
+        self, device: Device, buffers: InputBuffers, requests: RequestStates, takes_drafts: Callable[[int], bool]
+    ) -> None:
         self._takes_drafts = takes_drafts
-        self._device = device
+        self._buffers = buffers
         self._requests = requests
-        self._one_token_each = _OneTokenEach(device, requests.padding_slot)
+        self._one_token_each = _OneTokenEach(device, buffers, requests.padding_slot)
 
     def make(
         self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan, drafts: Mapping[str, Sequence[int]]
@@ -190,7 +194,7 @@ class Layouts:
         req_ids, counts = _order_by_count(num_scheduled_tokens)
         padding_slot, slots = self._requests.padding_slot, self._slots_of(req_ids)
         draft_counts = self._count_drafts(req_ids, slots, drafts) if drafts else None
-        return _lay_out(self._device, req_ids, slots, counts, plan, padding_slot, draft_counts)
+        return _lay_out(self._buffers, req_ids, slots, counts, plan, padding_slot, draft_counts)
 
     def _count_drafts(
         self, req_ids: list[str], slots: np.ndarray, drafts: Mapping[str, Sequence[int]]

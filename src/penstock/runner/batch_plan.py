@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 
 class BatchPlan(NamedTuple):
@@ -19,3 +19,7 @@ class BatchPlan(NamedTuple):
         """For a step that runs so many tokens of each request."""
         num_tokens, num_reqs = sum(num_scheduled_tokens.values()), len(num_scheduled_tokens)
         return cls(num_tokens, num_reqs, num_tokens, num_reqs)
+
+
+# How many tokens and requests a step that runs so many tokens of each request is padded to: within the runner's limits.
+Planner: TypeAlias = Callable[[Mapping[str, int]], BatchPlan]

@@ -10,9 +10,9 @@ from torch import Tensor
 from penstock.attention import StepGeometry
 from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.runner.batch_plan import BatchPlan
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.prompt_logprobs import PromptRows
-from penstock.runner.sampling.stage import LogitsRows
 
 _PROFILED = "profile"
 _PROFILE_TIMEOUT_S = 300.0

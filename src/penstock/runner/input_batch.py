@@ -15,14 +15,15 @@ from penstock.kernels.step_state import bind_step
 from penstock.runner.batch_layout import BatchLayout, Layouts
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.block_tables import BlockTables
+from penstock.runner.input_buffers import InputBuffers
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling.stage import LogitsRows
 
 _NO_DRAFTS: Mapping[str, Sequence[int]] = {}
 
 
 class InputBatch(NamedTuple):
-    """One step's inputs, in the order of its layout. The next step of the same layout may overwrite the tensors.
+    """One step's inputs, in the order of its layout. The next step overwrites the tensors.
 
     input_ids: int32 [tokens]. positions: int64 [tokens].
     geometry: per KV-cache group, what attention needs.
@@ -45,12 +46,14 @@ class BatchBuilder:
         device: Device,
         requests: RequestStates,
         block_tables: BlockTables,
+        buffers: InputBuffers,
         takes_drafts: Callable[[int], bool],
     ) -> None:
+        self._buffers = buffers.tensors
         self._requests = requests
         self._block_sizes = tuple(block_tables.block_sizes)
         self._tables = tuple(block_tables.table(group) for group in range(len(self._block_sizes)))
-        self._layouts = Layouts(device, requests, takes_drafts)
+        self._layouts = Layouts(device, buffers, requests, takes_drafts)
         self._layout: BatchLayout
         self._step: BoundStep
         self._max_seq_len = 0
@@ -95,7 +98,7 @@ class BatchBuilder:
             self._block_sizes,
             requests.draft_token_ids.tensor,
         )
-        self._layout, self._step = layout, bind_step(state, layout.tensors)
+        self._layout, self._step = layout, bind_step(state, layout.tensors, self._buffers)
         self._max_seq_len = self._max_seq_len_upper_bound(layout)
         self._reach(self._max_seq_len)
 

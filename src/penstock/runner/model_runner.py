@@ -19,11 +19,13 @@ from penstock.device import Device
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
-from penstock.runner.batch_plan import BatchPlan
+from penstock.runner.batch_plan import BatchPlan, Planner
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.fast_paths import FastPaths, PlainPath
 from penstock.runner.input_batch import BatchBuilder, InputBatch
+from penstock.runner.input_buffers import InputBuffers
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
@@ -31,7 +33,6 @@ from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.logits_processor import LogitsProcessor
 from penstock.runner.sampling.prompt_logprobs import PromptRows
 from penstock.runner.sampling.sampler import SamplerOutput
-from penstock.runner.sampling.stage import LogitsRows
 from penstock.runner.step_order import StepOrder
 
 
@@ -83,6 +84,7 @@ class ModelRunner:
         sampling: SamplingConfig | None = None,
         logits_processors: Sequence[type[LogitsProcessor]] | None = None,
         fast_paths: bool = True,
+        planner: Planner = BatchPlan.without_padding,
         rank: int = 0,
     ) -> None:
         self.device = device
@@ -90,6 +92,7 @@ class ModelRunner:
         self.limits = limits
         self.sampling = sampling or SamplingConfig()
         self._rank = rank
+        self._planner = planner
         num_slots = limits.max_num_reqs + 1
         self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len, limits.max_drafts)
         self.block_tables = BlockTables(device, num_slots, limits.max_model_len, kv_cache_config)
@@ -97,7 +100,8 @@ class ModelRunner:
         self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, self.sampling, logits_processors)
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler, self.prompt_logprobs)
-        self.batcher = BatchBuilder(device, self.requests, self.block_tables, self.sampler.takes_drafts)
+        buffers = InputBuffers(device, limits.max_num_tokens, limits.max_num_reqs, self.block_tables)
+        self.batcher = BatchBuilder(device, self.requests, self.block_tables, buffers, self.sampler.takes_drafts)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         rooms = self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache, self.sampler
@@ -191,8 +195,7 @@ class ModelRunner:
         scheduled = _without(output.num_scheduled_tokens, errors)
         if not scheduled:
             return None
-        plan = BatchPlan.without_padding(scheduled)
-        batch = self.batcher.build(scheduled, plan, output.scheduled_spec_decode_tokens)
+        batch = self.batcher.build(scheduled, self._planner(scheduled), output.scheduled_spec_decode_tokens)
         context = self.kv_cache.make_context(batch)
         if not errors:
             self.paths.keep(output, batch, context)

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.config.env import cpu_kernels
 from penstock.device.stand_in import is_on_cpu
 from penstock.errors import ConfigError
-from penstock.kernels.bound_step import LayoutTensors, SlotTensors
+from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.memory import weight_memory
@@ -330,9 +330,9 @@ def describe_kernels() -> str:
     return f"torch's kernels only ({_why_not or 'as asked for'})"
 
 
-def bind_native_step(state: SlotTensors, layout: LayoutTensors) -> NativeStep | None:
+def bind_native_step(state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> NativeStep | None:
     """A step's bookkeeping in C++; None where it was not built or is not wanted."""
-    return None if _module is None or NATIVE is None else NativeStep(_module, state, layout)
+    return None if _module is None or NATIVE is None else NativeStep(_module, state, layout, buffers)
 
 
 NATIVE = load_native_kernels(cpu_kernels())

@@ -12,22 +12,16 @@ from penstock.kernels.native.stored import StoredArguments
 
 
 class NativeStep(BoundStep):
-    """Fills the same tensors in every step, and works out no address twice. All tensors are contiguous CPU tensors."""
+    """Works out no address twice. All tensors are contiguous CPU tensors. buffers: of the largest step."""
 
-    def __init__(self, module: Any, state: SlotTensors, layout: LayoutTensors) -> None:
+    def __init__(self, module: Any, state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> None:
         self._gather = module.gather_step
         self._count = module.step_outcome
         self._record = module.advance_state
         self._state = state
         self._layout = layout
-        num_rows, num_tokens = layout.idx_mapping_R.shape[0], layout.token_to_req_T.shape[0]
-        self._tensors = StepTensors(
-            input_ids_T=torch.empty(num_tokens, dtype=torch.int32),
-            positions_T=torch.empty(num_tokens, dtype=torch.int64),
-            seq_lens_R=torch.empty(num_rows, dtype=torch.int32),
-            block_tables_RB=(),
-            slot_mappings_T=tuple(torch.empty(num_tokens, dtype=torch.int64) for _ in state.block_sizes),
-        )
+        self._buffers = buffers
+        self._tensors: StepTensors
         self._num_columns: tuple[int, ...] | None = None
         self._gather_arguments = StoredArguments([])
         num_columns = 1 + layout.max_drafts
@@ -35,7 +29,7 @@ class NativeStep(BoundStep):
         self._outcome = StepOutcome(torch.empty(layout.num_reqs, num_columns + 3, dtype=torch.int64))
         self._outcome_arguments = StoredArguments(
             [
-                self._tensors.seq_lens_R.data_ptr(),
+                buffers.seq_lens_R.data_ptr(),
                 state.prefill_len_S.data_ptr(),
                 layout.idx_mapping_R.data_ptr(),
                 layout.num_reqs,
@@ -80,8 +74,7 @@ class NativeStep(BoundStep):
     def _take_columns(self, num_columns: tuple[int, ...]) -> None:
         state, layout = self._state, self._layout
         num_rows = layout.idx_mapping_R.shape[0]
-        tables = tuple(torch.empty(num_rows, width, dtype=torch.int32) for width in num_columns)
-        self._tensors = tensors = self._tensors._replace(block_tables_RB=tables)
+        self._tensors = tensors = self._buffers.part(layout.token_to_req_T.shape[0], num_rows, num_columns)
         self._num_columns = num_columns
         arguments = [
             state.all_token_ids_SL.data_ptr(),
@@ -99,9 +92,11 @@ class NativeStep(BoundStep):
             tensors.seq_lens_R.data_ptr(),
             *self._drafts,
             state.total_len_S.data_ptr(),
-            len(tables),
+            len(num_columns),
         ]
-        groups = zip(state.block_tables_SB, state.block_sizes, tables, tensors.slot_mappings_T, strict=True)
+        groups = zip(
+            state.block_tables_SB, state.block_sizes, tensors.block_tables_RB, tensors.slot_mappings_T, strict=True
+        )
         for all_blocks, block_size, blocks, slot_mapping in groups:
             arguments += [
                 all_blocks.data_ptr(),
@@ -109,6 +104,7 @@ class NativeStep(BoundStep):
                 block_size,
                 blocks.data_ptr(),
                 blocks.shape[1],
+                blocks.stride(0),
                 slot_mapping.data_ptr(),
             ]
         self._gather_arguments = StoredArguments(arguments)

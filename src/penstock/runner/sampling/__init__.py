@@ -1,8 +1,8 @@
 """From logits to tokens, one file per stage."""
 
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.sampling.prompt_logprobs import PromptLogprobs
 from penstock.runner.sampling.sampler import Sampler, SamplerOutput
-from penstock.runner.sampling.stage import LogitsRows
 
 __all__ = ["LogitsProcessor", "LogitsRows", "ProcessorContext", "PromptLogprobs", "Sampler", "SamplerOutput"]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, LogitsProcessorError
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
-from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.sampling.stage import SamplingStage
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.sampling import ChosenTokens, draw_tokens, greedy_tokens
-from penstock.runner.sampling.stage import LogitsRows
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.staging import SlotParameter
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.logits_shaping import add_to_tokens
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.slot_lists import SlotLists, token_id_array
-from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.sampling.stage import SamplingStage
 
 
 class LogitBias(SamplingStage):

@@ -12,8 +12,9 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.device.base import PendingCopy
 from penstock.kernels.logits_shaping import forbid_tokens
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.slot_lists import SlotLists, token_id_array
-from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.staging import SlotParameter
 
 

@@ -12,7 +12,8 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.logits_shaping import IN_PROMPT, penalise
-from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.staging import SlotParameter
 
 

@@ -15,6 +15,7 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.sampling import LogprobsTensors
+from penstock.runner.logits_rows import DraftRows, LogitsRows
 from penstock.runner.sampling.allowed_tokens import AllowedTokens
 from penstock.runner.sampling.bad_words import BadWords
 from penstock.runner.sampling.custom_processors import CustomProcessors
@@ -27,7 +28,7 @@ from penstock.runner.sampling.logprobs import Logprobs
 from penstock.runner.sampling.min_p import MinP
 from penstock.runner.sampling.min_tokens import MinTokens
 from penstock.runner.sampling.penalties import Penalties
-from penstock.runner.sampling.stage import DraftRows, LogitsRows, SamplingStage
+from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.sampling.temperature import Temperature
 from penstock.runner.sampling.top_k_top_p import TopKTopP
 

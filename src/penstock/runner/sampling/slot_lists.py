@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.device import Device
 from penstock.errors import InvalidParameter
-from penstock.runner.sampling.stage import LogitsRows
+from penstock.runner.logits_rows import LogitsRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.contract.sampling_params import THINKING_BUDGET
+from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
-from penstock.runner.sampling.stage import LogitsRows
 from penstock.runner.staging import SlotParameter, StagedTensor
 
 _NOT_THINKING = -1

@@ -10,7 +10,8 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.sampling import mask_top_k_top_p
-from penstock.runner.sampling.stage import LogitsRows, SamplingStage
+from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.staging import SlotParameter
 
 

@@ -21,7 +21,8 @@ PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
   gather_step(a);
   for (int64_t groups = in.size(); groups > 0; --groups) {
     TableArgs table;
-    in.read(table.all_blocks, table.width, table.block_size, table.blocks, table.columns, table.slot_mapping);
+    in.read(table.all_blocks, table.width, table.block_size, table.blocks, table.columns, table.stride,
+            table.slot_mapping);
     gather_blocks(a, table);
   }
   Py_RETURN_NONE;

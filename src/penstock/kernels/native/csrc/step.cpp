@@ -43,7 +43,7 @@ void gather_step(const GatherArgs& a) {
 
 void gather_blocks(const GatherArgs& a, const TableArgs& table) {
   for (int64_t r = 0; r < a.num_rows; ++r)
-    std::copy_n(table.all_blocks + a.slots[r] * table.width, table.columns, table.blocks + r * table.columns);
+    std::copy_n(table.all_blocks + a.slots[r] * table.width, table.columns, table.blocks + r * table.stride);
   for (int64_t t = 0; t < a.num_actual_tokens; ++t) {
     const int64_t block = a.positions[t] / table.block_size;
     const int64_t id = table.all_blocks[a.slots[a.token_rows[t]] * table.width + block];

@@ -9,8 +9,8 @@ namespace penstock {
 struct TableArgs {
   const int32_t* all_blocks;  // [slots][width]
   int64_t width, block_size;
-  int32_t* blocks;  // [rows][columns]: each row's first blocks
-  int64_t columns;
+  int32_t* blocks;  // [rows][stride]: in the first columns each row's first blocks
+  int64_t columns, stride;
   int64_t* slot_mapping;  // [tokens]: block id * block_size + offset; -1 for padding
 };
 

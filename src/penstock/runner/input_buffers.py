@@ -1,0 +1,55 @@
+"""Where every step's inputs lie: memory of the largest size, allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.device import Device
+from penstock.kernels.bound_step import StepTensors
+from penstock.runner.block_tables import BlockTables
+
+# Of a layout, numbers per row (request or padding) and per token: see `batch_layout`.
+_PER_ROW, _PER_TOKEN = 6, 5
+
+
+class InputBuffers:
+    """Of each step, what is gathered for it and which token belongs to whom; the next step overwrites both.
+
+    Steps of one padded size find everything at the same addresses. tensors: of the largest step.
+    """
+
+    def __init__(self, device: Device, max_num_tokens: int, max_num_reqs: int, block_tables: BlockTables) -> None:
+        self._device = device
+        # One row more: padding tokens need a row of padding.
+        num_rows = max_num_reqs + 1
+        tables = [block_tables.table(group) for group in range(len(block_tables.block_sizes))]
+        self.tensors = StepTensors(
+            input_ids_T=self._allocate(torch.int32, max_num_tokens),
+            positions_T=self._allocate(torch.int64, max_num_tokens),
+            seq_lens_R=self._allocate(torch.int32, num_rows),
+            block_tables_RB=tuple(
+                self._allocate(torch.int32, num_rows * table.shape[1]).view(num_rows, -1) for table in tables
+            ),
+            slot_mappings_T=tuple(self._allocate(torch.int64, max_num_tokens) for _ in tables),
+        )
+        self._layout = self._allocate(torch.int64, _PER_ROW * num_rows + _PER_TOKEN * max_num_tokens + 1)
+        self._starts = self._allocate(torch.int32, num_rows + 1)
+
+    def write_layout(self, parts: Sequence[np.ndarray]) -> Sequence[Tensor]:
+        """Carry the parts of a layout, int64 each, to the device in one copy."""
+        array = np.concatenate(parts)
+        layout = self._layout[: len(array)]
+        layout.copy_(self._device.upload(array))
+        tensors: Sequence[Tensor] = layout.split([len(part) for part in parts])
+        return tensors
+
+    def write_starts(self, starts: Tensor) -> Tensor:
+        """The same numbers in int32."""
+        return self._starts[: len(starts)].copy_(starts)
+
+    def _allocate(self, dtype: torch.dtype, size: int) -> Tensor:
+        return self._device.allocate(size * dtype.itemsize).view(dtype)
