@@ -276,7 +276,9 @@ class FakeWorker:
             for position in range(request.num_computed_tokens, end):
                 block_id = request.tables[group_id][position // size]
                 assert 0 < block_id < self.config.num_blocks
-                self.touched.add(block_id)
+                # A broken request stays where it was, which may be behind its window; the device does steps in order.
+                if not request.is_broken:
+                    self.touched.add(block_id)
                 self.contents[block_id, position % size] = (group_id, values[position])
 
     def _mislead(self, req_ids: list[str], num_tokens: Mapping[str, int]) -> None:

@@ -106,6 +106,17 @@ def test_a_window_in_the_smallest_cache_goes_on_with_steps_in_flight() -> None:
     assert driver.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_who_is_ahead_by_drafts_in_flight_waits_for_them_before_it_gives_way(seed: int) -> None:
+    # Just enough for its window and the tokens of a step, if it is where its tokens are.
+    driver = Driver(cache_config(5, window_spec(4)), depth=3, max_num_batched_tokens=6, max_drafts=5, seed=seed)
+    driver.add("r", [1] * 20, max_tokens=40, ignore_eos=True)
+    driver.drain()
+
+    assert len(driver.tokens["r"]) == 40
+    assert driver.scheduler.num_preemptions == 0
+
+
 @pytest.mark.parametrize("end", ["finish", "preempt", "abort"])
 def test_what_somebody_else_holds_is_kept_beyond_the_request(end: str) -> None:
     driver = Driver(cache_config(7), max_num_batched_tokens=32)

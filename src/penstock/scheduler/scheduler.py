@@ -301,7 +301,11 @@ class Scheduler:
         while (new_block_ids := self.kv_cache.allocate_slots(request, num_tokens)) is None:
             if self.kv_cache.will_have_room_for(request, num_tokens):
                 return None
-            victim = self._running.pop()
+            victim = self._running[-1]
+            # Drafts in flight that are rejected take it back, so that it may need less.
+            if victim is request and request.num_in_flight_steps > 0:
+                return None
+            self._running.pop()
             self._preempt(victim)
             step.preempted_req_ids.add(victim.req_id)
             if victim is request:
