@@ -283,13 +283,14 @@ class Scheduler:
                 if new_block_ids is None:
                     step.waits_for_blocks = True
                     continue
-            if num_tokens > 1 and not drafts:
+            if drafts:
+                step.add_cached(request, num_tokens, new_block_ids)
+                # Those that found no room are of no use once there is another token before them.
+                request.spec_token_ids = []
+            elif num_tokens > 1:
                 step.add_cached(request, num_tokens, new_block_ids, self._share_next(request, num_tokens))
             else:
                 step.add_cached(request, num_tokens, new_block_ids)
-            if drafts:
-                # Those that found no room are of no use once there is another token before them.
-                request.spec_token_ids = []
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, step: StepBuilder

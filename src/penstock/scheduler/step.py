@@ -138,14 +138,15 @@ class StepBuilder:
         The tokens that it samples are placeholders until then.
         """
         num_computed_tokens = request.num_computed_tokens + num_tokens
-        max_new_tokens = num_computed_tokens + 1 - len(request.all_token_ids) - request.num_output_placeholders
+        num_placeholders = request.num_output_placeholders
+        max_new_tokens = num_computed_tokens + 1 - len(request.all_token_ids) - num_placeholders
         req_id = request.req_id
         if max_new_tokens > 1:
             self._drafts[req_id] = request.spec_token_ids[: max_new_tokens - 1]
         elif max_new_tokens < 1 or request.pools:
             max_new_tokens = 0
         request.num_computed_tokens = num_computed_tokens
-        request.num_output_placeholders += max_new_tokens
+        request.num_output_placeholders = num_placeholders + max_new_tokens
         request.num_in_flight_steps += 1
         self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, max_new_tokens, found, shared)
         self._num_scheduled_tokens[req_id] = num_tokens
