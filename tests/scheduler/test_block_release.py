@@ -88,8 +88,9 @@ def test_those_behind_do_not_take_what_somebody_waits_for() -> None:
     driver.abort("c")
     assert free_and_pending(driver) == (1, 1)
     driver.scheduler.update_draft_token_ids({"a": [-1] * 4})
+    driver.add("d", [4], max_tokens=1)
 
-    # The first needs both, the second one of them.
+    # The first needs both, the second one of them, and so does the one that comes.
     assert driver.step().num_scheduled_tokens == {}
     driver.deliver()
     output = driver.step()

@@ -48,11 +48,14 @@ def test_it_takes_all_of_its_prompt_whatever_is_cached() -> None:
 
 
 def test_drafts_are_none_of_its_business() -> None:
-    driver = Driver(pools=True, max_drafts=3, max_num_batched_tokens=2)
-    driver.add("r", PROMPT)
-    driver.drain()
+    driver = Driver(pools=True, max_num_batched_tokens=4)
+    request = driver.add("r", PROMPT)
+    driver.turn()
+    driver.scheduler.update_draft_token_ids({"r": [1, 2]})
 
-    assert not any(step.scheduled_spec_decode_tokens for step in driver.steps)
+    assert request.spec_token_ids == []
+    assert driver.turn().num_scheduled_tokens == {"r": 3}
+    driver.drain()
 
 
 @pytest.mark.parametrize("pooled", [None, [0.5]])
