@@ -37,6 +37,7 @@ ALL_PARAMS = [sampled(index) for index in range(len(PROMPTS))]
 class WatchedWorker(Worker):
     """Writes down what is asked of it, and fails where a test wants it to.
 
+    unsampled: steps that this one executed, and that were not sampled.
     failures: by event, what happens then, once. fails_reading: whether no result can ever be read.
     """
 
@@ -45,12 +46,18 @@ class WatchedWorker(Worker):
     failures: dict[Event, BaseException]
     fails_reading: bool
 
+    def init_device(self) -> None:
+        self.unsampled: set[int] = set()
+        super().init_device()
+
     def execute_model(self, output: SchedulerOutput) -> None:
         super().execute_model(output)
+        self.unsampled.add(output.step_id)
         self._note("executed", output.step_id)
 
     def sample_tokens(self, grammar: GrammarOutput) -> Any:
         result = super().sample_tokens(grammar)
+        self.unsampled.remove(grammar.step_id)
         self._note("sampled", grammar.step_id)
         self.grammars.append(grammar)
         return WatchedHandle(self, result)
@@ -164,7 +171,7 @@ def assert_nothing_is_half_launched(core: EngineCore) -> None:
     """Every step was executed, sampled and read, and nobody holds a block."""
     core.step()
     core.step()
-    assert core.collective_rpc(lambda worker: worker.runner._pending) == [{}]
+    assert core.collective_rpc(lambda worker: worker.unsampled) == [set()]
     assert core.scheduler.num_in_flight_steps == 0
     assert core.scheduler.kv_cache.pool.num_used_blocks == 0
 
@@ -339,7 +346,7 @@ def test_calls_between_steps_find_every_executed_step_sampled(
     while core.has_unfinished_requests():
         for output in core.step():
             results.setdefault(output.req_id, Result()).take(output)
-        assert core.collective_rpc(lambda worker: worker.runner._pending) == [{}]
+        assert core.collective_rpc(lambda worker: worker.unsampled) == [set()]
         num_steps += 1
         if num_steps % 4 == 0:
             assert core.reset_prefix_cache(reset_running_requests=True)
