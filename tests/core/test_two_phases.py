@@ -82,7 +82,8 @@ class WatchedHandle:
 class FakeGrammar:
     """Follows requests, and gives each row of a step its request's number of tokens as a word.
 
-    constrained: the requests that it follows. failures: what the calls about a step raise, once.
+    constrained: the requests that it follows. failures: what the calls about a step raise, once. turns_to_compile: by
+    request that it is not ready for at first.
     """
 
     def __init__(self, events: list[Event], constrained: Sequence[str]) -> None:
@@ -92,11 +93,20 @@ class FakeGrammar:
         self.ended: set[str] = set()
         self.given: list[GrammarOutput] = []
         self.failures: dict[Event, Exception] = {}
+        self.turns_to_compile: dict[str, int] = {}
         self._num_accepted = 0
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest) -> bool:
         if request.req_id in self.constrained:
             self.tokens[request.req_id] = list(request.output_token_ids)
+        return request.req_id not in self.turns_to_compile
+
+    def take_ready(self) -> Sequence[str]:
+        self.turns_to_compile = {req_id: turns - 1 for req_id, turns in self.turns_to_compile.items() if turns >= 0}
+        ready = [req_id for req_id, turns in self.turns_to_compile.items() if turns == 0]
+        if self.failures and ready:
+            raise self.failures.pop(("compiled", 0))
+        return ready
 
     def constrains(self, req_id: str) -> bool:
         return req_id in self.tokens and req_id not in self.ended
@@ -363,4 +373,37 @@ def test_a_request_that_is_aborted_is_forgotten_by_the_grammar(
     core.step()
     core.abort_requests(["r0"])
     assert grammar.ended == {"r0"}
+    core.close()
+
+
+def test_a_request_whose_grammar_is_being_compiled_waits_and_others_go_on(
+    folder: Path, undisturbed: list[list[int]], events: list[Event], runs_ahead: bool
+) -> None:
+    core, grammar = watched_core(folder, events, constrained=["r1", "r2"], async_scheduling=runs_ahead)
+    # The others have ended long before; then there is nothing to do but to wait.
+    grammar.turns_to_compile = {"r1": 6, "r2": 60}
+    for index, prompt in enumerate(PROMPTS):
+        add(core, f"r{index}", prompt, ALL_PARAMS[index])
+    results: dict[str, Result] = {}
+    first_seen: dict[str, int] = {}
+    for turn in range(200):
+        for output in core.step():
+            first_seen.setdefault(output.req_id, turn)
+            results.setdefault(output.req_id, Result()).take(output)
+    assert [results[req_id].tokens for req_id in ALL] == undisturbed
+    assert first_seen["r0"] < 5 <= first_seen["r1"] < 20 < 59 <= first_seen["r2"]
+    assert_nothing_is_half_launched(core)
+    core.close()
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request(
+    folder: Path, undisturbed: list[list[int]], events: list[Event], runs_ahead: bool
+) -> None:
+    core, grammar = watched_core(folder, events, constrained=["r1"], async_scheduling=runs_ahead)
+    grammar.turns_to_compile = {"r1": 3}
+    grammar.failures[("compiled", 0)] = GrammarError("it says nothing", req_ids=["r1"])
+    results = run(core, PROMPTS, ALL_PARAMS)
+    assert (results[1].finish_reason, results[1].error) == (FinishReason.ERROR, "Its grammar failed: it says nothing")
+    assert [result.tokens for result in results] == [undisturbed[0], [], *undisturbed[2:]]
+    assert grammar.ended == {"r1"}
     core.close()

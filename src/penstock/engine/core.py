@@ -24,6 +24,8 @@ from penstock.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 _IDLE_S = 0.0005
+# What a request waits for whose grammar is being compiled.
+_GRAMMAR = "its grammar"
 
 
 class EngineCore:
@@ -78,7 +80,8 @@ class EngineCore:
                 pools=self._pools,
             )
         )
-        self._grammar.add(request)
+        if not self._grammar.add(request):
+            self.scheduler.wait_for(request.req_id, _GRAMMAR)
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests, wherever they are; unknown ones are ignored."""
@@ -131,6 +134,11 @@ class EngineCore:
 
     def _execute_next(self) -> SchedulerOutput | None:
         """Launch the forward pass of a step, if there is anything to run or to forget."""
+        try:
+            for req_id in self._grammar.take_ready():
+                self.scheduler.ready(req_id, _GRAMMAR)
+        except GrammarError as error:
+            self._end_constrained(error, ())
         if not self.scheduler.has_work():
             return None
         output = self.scheduler.schedule()

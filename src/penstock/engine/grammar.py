@@ -16,8 +16,17 @@ class Grammar(Protocol):
     It knows tokens that the host has read and no others, so that a worker's death takes nothing away from it.
     """
 
-    def add(self, request: EngineRequest) -> None:
-        """Follow a request that the scheduler took, from the tokens on that it brings."""
+    def add(self, request: EngineRequest) -> bool:
+        """Follow a request that the scheduler took, from the tokens on that it brings.
+
+        False where it is not ready for that request yet: it compiles, and names it in `take_ready` when it is.
+        """
+
+    def take_ready(self) -> Sequence[str]:
+        """The requests that it has become ready for since the last call.
+
+        Raises GrammarError for those that it never will be.
+        """
 
     def constrains(self, req_id: str) -> bool:
         """Whether it follows this request."""
@@ -38,7 +47,11 @@ class Grammar(Protocol):
 class NoGrammar:
     """Nobody is constrained."""
 
-    def add(self, request: EngineRequest) -> None: ...
+    def add(self, request: EngineRequest) -> bool:
+        return True
+
+    def take_ready(self) -> Sequence[str]:
+        return ()
 
     def constrains(self, req_id: str) -> bool:
         return False
