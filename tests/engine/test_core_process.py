@@ -282,8 +282,14 @@ def test_a_core_that_hangs_is_not_waited_for_forever(start: Callable[..., CorePr
     expected = f"Process {os.getpid()} waited 0.5 s in step for the core in process {core.pid}"
     with pytest.raises(WaitTimeout, match=expected):
         core.step()
-    with pytest.raises(WaitTimeout, match=r"waited .* in check_health for the core"):
+    with pytest.raises(WaitTimeout, match=r"waited 0.5 s in check_health for the core"):
         core.check_health()
+    with pytest.raises(WaitTimeout, match=r"waited 0.2 s in collective_rpc for the core"):
+        core.collective_rpc(process_id, timeout_s=0.2)
+    # It is larger than what the pipe takes while nobody reads from it; half of it was sent, and nothing can follow.
+    for call in (lambda: core.add_request(request("b", prompt_token_ids=[7] * 5_000_000)), core.check_health):
+        with pytest.raises(WaitTimeout, match="waited 0.5 s in add_request for the core"):
+            call()
     kill(core)
 
 

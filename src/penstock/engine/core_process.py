@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from penstock.config import EngineConfig
@@ -76,17 +77,8 @@ class CoreProcess:
         self._num_calls = 0
         # Of steps that were made while something else was waited for.
         self._outputs: deque[list[EngineCoreOutput]] = deque()
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        for connection in (self._connection, theirs):
-            _limit_sends(connection, call_timeout_s)
-        self._process = context.Process(
-            target=run_core, args=(theirs, load_core, config), name="penstock-core", daemon=True
-        )
-        self._process.start()
+        self._process, self._connection = _start_process(config, load_core, call_timeout_s)
         self.pid = self._process.pid
-        # Or the end of the process would not be the end of the connection.
-        theirs.close()
         self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=_read_all, args=(self._connection, self._arrived), daemon=True)
         self._reader.start()
@@ -142,7 +134,8 @@ class CoreProcess:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        answers: list[Any] = self._call_utility("collective_rpc", method, timeout_s, args, kwargs)
+        call = ("collective_rpc", method, timeout_s, args, kwargs)
+        answers: list[Any] = self._call_utility(*call, wait_s=timeout_s)
         return answers
 
     def check_health(self) -> None:
@@ -159,12 +152,21 @@ class CoreProcess:
         if not self._connection.closed:
             self._end_process()
 
-    def _call_utility(self, method: str, *args: Any) -> Any:
+    def _call_utility(self, method: str, *args: Any, wait_s: float | None = None) -> Any:
         pickled = pickle.dumps(args)
-        answer = self._call(method, lambda call_id: UtilityCall(call_id=call_id, method=method, arguments=pickled))
+
+        def make(call_id: int) -> UtilityCall:
+            return UtilityCall(call_id=call_id, method=method, arguments=pickled)
+
+        answer = self._call(method, make, wait_s)
         return pickle.loads(answer.result)
 
-    def _call(self, name: str, make: Callable[[int], AddRequest | AbortRequests | UtilityCall]) -> Answer:
+    def _call(
+        self,
+        name: str,
+        make: Callable[[int], AddRequest | AbortRequests | UtilityCall],
+        wait_s: float | None = None,
+    ) -> Answer:
         """Send a call and wait for its answer; the outputs of steps that come before it are kept."""
         self._check_running()
         self._num_calls += 1
@@ -172,13 +174,16 @@ class CoreProcess:
         try:
             self._send(make(call_id))
         except BlockingIOError:
-            raise self._timed_out(name, self._call_timeout_s) from None
+            # A part of it may have been sent, so that nothing can follow.
+            self._ended_by = self._timed_out(name, self._call_timeout_s)
+            raise same_error(self._ended_by) from None
         except OSError:
             # What it said last, if only by its end, is still to be read.
             logger.debug("The core's process ended before %s reached it", name)
-        deadline = time.monotonic() + self._call_timeout_s
+        timeout_s = wait_s or self._call_timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
-            message = self._receive(name, deadline - time.monotonic())
+            message = self._receive(name, timeout_s, deadline)
             if isinstance(message, StepOutputs):
                 self._outputs.append(message.outputs)
             # Those of earlier calls come late, when nobody waits for them any more.
@@ -190,10 +195,13 @@ class CoreProcess:
     def _send(self, message: AddRequest | AbortRequests | UtilityCall | CloseCore) -> None:
         self._connection.send_bytes(encode(ToCore(message)))
 
-    def _receive(self, name: str, timeout_s: float) -> CoreStarted | StepOutputs | Answer:
-        """The next that the core says."""
+    def _receive(
+        self, name: str, timeout_s: float, deadline: float | None = None
+    ) -> CoreStarted | StepOutputs | Answer:
+        """The next that the core says, waited for until the deadline, which is that many seconds after the call."""
+        left_s = timeout_s if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            data = self._arrived.get(timeout=max(0.0, timeout_s))
+            data = self._arrived.get(timeout=left_s)
         except queue.Empty:
             raise self._timed_out(name, timeout_s) from None
         if data is None:
@@ -234,6 +242,21 @@ class CoreProcess:
 def start_core_process(config: EngineConfig) -> CoreProcess:
     """The engine core of this configuration, in a process of its own."""
     return CoreProcess(config)
+
+
+def _start_process(
+    config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient], send_timeout_s: float
+) -> tuple[SpawnProcess, Connection]:
+    """A process that serves a core, and our end of the connection to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    for connection in (ours, theirs):
+        _limit_sends(connection, send_timeout_s)
+    process = context.Process(target=run_core, args=(theirs, load_core, config), name="penstock-core", daemon=True)
+    process.start()
+    # Or the end of the process would not be the end of the connection.
+    theirs.close()
+    return process, ours
 
 
 def _read_all(connection: Connection, arrived: queue.SimpleQueue[bytes | None]) -> None:
