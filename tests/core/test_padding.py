@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.attention import ForwardContext
 from penstock.contract import SamplingParams
+from penstock.runner.input_batch import BatchBuilder
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 from support.padding import pad_every_step
@@ -36,17 +36,16 @@ def _serve(folder: Path, **options: Any) -> list[Any]:
 @pytest.fixture
 def num_padding(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of padding in each step."""
-    from penstock.runner.fast_paths import FastPaths, PlainPath
-
     found: list[int] = []
-    for paths in (PlainPath, FastPaths):
-        original = paths.forward
+    for name in ("build", "build_again"):
+        original = getattr(BatchBuilder, name)
 
-        def note(self: Any, model: Any, batch: Any, context: ForwardContext, original: Any = original) -> Any:
+        def note(self: Any, *args: Any, original: Any = original) -> Any:
+            batch = original(self, *args)
             found.append(batch.input_ids.shape[0] - batch.layout.plan.num_tokens)
-            return original(self, model, batch, context)
+            return batch
 
-        monkeypatch.setattr(paths, "forward", note)
+        monkeypatch.setattr(BatchBuilder, name, note)
     return found
 
 

@@ -178,9 +178,6 @@ class FakeWorker:
             if not self.requests[req_id].is_misled:
                 self._read(req_id, self.requests[req_id], output.num_scheduled_tokens[req_id])
         errors = {req_id: "broken on purpose" for req_id in batch if req_id not in healthy}
-        # The steps in flight go on with them, and compute nothing of use.
-        for req_id in errors:
-            self.requests[req_id].num_computed_tokens += output.num_scheduled_tokens[req_id]
         if self.pools:
             pooled = [
                 self._pool(self.requests[req_id], output.num_scheduled_tokens[req_id]) if req_id in healthy else None
@@ -268,7 +265,7 @@ class FakeWorker:
         end = request.num_computed_tokens + num_tokens
         is_wrong = request.is_broken or request.is_misled
         token_ids = request.token_ids + request.drafts
-        # A broken request has no tokens that would go on.
+        # A broken request no longer moves on.
         assert request.is_broken or end <= len(token_ids) < request.max_num_tokens + self.pools
         assert request.is_broken or not request.drafts or end == len(token_ids)
         values = [UNFILLED] * end if is_wrong else fingerprints(token_ids[:end], request.salt)
