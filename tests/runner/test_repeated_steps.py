@@ -86,6 +86,17 @@ def test_a_step_that_repeats_another_than_the_last_one_is_put_together_anew(prep
     assert prepared_anew == [0, 1, 100, 105]
 
 
+def test_a_step_that_repeats_one_from_before_the_last_is_put_together_anew(prepared_anew: list[int]) -> None:
+    runner = make_runner()
+    steps = messages()
+    run(runner, steps[:4])
+    cached = CachedRequestData(req_ids=["b"], num_computed_tokens=[8])
+    run(runner, [SchedulerOutput(step_id=4, scheduled_cached_reqs=cached, num_scheduled_tokens={"b": 1})])
+    last = msgspec.structs.replace(steps[4], step_id=5, repeats_step_id=3)
+    assert len(run(runner, [last])[0]) == 2
+    assert prepared_anew == [0, 1, 4, 5]
+
+
 def test_a_step_after_one_that_could_not_serve_all_is_put_together_anew(
     prepared_anew: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

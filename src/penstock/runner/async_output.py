@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import LogprobsLists, SampledOutput
+from penstock.contract import LogprobsLists, ModelRunnerOutput, SampledOutput
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome, TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
@@ -108,13 +108,13 @@ class AsyncOutput:
 class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
     """A result that is there already: of a step that ran no token, or whose tokens are in the host's memory."""
 
-    output: SampledOutput
+    output: ModelRunnerOutput
 
     @property
     def step_id(self) -> int:
         return self.output.step_id
 
-    def get_output(self, timeout_s: float = 0.0) -> SampledOutput:
+    def get_output(self, timeout_s: float = 0.0) -> ModelRunnerOutput:
         return self.output
 
 

@@ -48,9 +48,9 @@ class BatchLayout:
     drafts: DraftRows | None = None
 
     @property
-    def has_one_row_each(self) -> bool:
-        """Every request has the logits of its last token, and no others."""
-        return self.drafts is None
+    def can_be_narrowed(self) -> bool:
+        """Whether the requests' last tokens are all that the logits need, and not all that there is."""
+        return self.drafts is None and self.max_query_len > 1
 
     @property
     def first_rows(self) -> np.ndarray | None:

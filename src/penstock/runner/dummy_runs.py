@@ -36,7 +36,7 @@ def start_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:
 
     All hidden states are computed, which take the most memory. The KV cache needs `num_profile_blocks` blocks.
     """
-    runner.computes_all_hidden = True
+    runner.after_forward.computes_all_hidden = True
     output = _only_prompt(runner, token_ids)
     runner.execute_model(output)
     return output

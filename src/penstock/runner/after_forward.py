@@ -1,0 +1,156 @@
+"""What an engine makes of a step's hidden states. One that generates takes tokens from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from torch import Tensor
+
+from penstock.attention import ForwardContext
+from penstock.contract import SampledOutput
+from penstock.device import Device
+from penstock.kernels.sampling import ChosenTokens
+from penstock.models.interface import LanguageModel
+from penstock.runner.async_output import AsyncOutput, ReadyOutput
+from penstock.runner.fast_paths import PlainPath
+from penstock.runner.input_batch import InputBatch
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.poisoned_blocks import PoisonedBlocks
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import PromptLogprobs, Sampler
+from penstock.runner.sampling.prompt_logprobs import PromptRows
+from penstock.runner.sampling.sampler import SamplerOutput
+
+
+class PendingStep(msgspec.Struct, frozen=True, gc=False):
+    """A step that has been run and not yet sampled. `batch` is None when no token was run.
+
+    hidden: of each logits row; None where the step has `chosen` its tokens already. all_hidden: of all tokens, where
+    prompt_rows are among them.
+    """
+
+    errors: dict[str, str]
+    batch: InputBatch | None = None
+    hidden: Tensor | None = None
+    prompt_rows: PromptRows | None = None
+    all_hidden: Tensor | None = None
+    chosen: ChosenTokens | None = None
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [] if self.batch is None else self.batch.layout.req_ids
+
+
+class AfterForward(ABC):
+    """Decides which hidden states a step must compute, and turns them into the step's result."""
+
+    # Whether every step computes all of its hidden states, whatever it needs.
+    computes_all_hidden = False
+
+    @abstractmethod
+    def run(
+        self,
+        model: LanguageModel,
+        batch: InputBatch,
+        context: ForwardContext,
+        errors: dict[str, str],
+        *,
+        is_repeated: bool,
+    ) -> PendingStep:
+        """The step's forward pass. is_repeated: the fast paths gave its inputs."""
+
+    @abstractmethod
+    def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
+        """The result of a step, begun to be copied; the state on the device is advanced by it."""
+
+
+class Generation(AfterForward):
+    """Logits of the last tokens, the sampler, and log-probabilities of prompts."""
+
+    def __init__(
+        self,
+        device: Device,
+        requests: RequestStates,
+        kv_cache: PagedKVCache,
+        paths: PlainPath,
+        sampler: Sampler,
+        prompt_logprobs: PromptLogprobs,
+        poisoned_blocks: PoisonedBlocks,
+        rank: int,
+    ) -> None:
+        self._device = device
+        self._requests = requests
+        self._kv_cache = kv_cache
+        self._paths = paths
+        self._sampler = sampler
+        self._prompt_logprobs = prompt_logprobs
+        self._poisoned_blocks = poisoned_blocks
+        self._rank = rank
+
+    def run(
+        self,
+        model: LanguageModel,
+        batch: InputBatch,
+        context: ForwardContext,
+        errors: dict[str, str],
+        *,
+        is_repeated: bool,
+    ) -> PendingStep:
+        prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
+        if is_repeated and prompt_rows is None:
+            chosen = self._paths.choose(model)
+            if chosen is not None:
+                return PendingStep(errors, batch, chosen=chosen)
+        if prompt_rows is None and batch.layout.can_be_narrowed and not self.computes_all_hidden:
+            context = self._kv_cache.narrow_to_last_tokens(context, batch)
+        hidden = self._paths.forward(model, batch.input_ids, batch.positions, context)
+        of_rows = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
+        return PendingStep(errors, batch, of_rows, prompt_rows, None if prompt_rows is None else hidden)
+
+    def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
+        batch, errors = step.batch, step.errors
+        if batch is None:
+            return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
+        layout = batch.layout
+        req_ids = layout.req_ids
+        prompt_logprobs = self._prompt_logprobs.compute(step.prompt_rows, model, step.all_hidden)
+        sampled = self._sample(model, batch, step)
+        outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
+        if sampled.errors:
+            errors = _by_request(sampled.errors, req_ids) | errors
+        result: AsyncOutput | ReadyOutput
+        if on_host is not None and on_host[1] is None and sampled.logprobs is None and prompt_logprobs is None:
+            tokens = SampledOutput(step_id=step_id, req_ids=req_ids, sampled_token_ids=on_host[0], errors=errors)
+            result = ReadyOutput(tokens)
+        else:
+            result = AsyncOutput(
+                self._device,
+                step_id=step_id,
+                req_ids=req_ids,
+                outcome=outcome,
+                on_host=on_host,
+                first_rows=layout.first_rows,
+                logprobs=sampled.logprobs,
+                prompt_logprobs=prompt_logprobs,
+                errors=errors,
+                on_not_finite=self._poisoned_blocks.note_failure,
+                rank=self._rank,
+            )
+        batch.step.advance(outcome)
+        self._sampler.advance(layout.slots, layout.slots_np, outcome)
+        return result
+
+    def _sample(self, model: LanguageModel, batch: InputBatch, step: PendingStep) -> SamplerOutput:
+        chosen, hidden = step.chosen, step.hidden
+        if hidden is not None and self._sampler.is_plain_greedy(batch.logits_rows):
+            chosen = model.compute_greedy(hidden)
+        if chosen is not None:
+            return SamplerOutput(*chosen, None, {})
+        assert hidden is not None, "a step has its tokens, or what they are chosen from"
+        return self._sampler.sample(model.compute_logits(hidden), batch.logits_rows)
+
+
+def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, str]:
+    return {req_ids[row]: error for row, error in errors.items()}
