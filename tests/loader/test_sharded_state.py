@@ -70,6 +70,11 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, family: str, change
     assert torch.equal(sequence_logits(load_state(tmp_path / "state"), [TOKENS])[0], before)
 
 
+def test_a_part_may_be_filled_to_the_last_byte() -> None:
+    tensors = {"a": torch.zeros(4), "b": torch.zeros(6), "c": torch.zeros(1)}
+    assert list(_cut(tensors, 40)) == [["a", "b"], ["c"]]
+
+
 def test_no_part_is_larger_than_it_may_be_unless_one_tensor_is(parts: list[Path]) -> None:
     for path in parts:
         sizes = [tensor.numel() * tensor.element_size() for tensor in load_file(path).values()]

@@ -31,7 +31,7 @@ class LastHidden(AfterForward):
         *,
         is_repeated: bool,
     ) -> PendingStep:
-        hidden = self._runner.paths.forward(model, batch, context)
+        hidden = self._runner.paths.forward(model, batch.input_ids, batch.positions, context)
         return PendingStep(errors, batch, batch.layout.of_logits_rows(hidden))
 
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> ReadyOutput:

@@ -6,7 +6,7 @@ calls it unconditionally.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.attention import ForwardContext, LayerAttention
