@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.attention import AttentionBackend, LayerAttention, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.reference import ReferenceBackend
+from penstock.contract import FullAttentionSpec
 from penstock.kernels.native import NATIVE
 from penstock.kernels.norm import rms_norm_reference
 from penstock.kernels.rotary import TableRotation, gather_rotation_reference, rotary_table
@@ -22,6 +23,12 @@ pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not
 BLOCK_SIZE = 4
 # (positions before the step, positions in it)
 STEP = [(0, 1), (9, 1), (70, 1), (4, 2), (0, 6), (31, 13), (0, 40)]
+
+
+def new_cache(backend: AttentionBackend, num_blocks: int, num_kv_heads: int, head_size: int) -> Tensor:
+    """A cache of zeros as the backend sees it."""
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=num_kv_heads, head_size=head_size, dtype="float32")
+    return backend.view_pages(torch.zeros(num_blocks, spec.page_size_bytes, dtype=torch.uint8), spec)
 
 
 class Norm:
@@ -94,7 +101,7 @@ def test_it_is_norm_rotation_and_attention(
     outputs = []
     for backend_class in (ReferenceBackend, CpuNativeBackend):
         backend: AttentionBackend = backend_class(layer)
-        kv_cache = torch.zeros(backend.kv_cache_shape(100, BLOCK_SIZE, num_kv_heads, head_size))
+        kv_cache = new_cache(backend, 100, num_kv_heads, head_size)
         rows = torch.Generator().manual_seed(6)
 
         def run(
@@ -145,7 +152,7 @@ def test_a_norm_that_is_more_than_that_goes_the_plain_way() -> None:
     results = []
     for is_plain in (True, False):
         norm = Norm(torch.full((4, 16), 1.5), 1e-6, is_plain=is_plain)
-        kv_cache = torch.zeros(backend.kv_cache_shape(4, BLOCK_SIZE, 2, 16))
+        kv_cache = new_cache(backend, 4, 2, 16)
         rotation = TableRotation.of(table_PR, torch.arange(5))
         args = (layer, qkv_TX.clone(), norm, rotation, kv_cache, backend.make_metadata(geometry))
         results.append(backend.forward_projected(*args))

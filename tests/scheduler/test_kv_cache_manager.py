@@ -5,6 +5,7 @@ from typing import Any
 from scheduler_driver import make_request
 from scheduler_fakes import cache_config, full_spec, window_spec
 
+from penstock.contract import KVCacheConfig, RecurrentStateSpec
 from penstock.scheduler.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.scheduler.request import Request
 
@@ -329,3 +330,22 @@ def test_the_prefix_cache_can_be_reset_only_when_nothing_is_held() -> None:
     manager.free(first)
     assert manager.reset_prefix_cache() is True
     assert hit_length(manager, [1] * 8) == 0
+
+
+def test_a_state_takes_one_block_for_a_whole_request_and_is_never_found_again() -> None:
+    manager = make_manager(20, RecurrentStateSpec(state_bytes=8), full_spec())
+    start(manager, make_request("a", list(range(30))))
+    assert [len(blocks) for blocks in manager.get_block_ids("a")] == [1, 8]
+    run(manager, make_request("a", list(range(30))), 0)
+    # A prefix of keys and values alone cannot be gone on from.
+    assert manager.get_computed_blocks(make_request("b", list(range(30)))).num_tokens == 0
+
+
+def test_requests_of_a_model_without_a_cache_need_no_blocks() -> None:
+    config = KVCacheConfig(num_blocks=1, tensors=(), groups=())
+    manager = KVCacheManager(config, enable_prefix_caching=True, max_num_batched_tokens=16)
+    request = make_request("a", list(range(30)))
+    assert start(manager, request).num_tokens == 0
+    assert manager.get_block_ids("a") == ()
+    assert manager.get_computed_blocks(make_request("b", list(range(30)))).num_tokens == 0
+    assert manager.has_room_for(make_request("b", list(range(30))), PrefixHit(0, ()))

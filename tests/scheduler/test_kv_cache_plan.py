@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_fakes import full_spec, window_spec
 
-from penstock.contract import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
+from penstock.contract import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 from penstock.errors import OutOfMemory, UnsupportedFeature
 from penstock.scheduler.kv_cache_plan import (
     blocks_per_request,
@@ -83,9 +92,21 @@ def test_pages_that_cannot_be_made_equal_are_refused_by_name() -> None:
         group_layers({"full.0": FULL, "odd.layer": odd})
 
 
-def test_a_model_without_a_cache_is_refused() -> None:
-    with pytest.raises(UnsupportedFeature, match="no layer"):
-        group_layers({})
+def test_smaller_states_are_padded_and_larger_ones_refused() -> None:
+    groups = group_layers({"large": FULL, "state": RecurrentStateSpec(state_bytes=PAGE - 12)})
+
+    assert groups[1].spec == RecurrentStateSpec(state_bytes=PAGE - 12, padding_bytes=12)
+    assert [group.spec.max_blocks_per_request(1000, 32) for group in groups] == [63, 1]
+    with pytest.raises(UnsupportedFeature, match=r"large \(FullAttentionSpec\).*state \(RecurrentStateSpec\)"):
+        group_layers({"large": FULL, "state": RecurrentStateSpec(state_bytes=PAGE + 12)})
+
+
+def test_a_model_without_a_cache_has_no_groups_and_takes_no_memory() -> None:
+    config = plan_kv_cache({}, 10**9, max_model_len=100, max_num_batched_tokens=32)
+
+    assert config == KVCacheConfig(num_blocks=1, tensors=(), groups=())
+    assert max_concurrency(config, max_model_len=100, max_num_batched_tokens=32) == math.inf
+    assert longest_request_in_bytes((), 0, limit=100, max_num_batched_tokens=32) == 100
 
 
 def test_the_plan_fills_the_memory_with_whole_blocks() -> None:

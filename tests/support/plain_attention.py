@@ -25,9 +25,8 @@ class PlainBackend(AttentionBackend):
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         return None
 
-    @staticmethod
-    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return (0,)
+    def view_pages(self, pages_NX: Tensor, spec: object) -> Tensor:
+        return pages_NX
 
     def make_metadata(self, geometry: object) -> object:
         raise NotImplementedError

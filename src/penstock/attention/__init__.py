@@ -1,12 +1,24 @@
 """Attention over a paged KV cache: one file per backend, behind one interface."""
 
-from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention, StepGeometry
+from penstock.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    BringsBackend,
+    CacheBackend,
+    CacheLayer,
+    HeadNorm,
+    LayerAttention,
+    StepGeometry,
+)
 from penstock.attention.context import BoundLayer, ForwardContext, LastTokens
 
 __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "BoundLayer",
+    "BringsBackend",
+    "CacheBackend",
+    "CacheLayer",
     "ForwardContext",
     "HeadNorm",
     "LastTokens",

@@ -1,4 +1,4 @@
-"""What an attention backend provides, and what it is told about a step.
+"""What a backend of layers that keep pages provides, one for attention above all, and what it is told about a step.
 
 Suffixes: T tokens of the step, R requests of the step, H query heads, K KV heads, D head size, B blocks.
 """
@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.contract import AttentionSpec
+from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.rotary import Rotation, apply_rotary
 
-# What a backend computes once per step and KV-cache group, for its own `forward`. Each backend has its own type.
+# What a backend computes once per step and KV-cache group, for its layers. Each backend has its own type.
 AttentionMetadata = Any
+
+
+class CacheLayer(Protocol):
+    """A layer that keeps pages, as it describes itself: `LayerAttention`, or whatever else `BringsBackend`."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,36 @@ class StepGeometry:
         )
 
 
+class CacheBackend(ABC):
+    """What the layers of one KV-cache group need of a step, and what they see in their pages.
+
+    A layer finds its own pages and the step's metadata with `ForwardContext.cache_of`.
+    """
+
+    name: ClassVar[str]
+    # Whether the metadata made of a geometry stays good when its tensors, the same ones, hold the next step's values.
+    keeps_metadata: ClassVar[bool] = False
+
+    @abstractmethod
+    def view_pages(self, pages_NX: Tensor, spec: Any) -> Tensor:
+        """One layer's cache as its group's kind sees it, in uint8 pages of the spec: [num_blocks, page_size_bytes].
+
+        Block b is the b-th page, whole: others clear, copy and send pages without knowing what is in them.
+        """
+
+    @abstractmethod
+    def make_metadata(self, geometry: StepGeometry) -> AttentionMetadata:
+        """What the group's layers need of this step, computed once for all of them."""
+
+
+@runtime_checkable
+class BringsBackend(CacheLayer, Protocol):
+    """A layer that is no attention, and says itself what runs it."""
+
+    def make_backend(self, device: torch.device) -> CacheBackend:
+        """For all layers of its group."""
+
+
 class HeadNorm(Protocol):
     """Normalises query and key heads, [T, H + K, D], before they are turned."""
 
@@ -89,17 +128,18 @@ class HeadNorm(Protocol):
     def __call__(self, query_key_THD: Tensor, /) -> Tensor: ...
 
 
-class AttentionBackend(ABC):
+def keys_then_values(pages_NX: Tensor, dtype: str, *sizes: int) -> Tensor:
+    """Pages that each hold keys of these sizes and then as many values: [2, num_blocks, *sizes]."""
+    return pages_NX.view(TORCH_DTYPES[dtype]).view(-1, 2, *sizes).transpose(0, 1)
+
+
+class AttentionBackend(CacheBackend):
     """One way to compute attention over a paged KV cache.
 
     An instance belongs to one KV-cache group of one runner and may keep buffers of its own. It is made with one of
     the group's layers, which are alike in what they store and in how far they see; the rest of what a layer computes
     (`scale`, `soft_cap`, query heads) is read from the layer that `forward` is given.
     """
-
-    name: str
-    # Whether the metadata made of a geometry stays good when its tensors, the same ones, hold the next step's values.
-    keeps_metadata = False
 
     def __init__(self, layer: LayerAttention) -> None:
         self.sliding_window = layer.sliding_window
@@ -110,19 +150,9 @@ class AttentionBackend(ABC):
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         """Why this backend cannot run the layer here, or None if it can."""
 
-    @staticmethod
     @abstractmethod
-    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """Shape of one layer's cache; keys and values are [0] and [1]."""
-
-    @classmethod
-    def view_cache(cls, memory: Tensor, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Tensor:
-        """One layer's cache, of `kv_cache_shape`, in flat memory of its dtype. How it lies there is free."""
-        return memory.view(cls.kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size))
-
-    @abstractmethod
-    def make_metadata(self, geometry: StepGeometry) -> AttentionMetadata:
-        """What `forward` needs of this step, computed once for all layers of the group."""
+    def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
+        """[2, num_blocks, ...] of the spec's dtype; keys and values are [0] and [1]. The rest is up to the backend."""
 
     @abstractmethod
     def forward(

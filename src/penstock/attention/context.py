@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, AttentionMetadata, HeadNorm, LayerAttention
+from penstock.attention.base import AttentionMetadata, HeadNorm, LayerAttention
 from penstock.kernels.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """One layer's cache, the KV-cache group it belongs to, and the backend of that group."""
+    """One layer's cache, the KV-cache group it belongs to, and the backend of that group.
+
+    backend: a `CacheBackend` of the layer's kind, which the layer knows. kv_cache: its view of the layer's pages.
+    """
 
     group: int
-    backend: AttentionBackend
+    backend: Any
     kv_cache: Tensor
 
 
@@ -60,6 +64,11 @@ class ForwardContext:
         """The rows that are asked for, of something that has one for every token of the step."""
         return per_token if self.last is None else per_token.index_select(0, self.last.rows)
 
+    def cache_of(self, name: str) -> tuple[Tensor, AttentionMetadata]:
+        """A layer's cache, and what its group's backend made of this step."""
+        bound = self.layers[name]
+        return bound.kv_cache, self.metadata[bound.group]
+
     def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
         """Attention of one layer over this step: [T, H, D] from its queries, keys [T, K, D] and values [T, K, D].
 
@@ -69,8 +78,8 @@ class ForwardContext:
         group = bound.group
         step = layer, query_THD, key_TKD, value_TKD, bound.kv_cache, self.metadata[group]
         if self.last is None:
-            return bound.backend.forward(*step)
-        return bound.backend.forward_last(*step, self.last.rows, self.last.metadata[group])
+            return bound.backend.forward(*step)  # type: ignore[no-any-return]
+        return bound.backend.forward_last(*step, self.last.rows, self.last.metadata[group])  # type: ignore[no-any-return]
 
     def attend_projected(
         self, layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
@@ -83,5 +92,6 @@ class ForwardContext:
         group = bound.group
         step = layer, qkv_TX, norm, rotation, bound.kv_cache, self.metadata[group]
         if self.last is None:
-            return bound.backend.forward_projected(*step)
-        return bound.backend.forward_last_projected(*step, self.last.rows, self.last.metadata[group])
+            return bound.backend.forward_projected(*step)  # type: ignore[no-any-return]
+        last = self.last.rows, self.last.metadata[group]
+        return bound.backend.forward_last_projected(*step, *last)  # type: ignore[no-any-return]

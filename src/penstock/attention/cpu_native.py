@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.attention.base import AttentionBackend, HeadNorm, LayerAttention, StepGeometry
+from penstock.contract import AttentionSpec
+from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import CACHE_TYPES, HeadShape, StepRequests
 from penstock.kernels.native.tracing import TracedRequests
@@ -49,13 +51,9 @@ class CpuNativeBackend(AttentionBackend):
             return f"it keeps keys and values in {', '.join(map(str, CACHE_TYPES))}, not in {dtype}"
         return None
 
-    @staticmethod
-    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return (2, num_blocks, num_kv_heads, block_size, head_size)
-
-    @classmethod
-    def view_cache(cls, memory: Tensor, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Tensor:
-        return memory.view(num_blocks, num_kv_heads, 2, block_size, head_size).permute(2, 0, 1, 3, 4)
+    def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
+        sizes = spec.num_kv_heads, 2, spec.block_size, spec.elements_per_head
+        return pages_NX.view(TORCH_DTYPES[spec.dtype]).view(-1, *sizes).permute(2, 0, 1, 3, 4)
 
     def make_metadata(self, geometry: StepGeometry) -> CpuNativeMetadata:
         requests = StepRequests.of(

@@ -1,6 +1,7 @@
 """The CPU backend: decodes as one batch of blocks, prefills one request at a time. Nothing is padded.
 
-The cache is head-major, [2, num_blocks, K, block_size, D]: a block of one head is a matrix as it lies.
+The cache is head-major, [2, num_blocks, K, block_size, D]: a block of one head is a matrix as it lies. In memory a
+block's values follow its keys.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry, keys_then_values
+from penstock.contract import AttentionSpec
 from penstock.kernels.paged_attention import (
     DecodeBlocks,
     decode_attention_cpu,
@@ -70,9 +72,8 @@ class CpuPagedBackend(AttentionBackend):
             return f"it keeps no {dtype} cache"
         return None if device.type == "cpu" else "it runs on the CPU only"
 
-    @staticmethod
-    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return (2, num_blocks, num_kv_heads, block_size, head_size)
+    def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
+        return keys_then_values(pages_NX, spec.dtype, spec.num_kv_heads, spec.block_size, spec.elements_per_head)
 
     def make_metadata(self, geometry: StepGeometry) -> CpuPagedMetadata:
         # The CPU is its own host, so the lengths are exact and reading them waits for nothing.
@@ -164,11 +165,11 @@ class CpuPagedBackend(AttentionBackend):
         kv_cache: Tensor,
         metadata: CpuPagedMetadata,
     ) -> None:
-        for cache_BKPD, new_TKD in zip(kv_cache, (key_TKD, value_TKD), strict=True):
-            rows = new_TKD[: metadata.num_tokens].reshape(-1, layer.head_size)
-            cache_BKPD.view(-1, layer.head_size).index_copy_(
-                0, metadata.kv_rows.to(cache_BKPD.device), rows.to(cache_BKPD.dtype)
-            )
+        # A block is its keys of all heads, then its values.
+        rows_XD = kv_cache.transpose(0, 1).view(-1, layer.head_size)
+        for row_ids, new_TKD in zip(metadata.kv_rows.to(kv_cache.device), (key_TKD, value_TKD), strict=True):
+            new_XD = new_TKD[: metadata.num_tokens].reshape(-1, layer.head_size)
+            rows_XD.index_copy_(0, row_ids, new_XD.to(kv_cache.dtype))
 
     def _workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Two tensors like the cache, of at least so many blocks; all layers of the group take turns with them."""

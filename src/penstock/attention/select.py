@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from penstock.attention.base import AttentionBackend, LayerAttention
+from penstock.attention.base import AttentionBackend, BringsBackend, CacheBackend, CacheLayer, LayerAttention
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.torch_varlen import TorchVarlenBackend
+from penstock.contract import KVCacheSpec, RecurrentStateSpec
+from penstock.device.base import TORCH_DTYPES
 from penstock.errors import ConfigError, UnsupportedFeature
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -46,3 +49,32 @@ def select_backend(
         f"No attention backend can run layer {layers[0].name} on {device}. "
         f"{'; '.join(f'{name}: {why}' for name, why in refusals.items())}."
     )
+
+
+def select_cache_backend(
+    layers: Sequence[CacheLayer],
+    spec: KVCacheSpec,
+    *,
+    device: torch.device,
+    candidates: tuple[str, ...],
+    requested: str | None = None,
+) -> tuple[CacheBackend, dict[str, str]]:
+    """What runs the layers of one KV-cache group, and why better backends do not.
+
+    Raises as `select_backend`, whose arguments the others are.
+    """
+    first = layers[0]
+    if isinstance(first, BringsBackend):
+        return first.make_backend(device), {}
+    attention = [layer for layer in layers if isinstance(layer, LayerAttention)]
+    assert len(attention) == len(layers), f"{first.name} says neither what it attends to nor what runs it"
+    assert not isinstance(spec, RecurrentStateSpec), f"{first.name} attends, and keeps no keys and values"
+    backend, refusals = select_backend(
+        *attention,
+        dtype=TORCH_DTYPES[spec.dtype],
+        device=device,
+        block_size=spec.block_size,
+        candidates=candidates,
+        requested=requested,
+    )
+    return backend(attention[0]), refusals

@@ -1,4 +1,4 @@
-"""What backends share whose cache is token-major, [2, num_blocks, block_size, K, D]."""
+"""What backends share whose cache is token-major, [2, num_blocks, block_size, K, D]: keys, then values of a block."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry, keys_then_values
+from penstock.contract import AttentionSpec
 
 
 class TokenMajorBackend(AttentionBackend):
     """Writes the step's keys and values, and leaves padding out; the attention itself is the subclass's."""
 
-    @staticmethod
-    def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
+    def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
+        return keys_then_values(pages_NX, spec.dtype, spec.block_size, spec.num_kv_heads, spec.elements_per_head)
 
     def make_metadata(self, geometry: StepGeometry) -> StepGeometry:
         return geometry
@@ -46,9 +46,12 @@ class TokenMajorBackend(AttentionBackend):
         metadata: StepGeometry,
     ) -> None:
         num_tokens = metadata.num_actual_tokens
-        rows = metadata.slot_mapping[:num_tokens]
-        for half, new_TKD in zip(kv_cache.flatten(1, 2), (key_TKD, value_TKD), strict=True):
-            half.index_copy_(0, rows, new_TKD[:num_tokens].to(half.dtype))
+        slots_T, block_size = metadata.slot_mapping[:num_tokens], metadata.block_size
+        # Rows of [num_blocks, 2, block_size], which a block's keys and its values have in turn.
+        key_rows_T = slots_T + torch.div(slots_T, block_size, rounding_mode="floor") * block_size
+        rows_XKD = kv_cache.transpose(0, 1).flatten(0, 2)
+        for rows_T, new_TKD in zip((key_rows_T, key_rows_T + block_size), (key_TKD, value_TKD), strict=True):
+            rows_XKD.index_copy_(0, rows_T, new_TKD[:num_tokens].to(kv_cache.dtype))
 
     @abstractmethod
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:

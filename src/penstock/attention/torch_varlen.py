@@ -85,11 +85,13 @@ def _try(layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_
         return f"torch {torch.__version__} has variable-length attention, but not over paged caches"
     try:
         query = torch.zeros(2, layer.num_heads, layer.head_size, dtype=dtype, device=device)
-        shape = TorchVarlenBackend.kv_cache_shape(2, block_size, layer.num_kv_heads, layer.head_size)
+        sizes = block_size, layer.num_kv_heads, layer.head_size
+        # As `view_pages` lays them.
+        kv_cache = torch.zeros(2, 2, *sizes, dtype=dtype, device=device).transpose(0, 1)
         starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
         length = torch.tensor([2], dtype=torch.int32, device=device)
         table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        _varlen_attention(layer, query, torch.zeros(shape, dtype=dtype, device=device), starts, length, table, 2, 2)
+        _varlen_attention(layer, query, kv_cache, starts, length, table, 2, 2)
         torch.cuda.synchronize(device)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
         return f"torch {torch.__version__} refuses it here: {str(error).splitlines()[0]}"

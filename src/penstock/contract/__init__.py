@@ -2,11 +2,13 @@
 
 from penstock.contract.codec import CONTRACT_VERSION, ContractVersionError, decode, encode
 from penstock.contract.kv_cache import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    RecurrentStateSpec,
     SlidingWindowSpec,
 )
 from penstock.contract.runner_output import (
@@ -26,6 +28,7 @@ from penstock.contract.scheduler_output import (
 
 __all__ = [
     "CONTRACT_VERSION",
+    "AttentionSpec",
     "CachedRequestData",
     "ContractVersionError",
     "FullAttentionSpec",
@@ -38,6 +41,7 @@ __all__ = [
     "ModelRunnerOutput",
     "NewRequestData",
     "PooledOutput",
+    "RecurrentStateSpec",
     "SampledOutput",
     "SamplingParams",
     "SchedulerOutput",

@@ -1,19 +1,22 @@
 """What each layer keeps per token, how layers share block tables, and how the memory is laid out.
 
-A *spec* says what one layer stores per block. Layers with equal specs form a *group* that shares one block table.
-All groups draw block ids from one pool, so all pages (one block of one layer) have the same size in bytes.
+A *spec* says how many bytes one layer stores per block, which is a *page*, and for which positions. What is in a page
+is the layer's own matter. Layers with equal specs form a *group* that shares one block table. All groups draw block ids
+from one pool, so all pages have the same size in bytes.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import msgspec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 # int8 keys and values have a float32 scale for each position of each head, kept behind its block.
 SCALE_BYTES = {"int8": 4}
+# More positions than any request has: what is kept once per request is a block of so many.
+WHOLE_REQUEST = 1 << 30
 
 
 def head_elements(head_size: int, dtype: str) -> int:
@@ -39,6 +42,11 @@ class _AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one block of one layer."""
         return 2 * self.block_size * self.num_kv_heads * self.elements_per_head * DTYPE_BYTES[self.dtype]
 
+    def with_pages_of(self, page_size_bytes: int) -> Self | None:
+        """The same with more positions per block, in pages of this size; None where no number of them makes it."""
+        ratio, rest = divmod(page_size_bytes, self.page_size_bytes)
+        return None if rest else msgspec.structs.replace(self, block_size=self.block_size * ratio)
+
 
 class FullAttentionSpec(_AttentionSpec, frozen=True, kw_only=True, tag=True):
     """Keys and values of every position."""
@@ -61,7 +69,37 @@ class SlidingWindowSpec(_AttentionSpec, frozen=True, kw_only=True, tag=True):
         return min(blocks, math.ceil(max_model_len / self.block_size))
 
 
-KVCacheSpec: TypeAlias = FullAttentionSpec | SlidingWindowSpec
+class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One page for a whole request, which every step changes: a state of `state_bytes`, and padding behind it.
+
+    Nothing of it can be shared with another request, or looked up again for a prefix.
+    """
+
+    state_bytes: int
+    padding_bytes: int = 0
+
+    @property
+    def block_size(self) -> int:
+        """Positions that one block stands for: all."""
+        return WHOLE_REQUEST
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return self.state_bytes + self.padding_bytes
+
+    def with_pages_of(self, page_size_bytes: int) -> Self | None:
+        """The same in pages of this size, which are padded; None where the state is larger."""
+        padding = page_size_bytes - self.state_bytes
+        return None if padding < 0 else msgspec.structs.replace(self, padding_bytes=padding)
+
+    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        """Blocks that one request can hold at once, at most."""
+        return 1
+
+
+AttentionSpec: TypeAlias = FullAttentionSpec | SlidingWindowSpec
+KVCacheSpec: TypeAlias = AttentionSpec | RecurrentStateSpec
 
 
 class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):

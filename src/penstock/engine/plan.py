@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.config import EngineConfig, env
 from penstock.config.resolve import resolve_metadata_folder
-from penstock.contract import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import gpu_memory
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
@@ -49,7 +49,7 @@ class EnginePlan:
     architecture: str
     device: str
     dtype: DtypeChoice
-    layers: tuple[FullAttentionSpec | SlidingWindowSpec, ...]
+    layers: tuple[KVCacheSpec, ...]
     num_parameters: int
     lookup_bytes: int
     memory: MemoryPlan
@@ -106,7 +106,8 @@ class EnginePlan:
         ]
 
     def _cache_lines(self) -> list[str]:
-        heads = Counter((layer.num_kv_heads, layer.head_size) for layer in self.layers)
+        attention = [layer for layer in self.layers if not isinstance(layer, RecurrentStateSpec)]
+        heads = Counter((layer.num_kv_heads, layer.head_size) for layer in attention)
         sizes = [f"2 x {num_heads} heads x {size} x {count} layers" for (num_heads, size), count in heads.items()]
         per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}"
         rows = [

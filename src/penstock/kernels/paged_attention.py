@@ -71,11 +71,12 @@ def paged_attention_reference(
 
 
 def write_kv_rows(slot_mapping_T: np.ndarray, block_size: int, num_kv_heads: int) -> np.ndarray:
-    """int64 [T * K]: rows of a head-major cache [num_blocks * K * P, D] that a step's keys and values go to."""
-    # (block * K + head) * P + offset, with slot = block * P + offset.
-    first_T = slot_mapping_T + slot_mapping_T // block_size * ((num_kv_heads - 1) * block_size)
-    rows_TK: np.ndarray = first_T[:, None] + np.arange(num_kv_heads) * block_size
-    return rows_TK.reshape(-1)
+    """int64 [2, T * K]: rows of a head-major cache [num_blocks * 2 * K * P, D] that a step's keys and values go to."""
+    # (block * 2 * K + head) * P + offset, with slot = block * P + offset; K heads of values follow those of keys.
+    first_T = slot_mapping_T + slot_mapping_T // block_size * ((2 * num_kv_heads - 1) * block_size)
+    heads_2K = np.arange(2 * num_kv_heads).reshape(2, 1, num_kv_heads)
+    rows_2TK: np.ndarray = first_T[:, None] + heads_2K * block_size
+    return rows_2TK.reshape(2, -1)
 
 
 @dataclass(frozen=True, slots=True)

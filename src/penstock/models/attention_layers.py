@@ -1,23 +1,48 @@
-"""What a model's attention layers compute and store, for whoever plans its KV cache."""
+"""What a model's layers compute and keep, for whoever plans its cache."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
 from torch import nn
 
-from penstock.attention import LayerAttention
+from penstock.attention import CacheLayer, LayerAttention
 from penstock.contract import KVCacheSpec
-from penstock.layers.attention import Attention
+
+
+@runtime_checkable
+class KeepsCache(Protocol):
+    """A module that keeps something between steps: attention, or anything else that has pages.
+
+    layer: its name among those layers, and what it is bound with (`attention.CacheLayer`).
+    """
+
+    layer: CacheLayer
+
+    def get_kv_cache_spec(self, block_size: int, dtype: str) -> KVCacheSpec:
+        """What it keeps per block. block_size: positions, where it keeps something for each. dtype: wanted, by name."""
+
+
+def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
+    """Each layer that keeps something, by name, in the order in which they run. A model may have none."""
+    return {module.layer.name: module.layer for module in _modules(model)}
 
 
 def attention_layers(model: nn.Module) -> dict[str, LayerAttention]:
     """What each attention layer computes, by layer name, in the order in which they run."""
-    return {layer.layer.name: layer.layer for layer in _layers(model)}
+    return {name: layer for name, layer in cache_layers(model).items() if isinstance(layer, LayerAttention)}
+
+
+def most_query_heads(layers: Mapping[str, CacheLayer]) -> int:
+    """Of the attention layer that has the most; 0 where there is none."""
+    return max((layer.num_heads for layer in layers.values() if isinstance(layer, LayerAttention)), default=0)
 
 
 def kv_cache_specs(model: nn.Module, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
-    """What each attention layer stores, by layer name. dtype: of the cache, by name."""
-    return {layer.layer.name: layer.get_kv_cache_spec(block_size, dtype) for layer in _layers(model)}
+    """What each of those layers keeps, by layer name. dtype: of the cache, by name."""
+    return {module.layer.name: module.get_kv_cache_spec(block_size, dtype) for module in _modules(model)}
 
 
-def _layers(model: nn.Module) -> list[Attention]:
-    return [module for module in model.modules() if isinstance(module, Attention)]
+def _modules(model: nn.Module) -> list[KeepsCache]:
+    return [module for module in model.modules() if isinstance(module, KeepsCache)]

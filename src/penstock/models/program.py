@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import BoundLayer, ForwardContext, LastTokens
+from penstock.attention import AttentionBackend, BoundLayer, ForwardContext, LastTokens
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
@@ -63,7 +63,11 @@ class ModelPrograms:
     def _record(
         self, model: LanguageModel, trace_model: Callable[[Trace, LanguageModel, ForwardContext], Cell | None]
     ) -> NativeProgram | None:
-        if NATIVE is None:
+        if (
+            NATIVE is None
+            or not self._layers
+            or not all(isinstance(bound.backend, AttentionBackend) for bound in self._layers.values())
+        ):
             return None
         trace = Trace(NATIVE.instruction_set.index)
         try:

@@ -108,7 +108,8 @@ class BatchBuilder:
         self._num_columns = tuple(
             max(1, min(-(-max_seq_len // size), width)) for size, width in zip(self._block_sizes, widths, strict=True)
         )
-        self._capacity = min(count * size for count, size in zip(self._num_columns, self._block_sizes, strict=True))
+        covered = (count * size for count, size in zip(self._num_columns, self._block_sizes, strict=True))
+        self._capacity = min(covered, default=max_seq_len)
 
     def _wrap(self, layout: BatchLayout, tensors: StepTensors) -> InputBatch:
         plan = layout.plan

@@ -1,4 +1,7 @@
-"""The KV cache's memory, and each layer's view of it."""
+"""The cache's memory in pages, and each layer's view of its own.
+
+Whoever clears, copies or sends blocks takes pages as bytes; what is in them is known to the layers' backends alone.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,17 @@ import torch
 from torch import Tensor
 
 from penstock.attention import (
-    AttentionBackend,
     AttentionMetadata,
+    CacheBackend,
+    CacheLayer,
     ForwardContext,
     LastTokens,
-    LayerAttention,
     StepGeometry,
 )
 from penstock.attention.context import BoundLayer
-from penstock.attention.select import select_backend
+from penstock.attention.select import select_cache_backend
 from penstock.contract import KVCacheConfig
 from penstock.device import Device
-from penstock.device.base import TORCH_DTYPES
 from penstock.models.program import ModelPrograms
 from penstock.runner.input_batch import InputBatch
 
@@ -29,7 +31,7 @@ from penstock.runner.input_batch import InputBatch
 class AttentionGroup:
     """One KV-cache group with the backend that runs its layers; `refusals` says why better backends do not."""
 
-    backend: AttentionBackend
+    backend: CacheBackend
     refusals: Mapping[str, str]
 
 
@@ -39,7 +41,7 @@ class PagedKVCache:
     def __init__(
         self,
         device: Device,
-        layers: Mapping[str, LayerAttention],
+        layers: Mapping[str, CacheLayer],
         config: KVCacheConfig,
         requested_backend: str | None,
     ) -> None:
@@ -47,26 +49,24 @@ class PagedKVCache:
         self.groups: list[AttentionGroup] = []
         self._layers: dict[str, BoundLayer] = {}
         self.programs = ModelPrograms(self._layers)
-        memory = {
-            name: device.allocate(tensor.size_bytes) for tensor in config.tensors for name in tensor.shared_by[:1]
+        # uint8 [num_blocks, page_size_bytes] of each allocation, and of each layer.
+        self._pages = [device.allocate(tensor.size_bytes).view(config.num_blocks, -1) for tensor in config.tensors]
+        pages_of = {
+            name: pages for tensor, pages in zip(config.tensors, self._pages, strict=True) for name in tensor.shared_by
         }
-        owner = {name: memory[tensor.shared_by[0]] for tensor in config.tensors for name in tensor.shared_by}
+        self._pages_of_group: list[list[Tensor]] = []
         for index, group in enumerate(config.groups):
-            spec = group.spec
-            dtype = TORCH_DTYPES[spec.dtype]
-            backend_class, refusals = select_backend(
-                *(layers[name] for name in group.layer_names),
-                dtype=dtype,
+            backend, refusals = select_cache_backend(
+                [layers[name] for name in group.layer_names],
+                group.spec,
                 device=torch.device(device.kind),
-                block_size=spec.block_size,
                 candidates=device.attention_backends,
                 requested=requested_backend,
             )
-            backend = backend_class(layers[group.layer_names[0]])
             self.groups.append(AttentionGroup(backend, refusals))
-            sizes = config.num_blocks, spec.block_size, spec.num_kv_heads, spec.elements_per_head
+            self._pages_of_group.append([pages_of[name] for name in group.layer_names])
             for name in group.layer_names:
-                self._layers[name] = BoundLayer(index, backend, backend.view_cache(owner[name].view(dtype), *sizes))
+                self._layers[name] = BoundLayer(index, backend, backend.view_pages(pages_of[name], group.spec))
 
         # Whether a batch's context stays good while its tensors take the next step's values.
         self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
@@ -80,7 +80,12 @@ class PagedKVCache:
         return ForwardContext(self._layers, self._metadata(geometry))
 
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
-        """The context of the batch where no other hidden states than those of the requests' last tokens are needed."""
+        """The context of the batch where no other hidden states than those of the requests' last tokens are needed.
+
+        Without a layer that keeps anything, none would be the last that has to see all tokens: the context stays.
+        """
+        if not self.groups:
+            return context
         rows = batch.layout.logits_indices
         geometry = [of_group.of_last_tokens(rows) for of_group in batch.geometry]
         metadata = self._metadata(geometry)
@@ -96,23 +101,20 @@ class PagedKVCache:
 
     def clear_blocks(self, group: int, block_ids: Tensor) -> None:
         """Fill these blocks (int64) of all of a group's layers with zeros."""
-        for bound in self._layers.values():
-            if bound.group == group:
-                bound.kv_cache.index_fill_(1, block_ids, 0)
+        for pages_NX in self._pages_of_group[group]:
+            pages_NX.index_fill_(0, block_ids, 0)
 
     @property
-    def largest_part_bytes(self) -> int:
-        """Of what `memory_of_blocks` gives for one block."""
-        return max(part.nbytes for part in self.memory_of_blocks(0, 1))
+    def page_size_bytes(self) -> int:
+        """Of one block of one layer; 0 where no layer keeps anything."""
+        return self._pages[0].shape[1] if self._pages else 0
 
     def memory_of_blocks(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The parts of memory that blocks start .. stop have, contiguous: of a layer its keys and values, or both."""
-        for bound in self._layers.values():
-            cache = bound.kv_cache
-            for part in cache.unbind(0) if cache.is_contiguous() else [cache.permute(1, 2, 0, 3, 4)]:
-                yield part[start:stop]
+        """The pages start .. stop of every allocation, contiguous: uint8 [stop - start, page_size_bytes]."""
+        for pages_NX in self._pages:
+            yield pages_NX[start:stop]
 
     def touch(self) -> None:
         """Write to all of it, so that a system that hands out pages on first use counts it as taken."""
-        for bound in self._layers.values():
-            bound.kv_cache.zero_()
+        for pages_NX in self._pages:
+            pages_NX.zero_()

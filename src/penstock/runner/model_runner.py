@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.attention import ForwardContext, LayerAttention
+from penstock.attention import CacheLayer, ForwardContext
 from penstock.config import SamplingConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
@@ -51,7 +51,7 @@ class ModelRunner:
         self,
         device: Device,
         model: LanguageModel,
-        layers: Mapping[str, LayerAttention],
+        layers: Mapping[str, CacheLayer],
         kv_cache_config: KVCacheConfig,
         limits: RunnerLimits,
         *,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from penstock.contract import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from penstock.contract import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from penstock.errors import UnsupportedFeature
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock
 from penstock.scheduler.request import Request
@@ -145,6 +145,7 @@ class StateGroup(FixedGroup):
 GROUPS: dict[type[Any], type[KVCacheGroup]] = {
     FullAttentionSpec: FullAttentionGroup,
     SlidingWindowSpec: SlidingWindowGroup,
+    RecurrentStateSpec: StateGroup,
 }
 
 

@@ -11,8 +11,6 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from penstock.contract import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -35,6 +33,8 @@ def plan_kv_cache(
     when the layers' pages cannot be given one size.
     """
     groups = group_layers(specs)
+    if not groups:
+        return make_kv_cache_config(groups, num_blocks=1)
     num_blocks = available_bytes // bytes_per_block(groups)
     if blocks_per_request(groups, max_model_len, max_num_batched_tokens) > num_blocks - 1:
         raise OutOfMemory(_too_small(groups, available_bytes, max_model_len, max_num_batched_tokens))
@@ -43,7 +43,7 @@ def plan_kv_cache(
 
 def make_kv_cache_config(groups: Sequence[KVCacheGroupSpec], num_blocks: int) -> KVCacheConfig:
     """The KV cache of so many blocks, the null block included."""
-    page_size_bytes = groups[0].spec.page_size_bytes
+    page_size_bytes = _page_size_bytes(groups)
     tensors = []
     for index in range(_num_tensors(groups)):
         shared_by = tuple(group.layer_names[index] for group in groups if index < len(group.layer_names))
@@ -52,12 +52,12 @@ def make_kv_cache_config(groups: Sequence[KVCacheGroupSpec], num_blocks: int) ->
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
-    """Sort layers into groups, all with pages of the same size.
+    """Sort layers into groups, all with pages of the same size; no groups where no layer keeps anything.
 
-    Raises UnsupportedFeature when there is no layer, or when the pages cannot be given one size.
+    Raises UnsupportedFeature when the pages cannot be given one size.
     """
     if not specs:
-        raise UnsupportedFeature("The model has no layer that keeps a KV cache, so it cannot generate step by step.")
+        return ()
     kinds: dict[KVCacheSpec, list[str]] = {}
     for layer_name, spec in _with_equal_pages(specs).items():
         kinds.setdefault(spec, []).append(layer_name)
@@ -75,7 +75,7 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ..
 
 def bytes_per_block(groups: Sequence[KVCacheGroupSpec]) -> int:
     """Bytes that one block id costs, in all tensors together."""
-    return _num_tensors(groups) * groups[0].spec.page_size_bytes
+    return _num_tensors(groups) * _page_size_bytes(groups)
 
 
 def blocks_per_request(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
@@ -109,26 +109,36 @@ def longest_request_in_bytes(
     groups: Sequence[KVCacheGroupSpec], available_bytes: int, *, limit: int, max_num_batched_tokens: int
 ) -> int:
     """`longest_request` of the KV cache that fills `available_bytes`."""
+    if not groups:
+        return limit
     num_blocks = available_bytes // bytes_per_block(groups)
     return longest_request(groups, num_blocks, limit=limit, max_num_batched_tokens=max_num_batched_tokens)
 
 
 def max_concurrency(config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int) -> float:
-    """Requests of `max_model_len` tokens that the KV cache holds at once."""
+    """Requests of `max_model_len` tokens that the KV cache holds at once; infinity where they need nothing of it."""
+    if not config.groups:
+        return math.inf
     return (config.num_blocks - 1) / blocks_per_request(config.groups, max_model_len, max_num_batched_tokens)
 
 
 def num_tokens_that_fit(config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int) -> int:
-    """Tokens that the KV cache holds, in requests of `max_model_len`.
+    """Tokens that the KV cache holds, in requests of `max_model_len`; 0 where it holds nothing of any.
 
     The length matters where layers have sliding windows: those keep few positions of a long request.
     """
+    if not config.groups:
+        return 0
     concurrency = max_concurrency(config, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens)
     return int(concurrency * max_model_len)
 
 
 def _num_tensors(groups: Sequence[KVCacheGroupSpec]) -> int:
-    return max(len(group.layer_names) for group in groups)
+    return max((len(group.layer_names) for group in groups), default=0)
+
+
+def _page_size_bytes(groups: Sequence[KVCacheGroupSpec]) -> int:
+    return groups[0].spec.page_size_bytes if groups else 0
 
 
 def _group_size(layers_per_kind: Sequence[int]) -> int:
@@ -142,14 +152,14 @@ def _with_equal_pages(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec
     target = largest.page_size_bytes
     result: dict[str, KVCacheSpec] = {}
     for name, spec in specs.items():
-        ratio, rest = divmod(target, spec.page_size_bytes)
-        if rest:
+        equal = spec if spec.page_size_bytes == target else spec.with_pages_of(target)
+        if equal is None:
             raise UnsupportedFeature(
                 f"The KV cache needs pages of one size, but a block of {name} ({type(spec).__name__}) takes "
                 f"{spec.page_size_bytes:,} bytes and one of {largest_name} ({type(largest).__name__}) {target:,}, "
                 "and more positions per block cannot make them equal. This model's mix of layers is not supported."
             )
-        result[name] = msgspec.structs.replace(spec, block_size=spec.block_size * ratio) if ratio > 1 else spec
+        result[name] = equal
     return result
 
 

@@ -23,7 +23,7 @@ from penstock.layers.quantization.observation import observed
 from penstock.layers.quantization.rounding import quantize_int4
 from penstock.loader.calibration_text import read_calibration_text
 from penstock.loader.loader import load_model
-from penstock.models.attention_layers import attention_layers, kv_cache_specs
+from penstock.models.attention_layers import cache_layers, kv_cache_specs
 from penstock.models.causal_lm import CausalLM
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
@@ -139,7 +139,7 @@ def _read(
     runner = ModelRunner(
         device,
         model,
-        attention_layers(model),
+        cache_layers(model),
         throwaway_kv_cache(kv_cache_specs(model, _BLOCK_SIZE, dtype.name), max_tokens),
         RunnerLimits(
             max_num_reqs=1, max_num_tokens=max_tokens, max_model_len=max_tokens + 1, vocab_size=config.vocab_size

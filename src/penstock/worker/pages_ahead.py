@@ -68,7 +68,7 @@ class PagesAhead:
     def make_ready(self) -> bool:
         """Make pages ready as far ahead as is wanted, while nothing else is done. False when no more can be done."""
         num_blocks = min(self._block_tables.highest_block + 1 + self._num_ahead, self._num_blocks)
-        at_once = max(1, _PIECE_BYTES // self._kv_cache.largest_part_bytes)
+        at_once = max(1, _PIECE_BYTES // max(1, self._kv_cache.page_size_bytes))
         for start in range(self._num_ready, num_blocks, at_once):
             stop = min(start + at_once, num_blocks)
             for memory in self._kv_cache.memory_of_blocks(start, stop):

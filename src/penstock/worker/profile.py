@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from penstock.attention import LayerAttention
+from penstock.attention import CacheLayer
 from penstock.config import SamplingConfig
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
@@ -19,7 +19,7 @@ from penstock.worker.memory_plan import StepMemory
 def measure_step_memory(
     device: Device,
     model: LanguageModel,
-    layers: Mapping[str, LayerAttention],
+    layers: Mapping[str, CacheLayer],
     specs: Mapping[str, KVCacheSpec],
     limits: RunnerLimits,
     attention_backend: str | None,
@@ -62,7 +62,7 @@ def _peak(device: Device, run: Callable[[], None]) -> int:
 
 def throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVCacheConfig:
     """A cache that holds one step; every layer has its own memory and group, since nothing is shared for long."""
-    num_blocks = max(num_profile_blocks(num_tokens, spec.block_size) for spec in specs.values())
+    num_blocks = max((num_profile_blocks(num_tokens, spec.block_size) for spec in specs.values()), default=1)
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         by_spec.setdefault(spec, []).append(name)

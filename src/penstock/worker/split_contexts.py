@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.contract import KVCacheSpec, SlidingWindowSpec
+from penstock.contract import AttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from penstock.device.dtypes import has_native_kernels
 
 # Of csrc/attention_plan.inl: query rows of an item, positions of a tile and of a chunk. Requests that are split have
@@ -39,9 +39,9 @@ def split_context_bytes(
     if device != "cpu" or num_threads == 1 or not has_native_kernels():
         return 0
     num_split = SHARES_OF_A_THREAD * num_threads
-    return max(
-        num_split * _most_chunks(spec, max_model_len) * _partial_bytes(spec, num_heads) for spec in frozenset(specs)
-    )
+    attention = {spec for spec in specs if not isinstance(spec, RecurrentStateSpec)}
+    parts = (num_split * _most_chunks(spec, max_model_len) * _partial_bytes(spec, num_heads) for spec in attention)
+    return max(parts, default=0)
 
 
 def chunk_positions(block_size: int) -> int:
@@ -50,7 +50,7 @@ def chunk_positions(block_size: int) -> int:
     return max(tile, CHUNK_POSITIONS // tile * tile)
 
 
-def _most_chunks(spec: KVCacheSpec, max_model_len: int) -> int:
+def _most_chunks(spec: AttentionSpec, max_model_len: int) -> int:
     chunk = chunk_positions(spec.block_size)
     most = -(-max_model_len // chunk)
     if isinstance(spec, SlidingWindowSpec):
@@ -59,6 +59,6 @@ def _most_chunks(spec: KVCacheSpec, max_model_len: int) -> int:
     return most
 
 
-def _partial_bytes(spec: KVCacheSpec, num_heads: int) -> int:
+def _partial_bytes(spec: AttentionSpec, num_heads: int) -> int:
     num_rows = max(QUERY_ROWS, num_heads // spec.num_kv_heads)
     return num_rows * (spec.head_size + SUMS_BESIDE_VALUES) * _FLOAT_BYTES

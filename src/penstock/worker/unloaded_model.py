@@ -19,7 +19,7 @@ from penstock.errors import UnsupportedFeature
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer, weights_size_bytes
 from penstock.loader.loader import load_without_memory
-from penstock.models.attention_layers import attention_layers, kv_cache_specs
+from penstock.models.attention_layers import cache_layers, kv_cache_specs, most_query_heads
 from penstock.parallel import ParallelContext
 from penstock.runner.model_runner import RunnerLimits
 from penstock.worker.memory_plan import StepMemory
@@ -61,7 +61,7 @@ def measure_unloaded(
         config.model, config.load, parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype, tensors
     )
     cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, kind)
-    layers, specs = attention_layers(model), kv_cache_specs(model, config.cache.block_size, cache_dtype)
+    layers, specs = cache_layers(model), kv_cache_specs(model, config.cache.block_size, cache_dtype)
     backend = config.device.attention_backend
     try:
         with standing_for(kind):
@@ -87,7 +87,7 @@ def measure_unloaded(
         lookups=_lookup_bytes(model),
         step=step,
         specs=specs,
-        num_heads=max(layer.num_heads for layer in layers.values()),
+        num_heads=most_query_heads(layers),
     )
 
 

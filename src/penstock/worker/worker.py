@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from penstock.attention import LayerAttention
+from penstock.attention import CacheLayer
 from penstock.config import EngineConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.config.model import AUTO_LENGTH
@@ -24,7 +24,7 @@ from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
 from penstock.loader.loader import find_stored_dtype
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
-from penstock.models.attention_layers import attention_layers, kv_cache_specs
+from penstock.models.attention_layers import cache_layers, kv_cache_specs, most_query_heads
 from penstock.models.interface import LanguageModel
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
@@ -63,7 +63,7 @@ class Worker(WorkerBase):
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
         self._model: nn.Module | None = None
-        self._layers: dict[str, LayerAttention] = {}
+        self._layers: dict[str, CacheLayer] = {}
         self._runner: ModelRunner | None = None
         self._pages: PagesAhead | None = None
 
@@ -81,7 +81,7 @@ class Worker(WorkerBase):
         device, dtype = self.device, self.dtype
         with device.loading_weights():
             self._model = load_for_device(self.config.model, self.config.load, self.parallel, device, dtype)
-        self._layers = attention_layers(self._model)
+        self._layers = cache_layers(self._model)
         logger.info(
             "Model: %s, %s of weights, computed in %s (%s)",
             self.config.model.architecture,
@@ -226,7 +226,7 @@ class Worker(WorkerBase):
                 sorted(new.model.eos_token_ids),
                 sorted(self.config.model.eos_token_ids),
             )
-        self._model, self._layers = replacement, attention_layers(replacement)
+        self._model, self._layers = replacement, cache_layers(replacement)
         if self._runner is not None:
             self._runner.model = replacement
         self.config = self._next_config = new
@@ -326,7 +326,7 @@ class Worker(WorkerBase):
         self.device.return_unused_memory()
         split = split_context_bytes(
             specs.values(),
-            max(layer.num_heads for layer in self._layers.values()),
+            most_query_heads(self._layers),
             max_model_len=limits.max_model_len,
             num_threads=torch.get_num_threads(),
             device=self.device.kind,
