@@ -68,6 +68,10 @@ class LifecycleError(PenstockError, RuntimeError):
     """A method was called before the one it depends on, or after `close()`."""
 
 
+class RanksDisagree(PenstockError, RuntimeError):
+    """Ranks that must run the same step were given different ones."""
+
+
 class WorkerError(PenstockError, RuntimeError):
     """A worker failed. Says in which call, at which stage, on which rank, and why.
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE
 from penstock.kernels.sampling import greedy_tokens
@@ -22,7 +21,6 @@ from penstock.layers.linear import (
     PackedMethod,
     PlainMethod,
     QKVParallelLinear,
-    RowParallelLinear,
     process_weights_after_loading,
     restore_weights,
     weights_size_bytes,
@@ -31,7 +29,6 @@ from penstock.layers.norm import QueryKeyNorm
 from penstock.parallel import ParallelContext
 
 ONE_RANK = ParallelContext()
-TWO_RANKS = ParallelContext(world_size=2, tensor_parallel_size=2)
 needs_packing = pytest.mark.skipif(
     not packing_pays(torch.empty(1024, 1024)), reason="this build of torch has no packed oneDNN products"
 )
@@ -151,7 +148,7 @@ def test_other_weights_are_not_packed(weight: torch.Tensor) -> None:
 
 
 def test_merged_projections_lie_side_by_side_in_their_order() -> None:
-    layer = MergedColumnParallelLinear(8, {"gate": 3, "up": 5}, bias=True, parallel=ONE_RANK)
+    layer = MergedColumnParallelLinear.of_sizes(8, {"gate": 3, "up": 5}, bias=True, parallel=ONE_RANK)
     parts = {"gate": random_layer(8, 3), "up": random_layer(8, 5)}
     for shard in ("up", "gate"):
         slots = layer.fused_slots(shard)
@@ -184,11 +181,3 @@ def test_logits_are_float32_whatever_the_weights_are() -> None:
     head = LMHead(11, 8, parallel=ONE_RANK)
     head.weight = nn.Parameter(torch.randn(11, 8, dtype=torch.bfloat16), requires_grad=False)
     assert head(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear], ids=lambda layer: layer.__name__)
-def test_splitting_a_layer_is_refused_by_name(layer: type[ColumnParallelLinear]) -> None:
-    with pytest.raises(UnsupportedFeature, match=rf"{layer.__name__}.*tensor_parallel_size=2"):
-        layer(8, 8, bias=False, parallel=TWO_RANKS)
-    with pytest.raises(UnsupportedFeature, match=r"VocabEmbedding.*tensor_parallel_size=2"):
-        VocabEmbedding(8, 8, parallel=TWO_RANKS)

@@ -17,6 +17,7 @@ from penstock.errors import UnsupportedFeature, UnsupportedModel
 from penstock.models.registry import find_model_class
 from penstock.models.transformers_fallback import hf_class
 from penstock.parallel import ParallelContext
+from support.ranks import SilentGroup
 from support.transformers_models import load, save_for_fallback, tiny_config_of, tiny_transformers_model
 
 
@@ -114,8 +115,8 @@ def test_a_quantized_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("parallel", "option"),
     [
-        (ParallelContext(world_size=2, tensor_parallel_size=2), "tensor_parallel_size=2"),
-        (ParallelContext(world_size=2, pipeline_parallel_size=2), "pipeline_parallel_size=2"),
+        (ParallelContext(world_size=2, tensor=SilentGroup(0, 2)), "tensor_parallel_size=2"),
+        (ParallelContext(world_size=2, pipeline=SilentGroup(0, 2)), "pipeline_parallel_size=2"),
     ],
 )
 def test_parallelism_that_is_not_built_is_refused(parallel: ParallelContext, option: str) -> None:

@@ -12,6 +12,7 @@ from penstock.errors import ModelError, PenstockError, UnsupportedFeature, Unsup
 from penstock.models.registry import find_model_class, supported_architectures
 from penstock.parallel import ParallelContext
 from support.checkpoints import FAMILIES, tiny_config
+from support.ranks import SilentGroup
 
 
 def config_of(family: str, **changes: Any) -> ModelConfig:
@@ -136,14 +137,14 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         assert word in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "option"),
-    [
-        (ParallelContext(world_size=2, tensor_parallel_size=2), "tensor_parallel_size=2"),
-        (ParallelContext(world_size=2, pipeline_parallel_size=2), "pipeline_parallel_size=2"),
-    ],
-)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_parallelism_that_is_not_built_is_refused(family: str, parallel: ParallelContext, option: str) -> None:
-    with pytest.raises(UnsupportedFeature, match=option):
+def test_stages_that_are_not_built_are_refused(family: str) -> None:
+    parallel = ParallelContext(world_size=2, pipeline=SilentGroup(0, 2))
+    with pytest.raises(UnsupportedFeature, match="pipeline_parallel_size=2"):
         build(config_of(family), parallel)
+
+
+def test_norms_over_the_heads_of_all_ranks_are_refused() -> None:
+    parallel = ParallelContext(world_size=2, tensor=SilentGroup(0, 2))
+    with pytest.raises(UnsupportedFeature, match=r"tensor_parallel_size=2: Olmo2ForCausalLM.*heads of all ranks"):
+        build(config_of("olmo2"), parallel)

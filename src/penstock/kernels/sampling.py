@@ -81,6 +81,28 @@ def greedy_tokens(logits_RV: Tensor) -> ChosenTokens:
     return ChosenTokens(largest.indices, ~largest.values.isfinite())
 
 
+class LargestLogits(NamedTuple):
+    """The first of each row's largest logits, NaN counting as largest: values_R float32, token_ids_R int64."""
+
+    values_R: Tensor
+    token_ids_R: Tensor
+
+
+def largest_logits(logits_RV: Tensor) -> LargestLogits:
+    """What parts of a vocabulary tell each other, so that `merge_largest` chooses as `greedy_tokens` of the whole."""
+    token_ids_R = greedy_tokens(logits_RV).token_ids_R
+    return LargestLogits(logits_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1), token_ids_R)
+
+
+def merge_largest(values_RS: Tensor, token_ids_RS: Tensor) -> ChosenTokens:
+    """The greedy choice from the largest logits of parts of the vocabulary, in their order: of equal ones, the first.
+
+    values_RS: float32. token_ids_RS: int64, in the whole vocabulary. S: the parts.
+    """
+    best = greedy_tokens(values_RS)
+    return ChosenTokens(token_ids_RS.gather(-1, best.token_ids_R.unsqueeze(-1)).squeeze(-1), best.has_failed_R)
+
+
 def draw_tokens(logits_RV: Tensor, seed_S: Tensor, slots_R: Tensor, positions_R: Tensor) -> ChosenTokens:
     """Sample each row with the number of its slot's seed and its position (`kernels.random`).
 

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.embedding import embedding
-from penstock.kernels.sampling import ChosenTokens
-from penstock.layers.linear import ColumnParallelLinear, refuse_tensor_parallelism
-from penstock.layers.weights import RowLookup, new_parameter
-from penstock.parallel import ParallelContext
+from penstock.kernels.sampling import ChosenTokens, largest_logits, merge_largest
+from penstock.layers.linear import ColumnParallelLinear, rows_of_rank
+from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
+from penstock.parallel import ParallelContext, share_of_rank
 
 
 class VocabEmbedding(nn.Module):
     """weight: [V, D], a row per token; empty while an output projection that is tied to it keeps it in another form.
 
+    vocab_size: of all ranks, which have equal shares of the rows and put them together.
     compute_dtype: what rows are widened to, where the weight is kept in a narrower dtype.
     """
 
@@ -28,11 +29,24 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext) -> None:
         super().__init__()
-        refuse_tensor_parallelism(parallel, type(self).__name__)
-        self.weight = new_parameter(vocab_size, hidden_size)
+        self._group = parallel.tensor
+        self._share = share_of_rank(vocab_size, parallel.tensor, "tokens of the vocabulary")
+        self.weight = new_parameter(self._share.size, hidden_size)
         self.lookup: RowLookup | None = None
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
+        return self._rows(input_ids_T) if self._group.size == 1 else self._rows_of_all_ranks(input_ids_T)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"weight": rows_of_rank(self.weight, self._share)}
+
+    def _rows_of_all_ranks(self, input_ids_T: Tensor) -> Tensor:
+        local_T = input_ids_T - self._share.start
+        is_here_T = (local_T >= 0) & (local_T < self._share.size)
+        rows_TD = self._rows(torch.where(is_here_T, local_T, 0))
+        return self._group.all_reduce(torch.where(is_here_T.unsqueeze(-1), rows_TD, 0))
+
+    def _rows(self, input_ids_T: Tensor) -> Tensor:
         weight = self.weight
         dtype = self.compute_dtype or weight.dtype
         if self.lookup is None:
@@ -61,21 +75,31 @@ class LMHead(ColumnParallelLinear):
         self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext, tied_to: VocabEmbedding | None = None
     ) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, parallel=parallel)
+        self._group = parallel.tensor
         if tied_to is not None:
             self.weight = tied_to.weight
             self.tied_to = (tied_to,)
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits: [L, V]."""
-        return super().forward(hidden_LD).to(torch.float32)
+        return self._group.all_gather(self._logits_of_rank(hidden_LD), dim=-1)
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
         """`greedy_tokens` of the logits, where the product is in C++, and else None.
 
         For rows that need nothing else: no log-probabilities, and nothing that changes logits before the choice.
+        Ranks tell each other their largest logits, and no others.
         """
+        if self._group.size > 1:
+            largest = largest_logits(self._logits_of_rank(hidden_LD))
+            values_LS = self._group.all_gather(largest.values_R.unsqueeze(-1), dim=-1)
+            token_ids_R = largest.token_ids_R + self._share.start
+            return merge_largest(values_LS, self._group.all_gather(token_ids_R.unsqueeze(-1), dim=-1))
         chosen = self.method.argmax(self, hidden_LD)
         return None if chosen is None else ChosenTokens(*chosen)
+
+    def _logits_of_rank(self, hidden_LD: Tensor) -> Tensor:
+        return super().forward(hidden_LD).to(torch.float32)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Linear layers, by how tensor parallelism would split them.
+"""Linear layers, by how tensor parallelism splits them.
 
 Each keeps its weight as a `LinearMethod` decides, once all weights are loaded.
 Suffixes: T tokens, I input features, O output features.
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from penstock.config.env import uses_torch_products
 from penstock.device.stand_in import is_on_cpu
-from penstock.errors import UnsupportedFeature
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE, NativeKernels
-from penstock.layers.weights import RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
-from penstock.parallel import ParallelContext
+from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
+from penstock.parallel import ParallelContext, Share, heads_of_rank, share_of_rank
 
 
 class LinearMethod(ABC):
@@ -202,9 +201,8 @@ class LinearLayer(nn.Module):
     compute_dtype: torch.dtype | None = None
     tied_to: tuple[RowReader, ...] = ()
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
         super().__init__()
-        refuse_tensor_parallelism(parallel, type(self).__name__)
         self.input_size = input_size
         self.output_size = output_size
         self.method: LinearMethod = PlainMethod()
@@ -230,37 +228,82 @@ class LinearLayer(nn.Module):
 
 
 class ColumnParallelLinear(LinearLayer):
-    """A layer whose output features are split over the ranks."""
+    """A layer whose output features are split over the ranks. output_size: of all; the layer's own is this rank's."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
+        share = share_of_rank(output_size, parallel.tensor, "output features")
+        super().__init__(input_size, share.size, bias=bias)
+        self._share = share
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {name: rows_of_rank(target, self._share) for name, target in self.named_parameters(recurse=False)}
 
 
 class RowParallelLinear(LinearLayer):
-    """A layer whose input features are split over the ranks, and whose partial products are summed."""
+    """A layer whose input features are split over the ranks, and whose partial products are summed.
 
-
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of the same input in one product, their outputs side by side.
-
-    output_sizes: by shard, in the order of the output.
+    input_size: of all; the layer's own is this rank's. The first rank adds the bias, that of the others is zero.
     """
 
-    def __init__(
-        self, input_size: int, output_sizes: Mapping[Shard, int], *, bias: bool, parallel: ParallelContext
-    ) -> None:
-        super().__init__(input_size, sum(output_sizes.values()), bias=bias, parallel=parallel)
-        self.output_sizes = dict(output_sizes)
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
+        share = share_of_rank(input_size, parallel.tensor, "input features")
+        super().__init__(share.size, output_size, bias=bias)
+        self._share, self._group = share, parallel.tensor
 
-    def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
-        names = list(self.output_sizes)
-        offset = sum(self.output_sizes[name] for name in names[: names.index(shard)])
-        slots = {}
-        for name, parameter in self.named_parameters(recurse=False):
-            target = parameter.narrow(0, offset, self.output_sizes[shard])
-            slots[name] = WeightSlot(tuple(target.shape), target)
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return self._group.all_reduce(super().forward(x_TI))
+
+    def slots(self) -> dict[str, WeightSlot]:
+        slots = {"weight": WeightSlot((self.output_size, self._share.whole), self.weight, _part(1, self._share))}
+        if self.bias is not None:
+            slots["bias"] = WeightSlot((self.output_size,), self.bias, None if self._group.rank == 0 else Part(0, ()))
         return slots
 
 
+class MergedColumnParallelLinear(LinearLayer):
+    """Several projections of the same input in one product, their outputs side by side.
+
+    output_shares: by shard, in the order of the output, which output features this rank has of it.
+    """
+
+    def __init__(self, input_size: int, output_shares: Mapping[Shard, Share], *, bias: bool) -> None:
+        super().__init__(input_size, sum(share.size for share in output_shares.values()), bias=bias)
+        self.output_shares = dict(output_shares)
+
+    @classmethod
+    def of_sizes(
+        cls, input_size: int, output_sizes: Mapping[Shard, int], *, bias: bool, parallel: ParallelContext
+    ) -> MergedColumnParallelLinear:
+        """With an equal share of each projection. output_sizes: by shard, of all ranks."""
+        shares = {
+            shard: share_of_rank(size, parallel.tensor, f'output features "{shard}"')
+            for shard, size in output_sizes.items()
+        }
+        return MergedColumnParallelLinear(input_size, shares, bias=bias)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        """Where tensors go that hold all shards, each whole, side by side."""
+        rows, begin = [], 0
+        for share in self.output_shares.values():
+            rows.append(Share(begin + share.start, share.size, share.whole))
+            begin += share.whole
+        is_all = all(share.size == share.whole for share in rows)
+        part = None if is_all else Part(0, tuple(rows))
+        parameters = self.named_parameters(recurse=False)
+        return {name: WeightSlot((begin, *target.shape[1:]), target, part) for name, target in parameters}
+
+    def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
+        names, share = list(self.output_shares), self.output_shares[shard]
+        offset = sum(self.output_shares[name].size for name in names[: names.index(shard)])
+        parameters = self.named_parameters(recurse=False)
+        return {name: rows_of_rank(parameter.narrow(0, offset, share.size), share) for name, parameter in parameters}
+
+
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """The query, key and value projections of an attention layer: shards "q", "k" and "v"."""
+    """The query, key and value projections of an attention layer: shards "q", "k" and "v".
+
+    num_heads, num_kv_heads: of all ranks; the layer's own are this rank's.
+    """
 
     def __init__(
         self,
@@ -272,14 +315,16 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         bias: bool,
         parallel: ParallelContext,
     ) -> None:
-        sizes = {"q": num_heads * head_size, "k": num_kv_heads * head_size, "v": num_kv_heads * head_size}
-        super().__init__(hidden_size, sizes, bias=bias, parallel=parallel)
+        heads, kv_heads = heads_of_rank(num_heads, num_kv_heads, parallel.tensor)
+        shares = {"q": heads * head_size, "k": kv_heads * head_size, "v": kv_heads * head_size}
+        super().__init__(hidden_size, shares, bias=bias)
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
 
 
-def refuse_tensor_parallelism(parallel: ParallelContext, layer: str) -> None:
-    """Raises UnsupportedFeature: no layer here is split over ranks yet."""
-    if parallel.tensor_parallel_size != 1:
-        raise UnsupportedFeature(
-            f"{layer} cannot be split: tensor_parallel_size={parallel.tensor_parallel_size}. "
-            "Only tensor_parallel_size=1 is supported so far."
-        )
+def _part(dim: int, share: Share) -> Part | None:
+    return None if share.size == share.whole else Part(dim, (share,))
+
+
+def rows_of_rank(target: Tensor, share: Share) -> WeightSlot:
+    """Of a tensor that holds the rows of all ranks."""
+    return WeightSlot((share.whole, *target.shape[1:]), target, _part(0, share))

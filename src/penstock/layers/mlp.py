@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"gate": intermediate_size, "up": intermediate_size}
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, bias=bias, parallel=parallel)
+        self.gate_up_proj = MergedColumnParallelLinear.of_sizes(hidden_size, sizes, bias=bias, parallel=parallel)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
         self._activate_and_mul = GATED_ACTIVATIONS[activation]
 

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from penstock.parallel import Share
+
 
 class RowLookup(Protocol):
     """Reads rows of a weight that is kept in another form."""
@@ -39,20 +41,46 @@ Shard = str
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank takes of a whole tensor: of one dimension these shares, one after the other."""
+
+    dim: int
+    shares: tuple[Share, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view, where the part is in one piece: of a mapped file, the rest is not read. A zero, where it is none."""
+        pieces = [tensor.narrow(self.dim, share.start, share.size) for share in self.shares]
+        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0] if pieces else tensor.new_zeros(())
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSlot:
     """One tensor of a checkpoint.
 
     shape: what the checkpoint must hold. target: the parameter, or a view of the part of it that the tensor fills;
-    a tensor with fewer dimensions is repeated along the leading ones.
+    a tensor with fewer dimensions is repeated along the leading ones. part: what of the tensor goes there; None: all.
     """
 
     shape: tuple[int, ...]
     target: Tensor
+    part: Part | None = None
 
     def load(self, tensor: Tensor) -> None:
-        """Copy a tensor of `shape`, converting its dtype."""
+        """Take this slot's part of a tensor of `shape`."""
+        self.fill(tensor if self.part is None else self.part.of(tensor))
+
+    def fill(self, part: Tensor) -> None:
+        """Copy that part, converting its dtype."""
         with torch.no_grad():
-            self.target.copy_(tensor)
+            self.target.copy_(part)
+
+
+@runtime_checkable
+class IsSplit(Protocol):
+    """A layer that has a part of each parameter only."""
+
+    def slots(self) -> dict[str, WeightSlot]:
+        """By parameter name, where whole tensors go."""
 
 
 @runtime_checkable
@@ -65,6 +93,8 @@ class HasFusedWeights(Protocol):
 
 def weight_slots(layer: nn.Module, shard: Shard | None) -> dict[str, WeightSlot]:
     """The layer's own parameters by name: whole, or the part of each that `shard` names."""
+    if shard is None and isinstance(layer, IsSplit):
+        return layer.slots()
     if shard is None:
         return {
             name: WeightSlot(tuple(parameter.shape), parameter)

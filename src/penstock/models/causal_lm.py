@@ -22,10 +22,19 @@ from penstock.parallel import ParallelContext
 
 def refuse_pipeline_parallelism(parallel: ParallelContext, model: str) -> None:
     """Raises UnsupportedFeature: no model here is split over pipeline ranks yet."""
-    if parallel.pipeline_parallel_size != 1:
+    if parallel.pipeline.size != 1:
         raise UnsupportedFeature(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: "
+            f"pipeline_parallel_size={parallel.pipeline.size}: "
             f"{model} cannot be split over pipeline ranks yet. Supported: 1."
+        )
+
+
+def refuse_tensor_parallelism(parallel: ParallelContext, model: str, why: str) -> None:
+    """Raises UnsupportedFeature, of a model whose layers cannot be split. why: a reason, as a clause."""
+    if parallel.tensor.size != 1:
+        raise UnsupportedFeature(
+            f"tensor_parallel_size={parallel.tensor.size}: {model} cannot be split over ranks, since {why}. "
+            "Supported: 1."
         )
 
 

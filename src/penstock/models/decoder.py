@@ -149,16 +149,16 @@ class SelfAttention(nn.Module):
         self.query_key_norm = None
         if query_key_norm is not None:
             self.query_key_norm = query_key_norm(
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
+                num_heads=self.qkv_proj.num_heads,
+                num_kv_heads=self.qkv_proj.num_kv_heads,
                 head_size=config.head_size,
                 eps=config.norm_eps,
             )
         self.attn = Attention(
             LayerAttention(
                 f"model.layers.{layer}.self_attn.attn",
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
+                num_heads=self.qkv_proj.num_heads,
+                num_kv_heads=self.qkv_proj.num_kv_heads,
                 head_size=config.head_size,
                 scale=config.head_size**-0.5 if scale is None else scale,
                 sliding_window=sliding_window,

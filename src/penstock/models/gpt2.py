@@ -106,8 +106,8 @@ class GPT2Attention(nn.Module):
         self.attn = Attention(
             LayerAttention(
                 f"transformer.h.{layer}.attn",
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_heads,
+                num_heads=self.c_attn.num_heads,
+                num_kv_heads=self.c_attn.num_kv_heads,
                 head_size=config.head_size,
                 scale=config.attention_scale(layer),
             )
@@ -153,7 +153,8 @@ class GPT2LMHeadModel(CausalLM):
         refuse_pipeline_parallelism(parallel, type(self).__name__)
         self.config = config = GPT2Config.read(ConfigFields(model_config))
         self.wte = VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        self.wpe = VocabEmbedding(config.num_positions, config.hidden_size, parallel=parallel)
+        # Every rank has all positions.
+        self.wpe = VocabEmbedding(config.num_positions, config.hidden_size, parallel=ParallelContext())
         self.layers = nn.ModuleList(GPT2Layer(config, layer, parallel) for layer in range(config.num_layers))
         self.ln_f = LayerNorm(config.hidden_size, config.norm_eps)
         self.lm_head = LMHead(

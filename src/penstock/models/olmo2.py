@@ -11,6 +11,7 @@ from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import RMSNormRoundedLast, WholeQueryKeyNorm
+from penstock.models.causal_lm import refuse_tensor_parallelism
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, DecoderModel, SelfAttention
 from penstock.models.weights import Into, WeightTable
@@ -50,6 +51,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     }
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        refuse_tensor_parallelism(parallel, type(self).__name__, "it normalises the heads of all ranks together")
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         bias = fields.flag("attention_bias", default=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,8 @@ def expand_table(model: nn.Module, table: WeightTable, num_layers: int) -> dict[
 
 
 def _transposed(slot: WeightSlot) -> WeightSlot:
-    return WeightSlot(slot.shape[::-1], slot.target.t())
+    last, part = len(slot.shape) - 1, slot.part
+    return WeightSlot(slot.shape[::-1], slot.target.t(), part and replace(part, dim=last - part.dim))
 
 
 def load_into_slots(

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.parallel.agreement import NO_AGREEMENT, Agreement
+from penstock.parallel.group import ONE_RANK, Group
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """One rank's coordinates. A single worker is rank 0 of 1 in every dimension."""
+    """One rank of all, and the groups that it belongs to. A single worker is alone in each.
+
+    tensor: ranks that have the same layers, each a part of every one. pipeline: ranks with layers of their own.
+    agreement: made by all ranks on every step.
+    """
 
     rank: int = 0
     world_size: int = 1
-    tensor_parallel_rank: int = 0
-    tensor_parallel_size: int = 1
-    pipeline_parallel_rank: int = 0
-    pipeline_parallel_size: int = 1
+    tensor: Group = ONE_RANK
+    pipeline: Group = ONE_RANK
+    agreement: Agreement = NO_AGREEMENT

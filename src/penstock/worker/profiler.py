@@ -63,7 +63,7 @@ class TorchProfiler:
         assert config.profiler_dir is not None
         self._config = config
         self._folder = Path(config.profiler_dir).expanduser()
-        self._rank = f"pp{parallel.pipeline_parallel_rank}_tp{parallel.tensor_parallel_rank}_rank{parallel.rank}"
+        self._rank = f"pp{parallel.pipeline.rank}_tp{parallel.tensor.rank}_rank{parallel.rank}"
         self._profile: profile | None = None
         self._prefix = ""
 

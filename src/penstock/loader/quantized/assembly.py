@@ -111,10 +111,10 @@ class _Assembly:
 class _AssembledSlot(WeightSlot):
     """target: on the meta device; it says which part of the layer's weight this is."""
 
-    assembly: _Assembly
+    assembly: _Assembly = field(kw_only=True)
 
-    def load(self, tensor: Tensor) -> None:
-        self.assembly.take(self.target, tensor)
+    def fill(self, part: Tensor) -> None:
+        self.assembly.take(self.target, part)
 
 
 def _assembled(name: str, slot: WeightSlot, assemblies: Mapping[int, _Assembly]) -> WeightSlot:
@@ -123,4 +123,4 @@ def _assembled(name: str, slot: WeightSlot, assemblies: Mapping[int, _Assembly])
     if assembly is None:
         return slot
     assembly.add(name, slot.target)
-    return _AssembledSlot(slot.shape, slot.target, assembly)
+    return _AssembledSlot(slot.shape, slot.target, slot.part, assembly=assembly)

@@ -25,7 +25,7 @@ def replace_linears(model: nn.Module, parallel: ParallelContext) -> None:
     replacements: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if type(module) is nn.Linear:
-            replacements[module] = layer = _linear_layer(module, parallel)
+            replacements[module] = layer = _linear_layer(module)
             others = [owner for owner in owners[id(module.weight)] if owner is not module]
             if len(others) == 1 and _only_looks_up(others[0]):
                 replacements[others[0]] = embedding = _embedding(others[0], parallel)
@@ -44,9 +44,9 @@ def _only_looks_up(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
-def _linear_layer(linear: nn.Linear, parallel: ParallelContext) -> LinearLayer:
+def _linear_layer(linear: nn.Linear) -> LinearLayer:
     with torch.device("meta"):
-        layer = LinearLayer(linear.in_features, linear.out_features, bias=linear.bias is not None, parallel=parallel)
+        layer = LinearLayer(linear.in_features, linear.out_features, bias=linear.bias is not None)
     parameters = dict(linear.named_parameters())
     layer.weight, layer.bias = parameters["weight"], parameters.get("bias")
     return layer

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.errors import UnsupportedFeature, UnsupportedModel
-from penstock.layers.linear import refuse_tensor_parallelism, restore_weights
+from penstock.errors import UnsupportedModel
+from penstock.layers.linear import restore_weights
 from penstock.layers.weights import WeightSlot
 from penstock.models.attention_layers import attention_layers
-from penstock.models.causal_lm import CausalLM
+from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism, refuse_tensor_parallelism
 from penstock.models.transformers_fallback.buffers import (
     buffers_on_meta,
     create_buffers,
@@ -47,12 +47,8 @@ class TransformersForCausalLM(CausalLM):
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
         super().__init__()
-        refuse_tensor_parallelism(parallel, type(self).__name__)
-        if parallel.pipeline_parallel_size != 1:
-            raise UnsupportedFeature(
-                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a model that runs through Transformers "
-                "cannot be split over pipeline ranks. Supported: 1."
-            )
+        refuse_tensor_parallelism(parallel, type(self).__name__, "its layers are those of Transformers")
+        refuse_pipeline_parallelism(parallel, type(self).__name__)
         self._model_config = model_config
         self._slot = ContextSlot()
         try:

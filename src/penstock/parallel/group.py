@@ -1,0 +1,58 @@
+"""Some of the ranks, and what they do together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TypeVar
+
+from torch import Tensor
+
+_Value = TypeVar("_Value")
+
+
+class Group(ABC):
+    """rank: this one's place in the group, from 0 on. size: of the group.
+
+    Every rank of a group makes the same calls in the same order, with tensors of the same shape and dtype.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, added in the ranks' order; it may be in the memory of the one given."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The tensors of all ranks, one after the other in this dimension."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The tensor of one rank; it may be in the memory of the one given."""
+
+    @abstractmethod
+    def gather_values(self, value: _Value) -> list[_Value]:
+        """Plain data of all ranks, by rank."""
+
+
+class OneRank(Group):
+    """A group of one, which has nobody to talk to."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return tensor
+
+    def gather_values(self, value: _Value) -> list[_Value]:
+        return [value]
+
+
+ONE_RANK = OneRank()

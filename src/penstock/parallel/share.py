@@ -1,0 +1,56 @@
+"""Which part of a whole a rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import UnsupportedFeature
+from penstock.parallel.group import Group
+
+_DIVISORS_SHOWN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """`size` from `start` on, of `whole`."""
+
+    start: int
+    size: int
+    whole: int
+
+    def __mul__(self, factor: int) -> Share:
+        """The same share where each is `factor` long."""
+        return Share(self.start * factor, self.size * factor, self.whole * factor)
+
+
+def share_of_rank(whole: int, group: Group, what: str) -> Share:
+    """This rank's of equal shares. Raises UnsupportedFeature, with the numbers of ranks that divide it."""
+    if whole % group.size != 0:
+        raise _indivisible(whole, group, what)
+    size = whole // group.size
+    return Share(group.rank * size, size, whole)
+
+
+def heads_of_rank(num_heads: int, num_kv_heads: int, group: Group) -> tuple[Share, Share]:
+    """This rank's query heads, and the KV heads that they attend with, which several ranks have if there are too few.
+
+    Raises UnsupportedFeature, with the numbers of ranks that can share both.
+    """
+    if num_heads % group.size != 0:
+        raise _indivisible(num_heads, group, "attention heads")
+    if max(num_kv_heads, group.size) % min(num_kv_heads, group.size) != 0:
+        raise _indivisible(num_heads, group, f"attention heads with {num_kv_heads} KV heads", num_kv_heads)
+    heads = share_of_rank(num_heads, group, "attention heads")
+    return heads, Share(group.rank * num_kv_heads // group.size, max(1, num_kv_heads // group.size), num_kv_heads)
+
+
+def _indivisible(whole: int, group: Group, what: str, num_kv_heads: int = 1) -> UnsupportedFeature:
+    sizes = [
+        size
+        for size in range(1, min(whole, _DIVISORS_SHOWN) + 1)
+        if whole % size == 0 and max(num_kv_heads, size) % min(num_kv_heads, size) == 0
+    ]
+    return UnsupportedFeature(
+        f"{whole} {what} cannot be shared by tensor_parallel_size={group.size} ranks. "
+        f"Sizes that can: {', '.join(map(str, sizes))}."
+    )

@@ -1,0 +1,91 @@
+"""Models whose layers are split over ranks: each loads its part of the checkpoint, and all give the logits of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config import LoadConfig
+from penstock.contract import SchedulerOutput
+from penstock.errors import RanksDisagree, UnsupportedFeature
+from penstock.loader.loader import build_model, load_model
+from penstock.models.attention_layers import attention_layers
+from penstock.parallel import GroupAgreement, ParallelContext
+from support.checkpoints import save_checkpoint, tiny_model
+from support.plain_attention import sequence_logits
+from support.ranks import SilentGroup, contexts, run_ranks
+
+SEQUENCES = [[3, 14, 15, 92, 65, 35], [89, 79]]
+# Sizes that two and four ranks divide; two KV heads, which four ranks have twice.
+SIZES: dict[str, Any] = {"vocab_size": 96, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {**SIZES, "tie_word_embeddings": True},
+    "phi3": SIZES,
+    "gemma2": SIZES,
+    "gpt2": {"vocab_size": 96, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rank_has_the_logits_of_the_whole_model(family: str, size: int, tmp_path: Path) -> None:
+    config = save_checkpoint(tiny_model(family, **FAMILIES[family]), tmp_path)
+
+    def load(parallel: ParallelContext) -> Any:
+        return load_model(config, LoadConfig(use_tqdm_on_load=False), parallel, torch.device("cpu"), torch.float32)
+
+    whole = load(ParallelContext())
+    expected = sequence_logits(whole, SEQUENCES)
+    ranks = [load(parallel) for parallel in contexts(size)]
+    for logits in run_ranks(size, lambda rank: sequence_logits(ranks[rank], SEQUENCES)):
+        assert not isinstance(logits, BaseException), logits
+        for ours, theirs in zip(logits, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    heads = [(layer.num_heads, layer.num_kv_heads) for layer in attention_layers(ranks[0]).values()]
+    (whole_heads, *_) = [(layer.num_heads, layer.num_kv_heads) for layer in attention_layers(whole).values()]
+    assert set(heads) == {(whole_heads[0] // size, max(1, whole_heads[1] // size))}
+
+
+def test_weights_that_become_integers_are_split_before(tmp_path: Path) -> None:
+    config = save_checkpoint(tiny_model("llama", **SIZES), tmp_path)
+    rounded = type(config).load(str(tmp_path), quantization="int8")
+
+    def load(config: Any, parallel: ParallelContext) -> Any:
+        return load_model(config, LoadConfig(use_tqdm_on_load=False), parallel, torch.device("cpu"), torch.float32)
+
+    exact = torch.cat(sequence_logits(load(config, ParallelContext()), SEQUENCES))
+    error = (torch.cat(sequence_logits(load(rounded, ParallelContext()), SEQUENCES)) - exact).abs().mean()
+    ranks = [load(rounded, parallel) for parallel in contexts(2)]
+    for logits in run_ranks(2, lambda rank: sequence_logits(ranks[rank], SEQUENCES)):
+        assert not isinstance(logits, BaseException), logits
+        # What a row of inputs is rounded by differs where two ranks have half of it each.
+        assert 0 < (torch.cat(logits) - exact).abs().mean() < 1.25 * error
+
+
+def test_heads_that_do_not_divide_are_refused_by_the_model(tmp_path: Path) -> None:
+    config = save_checkpoint(tiny_model("llama", **{**SIZES, "num_key_value_heads": 4}), tmp_path)
+    with pytest.raises(
+        UnsupportedFeature, match=r"4 attention heads.*tensor_parallel_size=3.*Sizes that can: 1, 2, 4\."
+    ):
+        build_model(config, ParallelContext(tensor=SilentGroup(0, 3)))
+
+
+def step(step_id: int, **counts: int) -> SchedulerOutput:
+    total = sum(counts.values())
+    return SchedulerOutput(step_id=step_id, num_scheduled_tokens=counts, total_num_scheduled_tokens=total)
+
+
+def test_a_rank_that_was_given_another_step_is_named_with_the_step() -> None:
+    agreements = [GroupAgreement(parallel.tensor) for parallel in contexts(3)]
+    same, other = step(7, a=3, b=1), step(7, a=3)
+    assert run_ranks(3, lambda rank: agreements[rank].on_step(same)) == [None] * 3
+    for error in run_ranks(3, lambda rank: agreements[rank].on_step(other if rank == 1 else same)):
+        assert isinstance(error, RanksDisagree)
+        assert "Step 7: rank 1 runs step 7 with 3 tokens of 1 requests" in str(error)
+    later = run_ranks(3, lambda rank: agreements[rank].on_step(step(8, a=1) if rank == 2 else step(9, a=1)))
+    assert all("rank 2 runs step 8" in str(error) for error in later)
+    ParallelContext().agreement.on_step(same)

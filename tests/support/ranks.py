@@ -1,0 +1,94 @@
+"""Several ranks in one process: each is a thread, and their collectives are meetings."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.parallel import Group, ParallelContext
+
+_Result = TypeVar("_Result")
+_WAIT_S = 30.0
+
+
+class SilentGroup(Group):
+    """A rank that is built, and talks to nobody."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def gather_values(self, value: Any) -> list[Any]:
+        raise AssertionError("nobody is there")
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self.gather_values(tensor)  # type: ignore[return-value]
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return self.gather_values(tensor)  # type: ignore[return-value]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return self.gather_values(tensor)  # type: ignore[return-value]
+
+
+class Meeting:
+    """Where the ranks of a group put what they give."""
+
+    def __init__(self, size: int) -> None:
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+
+class ThreadGroup(Group):
+    """One rank's side of a meeting."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size = rank, len(meeting.values)
+        self._meeting = meeting
+
+    def gather_values(self, value: Any) -> list[Any]:
+        meeting = self._meeting
+        meeting.values[self.rank] = value
+        meeting.barrier.wait(_WAIT_S)
+        values = list(meeting.values)
+        meeting.barrier.wait(_WAIT_S)
+        return values
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self.gather_values(tensor)).sum(0)
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.gather_values(tensor), dim)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        result = self.gather_values(tensor)[source]
+        assert isinstance(result, Tensor)
+        return result
+
+
+def contexts(size: int) -> list[ParallelContext]:
+    """Of ranks that split every layer, by rank."""
+    meeting = Meeting(size)
+    return [ParallelContext(rank=rank, world_size=size, tensor=ThreadGroup(rank, meeting)) for rank in range(size)]
+
+
+def run_ranks(size: int, run: Callable[[int], _Result]) -> list[_Result | BaseException]:
+    """What `run(rank)` returns or raises, each in a thread of its own."""
+    results: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            with torch.no_grad():
+                results[rank] = run(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
