@@ -8,7 +8,7 @@ import torch
 
 from penstock.attention import ForwardContext
 from penstock.contract import PooledOutput, SampledOutput
-from penstock.models.interface import LanguageModel
+from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.runner.after_forward import AfterForward, PendingStep
 from penstock.runner.async_output import ReadyOutput
 from penstock.runner.input_batch import InputBatch
@@ -26,12 +26,13 @@ class LastHidden(AfterForward):
         self,
         model: LanguageModel,
         batch: InputBatch,
+        inputs: ModelInputs,
         context: ForwardContext,
         errors: dict[str, str],
         *,
         is_repeated: bool,
     ) -> PendingStep:
-        hidden = self._runner.paths.forward(model, batch.input_ids, batch.positions, context)
+        hidden = self._runner.paths.forward(model, inputs, context)
         return PendingStep(errors, batch, batch.layout.of_logits_rows(hidden))
 
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> ReadyOutput:

@@ -14,7 +14,7 @@ from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, Untraceable
-from penstock.models.interface import LanguageModel
+from penstock.models.interface import LanguageModel, ModelInputs
 
 logger = logging.getLogger(__name__)
 
@@ -29,26 +29,25 @@ class ModelPrograms:
         self._layers = layers
         self._recorded: dict[tuple[LanguageModel, Callable[..., Any]], NativeProgram | None] = {}
 
-    def run(self, model: LanguageModel, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        """`model(...)`: [T, D], or the rows that the context asks for."""
-        program = self._program(model, trace_forward)
+    def run(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
+        """`inputs.run(...)`: [T, D], or the rows that the context asks for. Only plain inputs run a program."""
+        program = self._program(model, trace_forward) if inputs.is_plain else None
         if program is None:
-            return model(input_ids_T, positions_T, context)
-        ids_T = input_ids_T.to(torch.int32).contiguous()
-        return program(ids_T, _step_tokens(positions_T.to(torch.int64).contiguous(), context))
+            return inputs.run(model, context)
+        ids_T = inputs.tokens.to(torch.int32).contiguous()
+        return program(ids_T, _step_tokens(inputs.positions.to(torch.int64).contiguous(), context))
 
-    def bind_greedy(
-        self, model: LanguageModel, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext
-    ) -> BoundChoices | None:
+    def bind_greedy(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> BoundChoices | None:
         """`model.compute_greedy` of its hidden states, as long as these tensors and the context stay.
 
-        None where the model has no way to do it all at once, or the tensors cannot be read in place.
+        None where the model has no way to do it all at once, or the inputs cannot be read in place, or are not plain.
         """
-        tensors = (input_ids_T, torch.int32), (positions_T, torch.int64)
-        if not all(tensor.dtype is dtype and tensor.is_contiguous() for tensor, dtype in tensors):
+        tensors = (inputs.tokens, torch.int32), (inputs.positions, torch.int64)
+        can_read = all(tensor.dtype is dtype and tensor.is_contiguous() for tensor, dtype in tensors)
+        if not can_read or not inputs.is_plain:
             return None
         program = self._program(model, trace_greedy)
-        return None if program is None else program.bind(input_ids_T, _step_tokens(positions_T, context))
+        return None if program is None else program.bind(inputs.tokens, _step_tokens(inputs.positions, context))
 
     def forget(self) -> None:
         """Record anew what is run: models, or their weights, may be others."""

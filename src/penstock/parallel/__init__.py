@@ -1,11 +1,12 @@
 """How ranks are arranged, what each has of a whole, and how they talk to each other."""
 
-from penstock.parallel.agreement import Agreement, GroupAgreement, NoAgreement, StepFacts
+from penstock.parallel.agreement import NO_AGREEMENT, Agreement, GroupAgreement, NoAgreement, StepFacts
 from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import ONE_RANK, Group, OneRank
 from penstock.parallel.share import Share, heads_of_rank, share_of_rank
 
 __all__ = [
+    "NO_AGREEMENT",
     "ONE_RANK",
     "Agreement",
     "Group",

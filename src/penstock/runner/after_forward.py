@@ -12,7 +12,7 @@ from penstock.attention import ForwardContext
 from penstock.contract import SampledOutput
 from penstock.device import Device
 from penstock.kernels.sampling import ChosenTokens
-from penstock.models.interface import LanguageModel
+from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.fast_paths import PlainPath
 from penstock.runner.input_batch import InputBatch
@@ -54,6 +54,7 @@ class AfterForward(ABC):
         self,
         model: LanguageModel,
         batch: InputBatch,
+        inputs: ModelInputs,
         context: ForwardContext,
         errors: dict[str, str],
         *,
@@ -93,6 +94,7 @@ class Generation(AfterForward):
         self,
         model: LanguageModel,
         batch: InputBatch,
+        inputs: ModelInputs,
         context: ForwardContext,
         errors: dict[str, str],
         *,
@@ -100,12 +102,12 @@ class Generation(AfterForward):
     ) -> PendingStep:
         prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
         if is_repeated and prompt_rows is None:
-            chosen = self._paths.choose(model)
+            chosen = self._paths.choose(model, inputs)
             if chosen is not None:
                 return PendingStep(errors, batch, chosen=chosen)
         if prompt_rows is None and batch.layout.can_be_narrowed and not self.computes_all_hidden:
             context = self._kv_cache.narrow_to_last_tokens(context, batch)
-        hidden = self._paths.forward(model, batch.input_ids, batch.positions, context)
+        hidden = self._paths.forward(model, inputs, context)
         of_rows = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
         return PendingStep(errors, batch, of_rows, prompt_rows, None if prompt_rows is None else hidden)
 

@@ -27,7 +27,7 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
     plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
     batch = runner.batcher.build({}, plan)
     context = runner.kv_cache.make_context(batch)
-    hidden = runner.paths.forward(runner.model, batch.input_ids, batch.positions, context)
+    hidden = runner.paths.forward(runner.model, runner.model_state.inputs(batch), context)
     runner.model.compute_logits(hidden[:num_reqs])
 
 
@@ -76,7 +76,8 @@ def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
     # A step may have more tokens than a request.
     positions = upload(np.arange(num_tokens) % runner.limits.max_model_len)
     context = runner.kv_cache.context(geometry)
-    return runner.paths.forward(runner.model, input_ids, positions, context)
+    inputs = runner.model_state.dummy_inputs(input_ids, positions)
+    return runner.paths.forward(runner.model, inputs, context)
 
 
 def profile_sampling(runner: ModelRunner, num_rows: int) -> None:

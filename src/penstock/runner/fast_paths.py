@@ -8,7 +8,7 @@ from penstock.attention import ForwardContext
 from penstock.contract import SchedulerOutput
 from penstock.kernels.native.program_step import BoundChoices
 from penstock.kernels.sampling import ChosenTokens
-from penstock.models.interface import LanguageModel
+from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.poisoned_blocks import PoisonedBlocks
@@ -37,12 +37,11 @@ class PlainPath:
     def unbind(self) -> None:
         """The model, or its weights, may be others from now on; the step before is kept."""
 
-    def forward(self, model: LanguageModel, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """Hidden states of these tokens, or of those that the context asks for."""
-        hidden: Tensor = model(input_ids, positions, context)
-        return hidden
+    def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
+        """Hidden states of these inputs, or of those that the context asks for."""
+        return inputs.run(model, context)
 
-    def choose(self, model: LanguageModel) -> ChosenTokens | None:
+    def choose(self, model: LanguageModel, inputs: ModelInputs) -> ChosenTokens | None:
         """The tokens of the step that `repeat` gave, in one call; None where that cannot be, or logits are wanted."""
         return None
 
@@ -106,18 +105,18 @@ class FastPaths(PlainPath):
     def unbind(self) -> None:
         self._is_bound, self._bound = False, None
 
-    def forward(self, model: LanguageModel, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        return self._kv_cache.programs.run(model, input_ids, positions, context)
+    def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
+        return self._kv_cache.programs.run(model, inputs, context)
 
-    def choose(self, model: LanguageModel) -> ChosenTokens | None:
+    def choose(self, model: LanguageModel, inputs: ModelInputs) -> ChosenTokens | None:
         if not self._is_bound:
-            self._is_bound, self._bound = True, self._bind(model)
+            self._is_bound, self._bound = True, self._bind(model, inputs)
         return None if self._bound is None else self._bound.run()
 
-    def _bind(self, model: LanguageModel) -> BoundChoices | None:
+    def _bind(self, model: LanguageModel, inputs: ModelInputs) -> BoundChoices | None:
         batch = self._batch
         assert batch is not None, "a repeated step has its inputs"
         has_padding = not batch.layout.has_one_token_each
         if has_padding or not self._sampler.is_plain_greedy(batch.logits_rows):
             return None
-        return self._kv_cache.programs.bind_greedy(model, batch.input_ids, batch.positions, self._context)
+        return self._kv_cache.programs.bind_greedy(model, inputs, self._context)

@@ -14,6 +14,7 @@ from penstock.config import SamplingConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
+from penstock.parallel import NO_AGREEMENT, Agreement
 from penstock.runner.after_forward import AfterForward, Generation, PendingStep
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.batch_plan import BatchPlan, Planner
@@ -22,6 +23,7 @@ from penstock.runner.fast_paths import FastPaths, PlainPath
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.input_buffers import InputBuffers
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.model_states import DecoderModelState, ModelState
 from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
@@ -44,6 +46,7 @@ class RunnerLimits:
 class ModelRunner:
     """Owns the per-slot state, the KV cache and the sampler of one rank.
 
+    model_state: what makes the model's inputs, if not as a decoder's. agreement: of all ranks on every step.
     logits_processors: instead of those that are installed and that `sampling` names.
     """
 
@@ -61,9 +64,13 @@ class ModelRunner:
         fast_paths: bool = True,
         planner: Planner = BatchPlan.without_padding,
         rank: int = 0,
+        model_state: ModelState | None = None,
+        agreement: Agreement = NO_AGREEMENT,
     ) -> None:
         self.device = device
         self.model = model
+        self.model_state = model_state or DecoderModelState()
+        self._agreement = agreement
         self.limits = limits
         self.sampling = sampling or SamplingConfig()
         self._planner = planner
@@ -95,8 +102,9 @@ class ModelRunner:
     def execute_model(self, output: SchedulerOutput) -> None:
         """Bring the state up to the step and run its forward pass; `sample_tokens` of the same step takes the result.
 
-        Raises LifecycleError when it is not the step's turn (`StepOrder`).
+        Raises LifecycleError when it is not the step's turn (`StepOrder`), RanksDisagree when other ranks run another.
         """
+        self._agreement.on_step(output)
         self.steps.begin(output)
         errors: dict[str, str] = {}
         repeats = self.paths.repeats(output)
@@ -104,7 +112,9 @@ class ModelRunner:
         if prepared is None:
             step = PendingStep(errors)
         else:
-            step = self.after_forward.run(self.model, *prepared, errors, is_repeated=repeats)
+            batch, context = prepared
+            inputs = self.model_state.inputs(batch)
+            step = self.after_forward.run(self.model, batch, inputs, context, errors, is_repeated=repeats)
         self.steps.wait(output.step_id, step)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:

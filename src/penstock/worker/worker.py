@@ -134,6 +134,7 @@ class Worker(WorkerBase):
             sampling=self.config.sampling,
             fast_paths=self.config.scheduler.fast_paths != "off",
             rank=self.rank,
+            agreement=self.parallel.agreement,
         )
         for group in self._runner.kv_cache.groups:
             refusals = "; ".join(f"not {name}: {why}" for name, why in group.refusals.items())
