@@ -44,8 +44,9 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     original = FastPaths.repeat
 
     def note(self: FastPaths, output: SchedulerOutput) -> Any:
-        steps.append(output.step_id)
-        return original(self, output)
+        prepared = original(self, output)
+        steps.extend([output.step_id] * (prepared is not None))
+        return prepared
 
     monkeypatch.setattr(FastPaths, "repeat", note)
     return steps

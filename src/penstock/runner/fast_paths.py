@@ -20,13 +20,12 @@ from penstock.runner.sampling import Sampler
 class PlainPath:
     """Every step as if nothing were known of the one before, layer by layer; what the fast paths must equal."""
 
-    def repeats(self, output: SchedulerOutput) -> bool:
-        """Whether the step is run by `repeat`: it asks for what the step before asked for, and that is still there."""
-        return False
+    def repeat(self, output: SchedulerOutput) -> tuple[InputBatch, ForwardContext] | None:
+        """The decision: the inputs of a step that asks for what the step before asked for, if that is still there.
 
-    def repeat(self, output: SchedulerOutput) -> tuple[InputBatch, ForwardContext]:
-        """The inputs of a step for which `repeats` is true."""
-        raise AssertionError("no step repeats another on the plain path")
+        None for a step that must be put together anew.
+        """
+        return None
 
     def keep(self, output: SchedulerOutput, batch: InputBatch, context: ForwardContext) -> None:
         """Take note of a step that was put together whole: all that was asked for is in it."""
@@ -76,10 +75,10 @@ class FastPaths(PlainPath):
         self._is_bound = False
         self._bound: BoundChoices | None = None
 
-    def repeats(self, output: SchedulerOutput) -> bool:
-        return output.repeats_step_id is not None and output.repeats_step_id == self._kept_step_id
-
-    def repeat(self, output: SchedulerOutput) -> tuple[InputBatch, ForwardContext]:
+    def repeat(self, output: SchedulerOutput) -> tuple[InputBatch, ForwardContext] | None:
+        repeats = output.repeats_step_id is not None and output.repeats_step_id == self._kept_step_id
+        if not repeats:
+            return None
         cached = output.scheduled_cached_reqs
         if not cached.new_block_ids:
             self._requests.note_computed(cached)

@@ -107,14 +107,14 @@ class ModelRunner:
         self._agreement.on_step(output)
         self.steps.begin(output)
         errors: dict[str, str] = {}
-        repeats = self.paths.repeats(output)
-        prepared = self.paths.repeat(output) if repeats else self._prepare(output, errors)
+        repeated = self.paths.repeat(output)
+        prepared = repeated or self._prepare(output, errors)
         if prepared is None:
             step = PendingStep(errors)
         else:
             batch, context = prepared
             inputs = self.model_state.inputs(batch)
-            step = self.after_forward.run(self.model, batch, inputs, context, errors, is_repeated=repeats)
+            step = self.after_forward.run(self.model, batch, inputs, context, errors, is_repeated=repeated is not None)
         self.steps.wait(output.step_id, step)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
