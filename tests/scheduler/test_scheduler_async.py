@@ -143,6 +143,20 @@ def test_a_preempted_request_does_not_return_before_its_late_tokens() -> None:
     driver.drain()
 
 
+def test_it_does_not_return_before_them_where_other_blocks_are_free_either() -> None:
+    driver = Driver(depth=2)
+    driver.add("r", PROMPT, max_tokens=3, ignore_eos=True)
+    driver.step()
+    driver.scheduler.preempt_all()
+    assert driver.scheduler.kv_cache.pool.num_free_blocks > driver.scheduler.kv_cache.pool.num_pending_blocks
+
+    assert driver.step().num_scheduled_tokens == {}
+    [late] = driver.deliver()
+    [new] = driver.step().scheduled_new_reqs
+    assert new.prefill_token_ids == PROMPT + late.new_token_ids
+    driver.drain()
+
+
 def test_a_preempted_request_may_end_with_its_late_token() -> None:
     driver = preempted_in_flight([*PROMPT, 8], max_tokens=1)
 
