@@ -88,6 +88,10 @@ def _of_first(x: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     return x.shape
 
 
+def _of_second(_: Tensor, x: Tensor, **__: Any) -> Sequence[int]:
+    return x.shape
+
+
 def _reduced(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> Sequence[int]:
     # None, and no dimension at all, mean every one.
     dims = {one % x.dim() for one in ([dim] if isinstance(dim, int) else dim or range(x.dim()))}
@@ -117,12 +121,17 @@ def _sum_with_product(_bias: Tensor, left: Tensor, right: Tensor, **_: Any) -> S
 
 _aten = torch.ops.aten
 _SHAPES: dict[Any, Callable[..., Sequence[int]]] = {
-    **dict.fromkeys((_aten.amax.default, _aten.sum.dim_IntList, _aten.mean.dim, _aten.logsumexp.default), _reduced),
-    **dict.fromkeys((_aten._softmax.default, _aten.cumsum.default, _aten.empty_like.default), _of_first),
+    **dict.fromkeys(
+        (_aten.amax.default, _aten.amin.default, _aten.sum.dim_IntList, _aten.mean.dim, _aten.logsumexp.default),
+        _reduced,
+    ),
+    **dict.fromkeys((_aten._softmax.default, _aten.cumsum.default, _aten.flip.default), _of_first),
+    **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default, _aten.full_like.default), _of_first),
     **dict.fromkeys((_aten.mm.default, _aten.bmm.default), _product),
     _aten.addmm.default: _sum_with_product,
     _aten.cat.default: _concatenated,
     _aten.stack.default: _stacked,
+    _aten.searchsorted.Tensor: _of_second,
 }
 
 

@@ -70,12 +70,16 @@ class QuantizedWeight:
 
     def rows(self, rows: Tensor | slice) -> QuantizedWeight:
         """Some rows, by their numbers: int64, or a slice."""
-        values_RI = self.values_OI[rows]
+
+        def of(values_OX: Tensor) -> Tensor:
+            return values_OX[rows] if isinstance(rows, slice) else values_OX.index_select(0, rows)
+
+        values_RI = of(self.values_OI)
         return QuantizedWeight(
             QuantizedShape(self.shape.bits, values_RI.shape[0], self.shape.input_size, self.shape.group_size),
             values_RI,
-            self.scales_OG[rows],
-            None if self.zeros_OG is None else self.zeros_OG[rows],
+            of(self.scales_OG),
+            None if self.zeros_OG is None else of(self.zeros_OG),
         )
 
     def _spread(self, per_group_OG: Tensor) -> Tensor:
