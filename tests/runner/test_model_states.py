@@ -101,8 +101,8 @@ def tokens_of(runner: ModelRunner, temperature: float) -> dict[str, list[int]]:
     with torch.no_grad():
         take(driver.tokens({"a": 5}, [request("a", PROMPT, 1)]))
         take(driver.tokens({"a": 3, "b": 4}, [request("b", PROMPT[4:], 9)]))
-        for _ in range(8):
-            take(driver.tokens({"a": 1, "b": 1}))
+        for number in range(8):
+            take(driver.tokens({"a": 1, "b": 1}, repeats=number > 0))
     return tokens
 
 

@@ -125,8 +125,9 @@ class Driver:
         preempted: set[str] | None = None,
         new_blocks: dict[str, tuple[list[int], ...]] | None = None,
         drafts: dict[str, list[int]] | None = None,
+        repeats: bool = False,
     ) -> SchedulerOutput:
-        """Execute a step and leave it unsampled."""
+        """Execute a step and leave it unsampled. repeats: say that it repeats the one before."""
         new = new or []
         for request in new:
             self.computed[request.req_id] = request.num_computed_tokens
@@ -146,6 +147,7 @@ class Driver:
             scheduled_spec_decode_tokens=drafts or {},
             finished_req_ids=finished or set(),
             preempted_req_ids=preempted or set(),
+            repeats_step_id=self.step_id - 1 if repeats else None,
         )
         for req_id, count in counts.items():
             self.computed[req_id] += count
