@@ -20,8 +20,7 @@ MIB = 1 << 20
 # The same steps of one model took from 38 to 59 MiB.
 LUCK = 1.25
 LESS = 4.0
-# Of all memory that the process takes; without the C++ kernels products work in memory of the heap, of which it keeps more
-# or less.
+# Of all memory that the process takes; without the C++ kernels products work in memory of the heap, which keeps some.
 TOTAL, TOTAL_WITHOUT_KERNELS = 0.1, 0.15
 WITHOUT_KERNELS = {"PENSTOCK_CPU_KERNELS": "torch"}
 OPTIONS = {"load_format": "dummy", "num_threads": 1, "kv_cache_memory_bytes": 512 * MIB}
