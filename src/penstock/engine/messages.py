@@ -17,6 +17,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: requests share cached prefixes only with requests of the same salt.
     eos_token_ids: tokens that end the text, unless the parameters ignore them.
     output_token_ids: what was generated for it before, by a core that is gone: generation goes on behind them.
+    needs_tokens_on_host: the host must see its tokens before its next step; others run ahead meanwhile.
     """
 
     req_id: str
@@ -27,6 +28,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     output_token_ids: list[int] = []
+    needs_tokens_on_host: bool = False
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
