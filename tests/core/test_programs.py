@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from penstock.config.program import PROGRAM_ROWS
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.program import NativeProgram
+from penstock.kernels.native.program import PROGRAM_ROWS, NativeProgram
 from penstock.layers.mlp import GatedMLP
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import make_core, random_prompts, run, run_layer_by_layer

@@ -8,13 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.config.program import PROGRAM_ROWS
 from penstock.kernels.native import NativeKernels
 from penstock.kernels.native.planning import plan_buffers
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.stored import StoredArguments
 from penstock.kernels.native.tracing import Cell, Trace
 from penstock.kernels.sampling import ChosenTokens
+
+# Rows that go from kernel to kernel together, between two attentions: enough for products at full speed, few enough
+# that what one kernel leaves is in a cache when the next one takes it.
+PROGRAM_ROWS = 256
 
 _NO_CELL = -1
 
