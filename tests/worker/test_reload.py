@@ -216,7 +216,7 @@ def test_running_requests_go_on_from_their_tokens_with_the_new_weights(old: Path
     core = make_core(old, async_scheduling=is_async)
     results = start(core, num_steps=8)
     in_flight = {
-        req_id: core.scheduler._requests[req_id].num_output_placeholders
+        req_id: core.scheduler._requests.by_id[req_id].num_output_placeholders
         for req_id in results  # what is on its way
     }
     known = {req_id: len(result.tokens) + in_flight[req_id] for req_id, result in results.items()}

@@ -1,0 +1,81 @@
+"""Where each request is: it waits, or it runs, until it ends."""
+
+from __future__ import annotations
+
+from penstock.scheduler.decode_steps import DecodeSteps
+from penstock.scheduler.kv_cache_manager import KVCacheManager
+from penstock.scheduler.queues import WaitingQueue
+from penstock.scheduler.request import Request, RequestStatus
+
+
+class RequestLists:
+    """All requests that have not ended. Those that run hold blocks, those that wait hold none.
+
+    running: served in this order, preempted from its end.
+    finished_req_ids: requests that the worker holds although they no longer run, which the next step tells it.
+    decodes: goes on from the last step; None unless all that the next one can do is to decode the same requests, so
+        whatever moves a request ends it.
+    """
+
+    def __init__(self, policy: str, kv_cache: KVCacheManager) -> None:
+        self.by_id: dict[str, Request] = {}
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Request] = []
+        self.finished_req_ids: set[str] = set()
+        self.decodes: DecodeSteps | None = None
+        self.num_preemptions = 0
+        self._kv_cache = kv_cache
+        self._num_added = 0
+
+    def add(self, request: Request) -> None:
+        """Let a new request wait."""
+        self.decodes = None
+        request.order = self._num_added
+        self._num_added += 1
+        self.by_id[request.req_id] = request
+        self.waiting.add(request)
+
+    def wait_for(self, req_id: str, reason: str, *, is_there: bool) -> None:
+        """Note that a request waits for something, or does so no longer. Unknown ids and reasons are ignored."""
+        request = self.by_id.get(req_id)
+        if request is None:
+            return
+        self.decodes = None
+        is_waiting = request.status is not RequestStatus.RUNNING
+        if is_waiting:
+            self.waiting.remove(request)
+        if is_there:
+            request.waits_for.discard(reason)
+        else:
+            request.waits_for.add(reason)
+        if is_waiting:
+            self.waiting.add(request)
+
+    def preempt(self, request: Request) -> None:
+        """Make a request that runs wait with nothing but its tokens. Its step must tell the worker."""
+        self.decodes = None
+        self.running.remove(request)
+        self._kv_cache.free(request)
+        request.spec_token_ids = []
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.add(request)
+
+    def preempt_between_steps(self, request: Request) -> None:
+        """The same, where the next step tells the worker."""
+        self.preempt(request)
+        self.finished_req_ids.add(request.req_id)
+
+    def finish(self, request: Request) -> None:
+        """End a request, wherever it is."""
+        self.decodes = None
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._kv_cache.free(request)
+            self.finished_req_ids.add(request.req_id)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self.by_id[request.req_id]
