@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from scheduler_driver import Driver
@@ -219,16 +221,36 @@ def test_results_of_another_step_are_refused() -> None:
     first, second = driver.step(), driver.step()
     results = driver.in_flight[0][1]
 
-    with pytest.raises(LifecycleError, match="Step 1 cannot take the results of step 0"):
+    with pytest.raises(LifecycleError, match=r"step 0 \(requests r\) were handed in as those of step 1 \(requests r\)"):
         driver.scheduler.update_from_output(second, results)
-    with pytest.raises(LifecycleError, match="step 1 came out of turn: those of step 0"):
+    with pytest.raises(LifecycleError, match=r"step 1 \(requests r\) came out of turn: those of step 0 \(requests r\)"):
         driver.scheduler.update_from_output(second, driver.in_flight[1][1])
     driver.deliver()
-    with pytest.raises(LifecycleError, match="step 0 came out of turn: those of step 1"):
+    with pytest.raises(LifecycleError, match=r"step 0 \(requests r\) came out of turn: those of step 1 \(requests r\)"):
         driver.scheduler.update_from_output(first, results)
     driver.deliver()
     with pytest.raises(LifecycleError, match="no results are due"):
         driver.scheduler.update_from_output(first, results)
+
+
+def test_results_out_of_turn_name_a_few_requests_and_count_the_others() -> None:
+    driver = Driver(depth=4, max_num_seqs=7, max_num_batched_tokens=64)
+    driver.add("first", PROMPT, max_tokens=9, ignore_eos=True)
+    driver.step()
+    for number in range(6):
+        driver.add(f"r{number}", [number + 1], max_tokens=9, ignore_eos=True)
+    mixed, repeated = driver.step(), driver.step()
+
+    message = "The results of step 2 (requests first, r0, r1, r2, r3 and 2 more) came out of turn: those of step 0"
+    with pytest.raises(LifecycleError, match=re.escape(message + " (requests first) are due.")):
+        driver.scheduler.update_from_output(repeated, driver.in_flight[2][1])
+    driver.deliver()
+    driver.deliver()
+    message = "The results of step 1 (requests first, r0, r1, r2, r3 and 2 more) came out of turn: those of step 2"
+    with pytest.raises(LifecycleError, match=re.escape(message)):
+        driver.scheduler.update_from_output(mixed, SampledOutput(step_id=1))
+    with pytest.raises(LifecycleError, match=re.escape("The results of step 7 (no requests) were handed in")):
+        driver.scheduler.update_from_output(repeated, SampledOutput(step_id=7))
 
 
 def test_results_that_name_a_stranger_are_refused() -> None:

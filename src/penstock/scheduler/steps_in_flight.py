@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import islice
+
 from penstock.contract import ModelRunnerOutput, PooledOutput, SampledOutput, SchedulerOutput
 from penstock.errors import LifecycleError
 from penstock.scheduler.decode_steps import DecodeStep
@@ -19,6 +22,8 @@ from penstock.scheduler.step import ScheduledRequest, void_what_read_lost_blocks
 
 # Looked up for every request of a step.
 _RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
+# Requests that an error names of a step.
+_NUM_NAMED = 5
 
 
 class StepsInFlight:
@@ -72,18 +77,26 @@ class StepsInFlight:
         """The requests of a step whose results are due; None when there is nothing to take in."""
         step_id = scheduler_output.step_id
         if model_runner_output.step_id != step_id:
-            raise LifecycleError(f"Step {step_id} cannot take the results of step {model_runner_output.step_id}.")
+            other = _named(model_runner_output.step_id, model_runner_output.req_ids)
+            raise LifecycleError(
+                f"The results of {other} were handed in as those of "
+                f"{_named(step_id, scheduler_output.num_scheduled_tokens)}."
+            )
         if step_id < self._first_valid_step_id or not scheduler_output.num_scheduled_tokens:
             return None
         due = next(iter(self.steps), None)
         if step_id != due:
-            expected = "no results are due" if due is None else f"those of step {due} are due"
+            expected = "no results are due" if due is None else f"those of {_named(due, self._req_ids(due))} are due"
             raise LifecycleError(
-                f"The results of step {step_id} came out of turn: {expected}. Results must come in the order of their "
-                "steps, each once."
+                f"The results of {_named(step_id, scheduler_output.num_scheduled_tokens)} came out of turn: "
+                f"{expected}. Results must come in the order of their steps, each once."
             )
         self._kv_cache.pool.note_done(step_id)
         return self.steps.pop(step_id)
+
+    def _req_ids(self, step_id: int) -> Collection[str]:
+        step = self.steps[step_id]
+        return step.req_ids if isinstance(step, DecodeStep) else step
 
     def _take_tokens(self, step: DecodeStep, results: SampledOutput) -> list[EngineCoreOutput]:
         """Take in a step of which every request got a token: at once where it is a token and nothing else."""
@@ -215,6 +228,13 @@ def _row_lengths(results: ModelRunnerOutput) -> list[int]:
     if not isinstance(results, SampledOutput) or results.logprobs is None:
         return []
     return [len(token_ids) for token_ids in results.sampled_token_ids]
+
+
+def _named(step_id: int, req_ids: Collection[str]) -> str:
+    """A step with its requests, of which there may be many."""
+    first = ", ".join(islice(req_ids, _NUM_NAMED))
+    more = f" and {len(req_ids) - _NUM_NAMED} more" if len(req_ids) > _NUM_NAMED else ""
+    return f"step {step_id} (requests {first}{more})" if first else f"step {step_id} (no requests)"
 
 
 def _drop(entry: ScheduledRequest) -> None:
