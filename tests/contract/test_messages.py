@@ -34,6 +34,9 @@ _params = st.builds(
 _specs = st.one_of(
     st.builds(contract.FullAttentionSpec, dtype=st.just("float32")),
     st.builds(contract.SlidingWindowSpec, dtype=st.just("bfloat16")),
+    st.builds(contract.MLAAttentionSpec, dtype=st.just("int8")),
+    st.builds(contract.CrossAttentionSpec, dtype=st.just("float16")),
+    st.builds(contract.RecurrentStateSpec),
 )
 _groups = st.builds(contract.KVCacheGroupSpec, spec=_specs)
 _new = st.builds(contract.NewRequestData, sampling_params=_params)

@@ -15,6 +15,7 @@ from penstock.attention import CacheBackend, ForwardContext, StepGeometry
 from penstock.attention.base import BringsBackend
 from penstock.config import DeviceConfig
 from penstock.contract import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -26,6 +27,7 @@ from penstock.contract import (
 )
 from penstock.device import create_device
 from penstock.models.attention_layers import KeepsCache, cache_layers, kv_cache_specs
+from penstock.runner.block_tables import BlockTables
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from support.runners import GREEDY, LAYER, VOCAB_SIZE, ArithmeticModel, Driver, kv_cache_config, next_token
 
@@ -230,3 +232,16 @@ def test_a_configuration_with_states_survives_the_way_to_another_process() -> No
     config = cache_config(with_attention=True)
     assert decode(encode(config), KVCacheConfig) == config
     assert decode(encode(kv_cache_config()), KVCacheConfig) == kv_cache_config()
+
+
+def test_a_block_table_is_as_wide_as_what_its_group_keeps() -> None:
+    attention = {"block_size": 4, "num_kv_heads": 1, "head_size": 4, "dtype": "float32"}
+    specs = (
+        FullAttentionSpec(**attention),
+        CrossAttentionSpec(**attention, max_num_encoder_tokens=90),
+        RecurrentStateSpec(state_bytes=8),
+    )
+    groups = tuple(KVCacheGroupSpec(layer_names=(str(index),), spec=spec) for index, spec in enumerate(specs))
+    config = KVCacheConfig(num_blocks=NUM_BLOCKS, tensors=(), groups=groups)
+    tables = BlockTables(create_device(DeviceConfig(device="cpu", num_threads=1)), 3, 32, config)
+    assert [tables.table(group).shape for group in range(3)] == [(3, 8), (3, 23), (3, 1)]

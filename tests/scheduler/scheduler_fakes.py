@@ -13,18 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     LogprobsLists,
+    MLAAttentionSpec,
     NewRequestData,
     PooledOutput,
+    RecurrentStateSpec,
     SampledOutput,
     SamplingParams,
     SchedulerOutput,
     SlidingWindowSpec,
 )
-from penstock.scheduler.kv_cache_groups import GROUPS, EncoderGroup, StateGroup
 from penstock.scheduler.outputs import FinishReason
 
 VOCAB_SIZE = 11
@@ -43,22 +45,21 @@ def window_spec(sliding_window: int, block_size: int = 4) -> SlidingWindowSpec:
     )
 
 
-@dataclass(frozen=True)
-class EncoderSpec:
-    """What cross attention keeps: something per position of the encoder."""
-
-    block_size: int
+def latent_spec(block_size: int = 4) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=block_size, head_size=12, dtype="float32")
 
 
-@dataclass(frozen=True)
-class StateSpec:
-    """What a recurrent layer keeps."""
+def encoder_spec(block_size: int = 4, max_num_encoder_tokens: int = 13) -> CrossAttentionSpec:
+    return CrossAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=8,
+        dtype="float32",
+        max_num_encoder_tokens=max_num_encoder_tokens,
+    )
 
-    block_size: int
 
-
-GROUPS[EncoderSpec] = EncoderGroup
-GROUPS[StateSpec] = StateGroup
+STATE = RecurrentStateSpec(state_bytes=64)
 
 
 def cache_config(num_blocks: int, *specs: Any) -> KVCacheConfig:
@@ -312,13 +313,13 @@ class FakeWorker:
     def _token_groups(self) -> Iterator[tuple[int, int, int]]:
         """Groups whose positions are those of tokens: their number, block size and window."""
         for group_id, group in enumerate(self.config.groups):
-            if not isinstance(group.spec, EncoderSpec | StateSpec):
+            if not isinstance(group.spec, CrossAttentionSpec | RecurrentStateSpec):
                 yield group_id, group.spec.block_size, getattr(group.spec, "sliding_window", self.max_model_len)
 
     def _encoder_positions(self, req_id: str, request: FakeRequest) -> Iterator[tuple[int, int, tuple[int, int]]]:
         """Where the encoder's positions are, and what belongs there."""
         for group_id, group in enumerate(self.config.groups):
-            if isinstance(group.spec, EncoderSpec):
+            if isinstance(group.spec, CrossAttentionSpec):
                 size, num_positions = group.spec.block_size, self.num_encoder_tokens[req_id]
                 assert len(request.tables[group_id]) == -(-num_positions // size)
                 for position in range(num_positions):
@@ -337,7 +338,7 @@ class FakeWorker:
     def _states(self, request: FakeRequest) -> Iterator[tuple[int, tuple[int, int]]]:
         """Where the recurrent states are, and what belongs there once something is computed."""
         for group_id, group in enumerate(self.config.groups):
-            if isinstance(group.spec, StateSpec):
+            if isinstance(group.spec, RecurrentStateSpec):
                 block_id = request.tables[group_id][0]
                 self.touched.add(block_id)
                 yield block_id, (group_id, fingerprints(request.token_ids[: request.num_computed_tokens], "state")[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from scheduler_driver import Driver
-from scheduler_fakes import EncoderSpec, StateSpec, cache_config, cache_of, full_spec, window_spec
+from scheduler_fakes import STATE, cache_config, cache_of, encoder_spec, full_spec, latent_spec, window_spec
 
 from penstock.errors import ContextTooLong, UnsupportedFeature
 
@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3, 4, 5, 6]
 
 @pytest.mark.parametrize(("num_encoder_tokens", "num_blocks"), [(0, 0), (1, 1), (8, 2), (9, 3)])
 def test_the_encoders_positions_get_their_blocks_once(num_encoder_tokens: int, num_blocks: int) -> None:
-    driver = Driver(cache_config(20, full_spec(2), EncoderSpec(4)), max_num_batched_tokens=4)
+    driver = Driver(cache_config(20, full_spec(2), encoder_spec(4)), max_num_batched_tokens=4)
     driver.add("r", PROMPT, max_tokens=5, ignore_eos=True, num_encoder_tokens=num_encoder_tokens)
 
     [new] = driver.turn().scheduled_new_reqs
@@ -26,8 +26,27 @@ def test_the_encoders_positions_get_their_blocks_once(num_encoder_tokens: int, n
     driver.drain()
 
 
+def test_latents_are_found_as_a_prefix() -> None:
+    driver = Driver(cache_config(20, latent_spec(2)))
+    for name in ("a", "b"):
+        driver.add(name, PROMPT, max_tokens=1)
+        driver.drain()
+
+    # All but the block of the last token, which has to run.
+    assert driver.ends["b"].num_cached_tokens == 4
+
+
+def test_the_encoders_keys_are_not_found_again_and_no_prefix_beside_them() -> None:
+    driver = Driver(cache_config(20, full_spec(2), encoder_spec(4)))
+    for name in ("a", "b"):
+        driver.add(name, PROMPT, max_tokens=1, num_encoder_tokens=8)
+        driver.drain()
+
+    assert driver.ends["b"].num_cached_tokens == 0
+
+
 def test_a_recurrent_layer_keeps_one_block_however_long_the_request() -> None:
-    driver = Driver(cache_config(3, StateSpec(16)))
+    driver = Driver(cache_config(3, STATE))
     for name in ("a", "b"):
         driver.add(name, PROMPT, max_tokens=50, ignore_eos=True)
     driver.turn()
@@ -38,7 +57,7 @@ def test_a_recurrent_layer_keeps_one_block_however_long_the_request() -> None:
 
 
 def test_who_finds_no_state_waits_for_one() -> None:
-    driver = Driver(cache_config(2, StateSpec(16)))
+    driver = Driver(cache_config(2, STATE))
     for name in ("a", "b"):
         driver.add(name, PROMPT, max_tokens=3, ignore_eos=True)
 
@@ -47,7 +66,7 @@ def test_who_finds_no_state_waits_for_one() -> None:
 
 
 def test_states_are_there_for_every_token_that_may_be_taken_back() -> None:
-    driver = Driver(cache_config(9, StateSpec(16)), num_lookahead_tokens=3)
+    driver = Driver(cache_config(9, STATE), num_lookahead_tokens=3)
     driver.add("r", PROMPT, max_tokens=3)
 
     assert [len(ids) for ids in driver.turn().scheduled_new_reqs[0].block_ids] == [4]
@@ -55,7 +74,7 @@ def test_states_are_there_for_every_token_that_may_be_taken_back() -> None:
 
 
 def test_a_model_with_a_state_begins_no_request_in_the_middle() -> None:
-    driver = Driver(cache_config(20, full_spec(2), StateSpec(16)))
+    driver = Driver(cache_config(20, full_spec(2), STATE))
     for name in ("a", "b"):
         driver.add(name, PROMPT, max_tokens=1)
         driver.drain()
@@ -78,7 +97,7 @@ def test_a_model_that_keeps_nothing_is_limited_by_no_block(num_blocks: int, dept
 
 
 def test_the_encoders_positions_count_when_a_request_is_refused() -> None:
-    driver = Driver(cache_config(6, full_spec(), EncoderSpec(4)))
+    driver = Driver(cache_config(6, full_spec(), encoder_spec(4)))
     driver.add("fits", PROMPT, max_tokens=2, num_encoder_tokens=12)
     with pytest.raises(ContextTooLong, match="need 6 blocks"):
         driver.add("long", PROMPT, max_tokens=2, num_encoder_tokens=13)

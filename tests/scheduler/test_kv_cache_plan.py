@@ -5,13 +5,14 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_fakes import full_spec, window_spec
+from scheduler_fakes import encoder_spec, full_spec, window_spec
 
 from penstock.contract import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
@@ -99,6 +100,89 @@ def test_smaller_states_are_padded_and_larger_ones_refused() -> None:
     assert [group.spec.max_blocks_per_request(1000, 32) for group in groups] == [63, 1]
     with pytest.raises(UnsupportedFeature, match=r"large \(FullAttentionSpec\).*state \(RecurrentStateSpec\)"):
         group_layers({"large": FULL, "state": RecurrentStateSpec(state_bytes=PAGE + 12)})
+
+
+# DeepSeek-V2: kv_lora_rank=512, qk_rope_head_dim=64, 128 query heads, 60 layers.
+LATENT = MLAAttentionSpec(block_size=16, head_size=512 + 64, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("dtype", "vector_bytes"), [("float32", 2304), ("bfloat16", 1152), ("int8", 580)])
+def test_a_latent_is_one_vector_per_position_however_many_heads_read_it(dtype: str, vector_bytes: int) -> None:
+    spec = MLAAttentionSpec(block_size=16, head_size=512 + 64, dtype=dtype)
+
+    assert spec.page_size_bytes == 16 * vector_bytes
+    assert spec.num_kv_heads == 1
+
+
+def test_a_model_of_latents_alone_is_one_group_with_blocks_as_of_full_attention() -> None:
+    specs: dict[str, KVCacheSpec] = {f"layer.{index}": LATENT for index in range(60)}
+    # Section 2.1.4 of the paper: (d_c + d_h^R) elements per token and layer.
+    bytes_per_token = (512 + 64) * 60 * 2
+
+    config = plan_kv_cache(specs, 100 * 16 * bytes_per_token + 1, max_model_len=1000, max_num_batched_tokens=32)
+
+    assert shape(config.groups) == [("MLAAttentionSpec", 60)]
+    assert (config.num_blocks, config.size_bytes) == (100, 100 * 16 * bytes_per_token)
+    for num_tokens in (1, 16, 17, 1000):
+        assert blocks_per_request(config.groups, num_tokens, 32) == math.ceil(num_tokens / 16)
+    assert num_tokens_that_fit(config, max_model_len=1000, max_num_batched_tokens=32) == int(99 / 63 * 1000)
+
+
+def test_latents_beside_keys_and_values_get_pages_of_the_same_size() -> None:
+    # Keys and values of four heads of 144 take twice what the latent takes.
+    full = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=144, dtype="bfloat16")
+
+    groups = group_layers({"latent": LATENT, "full": full})
+
+    assert [group.spec.block_size for group in groups] == [32, 16]
+    assert {group.spec.page_size_bytes for group in groups} == {2 * LATENT.page_size_bytes}
+    assert blocks_per_request(groups, 100, 32) == 4 + 7
+
+
+def test_a_decoder_with_an_encoder_has_a_group_for_each() -> None:
+    # Whisper: as many layers of each kind, and 1500 positions of the encoder.
+    cross = encoder_spec(16, max_num_encoder_tokens=1500)
+    specs: dict[str, KVCacheSpec] = {f"self.{index}": FULL for index in range(4)}
+    specs |= {f"cross.{index}": cross for index in range(4)}
+    num_needed = math.ceil(448 / 16) + math.ceil(1500 / 16)
+
+    config = plan_kv_cache(specs, (num_needed + 1) * 4 * PAGE, max_model_len=448, max_num_batched_tokens=32)
+
+    assert shape(config.groups) == [("FullAttentionSpec", 4), ("CrossAttentionSpec", 4)]
+    assert [tensor.shared_by for tensor in config.tensors] == [(f"self.{i}", f"cross.{i}") for i in range(4)]
+    assert config.num_blocks == num_needed + 1
+    assert max_concurrency(config, max_model_len=448, max_num_batched_tokens=32) == 1
+    # A request of any length holds all of the encoder's blocks.
+    assert longest_request(config.groups, 95 + 3, limit=448, max_num_batched_tokens=32) == 3 * 16
+    assert longest_request(config.groups, 95, limit=448, max_num_batched_tokens=32) == 0
+    with pytest.raises(OutOfMemory):
+        plan_kv_cache(specs, num_needed * 4 * PAGE, max_model_len=448, max_num_batched_tokens=32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    num_tokens=st.integers(1, 400),
+    num_encoder_tokens=st.integers(1, 400),
+    block_size=st.sampled_from([1, 3, 16]),
+    ratio=st.integers(1, 4),
+)
+def test_rows_of_block_tables_hold_every_position_of_their_kind(
+    num_tokens: int, num_encoder_tokens: int, block_size: int, ratio: int
+) -> None:
+    positions: dict[KVCacheSpec, int] = {
+        full_spec(block_size): num_tokens,
+        window_spec(5, block_size): num_tokens,
+        MLAAttentionSpec(block_size=block_size, head_size=12, dtype="float32"): num_tokens,
+        encoder_spec(block_size, num_encoder_tokens): num_encoder_tokens,
+        RecurrentStateSpec(state_bytes=8): 1,
+    }
+    for spec, num_positions in positions.items():
+        larger = spec.with_pages_of(ratio * spec.page_size_bytes)
+        assert larger is not None
+        for sized in (spec, larger):
+            width = sized.table_width(num_tokens)
+            assert (width - 1) * sized.block_size < num_positions <= width * sized.block_size
+            assert sized.max_blocks_per_request(num_tokens, 7) <= width
 
 
 def test_a_model_without_a_cache_has_no_groups_and_takes_no_memory() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, make_request
-from scheduler_fakes import EncoderSpec, StateSpec, cache_of, full_spec, undisturbed, window_spec
+from scheduler_fakes import STATE, cache_of, encoder_spec, full_spec, latent_spec, undisturbed, window_spec
 
 from penstock.errors import ContextTooLong
 
@@ -21,9 +21,11 @@ LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "window of one": lambda size: (window_spec(1, size),),
     "full and window": lambda size: (full_spec(size), window_spec(3, size)),
     "two windows": lambda size: (window_spec(6, size), full_spec(size), window_spec(2, size)),
-    "encoder": lambda size: (full_spec(size), EncoderSpec(3)),
-    "state": lambda size: (StateSpec(size),),
-    "state and window": lambda size: (StateSpec(16), window_spec(4, size), EncoderSpec(size)),
+    "latents": lambda size: (latent_spec(size),),
+    "latents and window": lambda size: (latent_spec(size), window_spec(3, 2 * size)),
+    "encoder": lambda size: (full_spec(size), encoder_spec(3)),
+    "state": lambda size: (STATE,),
+    "state and window": lambda size: (STATE, window_spec(4, size), encoder_spec(size)),
     "nothing": lambda size: (),
     "two block sizes": lambda size: (full_spec(2 * size), window_spec(4, size)),
 }

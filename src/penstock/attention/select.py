@@ -12,7 +12,7 @@ from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.torch_varlen import TorchVarlenBackend
-from penstock.contract import KVCacheSpec, RecurrentStateSpec
+from penstock.contract import AttentionSpec, KVCacheSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.errors import ConfigError, UnsupportedFeature
 
@@ -68,7 +68,7 @@ def select_cache_backend(
         return first.make_backend(device), {}
     attention = [layer for layer in layers if isinstance(layer, LayerAttention)]
     assert len(attention) == len(layers), f"{first.name} says neither what it attends to nor what runs it"
-    assert not isinstance(spec, RecurrentStateSpec), f"{first.name} attends, and keeps no keys and values"
+    assert isinstance(spec, AttentionSpec), f"{first.name} attends, and keeps no keys and values of its positions"
     backend, refusals = select_backend(
         *attention,
         dtype=TORCH_DTYPES[spec.dtype],

@@ -3,11 +3,13 @@
 from penstock.contract.codec import CONTRACT_VERSION, ContractVersionError, decode, encode
 from penstock.contract.kv_cache import (
     AttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
@@ -31,6 +33,7 @@ __all__ = [
     "AttentionSpec",
     "CachedRequestData",
     "ContractVersionError",
+    "CrossAttentionSpec",
     "FullAttentionSpec",
     "GrammarOutput",
     "KVCacheConfig",
@@ -38,6 +41,7 @@ __all__ = [
     "KVCacheSpec",
     "KVCacheTensor",
     "LogprobsLists",
+    "MLAAttentionSpec",
     "ModelRunnerOutput",
     "NewRequestData",
     "PooledOutput",

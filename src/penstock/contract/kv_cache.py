@@ -8,7 +8,7 @@ from one pool, so all pages have the same size in bytes.
 from __future__ import annotations
 
 import math
-from typing import Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -24,8 +24,10 @@ def head_elements(head_size: int, dtype: str) -> int:
     return head_size + SCALE_BYTES.get(dtype, 0) // DTYPE_BYTES[dtype]
 
 
-class _AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What all kinds have: keys and values of positions, in blocks of `block_size` of them."""
+class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of positions, in blocks of `block_size` of them: keys and values, unless a kind says otherwise."""
+
+    _vectors_per_head: ClassVar[int] = 2
 
     block_size: int
     num_kv_heads: int
@@ -34,29 +36,61 @@ class _AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def elements_per_head(self) -> int:
-        """Elements of the dtype that one head's key or value takes at one position."""
+        """Elements of the dtype that one vector of a head takes at one position."""
         return head_elements(self.head_size, self.dtype)
 
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        return 2 * self.block_size * self.num_kv_heads * self.elements_per_head * DTYPE_BYTES[self.dtype]
+        vector_bytes = self.elements_per_head * DTYPE_BYTES[self.dtype]
+        return self._vectors_per_head * self.block_size * self.num_kv_heads * vector_bytes
 
     def with_pages_of(self, page_size_bytes: int) -> Self | None:
         """The same with more positions per block, in pages of this size; None where no number of them makes it."""
         ratio, rest = divmod(page_size_bytes, self.page_size_bytes)
         return None if rest else msgspec.structs.replace(self, block_size=self.block_size * ratio)
 
-
-class FullAttentionSpec(_AttentionSpec, frozen=True, kw_only=True, tag=True):
-    """Keys and values of every position."""
+    def table_width(self, max_model_len: int) -> int:
+        """Blocks in a row of a block table, those that nobody reads any more included."""
+        return math.ceil(max_model_len / self.block_size)
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Blocks that one request can hold at once, at most."""
-        return math.ceil(max_model_len / self.block_size)
+        return self.table_width(max_model_len)
 
 
-class SlidingWindowSpec(_AttentionSpec, frozen=True, kw_only=True, tag=True):
+class FullAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
+    """Keys and values of every position."""
+
+
+class MLAAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
+    """One vector for every position, of which all heads make their keys and values (multi-head latent attention).
+
+    head_size: kv_lora_rank + qk_rope_head_dim: the compressed latent, and the part of the key that is rotated
+        (DeepSeek-V2, arXiv:2405.04434, section 2.1). There is one such head, however many query heads read it.
+    """
+
+    _vectors_per_head: ClassVar[int] = 1
+
+    num_kv_heads: Literal[1] = 1
+
+
+class CrossAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
+    """Keys and values of the encoder's positions, which all tokens of a request read.
+
+    They are the request's own, since its tokens' keys and values depend on them: no prefix is looked up.
+
+    max_num_encoder_tokens: positions of the encoder that one request has, at most.
+    """
+
+    max_num_encoder_tokens: int
+
+    def table_width(self, max_model_len: int) -> int:
+        """Blocks in a row of a block table: of encoder positions, however many tokens there are."""
+        return math.ceil(self.max_num_encoder_tokens / self.block_size)
+
+
+class SlidingWindowSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
     """Keys and values of the last `sliding_window` positions (the current one included)."""
 
     sliding_window: int
@@ -66,7 +100,7 @@ class SlidingWindowSpec(_AttentionSpec, frozen=True, kw_only=True, tag=True):
         positions = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
         # One more, since the window need not begin at a block's border.
         blocks = math.ceil(positions / self.block_size) + 1
-        return min(blocks, math.ceil(max_model_len / self.block_size))
+        return min(blocks, self.table_width(max_model_len))
 
 
 class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -93,13 +127,17 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         padding = page_size_bytes - self.state_bytes
         return None if padding < 0 else msgspec.structs.replace(self, padding_bytes=padding)
 
+    def table_width(self, max_model_len: int) -> int:
+        """Blocks in a row of a block table."""
+        return 1
+
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Blocks that one request can hold at once, at most."""
         return 1
 
 
 AttentionSpec: TypeAlias = FullAttentionSpec | SlidingWindowSpec
-KVCacheSpec: TypeAlias = AttentionSpec | RecurrentStateSpec
+KVCacheSpec: TypeAlias = AttentionSpec | MLAAttentionSpec | CrossAttentionSpec | RecurrentStateSpec
 
 
 class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.config import EngineConfig, env
 from penstock.config.resolve import resolve_metadata_folder
-from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
+from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import gpu_memory
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
@@ -106,7 +106,7 @@ class EnginePlan:
         ]
 
     def _cache_lines(self) -> list[str]:
-        attention = [layer for layer in self.layers if not isinstance(layer, RecurrentStateSpec)]
+        attention = [layer for layer in self.layers if isinstance(layer, AttentionSpec)]
         heads = Counter((layer.num_kv_heads, layer.head_size) for layer in attention)
         sizes = [f"2 x {num_heads} heads x {size} x {count} layers" for (num_heads, size), count in heads.items()]
         per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}"

@@ -21,7 +21,7 @@ class BlockTables:
 
     def __init__(self, device: Device, num_slots: int, max_model_len: int, kv_cache_config: KVCacheConfig) -> None:
         self.block_sizes = [group.spec.block_size for group in kv_cache_config.groups]
-        widths = [-(-max_model_len // block_size) for block_size in self.block_sizes]
+        widths = [group.spec.table_width(max_model_len) for group in kv_cache_config.groups]
         self._tables = [StagedTensor(device, num_slots, width, torch.int32) for width in widths]
         self._num_blocks = np.zeros((len(widths), num_slots), dtype=np.int64)
         # Of all that were ever in a table.

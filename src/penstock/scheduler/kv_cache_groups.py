@@ -7,7 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from penstock.contract import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
+from penstock.contract import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
 from penstock.errors import UnsupportedFeature
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock
 from penstock.scheduler.request import Request
@@ -144,7 +151,9 @@ class StateGroup(FixedGroup):
 # By what its layers keep.
 GROUPS: dict[type[Any], type[KVCacheGroup]] = {
     FullAttentionSpec: FullAttentionGroup,
+    MLAAttentionSpec: FullAttentionGroup,
     SlidingWindowSpec: SlidingWindowGroup,
+    CrossAttentionSpec: EncoderGroup,
     RecurrentStateSpec: StateGroup,
 }
 

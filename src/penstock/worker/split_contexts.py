@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.contract import AttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
+from penstock.contract import AttentionSpec, KVCacheSpec, SlidingWindowSpec
 from penstock.device.dtypes import has_native_kernels
 
 # Of csrc/attention_plan.inl: query rows of an item, positions of a tile and of a chunk. Requests that are split have
@@ -39,7 +39,7 @@ def split_context_bytes(
     if device != "cpu" or num_threads == 1 or not has_native_kernels():
         return 0
     num_split = SHARES_OF_A_THREAD * num_threads
-    attention = {spec for spec in specs if not isinstance(spec, RecurrentStateSpec)}
+    attention = {spec for spec in specs if isinstance(spec, AttentionSpec)}
     parts = (num_split * _most_chunks(spec, max_model_len) * _partial_bytes(spec, num_heads) for spec in attention)
     return max(parts, default=0)
 
