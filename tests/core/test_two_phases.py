@@ -4,7 +4,7 @@ needs those tokens has them by then. What fails in between leaves nothing half l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ class FakeGrammar:
         self.failures: dict[Event, Exception] = {}
         self.turns_to_compile: dict[str, int] = {}
         self._num_accepted = 0
+
+    def on_ready(self, wake: Callable[[], None]) -> None: ...
 
     def add(self, request: EngineRequest) -> bool:
         if request.req_id in self.constrained:

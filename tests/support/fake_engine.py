@@ -76,6 +76,10 @@ class FakeCore:
                 del self.running[output.req_id]
         return outputs
 
+    def wait_for_work(self) -> None: ...
+
+    def wake(self) -> None: ...
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,7 +23,8 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
-_IDLE_S = 0.0005
+# How long a core whose requests all wait does nothing, unless it is woken: in case somebody forgets to.
+_LONGEST_WAIT_S = 0.1
 # What a request waits for whose grammar is being compiled.
 _GRAMMAR = "its grammar"
 
@@ -45,7 +46,11 @@ class EngineCore:
         # Whether a step is executed before the result of the one before it is read.
         self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
         self._pools = engine.executor.pools
+        # Set by whoever gives the core something to do while it waits.
+        self._woken = threading.Event()
+        self._has_to_wait = False
         self._grammar = grammar or NoGrammar()
+        self._grammar.on_ready(self.wake)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # What was read and not returned yet: a failure later in the turn must not take it along.
         self._outputs: list[EngineCoreOutput] = []
@@ -83,11 +88,13 @@ class EngineCore:
         )
         if not self._grammar.add(request):
             self.scheduler.wait_for(request.req_id, _GRAMMAR)
+        self.wake()
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests, wherever they are; unknown ones are ignored."""
         ended = self.scheduler.finish_requests(list(req_ids))
         self._grammar.accept(ended)
+        self.wake()
         return ended
 
     @property
@@ -120,14 +127,23 @@ class EngineCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def wait_for_work(self) -> None:
+        """Return at once, unless nothing could be run in the last step: then when there may be something, or soon."""
+        # Whatever set it before is looked at in the next step.
+        if self._has_to_wait and self._woken.wait(_LONGEST_WAIT_S):
+            self._woken.clear()
+
+    def wake(self) -> None:
+        """End `wait_for_work`, from any thread: a request is ready, blocks are free, or there is something to do."""
+        self._woken.set()
+
     def _turn(self) -> None:
         """Execute step N+1, read step N, and only then choose the tokens of N+1: its grammar goes by those of N."""
         executed = self._execute_next()
+        # Where nothing is in flight either, all wait for something that is made elsewhere.
+        self._has_to_wait = executed is None and not self._in_flight and self.has_unfinished_requests()
         if self._in_flight:
             self._read_oldest()
-        elif executed is None:
-            # All wait for something that is made elsewhere, which needs a turn too.
-            time.sleep(_IDLE_S)
         if executed is not None:
             self._sample(executed, self._bitmask(executed))
             if not self._runs_ahead:

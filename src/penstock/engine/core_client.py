@@ -16,7 +16,7 @@ CALL_TIMEOUT_S = 1800.0
 class CoreClient(Protocol):
     """A core in this process is its own client (`EngineCore`); `CoreProcess` is that of a core in another one.
 
-    Requests and outputs are messages. One thread at a time may call it.
+    Requests and outputs are messages. One thread at a time may call it, but for `wait_for_work` and `wake`.
 
     max_model_len: longest context in tokens, prompt and output together. vocab_size: tokens of the model.
 
@@ -40,6 +40,12 @@ class CoreClient(Protocol):
 
     def step(self) -> list[EngineCoreOutput]:
         """What one step brought: a step that is made now, or that of a core which makes its steps by itself."""
+
+    def wait_for_work(self) -> None:
+        """Between two steps: let some time pass if the last one had nothing to run. Others may call meanwhile."""
+
+    def wake(self) -> None:
+        """End the wait for something to do, at once; any thread may call it at any time."""
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while requests hold blocks."""

@@ -21,7 +21,7 @@ from typing import Any
 from penstock.config import EngineConfig
 from penstock.contract import decode, encode
 from penstock.engine.core_client import CALL_TIMEOUT_S, START_TIMEOUT_S, CoreClient
-from penstock.engine.core_server import run_core
+from penstock.engine.core_server import read_all, run_core
 from penstock.engine.dispatcher import start_core
 from penstock.engine.messages import (
     AbortRequests,
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 # How long a process that was told to end, or whose connection broke, is given to do so.
 _END_TIMEOUT_S = 30.0
 _EXIT_CODE_TIMEOUT_S = 0.5
+_NO_OUTPUTS = encode(FromCore(StepOutputs(outputs=[])))
 
 
 class CoreProcess:
@@ -80,7 +81,7 @@ class CoreProcess:
         self._process, self._connection = _start_process(config, load_core, call_timeout_s)
         self.pid = self._process.pid
         self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=_read_all, args=(self._connection, self._arrived), daemon=True)
+        self._reader = threading.Thread(target=read_all, args=(self._connection, self._arrived), daemon=True)
         self._reader.start()
         try:
             started = self._receive("start", start_timeout_s)
@@ -122,6 +123,13 @@ class CoreProcess:
             if output.finish_reason is not None:
                 self._unfinished.discard(output.req_id)
         return outputs
+
+    def wait_for_work(self) -> None:
+        """The core itself waits, before it says what its next step brought."""
+
+    def wake(self) -> None:
+        """End `step`: it seems to have brought nothing."""
+        self._arrived.put(_NO_OUTPUTS)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         is_reset: bool = self._call_utility("reset_prefix_cache", reset_running_requests)
@@ -257,15 +265,6 @@ def _start_process(
     # Or the end of the process would not be the end of the connection.
     theirs.close()
     return process, ours
-
-
-def _read_all(connection: Connection, arrived: queue.SimpleQueue[bytes | None]) -> None:
-    """Take in what comes, so that a core never waits for its client; None at the end."""
-    try:
-        while True:
-            arrived.put(connection.recv_bytes())
-    except (EOFError, OSError):
-        arrived.put(None)
 
 
 def _limit_sends(connection: Connection, timeout_s: float) -> None:

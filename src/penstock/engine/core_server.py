@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import queue
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -47,15 +49,35 @@ def run_core(connection: Connection, load_core: Callable[[EngineConfig], CoreCli
         raise SystemExit(1) from error
 
 
+def read_all(
+    connection: Connection,
+    arrived: queue.SimpleQueue[bytes | None] | queue.Queue[bytes | None],
+    wake: Callable[[], None] = lambda: None,
+) -> None:
+    """Take in what comes, for as long as there is room for it; None at the end. wake: called each time."""
+    try:
+        while True:
+            arrived.put(connection.recv_bytes())
+            wake()
+    except (EOFError, OSError):
+        arrived.put(None)
+        wake()
+
+
 def _serve(core: CoreClient, connection: Connection) -> None:
+    # A client that goes on sending to a core that hangs is to notice.
+    arrived: queue.Queue[bytes | None] = queue.Queue(maxsize=1)
+    threading.Thread(target=read_all, args=(connection, arrived, core.wake), daemon=True).start()
     while True:
         # A core without requests has nothing to wait for but its client.
-        while connection.poll(0 if core.has_unfinished_requests() else None):
-            message = decode(connection.recv_bytes(), ToCore).message
+        while not (arrived.empty() and core.has_unfinished_requests()):
+            data = arrived.get()
+            message = CloseCore() if data is None else decode(data, ToCore).message
             if isinstance(message, CloseCore):
                 return
             _send(connection, _answer(core, message))
         _send(connection, StepOutputs(outputs=core.step()))
+        core.wait_for_work()
 
 
 def _answer(core: CoreClient, message: AddRequest | AbortRequests | UtilityCall) -> Answer:

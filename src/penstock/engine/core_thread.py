@@ -48,6 +48,7 @@ class CoreThread:
         # Guards the decision that no further command is taken.
         self._lock = threading.Lock()
         self._ended_by: PenstockError | None = None
+        self._wake: Callable[[], None] = lambda: None
         started: Future[Dispatcher] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="penstock-core", daemon=True)
         self._thread.start()
@@ -56,6 +57,7 @@ class CoreThread:
         except BaseException:
             self.stop()
             raise
+        self._wake = self.dispatcher.core.wake
         _running.add(self)
 
     @property
@@ -71,6 +73,7 @@ class CoreThread:
         with self._lock:
             self.check_running()
             self._commands.put(command)
+        self._wake()
         return command.future
 
     def check_running(self) -> None:
@@ -87,6 +90,7 @@ class CoreThread:
     def stop(self) -> None:
         """Let the thread end after its present step, and give the core back. Does not wait."""
         self._commands.put(_STOP)
+        self._wake()
 
     def join(self) -> None:
         """Wait for the end.
@@ -142,6 +146,7 @@ class CoreThread:
                 command.run()
             else:
                 dispatcher.step()
+                dispatcher.core.wait_for_work()
 
     def _next_command(self, *, wait: bool) -> _Command | None:
         try:

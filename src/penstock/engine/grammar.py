@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.contract import GrammarOutput, SchedulerOutput
@@ -15,6 +15,9 @@ class Grammar(Protocol):
 
     It knows tokens that the host has read and no others, so that a worker's death takes nothing away from it.
     """
+
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from now on, from any thread, when `take_ready` has something to tell: a core waits for that."""
 
     def add(self, request: EngineRequest) -> bool:
         """Follow a request that the scheduler took, from the tokens on that it brings.
@@ -46,6 +49,8 @@ class Grammar(Protocol):
 
 class NoGrammar:
     """Nobody is constrained."""
+
+    def on_ready(self, wake: Callable[[], None]) -> None: ...
 
     def add(self, request: EngineRequest) -> bool:
         return True

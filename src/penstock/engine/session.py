@@ -127,6 +127,9 @@ class Session:
                 interrupts.end_step()
             if not inbox and not self._core.has_unfinished_requests():
                 raise EngineDead("The engine has nothing left to do, but a request has not ended. This is a defect.")
+        if not inbox:
+            # Others may have the core meanwhile.
+            self._core.wait_for_work()
 
     def _abandon(self, req_ids: set[str]) -> None:
         with self._lock:
