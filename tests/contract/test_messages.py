@@ -17,6 +17,7 @@ MESSAGES = [
     contract.CachedRequestData,
     contract.SchedulerOutput,
     contract.SampledOutput,
+    contract.DraftTokenIds,
     contract.LogprobsLists,
     contract.KVCacheConfig,
 ]

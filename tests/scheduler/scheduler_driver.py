@@ -71,6 +71,7 @@ class Driver:
         seed: int = 0,
         pools: bool = False,
         num_lookahead_tokens: int = 0,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.config = kv_cache_config or cache_config(33)
         self.depth = depth
@@ -89,6 +90,7 @@ class Driver:
             enable_prefix_caching=enable_prefix_caching,
             async_scheduling=depth > 1 if async_scheduling is None else async_scheduling,
             num_lookahead_tokens=num_lookahead_tokens,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self.max_drafts = max_drafts
         self.pools = pools

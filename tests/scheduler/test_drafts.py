@@ -231,6 +231,94 @@ def test_a_preempted_request_loses_its_drafts() -> None:
     assert driver.scheduler.schedule().scheduled_spec_decode_tokens == {}
 
 
+@pytest.mark.parametrize("prompt_chunk", [16, 4])
+def test_ahead_every_step_after_one_that_samples_verifies_what_the_device_drafted(prompt_chunk: int) -> None:
+    driver = Driver(depth=2, num_speculative_tokens=2, max_num_batched_tokens=prompt_chunk)
+    driver.add("r", PROMPT, max_tokens=20, ignore_eos=True)
+    steps = [driver.scheduler.schedule() for _ in range(4)]
+
+    # The last token of the prompt is no token that the device had drafted after, though it runs alone.
+    chunks = [{}] if prompt_chunk == 16 else [{}, {}]
+    drafted = [step.scheduled_spec_decode_tokens for step in steps]
+    assert drafted == chunks + [{"r": [-1, -1]}] * (4 - len(chunks))
+    assert [step.num_scheduled_tokens["r"] for step in steps[len(chunks) :]] == [3] * (4 - len(chunks))
+
+
+def test_placeholders_end_where_lengths_and_the_budget_do() -> None:
+    driver = Driver(depth=2, num_speculative_tokens=3, max_num_batched_tokens=7, max_model_len=12)
+    driver.add("short", [1], max_tokens=4, ignore_eos=True)
+    driver.add("long", PROMPT, ignore_eos=True)
+    first, second = driver.scheduler.schedule(), driver.scheduler.schedule()
+
+    assert first.num_scheduled_tokens == {"short": 1, "long": 5}
+    # Of four tokens, the first is on its way, and the last is sampled after the drafts.
+    assert second.scheduled_spec_decode_tokens == {"short": [-1] * 2, "long": [-1] * 3}
+    third = driver.scheduler.schedule()
+    # One may have all of its tokens; the other has two left below the longest context: one draft, and one after it.
+    assert third.scheduled_spec_decode_tokens == {"long": [-1]}
+
+    tight = Driver(depth=2, num_speculative_tokens=3, max_num_batched_tokens=6)
+    tight.add("a", [1], max_tokens=30, ignore_eos=True)
+    tight.add("b", PROMPT, max_tokens=30, ignore_eos=True)
+    tight.scheduler.schedule()
+    cut = tight.scheduler.schedule()
+    assert cut.scheduled_spec_decode_tokens == {"a": [-1] * 3, "b": [-1]}
+    # What found no room is drafted anew.
+    assert tight.scheduler.schedule().scheduled_spec_decode_tokens == {"a": [-1] * 3, "b": [-1]}
+
+
+def test_placeholders_are_for_requests_whose_tokens_the_host_need_not_see() -> None:
+    driver = Driver(depth=2, num_speculative_tokens=2)
+    driver.add("free", PROMPT, max_tokens=20, ignore_eos=True)
+    driver.add("seen", PROMPT, max_tokens=20, ignore_eos=True, needs_tokens_on_host=True)
+    for _ in range(6):
+        driver.turn()
+
+    assert all("seen" not in step.scheduled_spec_decode_tokens for step in driver.steps)
+    assert driver.steps[-1].scheduled_spec_decode_tokens == {"free": [-1, -1]}
+    assert any("seen" in step.num_scheduled_tokens for step in driver.steps[2:])
+    driver.drain()
+
+
+def test_one_step_at_a_time_verifies_only_drafts_that_are_named() -> None:
+    driver = Driver(num_speculative_tokens=2)
+    prefilled(driver)
+    steps = []
+    for drafts in ([], [7, 8], [], []):
+        driver.scheduler.update_draft_token_ids({"r": drafts})
+        output = driver.scheduler.schedule()
+        steps.append((output.scheduled_spec_decode_tokens, output.repeats_step_id is None))
+        driver.scheduler.update_from_output(output, answer(output, 9))
+
+    assert [drafts for drafts, _ in steps] == [{}, {"r": [7, 8]}, {}, {}]
+    assert steps[-1][1] is False
+
+
+def test_a_request_that_begins_anew_has_no_drafts_until_it_samples() -> None:
+    driver = Driver(depth=2, num_speculative_tokens=2)
+    driver.add("r", PROMPT, max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        driver.turn()
+    driver.scheduler.preempt_all()
+    while driver.in_flight:
+        driver.deliver()
+
+    again, following = driver.step(), driver.step()
+    assert [new.req_id for new in again.scheduled_new_reqs] == ["r"]
+    assert (again.scheduled_spec_decode_tokens, following.scheduled_spec_decode_tokens) == ({}, {"r": [-1, -1]})
+    driver.drain()
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_drafts_of_the_device_save_steps(depth: int) -> None:
+    driver = Driver(depth=depth, num_speculative_tokens=3, max_model_len=60)
+    driver.add("r", PROMPT, max_tokens=50, ignore_eos=True)
+    driver.drain()
+
+    assert len(driver.tokens["r"]) == 50
+    assert sum(step.total_num_scheduled_tokens > 0 for step in driver.steps) < 35
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_drafts_save_steps(depth: int) -> None:
     driver = Driver(depth=depth, max_drafts=5)

@@ -14,6 +14,7 @@ from penstock.contract.kv_cache import (
     SlidingWindowSpec,
 )
 from penstock.contract.runner_output import (
+    DraftTokenIds,
     LogprobsLists,
     ModelRunnerOutput,
     PooledOutput,
@@ -34,6 +35,7 @@ __all__ = [
     "CachedRequestData",
     "ContractVersionError",
     "CrossAttentionSpec",
+    "DraftTokenIds",
     "FullAttentionSpec",
     "GrammarOutput",
     "KVCacheConfig",

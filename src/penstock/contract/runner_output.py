@@ -56,4 +56,14 @@ class PooledOutput(StepResult, frozen=True, kw_only=True, tag="pooled"):
     pooled: list[list[float] | None] = []
 
 
+class DraftTokenIds(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's speculator thinks that requests go on with, after all tokens sampled so far.
+
+    req_ids: of any requests that the worker holds. draft_token_ids: for each of them, in order.
+    """
+
+    req_ids: list[str] = []
+    draft_token_ids: list[list[int]] = []
+
+
 ModelRunnerOutput: TypeAlias = SampledOutput | PooledOutput

@@ -64,7 +64,10 @@ class EngineCore:
             max_model_len=engine.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             async_scheduling=self._runs_ahead,
+            num_speculative_tokens=engine.executor.num_speculative_tokens,
         )
+        # Where steps run ahead, drafts stay on the device.
+        self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -148,6 +151,8 @@ class EngineCore:
             self._sample(executed, self._bitmask(executed))
             if not self._runs_ahead:
                 self._read_oldest()
+                if self._takes_drafts:
+                    self._take_drafts()
 
     def _execute_next(self) -> SchedulerOutput | None:
         """Launch the forward pass of a step, if there is anything to run or to forget."""
@@ -178,6 +183,12 @@ class EngineCore:
             self._grammar.accept(outputs)
         except Exception as error:
             self._end_constrained(error, [output.req_id for output in outputs])
+
+    def _take_drafts(self) -> None:
+        """Let the next step verify what the workers have drafted."""
+        drafts = self._executor.take_draft_token_ids()
+        if drafts is not None:
+            self.scheduler.update_draft_token_ids(dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)))
 
     def _bitmask(self, output: SchedulerOutput) -> GrammarOutput:
         """What an executed step may choose from, which it must, for those whose grammar does not fail."""

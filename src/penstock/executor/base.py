@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import (
+    DraftTokenIds,
+    GrammarOutput,
+    KVCacheConfig,
+    KVCacheSpec,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from penstock.worker.memory_plan import MemoryPlan
 
 # How long a step's result is waited for.
@@ -63,6 +70,11 @@ class Executor(ABC):
         """What follows the forward pass, of every request: pooled hidden states (`PooledOutput`) instead of tokens."""
         return False
 
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts that workers make for each request after each step, at most; 0 without a speculator."""
+        return 0
+
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         return self.collective_rpc("get_kv_cache_spec")
 
@@ -81,6 +93,11 @@ class Executor(ABC):
     @abstractmethod
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
         """Launch the sampling of a step that was executed."""
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts for the next step, once the last one was read; None where the workers' speculators have none."""
+        drafts: DraftTokenIds | None = self.collective_rpc("take_draft_token_ids")[0]
+        return drafts
 
     @abstractmethod
     def check_health(self) -> None:

@@ -59,6 +59,10 @@ class UniProcExecutor(Executor):
     def overlaps_with_host(self) -> bool:
         return bool(self._wrapper.worker.device.overlaps_with_host)
 
+    @property
+    def num_speculative_tokens(self) -> int:
+        return int(self._wrapper.worker.num_speculative_tokens)
+
     # As `execute_method` does it, without looking anything up in every step.
     def execute_model(self, output: SchedulerOutput) -> None:
         try:

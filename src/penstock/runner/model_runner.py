@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.attention import CacheLayer, ForwardContext
 from penstock.config import SamplingConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
 from penstock.parallel import NO_AGREEMENT, Agreement
@@ -124,6 +124,10 @@ class ModelRunner:
         """
         step = self.steps.take(grammar.step_id)
         return self.after_forward.finish(self.model, grammar.step_id, step)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts for the next step, for a scheduler that names them: none, since nobody drafts yet."""
+        return None
 
     def forget_programs(self) -> None:
         """Let models record anew what they run: they, or their weights, may be others."""

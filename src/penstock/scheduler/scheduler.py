@@ -35,6 +35,9 @@ class Scheduler:
 
     kv_cache_config: the blocks to give out. max_model_len: longest context in tokens, prompt and output together.
     num_lookahead_tokens: tokens beyond those of a step that a speculator may write to the cache.
+    num_speculative_tokens: drafts that the device has for each request after a step that sampled for it. With
+        `async_scheduling` the request's next step verifies them, but for requests whose tokens the host must see first;
+        without, and for those, only drafts that `update_draft_token_ids` brings are verified.
     """
 
     def __init__(
@@ -46,12 +49,16 @@ class Scheduler:
         enable_prefix_caching: bool,
         async_scheduling: bool,
         num_lookahead_tokens: int = 0,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.max_model_len = max_model_len
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._runs_ahead = async_scheduling
-        self._repeats_steps = config.fast_paths != "off"
+        # The drafts that only the device knows.
+        self._placeholders = [-1] * num_speculative_tokens if async_scheduling else []
+        # A step with drafts is never the same again.
+        self._repeats_steps = config.fast_paths != "off" and not self._placeholders
         self.kv_cache = KVCacheManager(
             kv_cache_config,
             enable_prefix_caching=enable_prefix_caching,
@@ -169,6 +176,8 @@ class Scheduler:
             self.kv_cache.pool.note_launched(step_id)
         if step.has_drafts:
             self._last_draft_step_id = step_id
+        if self._placeholders:
+            self._expect_drafts(step)
         finished_req_ids, self._requests.finished_req_ids = self._requests.finished_req_ids, set()
         self._requests.decodes = self._continue_decodes(step)
         return step.build(finished_req_ids)
@@ -290,6 +299,12 @@ class Scheduler:
         shared = self._share_next(request, num_tokens)
         step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id), found, shared)
         return True
+
+    def _expect_drafts(self, step: StepBuilder) -> None:
+        """Let the next step of each request that samples in this one verify what the device drafts after it."""
+        for entry in step.scheduled.values():
+            if entry.max_new_tokens > 0 and not entry.request.needs_tokens_on_host:
+                entry.request.spec_token_ids = self._placeholders
 
     def _continue_decodes(self, step: StepBuilder) -> DecodeSteps | None:
         """How to go on from this step, if the next one can only do the same again."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.models.interface import LanguageModel
 from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
@@ -24,6 +24,9 @@ class WorkerBase(ABC):
     compile_or_warm_up_model, then execute_model and sample_tokens for each step, and shutdown at the end.
     A call out of order raises LifecycleError, which names the missing one.
     """
+
+    # Drafts that its speculator makes for each request after each step, at most; 0 without one.
+    num_speculative_tokens: int = 0
 
     def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
         self.config = config
@@ -64,6 +67,10 @@ class WorkerBase(ABC):
     @abstractmethod
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
         """Choose the tokens of an executed step."""
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """What its speculator has drafted for the next step, copied to the host; None where it has none."""
+        return None
 
     @abstractmethod
     def execute_dummy_batch(self) -> None:

@@ -31,7 +31,6 @@ MISSING = (
         "Save a checkpoint, and call reload_weights with its folder.",
     ),
     Missing("saving tensorised models", ("save_tensorized_model",), "Use save_sharded_state."),
-    Missing("speculative decoding", ("take_draft_token_ids",), "Generate without draft tokens."),
     Missing("multimodal inputs", ("reset_mm_cache", "reset_encoder_cache"), "Use a text model."),
 )
 

@@ -16,7 +16,7 @@ from penstock.attention import CacheLayer
 from penstock.config import EngineConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.config.model import AUTO_LENGTH
-from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.errors import LifecycleError
@@ -164,6 +164,9 @@ class Worker(WorkerBase):
             self._pages.end_step()
         return result
 
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self.runner.take_draft_token_ids()
+
     def execute_dummy_batch(self) -> None:
         with torch.no_grad():
             run_dummy_batch(self.runner, num_tokens=1, num_reqs=1)
@@ -306,6 +309,7 @@ class Worker(WorkerBase):
             max_num_tokens=scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
             vocab_size=self.config.model.vocab_size,
+            max_drafts=self.num_speculative_tokens,
         )
 
     def _measure_step(self, limits: RunnerLimits) -> StepMemory:
