@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.kernels.random import counter_uniform
+from penstock.kernels import sampling
+from penstock.kernels.random import gumbel_noise, token_bits
 from penstock.kernels.sampling import draw_tokens_reference, greedy_tokens, mask_min_p, mask_top_k_top_p, top_logprobs
 
 _logits = hnp.arrays(np.float32, st.tuples(st.just(1), st.integers(1, 40)), elements=st.floats(-8, 8, width=32))
@@ -82,8 +83,8 @@ def test_drawn_tokens_follow_the_exact_distribution(top_k: int, top_p: float) ->
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(1, vocab_size, generator=generator) * 1.5
     masked = mask_top_k_top_p(logits.clone(), torch.tensor([top_k]), torch.tensor([top_p]))
-    uniform = counter_uniform(torch.full((num_draws,), 17), torch.arange(num_draws))
-    drawn = draw_tokens_reference(masked.expand(num_draws, -1), uniform).token_ids_R
+    seeds, positions = torch.full((num_draws,), 17), torch.arange(num_draws)
+    drawn = draw_tokens_reference(masked.expand(num_draws, -1), seeds, positions).token_ids_R
     expected = _softmax(masked[0].numpy()) * num_draws
     counts = np.bincount(drawn.numpy(), minlength=vocab_size)
     possible = expected > 0
@@ -93,11 +94,35 @@ def test_drawn_tokens_follow_the_exact_distribution(top_k: int, top_p: float) ->
     assert chi_squared < degrees + 5 * np.sqrt(2 * degrees)
 
 
-def test_a_token_without_probability_is_never_drawn_even_at_the_ends() -> None:
-    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 1.0, float("-inf")]]).expand(3, -1)
-    drawn = draw_tokens_reference(logits, torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64))
-    assert drawn.token_ids_R.tolist() == [1, 3, 3]
+def test_a_token_without_probability_is_never_drawn() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 1.0, float("-inf")]]).expand(1000, -1)
+    drawn = draw_tokens_reference(logits, torch.arange(1000), torch.zeros(1000, dtype=torch.int64))
+    assert set(drawn.token_ids_R.tolist()) == {1, 3}
     assert not drawn.has_failed_R.any()
+
+
+@pytest.mark.parametrize("numbers_at_once", [1, 3 * 200, 1 << 20])
+def test_a_draw_does_not_depend_on_how_much_is_looked_at_at_once(
+    numbers_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, seeds, positions = torch.randn(3, 1000), torch.arange(3), torch.arange(3)
+    noise = gumbel_noise(token_bits(seeds, positions, 0, 1000))
+    monkeypatch.setattr(sampling, "_NUMBERS_AT_ONCE", numbers_at_once)
+    drawn = draw_tokens_reference(logits, seeds, positions)
+    assert torch.equal(drawn.token_ids_R, (noise + logits).argmax(dim=-1))
+
+
+@pytest.mark.parametrize(("noise", "least"), [(0.3, 0.8), (0.7, 0.62)])
+def test_distributions_that_are_alike_draw_alike(noise: float, least: float) -> None:
+    """What is accepted of drafts that were drawn with the same numbers (more than by chance, which is below 0.1)."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(400, 8000, generator=generator) * 2.5
+    drafter = logits + torch.randn(400, 8000, generator=generator) * noise
+    seeds, positions = torch.arange(400), torch.zeros(400, dtype=torch.int64)
+    tokens, drafts = (draw_tokens_reference(of, seeds, positions).token_ids_R for of in (logits, drafter))
+    others = draw_tokens_reference(drafter, seeds, positions + 1).token_ids_R
+    assert (tokens == drafts).double().mean() > least
+    assert (tokens == others).double().mean() < 0.15
 
 
 def test_logprobs_equal_log_softmax_and_ranks_count_from_one() -> None:
@@ -133,7 +158,7 @@ def test_rows_without_a_token_that_could_be_chosen_say_so() -> None:
     nan, inf = float("nan"), float("inf")
     rows = [[1.0, nan, 2.0], [1.0, inf, 2.0], [-inf, -inf, -inf], [-inf, -3.0, -inf], [nan, nan, nan], [1.0, 2.0, -inf]]
     logits = torch.tensor(rows)
-    for chosen in (greedy_tokens(logits), draw_tokens_reference(logits, torch.full((6,), 0.99, dtype=torch.float64))):
+    for chosen in (greedy_tokens(logits), draw_tokens_reference(logits, torch.arange(6), torch.arange(6))):
         assert chosen.has_failed_R.tolist() == [True, True, True, False, True, False]
         assert chosen.token_ids_R.tolist()[3::2] == [1, 1]
         assert all(0 <= token < 3 for token in chosen.token_ids_R.tolist())

@@ -11,7 +11,7 @@ from penstock.config import DeviceConfig, SamplingConfig
 from penstock.contract import SamplingParams
 from penstock.device import create_device
 from penstock.kernels.bound_step import StepOutcome
-from penstock.kernels.random import counter_uniform
+from penstock.kernels.random import gumbel_noise, token_bits
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling import Sampler, SamplerOutput
 
@@ -72,11 +72,11 @@ def next_token(params: SamplingParams, logits: np.ndarray, prompt: Sequence[int]
         return None
     if params.temperature == 0:
         return int(values.argmax())
-    cumulative = np.cumsum(truncated(params, values))
     assert params.seed is not None
-    position = len(prompt) + len(output) - 1
-    uniform = counter_uniform(torch.tensor([params.seed]), torch.tensor([position])).item()
-    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    position = torch.tensor([len(prompt) + len(output) - 1])
+    noise = gumbel_noise(token_bits(torch.tensor([params.seed]), position, 0, len(values)))[0].numpy()
+    with np.errstate(divide="ignore"):
+        return int((np.log(truncated(params, values)) + noise).argmax())
 
 
 class HandDriven:

@@ -1,8 +1,8 @@
-"""A counter-based random stream: the number depends on (seed, position) alone.
+"""Counter-based random numbers: each depends on (seed, position, token) alone.
 
-SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), with the seed mixed
-first, so that neighbouring seeds do not give shifted copies of one stream. Any draw can be repeated on its own:
-it does not matter which requests share the batch, or how the steps fall.
+Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): the seed is the key, position and
+token the counter. Any draw can be repeated on its own: it does not matter which requests share the batch, how the
+steps fall, or which part of the vocabulary is looked at first.
 """
 
 from __future__ import annotations
@@ -10,28 +10,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Tokens share a counter in such a way that a vector of counters gives vectors of neighbouring tokens: in each group of
+# 64 tokens, four runs of 16 take the four words of 16 counters.
+TOKENS_PER_GROUP = 64
+_COUNTERS_PER_GROUP = 16
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
-
-
-def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical shift: torch's own keeps the sign of int64."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+_ROUNDS = 10
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_LOW = (1 << 32) - 1
 
 
-def _mix(bits: Tensor) -> Tensor:
-    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
-    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
-    return bits ^ _shift_right(bits, 31)
+def _times(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a product of 32-bit words, all int64."""
+    # The product wraps around to a negative number where it has 64 bits; masks undo what the shift does of that.
+    product = words * multiplier
+    return (product >> 32) & _LOW, product & _LOW
 
 
-def counter_uniform(seeds_R: Tensor, positions_R: Tensor) -> Tensor:
-    """float64 [R] in [0, 1), with 53 random bits each; seeds and positions are int64 [R]."""
-    bits = _mix(_mix(seeds_R) + (positions_R + 1) * _GAMMA)
-    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four words from four and a key of two, of any shapes that broadcast: int64 in [0, 2^32)."""
+    words, keys = counter, key
+    for _ in range(_ROUNDS):
+        high_0, low_0 = _times(words[0], _MULTIPLIERS[0])
+        high_1, low_1 = _times(words[2], _MULTIPLIERS[1])
+        words = (high_1 ^ words[1] ^ keys[0], low_1, high_0 ^ words[3] ^ keys[1], low_0)
+        keys = (keys[0] + _KEY_STEPS[0]) & _LOW, (keys[1] + _KEY_STEPS[1]) & _LOW
+    return words
+
+
+def token_bits(seeds_R: Tensor, positions_R: Tensor, first_token: int, num_tokens: int) -> Tensor:
+    """int64 [R, num_tokens] in [0, 2^32), of the tokens from first_token on, a multiple of TOKENS_PER_GROUP.
+
+    seeds_R, positions_R: int64.
+    """
+    num_groups = -(-num_tokens // TOKENS_PER_GROUP)
+    first_counter = first_token // TOKENS_PER_GROUP * _COUNTERS_PER_GROUP
+    counters_C = first_counter + torch.arange(num_groups * _COUNTERS_PER_GROUP, device=seeds_R.device)
+    key = seeds_R.unsqueeze(-1) & _LOW, (seeds_R.unsqueeze(-1) >> 32) & _LOW
+    position_R1 = positions_R.unsqueeze(-1)
+    counter = counters_C.expand(len(seeds_R), -1), position_R1 & _LOW, position_R1 >> 32, torch.zeros_like(position_R1)
+    words_R4C = torch.stack(philox(counter, key), dim=1)
+    by_group = words_R4C.view(-1, 4, num_groups, _COUNTERS_PER_GROUP).transpose(1, 2)
+    return by_group.reshape(len(seeds_R), -1)[:, :num_tokens]
+
+
+def gumbel_noise(bits: Tensor) -> Tensor:
+    """Standard Gumbel numbers from 32 random bits each: float64, between -3.2 and 22.9.
+
+    -log of an exponential number, which is taken from the end where floating point is finest: small ones win races.
+    """
+    return (bits.to(torch.float64) + 0.5).mul_(-(2.0**-32)).log1p_().neg_().log_().neg_()

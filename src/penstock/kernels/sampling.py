@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
-from penstock.kernels.random import counter_uniform
+from penstock.kernels.random import TOKENS_PER_GROUP, gumbel_noise, token_bits
 
 _NEG_INF = float("-inf")
+_NUMBERS_AT_ONCE = 1 << 20
 
 
 class ChosenTokens(NamedTuple):
@@ -104,29 +105,35 @@ def merge_largest(values_RS: Tensor, token_ids_RS: Tensor) -> ChosenTokens:
 
 
 def draw_tokens(logits_RV: Tensor, seed_S: Tensor, slots_R: Tensor, positions_R: Tensor) -> ChosenTokens:
-    """Sample each row with the number of its slot's seed and its position (`kernels.random`).
-
-    seed_S, slots_R, positions_R: int64. A number that falls on a border may give either token, by the device and its
-    rounding.
-    """
+    """Sample each row with the numbers of its slot's seed and its position. seed_S, slots_R, positions_R: int64."""
     if NATIVE is not None and NATIVE.runs(logits_RV) and logits_RV.is_contiguous() and positions_R.is_contiguous():
         return ChosenTokens(*NATIVE.draw(logits_RV, seed_S, slots_R, positions_R))
-    return draw_tokens_reference(logits_RV, counter_uniform(seed_S.index_select(0, slots_R), positions_R))
+    return draw_tokens_reference(logits_RV, seed_S.index_select(0, slots_R), positions_R)
 
 
-def draw_tokens_reference(logits_RV: Tensor, uniform_R: Tensor) -> ChosenTokens:
-    """Sample each row by inversion: the first token at which the cumulative probability exceeds the uniform number.
+def draw_tokens_reference(logits_RV: Tensor, seeds_R: Tensor, positions_R: Tensor) -> ChosenTokens:
+    """Sample each row by a race: of all tokens, the one with the largest sum of logit and Gumbel noise.
 
-    uniform_R: float64 in [0, 1). A row that has no distribution fails: one with NaN or plus infinity, or with nothing
-    but minus infinity. One number per row suffices, where the Gumbel trick needs one per token, and a token of
-    probability 0 is never drawn.
+    Its probability is that of softmax (Gumbel, 1954; Maddison, Tarlow and Minka, "A* Sampling", NeurIPS 2014). The
+    noise is a token's own (`kernels.random`): two distributions that are alike draw alike with the same seed and
+    position, which is what makes a draft likely to be accepted. A row that has no distribution fails: one with NaN or
+    plus infinity, or with nothing but minus infinity; a token of probability 0 is never drawn. Of equal sums, the first
+    wins.
     """
-    cumulative_RV = logits_RV.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    total_R1 = cumulative_RV[:, -1:].contiguous()
-    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    target_R1 = torch.minimum(uniform_R.unsqueeze(-1) * total_R1, below_total_R1)
-    drawn_R = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(-1)
-    return ChosenTokens(drawn_R.clamp_(max=logits_RV.shape[1] - 1), total_R1.squeeze(-1).isnan())
+    num_rows, size = logits_RV.shape
+    # In parts, since the numbers take several times the logits' memory.
+    part = max(TOKENS_PER_GROUP, _NUMBERS_AT_ONCE // num_rows // TOKENS_PER_GROUP * TOKENS_PER_GROUP)
+    best_R = torch.full((num_rows,), _NEG_INF, dtype=torch.float64, device=logits_RV.device)
+    token_R = torch.zeros_like(positions_R)
+    for first in range(0, size, part):
+        logits_RP = logits_RV[:, first : first + part]
+        noise_RP = gumbel_noise(token_bits(seeds_R, positions_R, first, logits_RP.shape[1]))
+        largest = noise_RP.add_(logits_RP).max(dim=-1)
+        # What is not a number is the largest, and stays so.
+        wins_R = ~(largest.values <= best_R) & ~best_R.isnan()
+        best_R = torch.where(wins_R, largest.values, best_R)
+        token_R = torch.where(wins_R, largest.indices + first, token_R)
+    return ChosenTokens(token_R, ~best_R.isfinite())
 
 
 class LogprobsTensors(NamedTuple):
