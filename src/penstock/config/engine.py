@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.config.cache import CacheConfig
@@ -36,7 +37,7 @@ class EngineConfig:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     @classmethod
-    def create(cls, model: str, **options: Any) -> EngineConfig:
+    def create(cls, model: str | Path, **options: Any) -> EngineConfig:
         """Sort flat options, as the API and the command line take them, into their concerns.
 
         Raises UnknownOption for a name that no concern has, ConfigError for a value that is not allowed.

@@ -75,7 +75,12 @@ class ModelConfig:
 
     @classmethod
     def load(
-        cls, model: str, *, tokenizer: str | None = None, revision: str | None = None, **options: Any
+        cls,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
+        **options: Any,
     ) -> ModelConfig:
         """Find the model's folder and read its configuration. options: the fields from `dtype` on.
 
@@ -83,9 +88,10 @@ class ModelConfig:
         """
         folder = resolve_model_folder(model, revision)
         return cls(
-            model=model,
+            # Not the name of another: ./demo is not the shipped "demo".
+            model=model if isinstance(model, str) else str(folder.absolute()),
             folder=folder,
-            tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer),
+            tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer, option="tokenizer"),
             hf_config=_read_json(folder / "config.json"),
             generation_config=_read_json(folder / "generation_config.json", optional=True),
             **options,

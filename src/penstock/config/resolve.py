@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 from penstock.config import env
 from penstock.errors import ModelNotFound
@@ -13,44 +15,52 @@ _METADATA_FILES = ["*.json"]
 _WANTED_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
 
 
-def resolve_model_folder(model: str, revision: str | None = None) -> Path:
-    """The folder that holds `model`: a shipped model's name, a local folder, or a hub id.
+def resolve_model_folder(model: str | Path, revision: str | None = None, *, option: str = "model") -> Path:
+    """The folder that holds `model`: a shipped model's name, a local folder, or a hub id. A Path is a folder.
 
     Hub ids are downloaded (or found in the local cache, when the network is forbidden or gone).
-    Raises ModelNotFound when there is no such thing.
+    option: what errors call it. Raises ModelNotFound when there is no such thing.
     """
-    return _local_folder(model) or _download(model, revision, _WANTED_FILES)
+    return _local_folder(model, option) or _download(str(model), revision, _WANTED_FILES, option)
 
 
-def resolve_metadata_folder(model: str, revision: str | None = None) -> tuple[Path, bool]:
+def resolve_metadata_folder(model: str | Path, revision: str | None = None) -> tuple[Path, bool]:
     """The folder that holds a model's configuration, and whether it is the local copy of a hub id.
 
     Of a hub id no weights are downloaded; those that are in the local cache are in the folder.
     Raises ModelNotFound when there is no such thing.
     """
-    folder = _local_folder(model)
-    return (folder, False) if folder is not None else (_download(model, revision, _METADATA_FILES), True)
+    folder = _local_folder(model, "model")
+    return (folder, False) if folder is not None else (_download(str(model), revision, _METADATA_FILES, "model"), True)
 
 
-def _local_folder(model: str) -> Path | None:
+def _local_folder(model: Any, option: str) -> Path | None:
     """The folder of a shipped or local model, None for what may be a hub id."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise ModelNotFound(
+            f"{option}={model!r} is a {type(model).__name__}. Allowed: {', '.join(SHIPPED_MODELS)}, a folder, or a hub "
+            "id, as text; or a Path to a folder."
+        )
     if model in SHIPPED_MODELS:
         return _ASSETS / model
+    name = os.fspath(model)
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ModelNotFound(f"model={model!r} is a file. Give the folder that holds config.json and the weights.")
+        raise ModelNotFound(f"{option}={name!r} is a file. Give the folder that holds config.json and the weights.")
+    if not isinstance(model, str):
+        raise ModelNotFound(f"{option}={name!r}: there is no such folder. A hub id is given as text, not as a Path.")
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
     if looks_like_path:
         raise ModelNotFound(
-            f"model={model!r}: there is no such folder, and it is no hub id ('organisation/name'). "
+            f"{option}={name!r}: there is no such folder, and it is no hub id ('organisation/name'). "
             f"Shipped models: {', '.join(SHIPPED_MODELS)}."
         )
     return None
 
 
-def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(model: str, revision: str | None, patterns: list[str], option: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -60,8 +70,8 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     except LocalEntryNotFoundError as error:
         why = "the network is forbidden (HF_HUB_OFFLINE)" if offline else "the hub cannot be reached"
         raise ModelNotFound(
-            f"model={model!r} is neither a local folder nor in the local hub cache, and {why}. "
+            f"{option}={model!r} is neither a local folder nor in the local hub cache, and {why}. "
             "Download it first, or give a local folder."
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelNotFound(f"model={model!r} could not be downloaded from the hub: {error}") from error
+        raise ModelNotFound(f"{option}={model!r} could not be downloaded from the hub: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -120,7 +121,7 @@ class EnginePlan:
         return [f"  {name:<34}  {value:>10}  {note}".rstrip() for name, value, note in rows]
 
 
-def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> EnginePlan:
+def plan_engine(model: str | Path, *, revision: str | None = None, **options: Any) -> EnginePlan:
     """Plan an engine with these options (those of `EngineConfig.create`) on this machine, as it is now.
 
     Of a hub id that is not in the local cache, the configuration and the headers are fetched, and no weights.
@@ -129,7 +130,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
     folder, is_on_hub = resolve_metadata_folder(model, revision)
     config, parallel = EngineConfig.create(str(folder), **options), ParallelContext()
     device = _choose_device(config.device.device)
-    tensors = _tensors(model, revision, config, is_on_hub=is_on_hub)
+    tensors = _tensors(str(model), revision, config, is_on_hub=is_on_hub)
     dtype = _choose_dtype(config, None if tensors is None else stored_dtype(tensors), device)
     kv_cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, device)
     limits = _limits(config)
@@ -144,7 +145,7 @@ def plan_engine(model: str, *, revision: str | None = None, **options: Any) -> E
         raise OutOfMemory(f"{error}\n  A token takes {format_bytes(kv_bytes_per_token)} of KV cache.") from error
     lengths = {"max_model_len": max_model_len, "max_num_batched_tokens": limits.max_num_tokens}
     return EnginePlan(
-        model=model,
+        model=str(model),
         architecture=config.model.architecture,
         device=device,
         dtype=dtype,
