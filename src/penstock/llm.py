@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
@@ -15,16 +16,18 @@ from penstock.engine.input_processor import Prompt, located
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.progress_bar import progress_bar
 from penstock.engine.session import Session
-from penstock.engine.tokenizer import Tokenizer
 from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import InvalidRequest
 from penstock.observability.logging import configure_logging
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class LLM(WorkerCalls):
     """A model in this process that generates text.
 
-    model: "demo" (shipped), a folder, or a hub id. tokenizer: the same; None takes the model's own.
+    model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: the same; None takes the model's own.
     dtype: "auto" (what the checkpoint has and the device can), "float32", "bfloat16" or "float16".
     quantization: None, "int8" or "int4": what the weights of linear layers are rounded to while loading.
     quantization_calibration: a JSONL file of texts to round to "int4" for; "auto" takes the one in the model's folder
@@ -49,9 +52,9 @@ class LLM(WorkerCalls):
 
     def __init__(
         self,
-        model: str = "demo",
+        model: str | Path = "demo",
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | Path | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         quantization_calibration: str = "auto",
@@ -180,8 +183,16 @@ class LLM(WorkerCalls):
         """
         return self._session.reset_prefix_cache(reset_running_requests)
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self._session.tokenizer
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, as Transformers loads it: always the same object.
+
+        The engine encodes and decodes with a tokenizer of its own, which gives the same tokens; padding or truncation
+        set here do not reach it. Templates are this one's, so a `chat_template` that is set here is what `chat` uses.
+        The first call imports Transformers.
+
+        Raises TokenizerError when Transformers cannot load it.
+        """
+        return self._session.tokenizer.for_callers()
 
     def close(self) -> None:
         """Give back all memory and threads. A second call does nothing."""

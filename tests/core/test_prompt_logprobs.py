@@ -160,7 +160,7 @@ def test_outputs_have_them_in_the_fields_usual_shape() -> None:
     with LLM("demo", device="cpu", num_threads=1, kv_cache_memory_bytes=8 << 20, max_num_seqs=4) as llm:
         params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
         with_them, without = llm.generate([prompt, prompt], [params, SamplingParams(max_tokens=1)], use_tqdm=False)
-        token_text = llm.get_tokenizer().token_text
+        token_text = llm._session.tokenizer.token_text
     assert without.prompt_logprobs is None
     listed = with_them.prompt_logprobs
     assert listed is not None

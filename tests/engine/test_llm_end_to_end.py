@@ -92,7 +92,8 @@ def test_a_stop_token_ends_the_text_and_is_not_in_it(llm: LLM) -> None:
 
 def test_a_conversation_ends_at_the_models_own_end_token(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is 3 plus 4?"}])
+    messages = [{"role": "user", "content": "What is 3 plus 4?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.encode(text, add_special_tokens=False)
     (output,) = llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0.0, max_tokens=200))
     completion = output.outputs[0]

@@ -44,7 +44,7 @@ def log_likelihood(llm: LLM) -> float:
     """Of conversations that were not rounded for."""
     lines = (DEMO / "calibration.jsonl").read_text().splitlines()[100:130]
     tokenizer = llm.get_tokenizer()
-    texts = [tokenizer.apply_chat_template(json.loads(line)["messages"], add_generation_prompt=False) for line in lines]
+    texts = [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in lines]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate(prompts, params, use_tqdm=False)

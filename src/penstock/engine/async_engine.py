@@ -8,8 +8,9 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
@@ -24,6 +25,9 @@ from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.observability.logging import configure_logging
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class AsyncEngine:
     """A model whose outputs are streamed to coroutines; its steps run in a thread of their own.
@@ -36,7 +40,7 @@ class AsyncEngine:
     Raises ConfigError, ModelError or OutOfMemory (and their kinds) when the engine cannot be started.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(self, model: str | Path = "demo", **options: Any) -> None:
         configure_logging()
         self._set_up(EngineConfig.create(model, **options), start_core)
 
@@ -125,8 +129,9 @@ class AsyncEngine:
     def is_running(self) -> bool:
         return self._thread.is_running
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.tokenizer
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, as Transformers loads it; otherwise as `LLM.get_tokenizer`."""
+        return self.tokenizer.for_callers()
 
     def shutdown(self) -> None:
         """Give back all memory and threads, after the present step. A second call does nothing.

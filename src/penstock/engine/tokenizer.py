@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -19,6 +19,9 @@ from penstock.engine.detokenizer import (
 )
 from penstock.engine.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles
 from penstock.errors import InvalidRequest, TokenizerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
 _WHAT_TO_DO = (
@@ -45,9 +48,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class Tokenizer:
-    """Encodes, decodes, and renders conversations. Safe to share between threads.
+    """Encodes, decodes, and renders conversations: the engine's own. Safe to share between threads.
 
     vocab_size: ids are below it, added tokens included. bos_token_id, eos_token_id: None where there is none.
+    encoding: the tokenizer of Transformers that `backend` works with, if it does.
     """
 
     def __init__(
@@ -58,14 +62,15 @@ class Tokenizer:
         vocab_size: int,
         bos_token_id: int | None,
         eos_token_id: int | None,
-        hf_tokenizer: Any = None,
+        encoding: Any = None,
     ) -> None:
         self.folder = folder
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self._backend = backend
-        self._hf_tokenizer = hf_tokenizer
+        self._encoding = encoding
+        self._for_callers: Any = None
         self._hf_lock = threading.Lock()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -99,7 +104,7 @@ class Tokenizer:
         """
         from jinja2 import TemplateError
 
-        hf_tokenizer = self._transformers_counterpart()
+        hf_tokenizer = self._rendering()
         if chat_template is None and not hf_tokenizer.chat_template:
             raise InvalidRequest(
                 f"The tokenizer of {self.folder} has no chat template, so it cannot render messages. "
@@ -117,11 +122,23 @@ class Tokenizer:
             raise InvalidRequest(f"The chat template cannot render these messages: {error}") from error
         return text
 
-    def _transformers_counterpart(self) -> Any:
+    def for_callers(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of Transformers for the same folder, always the same object; imports Transformers.
+
+        From the first call on, it also renders templates. It never encodes or decodes for the engine, so that a caller
+        may use it in any thread and leave truncation or padding set.
+
+        Raises TokenizerError when Transformers cannot load the folder.
+        """
         with self._hf_lock:
-            if self._hf_tokenizer is None:
-                self._hf_tokenizer = _load_with_transformers(self.folder)
-            return self._hf_tokenizer
+            if self._for_callers is None:
+                self._for_callers = _load_with_transformers(self.folder)
+            counterpart: PreTrainedTokenizerBase = self._for_callers
+            return counterpart
+
+    def _rendering(self) -> Any:
+        """A tokenizer of Transformers to render templates with; the one that encodes spares loading another."""
+        return self._encoding if self._for_callers is None and self._encoding is not None else self.for_callers()
 
 
 class FastBackend:
@@ -158,7 +175,7 @@ class PythonBackend:
 
 
 def _fast_tokenizer(
-    folder: Path, fast: FastTokenizer, *, bos: str | None, eos: str | None, hf_tokenizer: Any = None
+    folder: Path, fast: FastTokenizer, *, bos: str | None, eos: str | None, encoding: Any = None
 ) -> Tokenizer:
     return Tokenizer(
         folder,
@@ -166,7 +183,7 @@ def _fast_tokenizer(
         vocab_size=fast.get_vocab_size(with_added_tokens=True),
         bos_token_id=None if bos is None else fast.token_to_id(bos),
         eos_token_id=None if eos is None else fast.token_to_id(eos),
-        hf_tokenizer=hf_tokenizer,
+        encoding=encoding,
     )
 
 
@@ -174,14 +191,14 @@ def _transformers_tokenizer(folder: Path) -> Tokenizer:
     hf = _load_with_transformers(folder)
     fast = getattr(hf, "backend_tokenizer", None)
     if isinstance(fast, FastTokenizer):
-        return _fast_tokenizer(folder, fast, bos=hf.bos_token, eos=hf.eos_token, hf_tokenizer=hf)
+        return _fast_tokenizer(folder, fast, bos=hf.bos_token, eos=hf.eos_token, encoding=hf)
     return Tokenizer(
         folder,
         PythonBackend(hf),
         vocab_size=len(hf),
         bos_token_id=hf.bos_token_id,
         eos_token_id=hf.eos_token_id,
-        hf_tokenizer=hf,
+        encoding=hf,
     )
 
 
