@@ -12,9 +12,10 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from penstock.engine.conversation import Message, list_of_conversations, render_prompt
-from penstock.engine.input_processor import Prompt, located
+from penstock.engine.input_processor import located
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.progress_bar import progress_bar
+from penstock.engine.prompts import Prompts, as_list, list_of_prompts
 from penstock.engine.session import Session
 from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import InvalidRequest
@@ -95,7 +96,7 @@ class LLM(WorkerCalls):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -103,8 +104,8 @@ class LLM(WorkerCalls):
     ) -> list[RequestOutput]:
         """Generate text for one prompt or many; the outputs are in the prompts' order.
 
-        prompts: text, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids` and perhaps
-            `cache_salt`; or a list of such.
+        prompts: text, token ids, or a dictionary with `prompt` or `prompt_token_ids` and perhaps `cache_salt`; or a
+            list of such. Token ids are a list, an array or a tensor; one of two dimensions has a prompt per row.
         sampling_params: one for all prompts, or one per prompt; None takes the defaults.
         use_tqdm: show a progress bar, if standard error is a terminal.
         priority: one per prompt; lower runs first. Needs an engine with policy="priority".
@@ -115,7 +116,7 @@ class LLM(WorkerCalls):
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, LifecycleError after
         `close`. Whatever ends the call early, Ctrl-C included, aborts its requests, and the next call works.
         """
-        prompt_list = _list_of_prompts(prompts)
+        prompt_list = list_of_prompts(prompts)
         params_list = _list_of_params(sampling_params, len(prompt_list))
         priorities = _list_of_priorities(priority, len(prompt_list))
         names = [f"prompts[{index}]" if len(prompt_list) > 1 else "" for index in range(len(prompt_list))]
@@ -169,12 +170,12 @@ class LLM(WorkerCalls):
             prompts.append(prompt)
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt; the outputs are in the prompts' order.
 
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter.
         """
-        return beam_search(self._session, _list_of_prompts(prompts), params)
+        return beam_search(self._session, list_of_prompts(prompts), params)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
@@ -207,33 +208,23 @@ class LLM(WorkerCalls):
         self.close()
 
 
-def _list_of_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts; a list of integers is one prompt, of token ids."""
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    if not isinstance(prompts, (list, tuple)):
-        raise InvalidRequest(
-            f"prompts is a {type(prompts).__name__}. Allowed: text, token ids, a dictionary, or a list of these."
-        )
-    is_one_prompt = bool(prompts) and all(isinstance(item, int) for item in prompts)
-    return [prompts] if is_one_prompt else list(prompts)
-
-
 def _list_of_params(params: Any, num_prompts: int) -> list[Any]:
     if params is None:
         params = SamplingParams()
-    if not isinstance(params, (list, tuple)):
+    listed = as_list(params)
+    if listed is None:
         return [params] * num_prompts
-    if len(params) != num_prompts:
+    if len(listed) != num_prompts:
         raise InvalidRequest(
-            f"There are {num_prompts} prompts but {len(params)} sampling_params. Give one for all, or one per prompt."
+            f"There are {num_prompts} prompts but {len(listed)} sampling_params. Give one for all, or one per prompt."
         )
-    return list(params)
+    return listed
 
 
 def _list_of_priorities(priority: Any, num_prompts: int) -> list[Any]:
     if priority is None:
         return [0] * num_prompts
-    if not isinstance(priority, (list, tuple)) or len(priority) != num_prompts:
+    listed = as_list(priority)
+    if listed is None or len(listed) != num_prompts:
         raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: a list of {num_prompts}, one per prompt.")
-    return list(priority)
+    return listed

@@ -15,8 +15,8 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.core_process import CoreProcess, start_core_process
-from penstock.engine.input_processor import Prompt
 from penstock.engine.messages import EngineRequest
+from penstock.engine.prompts import Prompt
 from penstock.engine.session import Session
 from penstock.errors import ConfigError, ContextTooLong, EngineDead
 from penstock.scheduler.outputs import EngineCoreOutput

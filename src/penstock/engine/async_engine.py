@@ -17,9 +17,10 @@ from penstock.contract import SamplingParams
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_thread import CoreThread
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
-from penstock.engine.input_processor import AcceptedRequest, Prompt
+from penstock.engine.input_processor import AcceptedRequest
 from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput, RequestOutputKind
+from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError, same_error

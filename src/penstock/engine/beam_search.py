@@ -14,9 +14,9 @@ import msgspec
 
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
-from penstock.engine.input_processor import Prompt
 from penstock.engine.messages import EngineRequest
 from penstock.engine.outputs import Logprob
+from penstock.engine.prompts import Prompt
 from penstock.engine.session import Session
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, PenstockError

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from penstock.engine.input_processor import PromptDict
+from penstock.engine.prompts import PromptDict, as_list
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
 
@@ -68,12 +68,14 @@ def _taken_names() -> list[str]:
 
 def list_of_conversations(messages: Any) -> list[Any]:
     """One conversation, or several, as a list of conversations."""
-    if not isinstance(messages, (list, tuple)):
+    listed = as_list(messages)
+    if listed is None:
         raise InvalidRequest(
             f"messages is a {type(messages).__name__}. Allowed: a list of messages, or a list of such lists."
         )
-    has_several = bool(messages) and all(isinstance(item, (list, tuple)) for item in messages)
-    return list(messages) if has_several else [messages]
+    conversations = [as_list(item) for item in listed]
+    has_several = bool(listed) and all(conversation is not None for conversation in conversations)
+    return conversations if has_several else [listed]
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:

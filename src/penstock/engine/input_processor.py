@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,26 +18,9 @@ from penstock.config import ModelConfig, SamplingConfig
 from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.params_processor import ParamsProcessor
+from penstock.engine.prompts import PROMPT_KEYS, Prompt, check_fields, list_of_ids
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
-
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-
-
-class PromptDict(TypedDict, total=False):
-    """A prompt with its options; it needs `prompt` or `prompt_token_ids`.
-
-    prompt: text; next to token ids only what outputs show as the prompt.
-    prompt_token_ids: tokens, used as they are.
-    cache_salt: cached prefixes are shared only among requests of the same salt.
-    """
-
-    prompt: str
-    prompt_token_ids: Sequence[int]
-    cache_salt: str | None
-
-
-Prompt: TypeAlias = str | Sequence[int] | PromptDict
 
 
 class AcceptedRequest(NamedTuple):
@@ -145,13 +128,13 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self._encode(prompt, add_special_tokens), None
         if not isinstance(prompt, Mapping):
-            return None, _list_of_ids(prompt), None
+            return None, list_of_ids(prompt), None
         fields: Mapping[str, Any] = prompt
-        _check_fields(fields)
-        text, token_ids, cache_salt = (fields.get(key) for key in _PROMPT_KEYS)
+        check_fields(fields)
+        text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
         if token_ids is None:
             return text, self._encode(text or "", add_special_tokens), cache_salt
-        return text, _list_of_ids(token_ids), cache_salt
+        return text, list_of_ids(token_ids), cache_salt
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -223,33 +206,6 @@ def located(where: str) -> Iterator[None]:
         if not where:
             raise
         raise type(error)(f"{where}: {error}") from error
-
-
-def _check_fields(prompt: Mapping[str, Any]) -> None:
-    for key in prompt:
-        if key not in _PROMPT_KEYS:
-            raise InvalidRequest(f"The prompt has a field {key!r}. Allowed: {', '.join(_PROMPT_KEYS)}.")
-    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
-        raise InvalidRequest("The prompt has neither text nor tokens. Give prompt or prompt_token_ids.")
-    for key in ("prompt", "cache_salt"):
-        value = prompt.get(key)
-        if value is not None and not isinstance(value, str):
-            raise InvalidRequest(f"{key}={value!r} is a {type(value).__name__}. Allowed: text.")
-
-
-def _list_of_ids(token_ids: Any) -> list[int]:
-    if not isinstance(token_ids, (list, tuple)):
-        raise InvalidRequest(
-            f"The prompt is a {type(token_ids).__name__}. Allowed: text, a list of token ids, or a dictionary with "
-            "prompt or prompt_token_ids."
-        )
-    for position, token_id in enumerate(token_ids):
-        if type(token_id) is not int:
-            raise InvalidRequest(
-                f"The prompt has {token_id!r} ({type(token_id).__name__}) at position {position} of its token ids. "
-                "Allowed: integers."
-            )
-    return list(token_ids)
 
 
 def _drawn_seed(engine_seed: int, num_accepted: int) -> int:

@@ -11,10 +11,11 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core_client import CoreClient
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
-from penstock.engine.input_processor import AcceptedRequest, Prompt, located
+from penstock.engine.input_processor import AcceptedRequest, located
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
 from penstock.engine.limited_lock import LimitedLock
 from penstock.engine.output_processor import Progress
+from penstock.engine.prompts import Prompt
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, LifecycleError
 

@@ -13,8 +13,8 @@ from contextlib import aclosing
 from typing import NamedTuple, TypeAlias
 
 from penstock.contract import SamplingParams
-from penstock.engine.input_processor import Prompt
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
+from penstock.engine.prompts import Prompt
 from penstock.errors import InvalidParameter, InvalidRequest
 
 

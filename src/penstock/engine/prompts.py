@@ -1,0 +1,132 @@
+"""What callers bring as prompts: text, token ids in whatever holds integers, dictionaries, and several of these.
+
+Arrays and tensors are known by what they can do (`tolist`), so that no library is imported to look for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
+from typing import Any, Protocol, TypeAlias, TypedDict
+
+from penstock.errors import InvalidRequest
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_MEDIA = "images, audio and video are not supported"
+_ENCODERS = "models with an encoder are not supported"
+# What else prompts have elsewhere, and what to say about it. A field that is None says nothing and is allowed.
+_OTHER_KEYS = {
+    "multi_modal_data": _MEDIA,
+    "multi_modal_uuids": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "prompt_embeds": "embeddings in place of tokens are not supported",
+    "encoder_prompt": _ENCODERS,
+    "decoder_prompt": _ENCODERS,
+}
+_HINTS = {
+    "input_ids": "A tokenizer's result is no prompt; give its input_ids as prompt_token_ids",
+    "role": "Messages are for chat",
+    "messages": "Messages are for chat",
+}
+
+
+class ArrayOfIds(Protocol):
+    """An array or a tensor, of numpy, torch or another library."""
+
+    def tolist(self) -> Any: ...
+
+
+TokenIds: TypeAlias = Iterable[int] | ArrayOfIds
+
+
+class PromptDict(TypedDict, total=False):
+    """A prompt with its options; it needs `prompt` or `prompt_token_ids`.
+
+    prompt: text; next to token ids only what outputs show as the prompt.
+    prompt_token_ids: tokens, used as they are.
+    cache_salt: cached prefixes are shared only among requests of the same salt.
+    """
+
+    prompt: str
+    prompt_token_ids: TokenIds
+    cache_salt: str | None
+
+
+Prompt: TypeAlias = str | TokenIds | PromptDict
+Prompts: TypeAlias = Prompt | Iterable[Prompt]
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """A new list of what an array, a sequence, a view of values or an iterator holds; None for anything else.
+
+    Arrays are lists of lists by their dimensions. Texts, bytes, dictionaries and sets are no lists.
+    """
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    value = _plain(value)
+    if isinstance(value, (str, bytes, bytearray)):
+        return None
+    return list(value) if isinstance(value, (Sequence, Iterator, ValuesView)) else None
+
+
+def list_of_prompts(prompts: Any) -> list[Any]:
+    """A list of prompts; numbers alone are one prompt, of token ids, and an array of two dimensions has one per row."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed = as_list(prompts)
+    if listed is None:
+        raise InvalidRequest(
+            f"prompts is a {type(prompts).__name__}. Allowed: text, token ids, a dictionary, or a list of these."
+        )
+    is_one_prompt = bool(listed) and all(isinstance(_scalar(item), (int, float)) for item in listed)
+    return [listed] if is_one_prompt else listed
+
+
+def list_of_ids(token_ids: Any) -> list[int]:
+    """One prompt's token ids as a new list. Raises InvalidRequest for anything but integers."""
+    ids = as_list(token_ids)
+    if ids is None:
+        raise InvalidRequest(
+            f"The prompt is a {type(token_ids).__name__}. Allowed: text, a list or an array of token ids, or a "
+            "dictionary with prompt or prompt_token_ids."
+        )
+    if all(type(token_id) is int for token_id in ids):
+        return ids
+    ids = [_scalar(token_id) for token_id in ids]
+    for position, token_id in enumerate(ids):
+        if as_list(token_id) is not None:
+            raise InvalidRequest(
+                f"The prompt has a {type(token_id).__name__} at position {position} of its token ids, so it has "
+                "several rows. Allowed: the integers of one prompt; LLM.generate takes several prompts as a list."
+            )
+        if type(token_id) is not int:
+            raise InvalidRequest(
+                f"The prompt has {token_id!r} ({type(token_id).__name__}) at position {position} of its token ids. "
+                "Allowed: integers."
+            )
+    return ids
+
+
+def check_fields(prompt: Mapping[Any, Any]) -> None:
+    """Raises InvalidRequest for a field that a prompt cannot have, or one that is missing."""
+    for key, value in prompt.items():
+        if key in PROMPT_KEYS or (key in _OTHER_KEYS and value is None):
+            continue
+        why = f": {_OTHER_KEYS[key]}" if key in _OTHER_KEYS else ""
+        hint = f" {_HINTS[key]}." if key in _HINTS else ""
+        raise InvalidRequest(f"The prompt has a field {key!r}{why}.{hint} Allowed: {', '.join(PROMPT_KEYS)}.")
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise InvalidRequest("The prompt has neither text nor tokens. Give prompt or prompt_token_ids.")
+    for key in ("prompt", "cache_salt"):
+        value = prompt.get(key)
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequest(f"{key}={value!r} is a {type(value).__name__}. Allowed: text.")
+
+
+def _plain(value: Any) -> Any:
+    """An array as lists of numbers, or as a number where it has no dimension."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _scalar(value: Any) -> Any:
+    """A number of another library as one of Python; anything else as it is."""
+    return value if type(value) is int or getattr(value, "ndim", None) != 0 else _plain(value)
