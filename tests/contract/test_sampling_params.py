@@ -147,6 +147,36 @@ def test_a_dictionary_makes_the_same_parameters() -> None:
     assert SamplingParams.from_dict(fields) == SamplingParams(top_k=3, stop="a", logit_bias={5: 1.0})
 
 
+def test_optional_fields_that_are_none_take_their_defaults() -> None:
+    params = SamplingParams.from_optional(temperature=None, top_p=None, n=None, stop=None, top_k=5)
+    assert params == SamplingParams(top_k=5)
+    assert SamplingParams.from_optional(max_tokens=None) == SamplingParams(max_tokens=None)
+    for value in (0.5, None):
+        with pytest.raises(InvalidParameter, match="There is no parameter 'top_q'"):
+            SamplingParams.from_optional(top_q=value)
+    with pytest.raises(InvalidParameter, match="temperature=-1"):
+        SamplingParams.from_optional(temperature=-1)
+
+
+def test_a_clone_is_equal_and_shares_nothing_that_changes() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"], logit_bias={5: 1.0}, extra_args={"mine": [1]}, seed=3)
+    copied = params.clone()
+    assert copied == params
+    assert params.extra_args is not None
+    params.extra_args["mine"].append(2)
+    assert copied.extra_args == {"mine": [1]}
+
+
+def test_a_clone_takes_other_values_and_checks_them() -> None:
+    params = SamplingParams(temperature=0.5, max_tokens=4)
+    assert params.clone(max_tokens=8, top_k=2) == SamplingParams(temperature=0.5, max_tokens=8, top_k=2)
+    assert params.max_tokens == 4
+    with pytest.raises(InvalidParameter, match="top_p=2 is not valid"):
+        params.clone(top_p=2)
+    with pytest.raises(InvalidParameter, match="There is no parameter 'top_q'"):
+        params.clone(top_q=0.5)
+
+
 def test_parameters_survive_being_sent() -> None:
     params = SamplingParams(
         n=2,

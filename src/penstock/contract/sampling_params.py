@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 from collections.abc import Mapping, Sequence
@@ -108,6 +109,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if name not in cls.__struct_fields__:
                 raise InvalidParameter(f"There is no parameter {name!r} (given: {value!r}). {_instead_of(name)}")
         return cls(**fields)
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> Self:
+        """Parameters of which those that are None take their defaults; only max_tokens keeps a None.
+
+        Raises InvalidParameter as `from_dict`.
+        """
+        defaults = dict(zip(cls.__struct_fields__, cls.__struct_defaults__, strict=True))
+        is_default = {name: value is None and name != "max_tokens" for name, value in fields.items()}
+        return cls.from_dict({name: defaults.get(name) if is_default[name] else fields[name] for name in fields})
+
+    def clone(self, **changes: Any) -> Self:
+        """A copy that shares nothing which can change, with other values for the fields that `changes` names.
+
+        Raises InvalidParameter as `from_dict`.
+        """
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return self.from_dict(copy.deepcopy(fields) | changes)
 
     @property
     def is_greedy(self) -> bool:
