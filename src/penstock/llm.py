@@ -106,7 +106,8 @@ class LLM(WorkerCalls):
 
         prompts: text, token ids, or a dictionary with `prompt` or `prompt_token_ids` and perhaps `cache_salt`; or a
             list of such. Token ids are a list, an array or a tensor; one of two dimensions has a prompt per row.
-        sampling_params: one for all prompts, or one per prompt; None takes the defaults.
+        sampling_params: one for all prompts, or one per prompt; None takes those of
+            `get_default_sampling_params`.
         use_tqdm: show a progress bar, if standard error is a terminal.
         priority: one per prompt; lower runs first. Needs an engine with policy="priority".
 
@@ -117,6 +118,8 @@ class LLM(WorkerCalls):
         `close`. Whatever ends the call early, Ctrl-C included, aborts its requests, and the next call works.
         """
         prompt_list = list_of_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self._session.default_sampling_params
         params_list = _list_of_params(sampling_params, len(prompt_list))
         priorities = _list_of_priorities(priority, len(prompt_list))
         names = [f"prompts[{index}]" if len(prompt_list) > 1 else "" for index in range(len(prompt_list))]
@@ -195,6 +198,12 @@ class LLM(WorkerCalls):
         """
         return self._session.tokenizer.for_callers()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling parameters take: the model's own defaults, where its generation_config.json
+        (or the options generation_config and override_generation_config) names any, else those of `SamplingParams`.
+        """
+        return self._session.default_sampling_params
+
     def close(self) -> None:
         """Give back all memory and threads. A second call does nothing."""
         self._session.close()
@@ -209,8 +218,6 @@ class LLM(WorkerCalls):
 
 
 def _list_of_params(params: Any, num_prompts: int) -> list[Any]:
-    if params is None:
-        params = SamplingParams()
     listed = as_list(params)
     if listed is None:
         return [params] * num_prompts

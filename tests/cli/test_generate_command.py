@@ -95,6 +95,15 @@ def test_a_file_of_requests_gives_results_in_its_order(command: Command, tmp_pat
     assert row[str(results[2]["token_ids"][0])]["rank"] == 2
 
 
+def test_the_models_own_parameters_count_where_no_flag_is_given(command: Command) -> None:
+    Path(command.model, "generation_config.json").write_text('{"max_new_tokens": 5}')
+    lines = jsonl({"prompt": "a"}, {"prompt": "b", "max_tokens": 2})
+    for arguments, lengths in [([], [5, 2]), (["--max-tokens", "3"], [3, 2])]:
+        results = command.results("--input", "-", *arguments, stdin=lines)
+        assert [len(result["token_ids"]) for result in results] == lengths
+    assert "take max_new_tokens=5 (from " in command.run("a")[1]
+
+
 def test_requests_may_come_from_standard_input(command: Command) -> None:
     assert len(command.results("--input", "-", stdin=jsonl({"prompt": "a"}, {"prompt": "b"}))) == 2
 

@@ -11,6 +11,7 @@ import pytest
 
 from penstock import LLM, EngineConfig, SamplingParams
 from penstock.cli.generate import generate
+from penstock.cli.sampling import with_defaults
 from penstock.config.engine import option_names
 from support.fake_engine import write_model
 
@@ -30,8 +31,12 @@ def test_engine_options_default_to_the_configurations_own(function: Callable[...
     assert EngineConfig.create(model, **given) == EngineConfig.create(model)
 
 
-def test_sampling_options_default_to_the_parameters_own() -> None:
-    given = {name: value for name, value in defaults_of(generate).items() if name in SamplingParams.__struct_fields__}
+@pytest.mark.parametrize("model", ["of its own", "demo"])
+def test_sampling_options_default_to_the_parameters_own_if_the_model_has_none(model: str, tmp_path: Path) -> None:
+    if model != "demo":
+        model = str(write_model(tmp_path))
+    flags = {name: value for name, value in defaults_of(generate).items() if name in SamplingParams.__struct_fields__}
+    assert len(flags) > 8
     # A command's answer is read by a person, who wants more than the interface's 16 tokens.
-    assert given.pop("max_tokens") == 128
-    assert SamplingParams(**given) == SamplingParams()
+    expected = SamplingParams(max_tokens=128)
+    assert SamplingParams(**with_defaults(flags, model, {}, max_tokens=128)) == expected

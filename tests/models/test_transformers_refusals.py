@@ -32,7 +32,7 @@ def as_model_config(content: dict[str, Any]) -> ModelConfig:
         folder=Path("nowhere"),
         tokenizer_folder=Path("nowhere"),
         hf_config=content,
-        generation_config={},
+        hf_generation_config={},
         model_impl="transformers",
     )
 

@@ -22,7 +22,7 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
         folder=Path("nowhere"),
         tokenizer_folder=Path("nowhere"),
         hf_config={name: value for name, value in content.items() if value != "absent"},
-        generation_config={},
+        hf_generation_config={},
     )
 
 

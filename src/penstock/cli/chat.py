@@ -11,6 +11,7 @@ import typer
 from penstock.cli import options
 from penstock.cli.collector import begin_collection
 from penstock.cli.failures import file_named
+from penstock.cli.sampling import with_defaults
 
 
 @options.engine_command(without=("revision", "block_size", "max_num_seqs", "max_num_batched_tokens"))
@@ -19,11 +20,15 @@ def chat(
     chat_template: Annotated[
         Path | None, typer.Option(help="A file with a Jinja template, instead of the model's")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Likeliest tokens of this total probability")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="This many likeliest tokens; 0: all")] = 0,
-    min_p: Annotated[float, typer.Option(help="Tokens this likely, next to the likeliest")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most  [default: 512]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token  [default: 0.7]")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Likeliest tokens of this total probability  [default: 1.0]")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="This many likeliest; 0: all  [default: 0]")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Tokens this likely, next to the likeliest  [default: 0.0]")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every answer")] = None,
     model: options.Model = "demo",
     *,
@@ -33,13 +38,20 @@ def chat(
 
     Answers come as they are generated; Ctrl-C stops one, Ctrl-D leaves, and /help lists the commands. Lines from a
     file or a pipe are taken as messages, one per line.
+    Defaults of sampling are the model's, where it has its own (generation_config.json).
     """
     from penstock.config import EngineConfig
     from penstock.contract import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
-    )
+    flags = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    params = SamplingParams(**with_defaults(flags, model, engine, max_tokens=512, temperature=0.7))
     template = None if chat_template is None else _read_template(chat_template)
     config = EngineConfig.create(model, max_num_seqs=1, **engine)
     from penstock.cli.chat_terminal import ChatTerminal

@@ -12,6 +12,7 @@ import typer
 from penstock.cli import options
 from penstock.cli.collector import begin_collection
 from penstock.cli.failures import EXIT_FAILURE
+from penstock.cli.sampling import with_defaults
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,11 +28,15 @@ def generate(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSONL here")] = None,
     json: Annotated[bool, typer.Option("--json", help="Write JSONL instead of text")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Likeliest tokens of this total probability")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="This many likeliest tokens; 0: all")] = 0,
-    min_p: Annotated[float, typer.Option(help="Tokens this likely, next to the likeliest")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most  [default: 128]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token  [default: 1.0]")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Likeliest tokens of this total probability  [default: 1.0]")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="This many likeliest; 0: all  [default: 0]")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Tokens this likely, next to the likeliest  [default: 0.0]")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every request")] = None,
     n: Annotated[int, typer.Option("--n", help="Outputs per prompt; several imply --json")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable")] = None,
@@ -45,6 +50,7 @@ def generate(
 
     One prompt is answered with text as it comes. A JSONL file has a request per line: "prompt" or
     "prompt_token_ids", and perhaps sampling parameters and an "id"; results are JSONL in the same order.
+    Defaults of sampling are the model's, where it has its own (generation_config.json).
     """
     sampling = {
         "max_tokens": max_tokens,
@@ -58,6 +64,7 @@ def generate(
         "logprobs": logprobs,
         "ignore_eos": ignore_eos,
     }
+    sampling = with_defaults(sampling, model, engine, max_tokens=128)
     work = _read_work(prompt, input, sampling)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
     _run(work, model, engine, output, as_json=as_json)

@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.checks import check_choice, check_integer
+from penstock.config.generation import (
+    AUTO_GENERATION_CONFIG,
+    GENERATION_CONFIG_FILE,
+    check_override,
+    generation_config_folder,
+)
 from penstock.config.resolve import resolve_model_folder
 from penstock.errors import ConfigError, ModelError
 
@@ -27,26 +33,31 @@ _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """model: the name that the user gave. folder, tokenizer_folder: where its files lie.
-    hf_config: `config.json` as it is. generation_config: `generation_config.json`, or empty.
+    hf_config: `config.json` as it is. hf_generation_config: `generation_config.json`, or empty.
     dtype: as asked for; "auto" is resolved by the device.
     max_model_len: longest context in tokens; None takes the model's own, "auto" what fits into memory.
     model_impl: whose implementation runs; "auto" takes this project's own where there is one, else Transformers'.
     quantization: what the weights of linear layers are rounded to at loading; None keeps them as they are.
     quantization_calibration: the file of texts that "int4" rounds for; "auto" is the one in the model's folder, if it
     has one, and "none" rounds each weight for itself.
+    generation_config: whose `generation_config.json` gives sampling parameters to requests that bring none: "auto" for
+    the model's, another folder, or "none" (also "vllm") for this project's own defaults.
+    override_generation_config: fields of such a file that count instead of its own; None for none.
     """
 
     model: str
     folder: Path
     tokenizer_folder: Path
     hf_config: Mapping[str, Any] = field(repr=False)
-    generation_config: Mapping[str, Any] = field(repr=False)
+    hf_generation_config: Mapping[str, Any] = field(repr=False)
     dtype: str = "auto"
     max_model_len: int | str | None = None
     seed: int = 0
     model_impl: str = "auto"
     quantization: str | None = None
     quantization_calibration: str = AUTO_CALIBRATION
+    generation_config: str | Path = AUTO_GENERATION_CONFIG
+    override_generation_config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
@@ -59,6 +70,8 @@ class ModelConfig:
                     "already (quantization_config in config.json). Leave the option out."
                 )
         self._check_calibration()
+        generation_config_folder(self.generation_config, self.folder)
+        check_override(self.override_generation_config)
         check_integer("seed", self.seed, 0)
         if self.max_model_len is None or self.max_model_len == AUTO_LENGTH:
             return
@@ -87,13 +100,14 @@ class ModelConfig:
         Raises ModelNotFound, or ModelError when `config.json` is missing or damaged.
         """
         folder = resolve_model_folder(model, revision)
+        generation = generation_config_folder(options.get("generation_config", AUTO_GENERATION_CONFIG), folder)
         return cls(
             # Not the name of another: ./demo is not the shipped "demo".
             model=model if isinstance(model, str) else str(folder.absolute()),
             folder=folder,
             tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer, option="tokenizer"),
             hf_config=_read_json(folder / "config.json"),
-            generation_config=_read_json(folder / "generation_config.json", optional=True),
+            hf_generation_config=_read_json(generation / GENERATION_CONFIG_FILE, optional=True),
             **options,
         )
 
@@ -140,7 +154,7 @@ class ModelConfig:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text, of generation_config.json if it names any, else of config.json."""
-        value = self.generation_config.get("eos_token_id", self.hf_config.get("eos_token_id"))
+        value = self.hf_generation_config.get("eos_token_id", self.hf_config.get("eos_token_id"))
         if value is None:
             return frozenset()
         return frozenset(value) if isinstance(value, list) else frozenset([value])

@@ -16,6 +16,7 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_thread import CoreThread
+from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest
 from penstock.engine.output_stream import OutputStream, StreamLock
@@ -54,6 +55,7 @@ class AsyncEngine:
 
     def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient]) -> None:
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
+        self._default_sampling_params = default_sampling_params(config.model)
         processor = output_processor_for(config, self.tokenizer)
         self._lock = StreamLock()
         # The streams that somebody reads.
@@ -80,7 +82,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream what is generated for a prompt; the last output is `finished`.
 
-        prompt: as for `LLM.generate`; or a stream of its parts, each of which is answered before the next is read.
+        prompt: as one of `LLM.generate`; or a stream of its parts, each of which is answered before the next is read.
+        sampling_params: None takes those of `get_default_sampling_params`.
         request_id: None makes one up; two requests that run at once cannot share one.
         priority: lower runs first, under the "priority" policy.
         output_kind: whether each output has everything so far or only what is new, or only the final one comes.
@@ -134,6 +137,10 @@ class AsyncEngine:
         """The model's tokenizer, as Transformers loads it; otherwise as `LLM.get_tokenizer`."""
         return self.tokenizer.for_callers()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling parameters take; see `LLM.get_default_sampling_params`."""
+        return self._default_sampling_params
+
     def shutdown(self) -> None:
         """Give back all memory and threads, after the present step. A second call does nothing.
 
@@ -164,7 +171,7 @@ class AsyncEngine:
             prompt: Prompt = {"prompt_token_ids": prompt_token_ids}
             return self.generate(prompt, params, name, priority=priority, output_kind=output_kind)
 
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self._default_sampling_params if sampling_params is None else sampling_params
         encode_part = self._input_processor.encode_part
         return generate_in_turns(inputs, params, _checked_kind(output_kind), encode_part, run_turn)
 
@@ -193,7 +200,7 @@ class AsyncEngine:
         """Check the request and send it on its way."""
         self._thread.check_running()
         name = _checked_id(request_id)
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self._default_sampling_params if sampling_params is None else sampling_params
         with self._intake:
             accepted = self._input_processor.process(prompt, params, request_id=name, priority=priority)
         stream = OutputStream(_checked_kind(output_kind), self._lock)

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core_client import CoreClient
+from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest, located
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
@@ -28,12 +29,15 @@ class Session:
     Whoever waits for a request drives the core, for everyone: several `run`s may go on at once, nested or in several
     threads.
 
+    default_sampling_params: for requests that bring none.
+
     Raises what loading the tokenizer and the model raises.
     """
 
     def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> None:
         # The tokenizer first: a damaged one is found before seconds go into loading weights.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
+        self.default_sampling_params = default_sampling_params(config.model)
         self._core = load_core(config)
         self._input_processor = input_processor_for(config, self.tokenizer, self._core)
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))

@@ -32,7 +32,7 @@ def config_of_replacement(current: ModelConfig, weights_path: str | None) -> Mod
     if not (folder / "config.json").exists():
         return moved
     loaded = ModelConfig.load(weights_path)
-    return replace(moved, hf_config=loaded.hf_config, generation_config=loaded.generation_config)
+    return replace(moved, hf_config=loaded.hf_config, hf_generation_config=loaded.hf_generation_config)
 
 
 def load_replacement(

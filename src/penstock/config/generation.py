@@ -1,0 +1,67 @@
+"""Where the sampling parameters of requests that bring none come from: a `generation_config.json`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+AUTO_GENERATION_CONFIG = "auto"
+# No file's sampling parameters; the second name is one that people bring from another engine.
+NO_GENERATION_CONFIG = ("none", "vllm")
+DO_SAMPLE = "do_sample"
+# The fields that are read, and what sampling parameters call them.
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def generation_config_folder(option: Any, model_folder: Path) -> Path:
+    """The folder whose file is read: another than the model's where the option names it.
+
+    Without the file's sampling parameters its end tokens still count, so "none" is the model's folder, too.
+    Raises ConfigError for anything else, or a folder without the file.
+    """
+    if option == AUTO_GENERATION_CONFIG or option in NO_GENERATION_CONFIG:
+        return model_folder
+    allowed = f"{AUTO_GENERATION_CONFIG!r}, {NO_GENERATION_CONFIG[0]!r}, or a folder with {GENERATION_CONFIG_FILE}"
+    if not isinstance(option, (str, os.PathLike)):
+        raise ConfigError(f"generation_config={option!r} is not valid. Allowed: {allowed}.")
+    folder = Path(option).expanduser()
+    if not (folder / GENERATION_CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"generation_config={os.fspath(option)!r} is not valid: there is no {GENERATION_CONFIG_FILE} in such a "
+            f"folder. Allowed: {allowed}."
+        )
+    return folder
+
+
+def check_override(override: Any) -> None:
+    """Raise ConfigError unless `override` is None or has only fields that are read, whatever their values."""
+    if override is None:
+        return
+    allowed = ", ".join((*SAMPLING_FIELDS, DO_SAMPLE))
+    if not isinstance(override, Mapping):
+        raise ConfigError(
+            f"override_generation_config={override!r} is not valid. Allowed: a dictionary with some of {allowed}."
+        )
+    for name, value in override.items():
+        if name in SAMPLING_FIELDS or name == DO_SAMPLE:
+            continue
+        meant = "max_new_tokens" if name == "max_tokens" else next(iter(_close_to(name)), None)
+        hint = "" if meant is None else f" Did you mean {meant}?"
+        raise ConfigError(f"override_generation_config has {name!r} (given: {value!r}).{hint} Allowed: {allowed}.")
+
+
+def _close_to(name: Any) -> list[str]:
+    return difflib.get_close_matches(str(name), (*SAMPLING_FIELDS, DO_SAMPLE), n=1)

@@ -1,0 +1,115 @@
+"""Sampling parameters of requests that bring none: the model's own, from its `generation_config.json`.
+
+In Transformers `do_sample: false` means greedy decoding, whatever the file says about temperatures, and so it does
+here; vLLM passes it over. A file without the field, most of them, leaves the choice to the other fields.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from penstock.config import ModelConfig
+from penstock.config.generation import (
+    DO_SAMPLE,
+    GENERATION_CONFIG_FILE,
+    NO_GENERATION_CONFIG,
+    SAMPLING_FIELDS,
+    generation_config_folder,
+)
+from penstock.contract import SamplingParams
+from penstock.errors import ConfigError, InvalidParameter
+
+logger = logging.getLogger(__name__)
+
+# What chooses among likely tokens, which a greedy choice does not.
+_CHOICE_OF_TOKENS = ("temperature", "top_p", "top_k", "min_p")
+
+
+class DefaultSampling(NamedTuple):
+    """fields: by the names of `SamplingParams`; the others keep their defaults.
+    notes: which fields came from where, for the log. warnings: what is wrong with the file.
+    """
+
+    fields: dict[str, Any]
+    notes: list[str]
+    warnings: list[str]
+
+
+def default_sampling_params(model: ModelConfig) -> SamplingParams:
+    """The parameters of requests that bring none; the log says what is not `SamplingParams`' own default.
+
+    Raises ConfigError for a bad value of override_generation_config. One of the file is a warning, and passed over.
+    """
+    fields, notes, warnings = read_default_sampling(model)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    if notes:
+        logger.info(
+            "Requests without sampling parameters take %s. generation_config='none' passes the file over.",
+            "; ".join(notes),
+        )
+    return SamplingParams(**fields)
+
+
+def read_default_sampling(model: ModelConfig) -> DefaultSampling:
+    """What the model's file and the options that override it say, without a word to the log.
+
+    Raises ConfigError as `default_sampling_params`.
+    """
+    override = dict(model.override_generation_config or {})
+    for name, value in override.items():
+        if (allowed := _what_is_allowed(name, value)) is not None:
+            raise ConfigError(f"override_generation_config: {allowed}")
+    path = generation_config_folder(model.generation_config, model.folder) / GENERATION_CONFIG_FILE
+    from_file: dict[str, Any] = {}
+    warnings = []
+    is_read = model.generation_config not in NO_GENERATION_CONFIG
+    for name, value in _sampling_fields(model.hf_generation_config if is_read else {}).items():
+        if name in override:
+            continue
+        if (allowed := _what_is_allowed(name, value)) is not None:
+            warnings.append(f"{path}: {allowed} The field is passed over.")
+        else:
+            from_file[name] = value
+    if override.get("temperature") is not None:
+        from_file.pop(DO_SAMPLE, None)
+    given = {name: value for name, value in override.items() if value is not None}
+    notes = [f"{_listed(from_file)} (from {path})"] * bool(_listed(from_file))
+    notes += [f"{_listed(given)} (from override_generation_config)"] * bool(_listed(given))
+    return DefaultSampling(_as_parameters(from_file | given), notes, warnings)
+
+
+def _sampling_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    names = (*SAMPLING_FIELDS, DO_SAMPLE)
+    return {name: config[name] for name in names if config.get(name) is not None}
+
+
+def _what_is_allowed(name: str, value: Any) -> str | None:
+    """What to say about a value that is not allowed; None if it is."""
+    if value is None:
+        return None
+    if name == DO_SAMPLE:
+        return None if isinstance(value, bool) else f"{name}={value!r} is not valid. Allowed: true or false."
+    try:
+        SamplingParams(**{SAMPLING_FIELDS[name]: value})
+    except InvalidParameter as error:
+        return str(error).replace(SAMPLING_FIELDS[name], name, 1)
+    return None
+
+
+def _as_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
+    is_greedy = fields.get(DO_SAMPLE) is False
+    parameters = {
+        SAMPLING_FIELDS[name]: value
+        for name, value in fields.items()
+        if name != DO_SAMPLE and not (is_greedy and name in _CHOICE_OF_TOKENS)
+    }
+    return parameters | {"temperature": 0.0} if is_greedy else parameters
+
+
+def _listed(fields: Mapping[str, Any]) -> str:
+    """For the log: the fields that say something; do_sample only where it does."""
+    said = {name: value for name, value in fields.items() if name != DO_SAMPLE or value is False}
+    return ", ".join(f"{name}={value!r}" for name, value in said.items())
