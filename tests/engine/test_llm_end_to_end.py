@@ -43,7 +43,8 @@ def test_prompts_are_continued_in_order(llm: LLM) -> None:
         assert output.prompt_token_ids == tokenizer.encode(prompt)
         completion = output.outputs[0]
         assert len(completion.token_ids) == 12
-        assert tokenizer.decode(output.prompt_token_ids + completion.token_ids) == prompt + completion.text
+        token_ids = output.prompt_token_ids + completion.token_ids
+        assert tokenizer.decode(token_ids, skip_special_tokens=True) == prompt + completion.text
 
 
 def test_company_does_not_change_an_answer(llm: LLM) -> None:
