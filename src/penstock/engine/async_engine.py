@@ -23,7 +23,7 @@ from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput, RequestOutputKind
 from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.tokenizer import load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.observability.logging import configure_logging
 
@@ -54,9 +54,9 @@ class AsyncEngine:
         return engine
 
     def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient]) -> None:
-        self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
+        self._tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self._default_sampling_params = default_sampling_params(config.model)
-        processor = output_processor_for(config, self.tokenizer)
+        processor = output_processor_for(config, self._tokenizer)
         self._lock = StreamLock()
         # The streams that somebody reads.
         self._streams: set[OutputStream] = set()
@@ -66,7 +66,7 @@ class AsyncEngine:
             on_end=lambda end: _fail_all(lock, streams, end),
         )
         self._dispatcher = self._thread.dispatcher
-        self._input_processor = input_processor_for(config, self.tokenizer, self._dispatcher.core)
+        self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core)
         self._intake = threading.Lock()
         # An engine that is dropped without a shutdown must not keep its memory.
         weakref.finalize(self, self._thread.stop).atexit = False
@@ -133,9 +133,13 @@ class AsyncEngine:
     def is_running(self) -> bool:
         return self._thread.is_running
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.get_tokenizer()
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, as Transformers loads it; otherwise as `LLM.get_tokenizer`."""
-        return self.tokenizer.for_callers()
+        return self._tokenizer.for_callers()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling parameters take; see `LLM.get_default_sampling_params`."""
