@@ -21,6 +21,14 @@ def test_the_version_is_shown() -> None:
     assert run("--version").stdout == f"penstock {penstock.__version__}\n"
 
 
+def test_the_package_runs_as_the_command() -> None:
+    for arguments in (["--version"], ["--help"], ["generate", "--help"]):
+        command = [sys.executable, "-m", "penstock", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"})
+        assert result.stdout == run(*arguments).stdout != ""
+        assert result.returncode == 0
+
+
 def test_help_lists_the_commands() -> None:
     out = run("--help").stdout
     assert all(command in out for command in ("generate", "chat", "env"))
