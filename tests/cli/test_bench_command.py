@@ -17,6 +17,7 @@ from penstock import EngineConfig
 from penstock.bench.workloads import WORKLOADS
 from penstock.cli.app import app
 from penstock.cli.bench import bench
+from penstock.cli.generate import generate
 from penstock.config.engine import option_names
 
 COMMAND_LINE = CliRunner(env={"COLUMNS": "100"})
@@ -135,7 +136,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("columns", "num_lines"), [(100, 36), (80, 48)])
+@pytest.mark.parametrize(("columns", "num_lines"), [(100, 41), (80, 53)])
 def test_help_fits_a_screen_and_names_every_workload(columns: int, num_lines: int) -> None:
     out = run("--help", columns=columns).stdout
     assert len(out.splitlines()) <= num_lines
@@ -147,6 +148,13 @@ def test_it_runs_as_a_command() -> None:
     result = run("prefill", *QUICK, "--num-prompts=1", "--input-len=8")
     assert result.returncode == 0, result.stderr
     assert "input" in result.stdout
+
+
+def test_engine_options_are_those_of_generate() -> None:
+    ours, theirs = (set(inspect.signature(command).parameters) for command in (bench, generate))
+    of_engines = {*option_names(), "engine_seed", "option", "debug"}
+    assert {"quantization", "num_threads", "kv_cache_dtype"} <= ours
+    assert theirs & of_engines - {"seed"} <= ours
 
 
 def test_defaults_of_engine_options_are_the_configurations_own() -> None:

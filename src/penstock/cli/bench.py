@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 _NAMES = "latency, throughput, prefill, prefix, startup, long-context"
 
 
-@options.engine_command(
-    without=("revision", "tokenizer", "quantization", "num_threads", "block_size", "kv_cache_dtype", "engine_seed")
-)
+@options.engine_command(without=("revision", "block_size"))
 def bench(
     workload: Annotated[str, typer.Argument(help=_NAMES, metavar="WORKLOAD")],
     input_len: Annotated[int | None, typer.Option(help="Tokens of a prompt")] = None,
