@@ -137,12 +137,34 @@ def test_parameters_can_be_set(chat: Chat, cores: list[RememberedCore]) -> None:
     assert "Give a name and a value" in result.stderr
 
 
+def test_parameters_are_checked_together(chat: Chat, cores: list[RememberedCore]) -> None:
+    result = chat("/set max_tokens 200", "/set min_tokens 100", "a", "/set max_tokens 50", "b")
+    assert "min_tokens=100 is not valid. Allowed: at most max_tokens=50." in result.stderr
+    params = [request.sampling_params for request in cores[0].added]
+    assert [(one.max_tokens, one.min_tokens) for one in params] == [(200, 100), (200, 100)]
+
+
+def test_default_undoes_what_was_set(chat: Chat, cores: list[RememberedCore]) -> None:
+    lines = ("/set temperature 0.25", '/set stop ["fox"]', "/set max_tokens 9", "a")
+    undone = ("/set temperature default", "/set stop  default", "/set max_tokens default", "b", "/set nonsense default")
+    result = chat(*lines, *undone, arguments=("--max-tokens", "7", "--temperature", "0.5"))
+    first, second = (request.sampling_params for request in cores[0].added)
+    assert (first.temperature, first.stop, first.max_tokens) == (0.25, ("fox",), 9)
+    assert (second.temperature, second.stop, second.max_tokens) == (0.5, (), 7)
+    assert "There is no parameter 'nonsense'" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("/set temperature hot", "temperature='hot' is not valid"),
         ("/set temprature 1", "Did you mean temperature"),
-        ("/set n 2", "n cannot be set"),
+        ("/set n 3", "n cannot be set: a conversation goes on from one answer"),
+        ("/set detokenize false", "detokenize cannot be set: an answer without text"),
+        ("/set logprobs 500", "logprobs cannot be set: a chat shows no log-probabilities"),
+        ("/set prompt_logprobs 1", "prompt_logprobs cannot be set: a chat shows no log-probabilities"),
+        ("/set truncate_prompt_tokens 3", "truncate_prompt_tokens cannot be set: a chat forgets"),
+        ("/set bad_words_token_ids [[3]]", "bad_words_token_ids cannot be set: the engine makes it of bad_words"),
         ("/rest", "There is no command /rest"),
         ("/system forbidden", "system: forbidden"),
     ],

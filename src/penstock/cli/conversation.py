@@ -15,6 +15,17 @@ from penstock.engine.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 
+# Parameters that are of no use to a chat, with the reason.
+_MEANINGLESS = {
+    "n": "a conversation goes on from one answer",
+    "logprobs": "a chat shows no log-probabilities; penstock generate --logprobs does",
+    "prompt_logprobs": "a chat shows no log-probabilities; a line of penstock generate --input may ask for them",
+    "detokenize": "an answer without text could not be shown",
+    "truncate_prompt_tokens": "a chat forgets its oldest messages by itself, and whole ones",
+    "bad_words_token_ids": "the engine makes it of bad_words",
+    "all_stop_token_ids": "the engine makes it of stop_token_ids",
+}
+
 # Tokens that an answer should have room for before the oldest messages are forgotten for it.
 _ROOM_FOR_ANSWER = 64
 
@@ -25,6 +36,7 @@ class Conversation:
     system: what the model is told beforehand. chat_template: a Jinja template instead of the model's own.
     messages: with the system's first, if there is one.
     num_forgotten: messages that no longer fitted into the context, and were left out for good.
+    params: of the next answer; at first, and for a parameter that is unset, those that were given.
 
     Raises InvalidRequest when there is no template.
     """
@@ -33,6 +45,7 @@ class Conversation:
         self, session: Session, params: SamplingParams, *, system: str | None = None, chat_template: str | None = None
     ) -> None:
         self.params = params
+        self._first_params = params
         self.messages: list[dict[str, str]] = []
         self.num_forgotten = 0
         self.last_output: RequestOutput | None = None
@@ -78,11 +91,16 @@ class Conversation:
         return self.messages.pop()["content"]
 
     def set_parameter(self, name: str, value: Any) -> None:
-        """Change a sampling parameter. Raises InvalidParameter."""
-        if name == "n":
-            raise InvalidParameter("n cannot be set: a conversation goes on from one answer.")
-        SamplingParams.from_dict({name: value})
+        """Change a sampling parameter. Raises InvalidParameter, and changes nothing, if it does not go with the others."""
+        _check_known(name, value)
+        if name in _MEANINGLESS:
+            raise InvalidParameter(f"{name} cannot be set: {_MEANINGLESS[name]}.")
         self.params = msgspec.structs.replace(self.params, **{name: value})
+
+    def unset_parameter(self, name: str) -> None:
+        """Change a sampling parameter back to what it was at first. Raises InvalidParameter."""
+        _check_known(name, "default")
+        self.params = msgspec.structs.replace(self.params, **{name: getattr(self._first_params, name)})
 
     def _answer(self, request: AcceptedRequest) -> Generator[str, None, None]:
         pieces: list[str] = []
@@ -124,3 +142,9 @@ class Conversation:
 
     def _is_answered(self) -> bool:
         return len(self.messages) > self._has_system() and self.messages[-1]["role"] == "assistant"
+
+
+def _check_known(name: str, value: Any) -> None:
+    if name not in SamplingParams.__struct_fields__:
+        # It knows what may have been meant.
+        SamplingParams.from_dict({name: value})
