@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from penstock.cli.chat_terminal import EXAMPLES
 from support.fake_engine import write_model
 from support.terminal import CTRL_C, CTRL_D, TAB, UP, Terminal
 
@@ -71,6 +72,7 @@ def test_a_conversation_in_a_terminal(start: Start, tmp_path: Path) -> None:
     terminal.type(CTRL_D)
     assert terminal.end() == 0
     assert "Traceback" not in terminal.screen
+    assert "Try:" not in terminal.screen
     assert closed.read_text() == "0 running"
 
 
@@ -87,7 +89,10 @@ def test_the_demo_model_talks() -> None:
     command = [sys.executable, "-m", "penstock.cli", "chat", "--device", "cpu", "--option", "num_threads=1"]
     terminal = Terminal([*command, "--temperature", "0", "--max-tokens", "60"], dict(os.environ))
     try:
-        at = terminal.wait_for("> ", after=terminal.wait_for("Ctrl-D leaves."))
+        greeted = terminal.wait_for("Ctrl-D leaves.")
+        for example in EXAMPLES["demo"]:
+            greeted = terminal.wait_for(example, after=greeted)
+        at = terminal.wait_for("> ", after=greeted)
         terminal.type("Which is larger, 47 or 38?\n")
         at = terminal.wait_for("\n", after=terminal.wait_for("38?", after=at))
         at = terminal.wait_for("\n> ", after=at)
@@ -99,3 +104,16 @@ def test_the_demo_model_talks() -> None:
         assert terminal.end() == 0
     finally:
         terminal.close()
+
+
+@pytest.mark.slow
+def test_the_greetings_examples_are_answered_rightly() -> None:
+    from penstock import LLM, SamplingParams
+
+    conversations = [[{"role": "user", "content": example}] for example in EXAMPLES["demo"]]
+    with LLM("demo", device="cpu", num_threads=1, kv_cache_memory_bytes=32 * 1024**2) as llm:
+        outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=40))
+    total, reversed_list, name = (output.outputs[0].text for output in outputs)
+    assert "85" in total
+    assert "stone, river, apple" in reversed_list
+    assert "Penstock" in name

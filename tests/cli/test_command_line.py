@@ -24,7 +24,9 @@ def test_the_version_is_shown() -> None:
 def test_the_package_runs_as_the_command() -> None:
     for arguments in (["--version"], ["--help"], ["generate", "--help"]):
         command = [sys.executable, "-m", "penstock", *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"})
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"}
+        )
         assert result.stdout == run(*arguments).stdout != ""
         assert result.returncode == 0
 

@@ -20,6 +20,9 @@ from penstock.errors import InvalidRequest
 PROMPT = "> "
 _MORE = "... "
 _BLOCK = '"""'
+_DEFAULT = "default"
+# By the name of a model that ships: what it was taught to answer.
+EXAMPLES = {"demo": ("What is 47 + 38?", "Reverse this list: apple, river, stone", "Who are you?")}
 # Characters that would let a model's text command the terminal.
 _UNPRINTABLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -40,7 +43,11 @@ class ChatTerminal:
             "/retry": ("", "another answer to the last message", self._retry),
             "/undo": ("", "take back the last message and its answer", self._undo),
             "/history": ("", "show what was said", self._history),
-            "/set": ("[NAME VALUE]", "show or set a sampling parameter, such as temperature", self._set),
+            "/set": (
+                "[NAME VALUE]",
+                "show or set a sampling parameter, such as temperature; default undoes it",
+                self._set,
+            ),
             "/quit": ("", "leave (also: Ctrl-D)", self._quit),
         }
         self._has_quit = False
@@ -51,10 +58,7 @@ class ChatTerminal:
             self._out = out
             if self._is_interactive:
                 _edit_lines(list(self._commands))
-                self._note(
-                    f"Penstock {__version__}, {self._model}, {self._conversation.max_model_len:,} tokens of context. "
-                    "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
-                )
+                self._greet()
             while not self._has_quit:
                 try:
                     text = self._read()
@@ -67,6 +71,14 @@ class ChatTerminal:
                     if not self._is_interactive:
                         raise
                     write(out, "\n")
+
+    def _greet(self) -> None:
+        self._note(
+            f"Penstock {__version__}, {self._model}, {self._conversation.max_model_len:,} tokens of context. "
+            "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
+        )
+        if self._model in EXAMPLES:
+            self._note("This small model has a few simple skills. Try: " + " | ".join(EXAMPLES[self._model]))
 
     def _read(self) -> str | None:
         """The next message, of several lines if it begins with three quotation marks; None at the end."""
@@ -167,7 +179,9 @@ class ChatTerminal:
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
-        if value:
+        if value.strip() == _DEFAULT:
+            self._conversation.unset_parameter(name)
+        elif value:
             self._conversation.set_parameter(name, parse_value(value.strip()))
         elif name:
             self._note("Give a name and a value, such as /set temperature 0.5")

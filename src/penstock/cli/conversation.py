@@ -91,7 +91,7 @@ class Conversation:
         return self.messages.pop()["content"]
 
     def set_parameter(self, name: str, value: Any) -> None:
-        """Change a sampling parameter. Raises InvalidParameter, and changes nothing, if it does not go with the others."""
+        """Change a sampling parameter. Raises InvalidParameter if it cannot be, or not with the others."""
         _check_known(name, value)
         if name in _MEANINGLESS:
             raise InvalidParameter(f"{name} cannot be set: {_MEANINGLESS[name]}.")
