@@ -167,6 +167,20 @@ def test_closing_twice_closes_once(session: Session, core: FakeCore) -> None:
     assert core.num_closes == 1
 
 
+def test_who_asks_is_told_which_requests_the_core_refuses_and_the_others_run(session: Session, core: FakeCore) -> None:
+    core.refuses = lambda request: request.prompt_token_ids[-1] == 12
+    requests = [session.accept([token], SamplingParams(max_tokens=2), f"number {token}") for token in (11, 12, 13)]
+    refused = {}
+    finished = [
+        progress.req_id
+        for progress in session.run(requests, lambda accepted, error: refused.update({accepted.where: str(error)}))
+        if progress.finished
+    ]
+    assert refused == {"number 12": "number 12: The cache is too small for this one."}
+    assert finished == [requests[0].request.req_id, requests[2].request.req_id]
+    assert core.running == {}
+
+
 def test_a_closed_session_refuses_everything(session: Session) -> None:
     requests = accept(session, 1)
     running = session.run(accept(session, 1))

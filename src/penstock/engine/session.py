@@ -18,7 +18,7 @@ from penstock.engine.limited_lock import LimitedLock
 from penstock.engine.output_processor import Progress
 from penstock.engine.prompts import Prompt
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
-from penstock.errors import EngineDead, LifecycleError
+from penstock.errors import EngineDead, InvalidRequest, LifecycleError
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,15 @@ class Session:
             self._check_open()
             return self._input_processor.process(prompt, sampling_params, where, priority=priority)
 
-    def run(self, requests: Sequence[AcceptedRequest]) -> Generator[Progress, None, None]:
+    def run(
+        self,
+        requests: Sequence[AcceptedRequest],
+        on_refused: Callable[[AcceptedRequest, InvalidRequest], None] | None = None,
+    ) -> Generator[Progress, None, None]:
         """Run requests to their end, yielding each one's progress whenever it got on.
+
+        on_refused: told of a request that the core refuses, such as one that its KV cache cannot hold, while the others
+        run; None raises what it said.
 
         An exception, Ctrl-C included, or closing the generator aborts what is unfinished; the session goes on serving
         others. Iterate within `contextlib.closing`, so that an error in your loop aborts at once.
@@ -70,7 +77,7 @@ class Session:
         inbox: deque[Progress] = deque()
         unfinished: set[str] = set()
         try:
-            self._admit(requests, inbox, unfinished)
+            self._admit(requests, inbox, unfinished, on_refused)
             with InterruptsBetweenSteps() as interrupts:
                 while unfinished:
                     if not inbox:
@@ -113,12 +120,24 @@ class Session:
                 self._is_closed = True
                 self._core.close()
 
-    def _admit(self, requests: Sequence[AcceptedRequest], inbox: deque[Progress], admitted: set[str]) -> None:
-        for request, prompt, where in requests:
-            with self._lock, InterruptAfterwards(), located(where):
-                self._check_open()
-                self._dispatcher.admit(request, prompt, inbox)
-                admitted.add(request.req_id)
+    def _admit(
+        self,
+        requests: Sequence[AcceptedRequest],
+        inbox: deque[Progress],
+        admitted: set[str],
+        on_refused: Callable[[AcceptedRequest, InvalidRequest], None] | None,
+    ) -> None:
+        for accepted in requests:
+            request, prompt, where = accepted
+            try:
+                with self._lock, InterruptAfterwards(), located(where):
+                    self._check_open()
+                    self._dispatcher.admit(request, prompt, inbox)
+                    admitted.add(request.req_id)
+            except InvalidRequest as error:
+                if on_refused is None:
+                    raise
+                on_refused(accepted, error)
 
     def _turn(self, inbox: deque[Progress], interrupts: InterruptsBetweenSteps) -> None:
         """One step of the core, whose outputs go to everyone's inboxes."""
