@@ -240,17 +240,118 @@ def test_a_second_ctrl_c_does_not_wait(slow: Command, tmp_path: Path) -> None:
     assert process.communicate()[1] == b""
 
 
-def test_results_before_ctrl_c_are_kept(slow: Command, tmp_path: Path) -> None:
-    target = tmp_path / "out.jsonl"
-    source = tmp_path / "in.jsonl"
-    source.write_text(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 60}))
-    process = slow.start("--input", str(source), "--output", str(target))
+def interrupted(command: Command, source: Path, target: Path, suffix: str = ".partial") -> str:
+    """Ctrl-C once there is a result in the file of that suffix; returns what is said then."""
+    process = command.start("--input", str(source), "--output", str(target))
     deadline = time.monotonic() + 20
-    while not (target.exists() and target.read_text()) and time.monotonic() < deadline:
+    partial = Path(f"{target}{suffix}")
+    while not (partial.exists() and partial.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
-    assert [json.loads(line)["prompt"] for line in target.read_text().splitlines()] == ["a"]
+    err = process.communicate(timeout=20)[1].decode()
+    assert process.returncode == 130
+    return err
+
+
+def prompts_in(path: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+
+
+def test_results_before_ctrl_c_are_kept_beside_what_was_there(slow: Command, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 60}))
+    err = interrupted(slow, source, target)
+    assert err == f"penstock: ended early; 1 line is in {target}.partial, and {target} was not touched.\n"
+    assert not target.exists()
+    assert prompts_in(tmp_path / "out.jsonl.partial") == ["a"]
+    (tmp_path / "out.jsonl.partial").unlink()
+    target.write_text("precious\n")
+    interrupted(slow, source, target)
+    assert target.read_text() == "precious\n"
+    # What an earlier run kept stays as well, and a run that ends well leaves nothing but its output.
+    slow.run("--input", str(source), "--output", str(target), "--max-tokens", "1")
+    assert prompts_in(target) == ["a", "b"]
+    assert prompts_in(tmp_path / "out.jsonl.partial") == ["a"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model",
+        "in.jsonl",
+        "out.jsonl",
+        "out.jsonl.partial",
+        "closed",
+    }
+
+
+def test_the_same_options_twice_in_a_folder_keep_both_partial_files(slow: Command, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 60}))
+    interrupted(slow, source, target)
+    err = interrupted(slow, source, target, ".partial2")
+    assert f"{target}.partial2" in err
+    assert prompts_in(tmp_path / "out.jsonl.partial2") == prompts_in(tmp_path / "out.jsonl.partial") == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["same", "symbolic link", "hard link", "relative", "standard input"])
+def test_the_input_cannot_be_the_output(command: Command, tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "in.jsonl"
+    other = tmp_path / "other.jsonl"
+    source.write_text(jsonl({"prompt": "a"}))
+    if kind == "symbolic link":
+        other.symlink_to(source)
+    elif kind == "hard link":
+        other.hardlink_to(source)
+    else:
+        other = tmp_path / "model" / ".." / "in.jsonl" if kind == "relative" else source
+    with source.open() as file:
+        given = "-" if kind == "standard input" else str(source)
+        process = command.start("--input", given, "--output", str(other), stdin=file)
+        err = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 2
+    assert f"--output {other} is the file of --input {given}. Give another one" in err
+    assert source.read_text() == jsonl({"prompt": "a"})
+
+
+def test_the_output_may_be_a_pipe_a_device_or_standard_output(command: Command, tmp_path: Path) -> None:
+    assert json.loads(command.run("x", "--output", "/dev/stdout")[0])["prompt"] == "x"
+    assert command.run("x", "--output", "/dev/null") == ("", "")
+    assert Path("/dev/null").is_char_device()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = command.start("x", "--output", str(pipe))
+    assert json.loads(pipe.read_text())["prompt"] == "x"
+    assert process.wait(timeout=60) == 0
+    log = tmp_path / "log"
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    for name in ("/dev/stdout", "/dev/fd/1", str(tmp_path / "link")):
+        with log.open("w") as file:
+            number = os.fstat(file.fileno()).st_ino
+            assert command.start("x", "--output", name, stdout=file).wait(timeout=60) == 0
+        assert prompts_in(log) == ["x"]
+        assert log.stat().st_ino == number
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_link_stays_a_link_and_permissions_stay(command: Command, tmp_path: Path) -> None:
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    target.write_text("before")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    command.run("x", "--output", str(link))
+    assert link.is_symlink()
+    assert prompts_in(target) == ["x"]
+    assert target.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "dangling").symlink_to(tmp_path / "new.jsonl")
+    command.run("x", "--output", str(tmp_path / "dangling"))
+    assert prompts_in(tmp_path / "new.jsonl") == ["x"]
+
+
+def test_a_run_that_fails_before_its_first_result_leaves_nothing(command: Command, tmp_path: Path) -> None:
+    command.environment["FAKE_START"] = "memory"
+    target = tmp_path / "out.jsonl"
+    target.write_text("before")
+    command.run("x", "--output", str(target), exit_code=1)
+    assert target.read_text() == "before"
+    assert not list(tmp_path.glob("*.partial"))
+    assert "cannot be opened: Is a directory" in command.run("x", "--output", str(tmp_path), exit_code=2)[1]
 
 
 def test_ctrl_c_that_a_library_turns_into_its_own_error_is_still_ctrl_c(slow: Command) -> None:

@@ -65,13 +65,14 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     sampling = with_defaults(sampling, model, engine, max_tokens=128)
-    work = _read_work(prompt, input, sampling)
+    work = _read_work(prompt, input, output, sampling)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
     _run(work, model, engine, output, as_json=as_json)
 
 
-def _read_work(prompt: str | None, input: Path | None, sampling: dict[str, Any]) -> list[Work]:
-    from penstock.cli.requests import Work, read_jsonl, read_prompt
+def _read_work(prompt: str | None, input: Path | None, output: Path | None, sampling: dict[str, Any]) -> list[Work]:
+    from penstock.cli.output_file import refuse_same_file
+    from penstock.cli.requests import STANDARD_INPUT, Work, read_jsonl, read_prompt
     from penstock.contract import SamplingParams
 
     params = SamplingParams(**sampling)
@@ -79,6 +80,8 @@ def _read_work(prompt: str | None, input: Path | None, sampling: dict[str, Any])
         return [Work(read_prompt(prompt), params)]
     if prompt is not None:
         raise ConfigError(f"There are a prompt ({prompt!r}) and --input {input}. Give one of them.")
+    if output is not None:
+        refuse_same_file(input, output, is_standard_input=str(input) == STANDARD_INPUT)
     return read_jsonl(input, params)
 
 

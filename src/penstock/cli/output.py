@@ -11,14 +11,15 @@ from typing import Any, TextIO
 
 import msgspec
 
-from penstock.cli.failures import OutputClosed, file_named
+from penstock.cli.failures import OutputClosed
+from penstock.cli.output_file import output_file
 from penstock.engine.output_processor import Progress
 from penstock.engine.outputs import CompletionOutput, RequestOutput
 
 
 @contextmanager
 def open_output(path: Path | None, *, as_json: bool) -> Iterator[TextIO]:
-    """The file at `path`, or standard output. Raises ConfigError when the file cannot be opened.
+    """The `output_file` for `path`, or standard output. Raises ConfigError when the file cannot be opened.
 
     JSON is always UTF-8; text has question marks for what the terminal's encoding cannot show.
     """
@@ -27,9 +28,7 @@ def open_output(path: Path | None, *, as_json: bool) -> Iterator[TextIO]:
             sys.stdout.reconfigure(encoding="utf-8" if as_json else None, errors="replace")
         yield sys.stdout
         return
-    with file_named("--output", path):
-        file = path.open("w", encoding="utf-8")
-    with file:
+    with output_file(path) as file:
         yield file
 
 
