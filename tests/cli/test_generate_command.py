@@ -281,6 +281,19 @@ def test_results_before_ctrl_c_are_kept_beside_what_was_there(slow: Command, tmp
     }
 
 
+def test_results_that_wait_for_an_earlier_one_are_kept_too(slow: Command, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    numbers = [1, 60, 2, 60, 3]
+    source.write_text(jsonl(*({"prompt": str(number), "max_tokens": number} for number in numbers)))
+    slow.environment["FAKE_STEP_SECONDS"] = "0.3"
+    process = slow.start("--input", str(source), "--output", str(target))
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    assert b"3 lines are in" in process.communicate(timeout=20)[1]
+    kept = (tmp_path / "out.jsonl.partial").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in kept] == [0, 2, 4]
+
+
 def test_the_same_options_twice_in_a_folder_keep_both_partial_files(slow: Command, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 60}))

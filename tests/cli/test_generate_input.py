@@ -16,6 +16,12 @@ from penstock.cli.app import app
 from support.fake_engine import FakeCore, install_fake_core, write_model
 
 Generate: TypeAlias = Callable[..., Any]
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'forbidden' %}{{ raise_exception('not that role') }}{% endif %}"
+    "[{{ message.role }}] {{ message.content }}{% endfor %}"
+    "{% for tool in tools or [] %} {{ tool.name }}{% endfor %}{% if mood %} {{ mood }}{% endif %}"
+    "{% if add_generation_prompt %} ->{% endif %}"
+)
 COMMAND_LINE = CliRunner(env={"COLUMNS": "100"})
 
 
@@ -39,37 +45,130 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[FakeCore]:
 
 @pytest.fixture
 def generate(tmp_path: Path, cores: list[FakeCore]) -> Generate:
-    model = str(write_model(tmp_path / "model"))
+    folder = write_model(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    model = str(folder)
     return lambda *arguments, stdin=b"": COMMAND_LINE.invoke(
         app, ["generate", "--model", model, *arguments], input=stdin
     )
 
 
-@pytest.mark.parametrize(
+BAD_LINES = pytest.mark.parametrize(
     ("line", "message"),
     [
         (b'{"prompt": ', "This is no JSON"),
         (b'["a"]', "JSON list"),
         (b'{"max_tokens": 3}', "prompt is missing"),
-        (b'{"prompt": "a", "temprature": 1}', "There is no field temprature (given: 1). Allowed: prompt,"),
+        (b'{"prompt": "a", "temprature": 1}', "There is no field temprature (given: 1). Did you mean temperature?"),
         (b'{"prompt": "a", "temperature": -1}', "temperature=-1 is not valid. Allowed: 0 (greedy) to 10000."),
         (b'{"prompt": "a", "logprobs": 21}', "logprobs=21"),
+        (b'{"prompt": "a", "zebra": 1}', "There is no field zebra (given: 1). Allowed: prompt, prompt_token_ids,"),
         (b'{"prompt": 7}', "prompt=7 is a int"),
         (b'{"prompt_token_ids": [400]}', "token id 400"),
         (b'{"prompt_token_ids": [true]}', "True (bool) at position 0"),
         (b'{"prompt_token_ids": [%s9]}' % (b"9," * 63), "The prompt has 64 tokens"),
         (b'{"prompt": "\xff"}', "This is no JSON"),
+        (b'{"prompt": "a", "messages": []}', "There are messages and a prompt"),
+        (b'{"messages": []}', "has no messages"),
+        (b'{"messages": [{"role": "user", "content": 7}]}', "messages[0].content=7 is a int"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "tools={} is not valid. Allowed: a list"),
+        (b'{"messages": [{"role": "forbidden", "content": "a"}]}', "not that role"),
+        (b'{"prompt": "a", "tools": []}', "There is no field tools (given: [])"),
     ],
 )
-def test_a_bad_line_is_named_before_anything_runs(
+
+
+@BAD_LINES
+def test_a_bad_line_is_answered_in_its_place(generate: Generate, line: bytes, message: str) -> None:
+    named = line.replace(b"{", b'{"id": "x", ', 1) if line.startswith(b"{") else line
+    result = generate(
+        "--input", "-", "--max-tokens", "2", stdin=b'{"prompt": "a"}\n\n' + named + b'\n{"prompt": "b"}\n'
+    )
+    assert result.exit_code == 1
+    first, bad, last = map(json.loads, result.stdout.splitlines())
+    assert bad.keys() == first.keys()
+    assert (bad["index"], bad["sample"], bad["finish_reason"], bad["token_ids"]) == (1, 0, "error", [])
+    assert bad["error"].startswith("standard input, line 3: ")
+    assert message in bad["error"]
+    assert bad["id"] == (None if "no JSON" in message or "JSON list" in message else "x")
+    assert [(line["prompt"], line["error"], len(line["token_ids"])) for line in (first, last)] == [
+        ("a", None, 2),
+        ("b", None, 2),
+    ]
+    assert "1 of 3 requests cannot be answered" in result.stderr
+    assert result.stderr.endswith("penstock: 1 of 3 requests failed; their lines say why (error).\n")
+
+
+@BAD_LINES
+def test_strictly_a_bad_line_is_named_before_anything_runs(
     generate: Generate, cores: list[FakeCore], line: bytes, message: str
 ) -> None:
-    result = generate("--input", "-", stdin=b'{"prompt": "a"}\n\n' + line + b'\n{"prompt": "b"}\n')
+    result = generate("--input", "-", "--strict", stdin=b'{"prompt": "a"}\n\n' + line + b'\n{"prompt": "b"}\n')
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "standard input, line 3: " in result.stderr
     assert message in result.stderr
     assert all(core.added == [] and core.num_closes == 1 for core in cores)
+
+
+def test_strictly_all_bad_lines_are_named(generate: Generate, cores: list[FakeCore]) -> None:
+    unreadable = b"no\n" * 25 + b'{"prompt": "a"}\n'
+    result = generate("--input", "-", "--strict", stdin=unreadable)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("penstock: InvalidRequest: 25 of 26 requests cannot be answered:\n")
+    assert [f"standard input, line {number}: " in result.stderr for number in (1, 20, 21)] == [True, True, False]
+    assert "and 5 more" in result.stderr
+    assert cores == []
+    result = generate(
+        "--input", "-", "--strict", stdin=b'{"prompt": 7}\n{"prompt": "a"}\n{"prompt_token_ids": [400]}\n'
+    )
+    assert result.exit_code == 2
+    assert "line 1: prompt=7" in result.stderr
+    assert "line 3: The prompt has token id 400" in result.stderr
+
+
+def test_where_every_line_is_bad_no_model_loads(generate: Generate, cores: list[FakeCore]) -> None:
+    result = generate("--input", "-", stdin=b"one\ntwo\n")
+    assert result.exit_code == 1
+    assert [json.loads(line)["finish_reason"] for line in result.stdout.splitlines()] == ["error", "error"]
+    assert cores == []
+
+
+def test_what_only_the_core_can_refuse_is_answered_in_place(
+    generate: Generate, cores: list[FakeCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_init = RememberedCore.__init__
+
+    def refuse_two(core: RememberedCore, *arguments: Any) -> None:
+        first_init(core, *arguments)
+        core.refuses = lambda request: request.prompt_token_ids[0] in (9, 11)
+
+    monkeypatch.setattr(RememberedCore, "__init__", refuse_two)
+    lines = b"".join(b'{"prompt_token_ids": [%d]}\n' % token for token in (9, 10, 11, 12))
+    result = generate("--input", "-", "--max-tokens", "2", stdin=lines)
+    assert result.exit_code == 1
+    written = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["error"] for line in written] == [
+        "standard input, line 1: The cache is too small for this one.",
+        None,
+        "standard input, line 3: The cache is too small for this one.",
+        None,
+    ]
+    assert [len(line["token_ids"]) for line in written] == [0, 2, 0, 2]
+
+
+def test_messages_are_rendered_by_the_chat_template(generate: Generate, cores: list[FakeCore]) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    lines = [
+        {"messages": messages, "id": 7, "max_tokens": 3},
+        {"messages": messages, "tools": [{"name": "f"}], "chat_template_kwargs": {"mood": "sad"}, "cache_salt": "s"},
+        {"messages": messages, "chat_template": "{{ messages[0].content }}!", "add_generation_prompt": False},
+    ]
+    result = generate("--input", "-", "--max-tokens", "1", stdin="\n".join(map(json.dumps, lines)).encode())
+    written = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["prompt"] for line in written] == ["[user] hi ->", "[user] hi f sad ->", "hi!"]
+    assert [(line["id"], len(line["token_ids"])) for line in written] == [(7, 3), (None, 1), (None, 1)]
+    assert [request.cache_salt for request in cores[0].added] == [None, "s", None]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +276,11 @@ def test_a_lines_parameters_go_before_the_commands(generate: Generate, cores: li
     assert (first.temperature, first.max_tokens, first.stop_token_ids, first.seed) == (0, None, (70, 71), 8)
     assert (second.temperature, second.max_tokens, second.stop_token_ids, second.seed) == (0.5, 128, (), 8)
     assert [request.cache_salt for request in cores[0].added] == ["s", None]
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(generate: Generate) -> None:
+    result = generate("--input", "-", "--max-tokens", "1", stdin=b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["a", "b"]
 
 
 def test_every_output_of_a_request_has_its_line(generate: Generate) -> None:

@@ -77,7 +77,7 @@ def readable_errors(*, debug: bool = False) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt) or interrupts.happened:
             sys.exit(EXIT_INTERRUPTED)
         if isinstance(error, OutputClosed):
-            _discard_output()
+            discard_output()
             sys.exit(EXIT_OUTPUT_CLOSED)
         _fail(error, show_traceback=debug or env.log_level() == "DEBUG")
     finally:
@@ -110,6 +110,6 @@ def _message(error: BaseException) -> str:
     return f"internal error, {kind}: {error}. Run it again with --debug for the traceback."
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
     """Python flushes standard output once more at its end, and would complain about the closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,12 +11,14 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.collector import begin_collection
-from penstock.cli.failures import EXIT_FAILURE
+from penstock.cli.failures import EXIT_FAILURE, OutputClosed, discard_output
 from penstock.cli.sampling import with_defaults
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from penstock.cli.requests import Work
+    from penstock.cli.results import ResultWriter
+    from penstock.cli.work import Work
+    from penstock.engine.input_processor import AcceptedRequest
     from penstock.engine.session import Session
 
 
@@ -42,14 +44,15 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to report; implies --json")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Generate nothing if a line is bad")] = False,
     model: options.Model = "demo",
     *,
     engine: dict[str, Any],
 ) -> None:
     """Generate text that continues a prompt.
 
-    One prompt is answered with text as it comes. A JSONL file has a request per line: "prompt" or
-    "prompt_token_ids", and perhaps sampling parameters and an "id"; results are JSONL in the same order.
+    One prompt is answered with text as it comes. A JSONL file has a request per line, "prompt" or
+    "messages" and perhaps parameters; results are JSONL too.
     Defaults of sampling are the model's, where it has its own (generation_config.json).
     """
     sampling = {
@@ -67,12 +70,13 @@ def generate(
     sampling = with_defaults(sampling, model, engine, max_tokens=128)
     work = _read_work(prompt, input, output, sampling)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
-    _run(work, model, engine, output, as_json=as_json)
+    _run(work, model, engine, output, as_json=as_json, is_strict=input is None or strict)
 
 
 def _read_work(prompt: str | None, input: Path | None, output: Path | None, sampling: dict[str, Any]) -> list[Work]:
     from penstock.cli.output_file import refuse_same_file
-    from penstock.cli.requests import STANDARD_INPUT, Work, read_jsonl, read_prompt
+    from penstock.cli.requests import STANDARD_INPUT, read_jsonl, read_prompt
+    from penstock.cli.work import Work
     from penstock.contract import SamplingParams
 
     params = SamplingParams(**sampling)
@@ -85,44 +89,101 @@ def _read_work(prompt: str | None, input: Path | None, output: Path | None, samp
     return read_jsonl(input, params)
 
 
-def _run(work: list[Work], model: str, engine: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
-    """Everything that can be wrong with the input is found before the model loads, or before the first token."""
+def _run(
+    work: list[Work], model: str, engine: dict[str, Any], output: Path | None, *, as_json: bool, is_strict: bool
+) -> None:
+    """Everything that can be wrong with the input is found before the model loads, or before the first token.
+
+    is_strict: nothing is generated then; else what is wrong is the answer.
+    """
     from penstock.cli.output import open_output, stream_text
+    from penstock.cli.work import accept_all, raise_refusals
     from penstock.config import EngineConfig
 
+    refused = {index: item.error for index, item in enumerate(work) if item.error is not None}
+    if is_strict:
+        raise_refusals(refused, len(work))
     config = EngineConfig.create(model, **engine)
     with ExitStack() as stack:
         out = stack.enter_context(open_output(output, as_json=as_json))
-        if not work:
-            return
-        from penstock.engine.session import Session
-
-        session = stack.enter_context(closing(Session(config)))
-        begin_collection()
-        if as_json:
-            failure = _write_results(session, work, out)
+        if len(refused) == len(work):
+            failure = _write_results(None, work, {}, refused, out)
         else:
-            request = session.accept(work[0].prompt, work[0].sampling_params)
-            with closing(session.run([request])) as steps:
-                failure = stream_text(steps, out).error
+            from penstock.engine.session import Session
+
+            session = stack.enter_context(closing(Session(config)))
+            begin_collection()
+            requests, refused = accept_all(session, work)
+            if is_strict:
+                raise_refusals(refused, len(work))
+            if as_json:
+                failure = _write_results(session, work, requests, refused, out)
+            else:
+                with closing(session.run(list(requests.values()))) as steps:
+                    failure = stream_text(steps, out).error
     if failure is not None:
         print(f"penstock: {failure}", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
 
 
-def _write_results(session: Session, work: list[Work], out: Any) -> str | None:
-    """Returns what to say about the requests that failed, if any did."""
-    from penstock.cli.output import ResultWriter
-    from penstock.engine.progress_bar import progress_bar
+def _write_results(
+    session: Session | None,
+    work: list[Work],
+    requests: dict[int, AcceptedRequest],
+    refused: dict[int, InvalidRequest],
+    out: Any,
+) -> str | None:
+    """Returns what to say about the requests that failed, if any did.
 
-    requests = [session.accept(item.prompt, item.sampling_params, item.where) for item in work]
-    index_of = {accepted.request.req_id: index for index, accepted in enumerate(requests)}
-    writer = ResultWriter(out, [item.id for item in work])
-    with progress_bar(len(work), is_wanted=out is not sys.stdout) as bar, closing(session.run(requests)) as steps:
-        for progress in steps:
-            if progress.finished:
-                writer.add(index_of[progress.req_id], progress.output())
-                bar.update()
+    requests, refused: those that run, and why others do not, by their number from 0; without the former there need be
+    no session.
+    """
+    from penstock.cli.results import ResultWriter
+
+    if refused:
+        print(f"penstock: {_about_refused(refused, len(work))}", file=sys.stderr)
+    writer = ResultWriter(out, [item.format for item in work])
+    try:
+        for index, error in refused.items():
+            writer.add_refusal(index, error)
+        if session is not None:
+            _answer(session, requests, writer, shows_bar=out is not sys.stdout)
+    except OutputClosed:
+        raise
+    except BaseException:
+        # Whoever stops after an hour wants all that there is.
+        _write_rest(writer)
+        raise
     if not writer.num_failed:
         return None
     return f"{writer.num_failed} of {len(work)} requests failed; their lines say why (error)."
+
+
+def _answer(session: Session, requests: dict[int, AcceptedRequest], writer: ResultWriter, *, shows_bar: bool) -> None:
+    from penstock.engine.progress_bar import progress_bar
+
+    index_of = {accepted.request.req_id: index for index, accepted in requests.items()}
+    with progress_bar(len(requests), is_wanted=shows_bar) as bar:
+
+        def refuse(accepted: AcceptedRequest, error: InvalidRequest) -> None:
+            writer.add_refusal(index_of[accepted.request.req_id], error)
+            bar.update()
+
+        with closing(session.run(list(requests.values()), refuse)) as steps:
+            for progress in steps:
+                if progress.finished:
+                    writer.add(index_of[progress.req_id], progress.output())
+                    bar.update()
+
+
+def _write_rest(writer: ResultWriter) -> None:
+    try:
+        writer.write_rest()
+    except OutputClosed:
+        discard_output()
+
+
+def _about_refused(refused: dict[int, InvalidRequest], num_requests: int) -> str:
+    first = next(iter(refused.values()))
+    which = f"{len(refused):,} of {num_requests:,} requests cannot be answered, and their lines will say why"
+    return f"{which} (--strict ends the command instead). The first: {first}"

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from penstock.cli.failures import file_named
+from penstock.cli.results import OwnFormat
+from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field
 from penstock.contract import SamplingParams
-from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.engine.input_processor import located
+from penstock.errors import InvalidRequest
 
 STANDARD_INPUT = "-"
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 _SAMPLING_FIELDS = SamplingParams.__struct_fields__
-
-
-class Work(NamedTuple):
-    """One request. where: what errors call it. id: the line's own name for it, for the output."""
-
-    prompt: Any
-    sampling_params: SamplingParams
-    where: str = ""
-    id: Any = None
+_ALL_FIELDS = (*_PROMPT_FIELDS, "messages", *TEMPLATE_FIELDS, "id", *_SAMPLING_FIELDS)
 
 
 def read_prompt(argument: str | None) -> str:
@@ -43,42 +38,62 @@ def read_prompt(argument: str | None) -> str:
 
 
 def read_jsonl(path: Path, defaults: SamplingParams) -> list[Work]:
-    """One request per line: `prompt` or `prompt_token_ids`, perhaps `cache_salt`, `id`, and sampling parameters.
+    """One request per line. Empty lines are skipped.
 
-    Parameters that a line does not name are the defaults. Empty lines are skipped.
-    Raises InvalidRequest or InvalidParameter that names the line; ConfigError when the file cannot be opened.
+    A line has `prompt`, `prompt_token_ids` or `messages`, perhaps `cache_salt`, `id`, sampling parameters, and with
+    messages what their template may use. Parameters that a line does not name are the defaults.
+
+    What is wrong with a line is kept in its `Work.error`, and names it.
+    Raises ConfigError when the file cannot be opened.
     """
     is_standard_input = str(path) == STANDARD_INPUT
     name = "standard input" if is_standard_input else str(path)
     with file_named("--input", path):
         data = sys.stdin.buffer.read() if is_standard_input else path.read_bytes()
-    return list(_parse(data, name, defaults))
+    data = data.removeprefix(codecs.BOM_UTF8)
+    numbered = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
+    lines = [(f"{name}, line {number}", _decode(line)) for number, line in numbered]
+    return [_read_line(where, fields, defaults) for where, fields in lines]
 
 
-def _parse(data: bytes, name: str, defaults: SamplingParams) -> Iterator[Work]:
-    for number, line in enumerate(data.splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{name}, line {number}"
-        try:
-            yield _parse_line(line, where, defaults)
-        except InvalidRequest as error:
-            raise type(error)(f"{where}: {error}") from error
-
-
-def _parse_line(line: bytes, where: str, defaults: SamplingParams) -> Work:
+def _decode(line: bytes) -> dict[str, Any] | InvalidRequest:
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"This is no JSON: {error}.") from error
+        return InvalidRequest(f"This is no JSON: {error}.")
     if not isinstance(fields, dict):
-        raise InvalidRequest(f'This is a JSON {type(fields).__name__}. Allowed: an object such as {{"prompt": "Hi"}}.')
+        return InvalidRequest(f'This is a JSON {type(fields).__name__}. Allowed: an object such as {{"prompt": "Hi"}}.')
+    return fields
+
+
+def _read_line(where: str, fields: dict[str, Any] | InvalidRequest, defaults: SamplingParams) -> Work:
+    given = {} if isinstance(fields, InvalidRequest) else dict(fields)
+    name = given.pop("id", None)
+    try:
+        with located(where):
+            if isinstance(fields, InvalidRequest):
+                raise fields
+            prompt = _take_prompt(given)
+            return Work(prompt, _params(given, defaults), where, OwnFormat(name))
+    except InvalidRequest as error:
+        return Work(None, defaults, where, OwnFormat(name), error)
+
+
+def _take_prompt(fields: dict[str, Any]) -> Any:
     prompt = {key: fields.pop(key) for key in _PROMPT_FIELDS if key in fields}
-    if not prompt.keys() & {"prompt", "prompt_token_ids"}:
-        raise InvalidRequest("The prompt is missing. Give prompt or prompt_token_ids.")
-    name = fields.pop("id", None)
+    has_prompt = not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
+    if "messages" in fields:
+        if has_prompt:
+            raise InvalidRequest("There are messages and a prompt. Give one of them.")
+        messages = fields.pop("messages")
+        return Messages(messages, take_template_fields(fields), prompt.get("cache_salt"))
+    if not has_prompt:
+        raise InvalidRequest("The prompt is missing. Give prompt, prompt_token_ids or messages.")
+    return prompt
+
+
+def _params(fields: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
     for key, value in fields.items():
         if key not in _SAMPLING_FIELDS:
-            allowed = ", ".join((*_PROMPT_FIELDS, "id", *_SAMPLING_FIELDS))
-            raise InvalidParameter(f"There is no field {key} (given: {value!r}). Allowed: {allowed}.")
-    return Work(prompt, msgspec.structs.replace(defaults, **fields), where, name)
+            raise unknown_field(key, value, _ALL_FIELDS)
+    return msgspec.structs.replace(defaults, **fields)
