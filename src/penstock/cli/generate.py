@@ -51,8 +51,8 @@ def generate(
 ) -> None:
     """Generate text that continues a prompt.
 
-    One prompt is answered with text as it comes. A JSONL file has a request per line, "prompt" or
-    "messages" and perhaps parameters; results are JSONL too.
+    One prompt is answered with text as it comes. A JSONL file has a request per line, ours ("prompt" or
+    "messages", parameters) or in OpenAI's batch format; results are JSONL too.
     Defaults of sampling are the model's, where it has its own (generation_config.json).
     """
     sampling = {
@@ -68,12 +68,14 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     sampling = with_defaults(sampling, model, engine, max_tokens=128)
-    work = _read_work(prompt, input, output, sampling)
+    work = _read_work(prompt, input, output, sampling, model)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
     _run(work, model, engine, output, as_json=as_json, is_strict=input is None or strict)
 
 
-def _read_work(prompt: str | None, input: Path | None, output: Path | None, sampling: dict[str, Any]) -> list[Work]:
+def _read_work(
+    prompt: str | None, input: Path | None, output: Path | None, sampling: dict[str, Any], model: str
+) -> list[Work]:
     from penstock.cli.output_file import refuse_same_file
     from penstock.cli.requests import STANDARD_INPUT, read_jsonl, read_prompt
     from penstock.cli.work import Work
@@ -86,7 +88,7 @@ def _read_work(prompt: str | None, input: Path | None, output: Path | None, samp
         raise ConfigError(f"There are a prompt ({prompt!r}) and --input {input}. Give one of them.")
     if output is not None:
         refuse_same_file(input, output, is_standard_input=str(input) == STANDARD_INPUT)
-    return read_jsonl(input, params)
+    return read_jsonl(input, params, model)
 
 
 def _run(

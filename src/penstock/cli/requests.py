@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.cli.batch_requests import read_batch_lines
 from penstock.cli.failures import file_named
 from penstock.cli.results import OwnFormat
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field
@@ -37,11 +38,12 @@ def read_prompt(argument: str | None) -> str:
         raise InvalidRequest(f"Standard input is no UTF-8 text: {error}.") from error
 
 
-def read_jsonl(path: Path, defaults: SamplingParams) -> list[Work]:
-    """One request per line. Empty lines are skipped.
+def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
+    """One request per line, of our own kind or of OpenAI's batches (see `batch_requests`). Empty lines are skipped.
 
-    A line has `prompt`, `prompt_token_ids` or `messages`, perhaps `cache_salt`, `id`, sampling parameters, and with
-    messages what their template may use. Parameters that a line does not name are the defaults.
+    Our own: `prompt`, `prompt_token_ids` or `messages`, perhaps `cache_salt`, `id`, sampling parameters, and with
+    messages what their template may use. Parameters that a line does not name are the defaults. model: the one that
+    runs, as the command line has it.
 
     What is wrong with a line is kept in its `Work.error`, and names it.
     Raises ConfigError when the file cannot be opened.
@@ -53,7 +55,8 @@ def read_jsonl(path: Path, defaults: SamplingParams) -> list[Work]:
     data = data.removeprefix(codecs.BOM_UTF8)
     numbered = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
     lines = [(f"{name}, line {number}", _decode(line)) for number, line in numbered]
-    return [_read_line(where, fields, defaults) for where, fields in lines]
+    works = read_batch_lines(lines, defaults, model)
+    return [works.get(where) or _read_line(where, fields, defaults) for where, fields in lines]
 
 
 def _decode(line: bytes) -> dict[str, Any] | InvalidRequest:

@@ -1,0 +1,198 @@
+"""Lines of OpenAI's batch format: a request as it would be sent to a server, with a name for its answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.cli.batch_results import BatchFormat, Endpoint
+from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field
+from penstock.contract import SamplingParams
+from penstock.contract import param_checks as check
+from penstock.engine.input_processor import located
+from penstock.errors import InvalidParameter, InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+_LINE_FIELDS = ("custom_id", "method", "url", "body")
+_URLS = {endpoint.value: endpoint for endpoint in Endpoint}
+# Parameters of ours that mean the same in a body. The others have names or meanings of their own there, or none.
+_SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__) - {
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+    "bad_words_token_ids",
+    "all_stop_token_ids",
+}
+_CHAT_FIELDS = ("messages", *TEMPLATE_FIELDS, "max_completion_tokens", "top_logprobs")
+_FIELDS = {
+    endpoint: ("model", *own, "logprobs", "cache_salt", *sorted(_SAMPLING_FIELDS))
+    for endpoint, own in ((Endpoint.CHAT, _CHAT_FIELDS), (Endpoint.COMPLETION, ("prompt",)))
+}
+# What servers are told about the client, and what changes no answer here.
+_WITHOUT_EFFECT = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+)
+# Fields that have one meaning here, with the values that ask for it.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+
+
+def read_batch_lines(
+    lines: Sequence[tuple[str, dict[str, Any] | InvalidRequest]], defaults: SamplingParams, model: str
+) -> dict[str, Work]:
+    """The requests of those lines that are of this format, and of the unreadable ones beside them.
+
+    lines: where each one is, as errors call it, and its fields, or why it has none. defaults: of parameters that a body
+    does not name. model: the one that runs. A file made for one other model is answered by it, with a warning; among
+    several names only that of the running model is right.
+
+    Returns them by where they are. What is wrong with one is kept in its `Work.error`.
+    """
+    if not any(_is_batch_line(fields) for _, fields in lines):
+        return {}
+    reader = _Reader(defaults, model, {_model_of(fields) for _, fields in lines} - {None})
+    return {where: reader.read(where, fields) for where, fields in lines if _is_ours(fields)}
+
+
+class _Reader:
+    """named: the models that the file's requests name."""
+
+    def __init__(self, defaults: SamplingParams, model: str, named: set[Any]) -> None:
+        self._defaults = defaults
+        self._model = model
+        self._answers_any = len(named) <= 1
+        self._where_of: dict[str, str] = {}
+        if self._answers_any and named - {model}:
+            logger.warning("The requests are for the model %r; %r answers them.", *named, model)
+
+    def read(self, where: str, fields: dict[str, Any] | InvalidRequest) -> Work:
+        given = {} if isinstance(fields, InvalidRequest) else fields
+        form = BatchFormat(given.get("custom_id"), _URLS.get(_text(given.get("url"))) or Endpoint.CHAT, self._model)
+        try:
+            with located(where):
+                if isinstance(fields, InvalidRequest):
+                    raise fields
+                prompt, params = self._read(where, fields)
+        except InvalidRequest as error:
+            return Work(None, self._defaults, where, form, error)
+        return Work(prompt, params, where, msgspec.structs.replace(form, num_logprobs=params.logprobs))
+
+    def _read(self, where: str, fields: dict[str, Any]) -> tuple[Any, SamplingParams]:
+        endpoint = self._check_line(where, fields)
+        body = {key: value for key, value in fields["body"].items() if value is not None}
+        self._check_model(body.pop("model", None))
+        choice = body.get("tool_choice")
+        _take_only(body)
+        cache_salt = body.pop("cache_salt", None)
+        if endpoint is Endpoint.CHAT:
+            prompt: Any = _take_messages(body, cache_salt, with_tools=choice != "none")
+            params = _chat_params(body)
+        else:
+            prompt = {**_take_prompt(body), "cache_salt": cache_salt}
+            params = {"logprobs": body.pop("logprobs", None)}
+        for key, value in body.items():
+            if key not in _SAMPLING_FIELDS:
+                raise unknown_field(key, value, _FIELDS[endpoint])
+        return prompt, msgspec.structs.replace(self._defaults, **body, **params)
+
+    def _check_line(self, where: str, fields: dict[str, Any]) -> Endpoint:
+        for key, value in fields.items():
+            if key not in _LINE_FIELDS:
+                raise unknown_field(key, value, _LINE_FIELDS)
+        name = fields.get("custom_id")
+        if not isinstance(name, str):
+            raise InvalidRequest(f"custom_id={name!r} is not valid. Allowed: text, which the answer is found by.")
+        first = self._where_of.setdefault(name, where)
+        if first != where:
+            raise InvalidRequest(f"custom_id={name!r} is that of {first} too. Give each request one of its own.")
+        method, url = fields.get("method", "POST"), _text(fields.get("url"))
+        if method != "POST":
+            raise InvalidRequest(f"method={method!r} is not valid. Allowed: 'POST'.")
+        if url not in _URLS:
+            raise InvalidRequest(f"url={fields.get('url')!r} is not valid. Allowed: {', '.join(_URLS)}.")
+        if not isinstance(fields.get("body"), dict):
+            raise InvalidRequest(f"body={fields.get('body')!r} is not valid. Allowed: an object with the request.")
+        return _URLS[url]
+
+    def _check_model(self, named: Any) -> None:
+        if named is None or named == self._model or (self._answers_any and isinstance(named, str)):
+            return
+        raise InvalidRequest(
+            f"model={named!r} is not the one that runs. Allowed: {self._model!r}, none, or the same in all requests."
+        )
+
+
+def _is_batch_line(fields: dict[str, Any] | InvalidRequest) -> bool:
+    return not isinstance(fields, InvalidRequest) and not fields.keys().isdisjoint(_LINE_FIELDS)
+
+
+def _is_ours(fields: dict[str, Any] | InvalidRequest) -> bool:
+    return isinstance(fields, InvalidRequest) or _is_batch_line(fields)
+
+
+def _model_of(fields: dict[str, Any] | InvalidRequest) -> str | None:
+    body = None if isinstance(fields, InvalidRequest) else fields.get("body")
+    return (_text(body.get("model")) or None) if isinstance(body, dict) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _take_only(body: dict[str, Any]) -> None:
+    """Take out what has no effect, and raise InvalidParameter for what asks for more than there is."""
+    for key in _WITHOUT_EFFECT & body.keys():
+        del body[key]
+    for key in _ONLY.keys() & body.keys():
+        value = body.pop(key)
+        if value not in _ONLY[key]:
+            raise InvalidParameter(f"{key}={value!r} is not available. Allowed: {' or '.join(map(repr, _ONLY[key]))}.")
+
+
+def _take_messages(body: dict[str, Any], cache_salt: Any, *, with_tools: bool) -> Messages:
+    if "messages" not in body:
+        raise InvalidRequest("messages is missing. Give the conversation.")
+    options = take_template_fields(body)
+    if not with_tools:
+        options.pop("tools", None)
+    return Messages(body.pop("messages"), options, cache_salt)
+
+
+def _take_prompt(body: dict[str, Any]) -> dict[str, Any]:
+    """One prompt, of text or token ids, which may be the only one of a list."""
+    prompt = body.pop("prompt", None)
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, list) and not any(isinstance(part, (str, list)) for part in prompt):
+        return {"prompt_token_ids": prompt}
+    several = isinstance(prompt, list)
+    given = f"prompt has {len(prompt)} prompts" if several else f"prompt={prompt!r} is not valid"
+    raise InvalidRequest(f"{given}. Allowed: one prompt per line, text or token ids.")
+
+
+def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
+    """Take out what a chat calls otherwise, as our parameters."""
+    params: dict[str, Any] = {}
+    if "max_completion_tokens" in body:
+        params["max_tokens"] = body.pop("max_completion_tokens")
+        body.pop("max_tokens", None)
+    wants, most = body.pop("logprobs", False), body.pop("top_logprobs", None)
+    check.check_flag("logprobs", wants)
+    if most is not None:
+        check.check_integer("top_logprobs", most, 0, None, "0 or more")
+        if not wants:
+            raise check.invalid("top_logprobs", most, "only with logprobs=true")
+    params["logprobs"] = (most or 0) if wants else None
+    return params
