@@ -148,3 +148,4 @@ def _check_known(name: str, value: Any) -> None:
     if name not in SamplingParams.__struct_fields__:
         # It knows what may have been meant.
         SamplingParams.from_dict({name: value})
+        raise InvalidParameter(f"{name}={value!r} changes nothing: there is no such parameter.")
