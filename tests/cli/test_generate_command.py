@@ -240,13 +240,14 @@ def test_a_second_ctrl_c_does_not_wait(slow: Command, tmp_path: Path) -> None:
     assert process.communicate()[1] == b""
 
 
-def interrupted(command: Command, source: Path, target: Path, suffix: str = ".partial") -> str:
-    """Ctrl-C once there is a result in the file of that suffix; returns what is said then."""
+def interrupted(command: Command, source: Path, target: Path, suffix: str = ".partial", after_s: float = 0) -> str:
+    """Ctrl-C so long after there is a result in the file of that suffix; returns what is said then."""
     process = command.start("--input", str(source), "--output", str(target))
     deadline = time.monotonic() + 20
     partial = Path(f"{target}{suffix}")
     while not (partial.exists() and partial.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
+    time.sleep(after_s)
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=20)[1].decode()
     assert process.returncode == 130
@@ -286,10 +287,7 @@ def test_results_that_wait_for_an_earlier_one_are_kept_too(slow: Command, tmp_pa
     numbers = [1, 60, 2, 60, 3]
     source.write_text(jsonl(*({"prompt": str(number), "max_tokens": number} for number in numbers)))
     slow.environment["FAKE_STEP_SECONDS"] = "0.3"
-    process = slow.start("--input", str(source), "--output", str(target))
-    time.sleep(4)
-    process.send_signal(signal.SIGINT)
-    assert b"3 lines are in" in process.communicate(timeout=20)[1]
+    assert "3 lines are in" in interrupted(slow, source, target, after_s=2)
     kept = (tmp_path / "out.jsonl.partial").read_text().splitlines()
     assert [json.loads(line)["index"] for line in kept] == [0, 2, 4]
 
