@@ -123,6 +123,7 @@ class EngineCore:
         try:
             self._turn()
         except (WorkerError, WaitTimeout) as error:
+            self._failures_in_a_row += 1
             self._recover(error)
         except BaseException as error:
             self._broken_off_by = f"{type(error).__name__}: {error}"
@@ -268,14 +269,16 @@ class EngineCore:
         self._grammar.accept(ended)
 
     def _mend(self) -> None:
-        """Start over after a turn that was broken off, which may have left a step half launched."""
+        """Start over after a turn that was broken off, which may have left a step half launched.
+
+        Whoever broke it off has been told, and decides how often that is to happen.
+        """
         self._require_alive()
         why, self._broken_off_by = self._broken_off_by, None
         self._recover(PenstockError(f"A step was broken off by {why}"))
 
     def _recover(self, error: PenstockError) -> None:
         """Replace the workers and go on; give up when that does not help."""
-        self._failures_in_a_row += 1
         limit = self.config.parallel.max_restarts
         self._in_flight.clear()
         engine = self._require_alive()
@@ -284,7 +287,7 @@ class EngineCore:
             self._die(f"{error}. {why_not}", error)
         if self._failures_in_a_row > limit:
             self._die(f"Workers failed {self._failures_in_a_row} times in a row; the last time: {error}", error)
-        logger.warning("%s. Restarting the worker (%d of %d)", error, self._failures_in_a_row, limit)
+        logger.warning("%s. Restarting the worker (failed %d of %d times)", error, self._failures_in_a_row, limit)
         self.scheduler.reset_for_recovery()
         try:
             engine.restart_workers()

@@ -44,7 +44,7 @@ def run_core(connection: Connection, load_core: Callable[[EngineConfig], CoreCli
             core.close()
     except (EOFError, ConnectionError):
         return
-    except Exception as error:
+    except BaseException as error:
         _send(connection, CoreEnded(error=error_as_data(error)))
         raise SystemExit(1) from error
 
@@ -88,7 +88,7 @@ def _answer(core: CoreClient, message: AddRequest | AbortRequests | UtilityCall)
         if isinstance(message, AbortRequests):
             return Answer(call_id=message.call_id, outputs=core.abort_requests(message.req_ids))
         return Answer(call_id=message.call_id, result=_call(core, message))
-    except Exception as error:
+    except BaseException as error:
         return Answer(call_id=message.call_id, error=error_as_data(error))
 
 

@@ -179,7 +179,7 @@ class _Command:
             return
         try:
             result = self.action()
-        except Exception as error:
+        except BaseException as error:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
