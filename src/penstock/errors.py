@@ -5,6 +5,8 @@ A message names the thing, its value, what is allowed, and what to do about it.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any, TypedDict
 
@@ -107,6 +109,19 @@ class EngineDead(PenstockError, RuntimeError):
 
 class RemoteError(PenstockError, RuntimeError):
     """What another process raised, where it was no error of Penstock's; the message has its type and text."""
+
+
+def is_for_the_program(error: BaseException) -> bool:
+    """Whether an exception that somebody's code let through is meant for the whole program, and not for that code.
+
+    Ctrl-C, and an exit, which a handler of another signal may ask for: in the main thread, where Python delivers
+    signals, and in a process that has not left Ctrl-C to others.
+    """
+    return (
+        isinstance(error, (KeyboardInterrupt, SystemExit))
+        and threading.current_thread() is threading.main_thread()
+        and callable(signal.getsignal(signal.SIGINT))
+    )
 
 
 class ErrorData(TypedDict):

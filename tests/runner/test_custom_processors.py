@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,11 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, RequestOutput, SamplingParams
+from penstock.config import EngineConfig
+from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core import EngineCore
+from penstock.engine.core_process import start_core_process
+from penstock.engine.session import Session
 from penstock.errors import ConfigError, InvalidParameter, LogitsProcessorError
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.runner.sampling import load_processors as loading
+from penstock.runner.sampling.failures import Failure
 from penstock.scheduler.outputs import FinishReason
 from support.checkpoints import tiny_checkpoint
 from support.engines import make_core, random_prompts, run
@@ -294,3 +301,129 @@ def test_the_vocabulary_of_a_processor_is_the_logits(folder: Path) -> None:
     context = processor_of(driver, Force).context
     assert (context.vocab_size, context.num_slots) == (VOCAB_SIZE, 20)
     assert context.token_ids is driver.token_ids
+
+
+class Quits(Force):
+    """Raises what a request names, where it names it; or returns what nothing can be drawn from."""
+
+    name = "quits"
+    kinds: ClassVar[dict[str, type[BaseException]]] = {
+        kind.__name__: kind for kind in (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
+    }
+
+    def add_request(self, slot: int, params: SamplingParams, *tokens: Any) -> bool:
+        wanted = (params.extra_args or {}).get(self.name)
+        if wanted is None:
+            return False
+        self.kind = self.kinds[wanted[1]]
+        if wanted[0] == "add_request":
+            raise self.kind("enough")
+        return True
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        raise self.kind("enough")
+
+
+QUITS = f"{__name__}:Quits"
+FOUR = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def quitting(kind: str, when: str = "apply") -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=4, extra_args={"quits": [when, kind]})
+
+
+@pytest.mark.parametrize("when", ["apply", "add_request"])
+@pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt"])
+def test_what_is_for_the_program_reaches_it_and_the_engine_goes_on(kind: str, when: str) -> None:
+    with LLM("demo", logits_processors=[QUITS], max_restarts=1, **DEMO) as llm:
+        whole = llm.generate("ROMEO:", FOUR, use_tqdm=False)[0].outputs[0].token_ids
+        for _ in range(3):  # more often than workers may fail
+            with pytest.raises(Quits.kinds[kind], match="enough"):
+                llm.generate(["ROMEO:", "x"], [FOUR, quitting(kind, when)], use_tqdm=False)
+        assert llm.generate("ROMEO:", FOUR, use_tqdm=False)[0].outputs[0].token_ids == whole
+
+
+@pytest.mark.parametrize("when", ["apply", "add_request"])
+@pytest.mark.parametrize("kind", ["GeneratorExit", "CancelledError"])
+def test_what_is_no_errors_kind_ends_its_request_alone(kind: str, when: str) -> None:
+    with LLM("demo", logits_processors=[QUITS], **DEMO) as llm:
+        whole = llm.generate("ROMEO:", FOUR, use_tqdm=False)[0].outputs[0].token_ids
+        good, bad = llm.generate(["ROMEO:", "x"], [FOUR, quitting(kind, when)], use_tqdm=False)
+    assert good.outputs[0].token_ids == whole
+    assert bad.error is not None
+    assert f"'quits' failed in {when}: {kind}: enough" in bad.error
+
+
+@pytest.mark.parametrize("when", ["apply", "add_request"])
+@pytest.mark.parametrize("kind", list(Quits.kinds))
+def test_in_a_thread_of_the_engines_nothing_is_for_the_program(kind: str, when: str) -> None:
+    async def both(engine: AsyncEngine) -> list[RequestOutput]:
+        async def last(prompt: str, params: SamplingParams) -> RequestOutput:
+            return [output async for output in engine.generate(prompt, params)][-1]
+
+        return await asyncio.gather(last("ROMEO:", FOUR), last("x", quitting(kind, when)))
+
+    engine = AsyncEngine("demo", logits_processors=[QUITS], **DEMO)
+    try:
+        good, bad = asyncio.run(both(engine))
+        again, _ = asyncio.run(both(engine))
+    finally:
+        engine.shutdown()
+    assert good.outputs[0].token_ids == again.outputs[0].token_ids
+    assert len(good.outputs[0].token_ids) == 4
+    assert bad.error is not None
+    assert f"'quits' failed in {when}: {kind}: enough" in bad.error
+
+
+def test_in_a_process_of_the_engines_nothing_is_for_the_program() -> None:
+    config = EngineConfig.create("demo", logits_processors=(QUITS,), **DEMO)
+    with closing(Session(config, load_core=start_core_process)) as session:
+        for kind in Quits.kinds:
+            requests = [session.accept("ROMEO:", FOUR), session.accept("x", quitting(kind))]
+            ended = {progress.req_id: progress.output() for progress in session.run(requests) if progress.finished}
+            good, bad = (ended[accepted.request.req_id] for accepted in requests)
+            assert len(good.outputs[0].token_ids) == 4
+            assert bad.error is not None
+            assert f"'quits' failed in apply: {kind}: enough" in bad.error
+
+
+class Spoils(LogitsProcessor):
+    """Returns what nothing can be drawn from, to requests that ask for it."""
+
+    name = "spoils"
+
+    def add_request(self, slot: int, params: SamplingParams, *tokens: Any) -> bool:
+        wanted = (params.extra_args or {}).get(self.name)
+        if wanted is not None:
+            self.value = float(wanted)
+        return wanted is not None
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        return logits.fill_(self.value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_who_leaves_nothing_to_draw_from_is_named(value: str) -> None:
+    params = SamplingParams(temperature=0.5, max_tokens=4, ignore_eos=True, extra_args={"spoils": value})
+    with LLM("demo", logits_processors=[Everywhere, Spoils], **DEMO) as llm:
+        good, bad, other = llm.generate(["ROMEO:"] * 3, [FOUR, params, FOUR], use_tqdm=False)
+        assert good.outputs[0].token_ids == other.outputs[0].token_ids
+        assert len(good.outputs[0].token_ids) == 4
+        assert bad.outputs[0].finish_reason == "error"
+        assert bad.error is not None
+        assert "Logits processor 'spoils' (Spoils) left no token" in bad.error
+
+
+def test_the_models_own_nan_is_not_blamed_on_a_processor() -> None:
+    driver = HandDriven(logits_processors=(Spoils,))
+    for slot in range(4):
+        driver.add(slot, asking("spoils", "nan") if slot % 2 == 0 else plain(), [5])
+    logits = random_logits(4, 0)
+    logits[2:, 7] = torch.nan
+    assert driver.step(range(4), logits).failures.tolist() == [Failure.NOTHING_LEFT + 1, 0, 1, 1]
+
+
+def test_the_parameters_are_blamed_where_they_left_nothing_before() -> None:
+    driver = HandDriven(logits_processors=(Spoils,))
+    driver.add(0, asking("spoils", "nan", allowed_token_ids=[3], stop_token_ids=[3], min_tokens=2), [5])
+    assert driver.step([0], random_logits(1, 0)).failures.tolist() == [Failure.NOTHING_LEFT]

@@ -138,6 +138,7 @@ class Generation(AfterForward):
                 prompt_logprobs=prompt_logprobs,
                 errors=errors,
                 on_not_finite=self._poisoned_blocks.note_failure,
+                processor_names=self._sampler.processor_names,
                 rank=self._rank,
             )
         batch.step.advance(outcome)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ class AsyncOutput:
         prompt_logprobs: PendingPromptLogprobs | None = None,
         errors: dict[str, str],
         on_not_finite: Callable[[], None] = _ignore,
+        processor_names: Sequence[str] = (),
         rank: int,
     ) -> None:
         self.step_id = step_id
@@ -49,6 +50,7 @@ class AsyncOutput:
         self._has_logprobs = logprobs is not None
         self._prompt_logprobs = prompt_logprobs
         self._on_not_finite = on_not_finite
+        self._processor_names = processor_names
         self._on_host = on_host
         self._first_rows = first_rows
         self._copy = device.download((*(logprobs or ()), *((outcome.table_RX,) if on_host is None else ())))
@@ -99,7 +101,7 @@ class AsyncOutput:
             self._on_not_finite()
         # An unfinished prefill's token is void, but with NaN in its logits there is NaN in its KV, and it is lost.
         return {
-            req_id: describe_failure(why)
+            req_id: describe_failure(why, self._processor_names)
             for req_id, sampled, why in zip(self._req_ids, token_ids, failures, strict=True)
             if why == Failure.NOT_FINITE or (why and sampled)
         }

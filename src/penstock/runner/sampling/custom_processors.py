@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock.contract import SamplingParams
-from penstock.errors import ConfigError, LogitsProcessorError
+from penstock.errors import ConfigError, LogitsProcessorError, is_for_the_program
 from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.sampling.failures import can_be_drawn
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.sampling.stage import SamplingStage
 
@@ -29,6 +30,12 @@ class CustomProcessors(SamplingStage):
         self._processors = [_make(processor_class, context) for processor_class in classes]
         self._wants = np.zeros((len(self._processors), context.num_slots), dtype=np.bool_)
         self._errors: dict[int, str] = {}
+        self._spoilt_by: Tensor | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """What errors call each."""
+        return [f"{processor.name!r} ({type(processor).__qualname__})" for processor in self._processors]
 
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -37,7 +44,9 @@ class CustomProcessors(SamplingStage):
         for index, processor in enumerate(self._processors):
             try:
                 wants = processor.add_request(slot, params, prompt_token_ids, output_token_ids)
-            except Exception as error:
+            except BaseException as error:
+                if is_for_the_program(error):
+                    raise
                 raise LogitsProcessorError(_describe(processor, "add_request", error)) from error
             self._wants[index, slot] = bool(wants)
 
@@ -48,7 +57,9 @@ class CustomProcessors(SamplingStage):
             processor = self._processors[index]
             try:
                 processor.remove_request(slot)
-            except Exception:  # the request is gone: there is nobody to tell but the log
+            except BaseException as error:  # the request is gone: there is nobody to tell but the log
+                if is_for_the_program(error):
+                    raise
                 logger.exception("Logits processor %r failed in remove_request", processor.name)
         self._wants[:, slot] = False
 
@@ -61,10 +72,11 @@ class CustomProcessors(SamplingStage):
         return bool(self._wants[:, slots_np].any())
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        for processor, wants in zip(self._processors, self._wants, strict=True):
+        self._spoilt_by = None
+        for number, wants in enumerate(self._wants):
             which = np.flatnonzero(wants[rows.slots_np])
             if len(which):
-                self._apply_one(processor, logits, rows, which)
+                self._apply_one(number, logits, rows, which)
         return logits
 
     def take_errors(self) -> dict[int, str]:
@@ -72,29 +84,45 @@ class CustomProcessors(SamplingStage):
         errors, self._errors = self._errors, {}
         return errors
 
-    def _apply_one(self, processor: LogitsProcessor, logits: Tensor, rows: LogitsRows, which: np.ndarray) -> None:
+    def take_spoilt_by(self) -> Tensor | None:
+        """int64 [rows]: of those that could be drawn from until a processor changed them, its number from 1 on, else 0.
+
+        None where none took part since the last call.
+        """
+        spoilt_by, self._spoilt_by = self._spoilt_by, None
+        return spoilt_by
+
+    def _apply_one(self, number: int, logits: Tensor, rows: LogitsRows, which: np.ndarray) -> None:
         """Let a processor change rows of the logits, in place; those for which it raises stay as they are."""
+        processor = self._processors[number]
         try:
             if not processor.is_needed(rows.slots_np[which]):
                 return
-            self._change(processor, logits, rows, which)
-        except Exception as error:
+            self._change(number, logits, rows, which)
+        except BaseException as error:
+            if is_for_the_program(error):
+                raise
             if len(which) == 1:
                 logger.warning("Logits processor %r ends a request", processor.name, exc_info=error)
                 self._errors[int(which[0])] = _describe(processor, "apply", error)
                 return
             for row in which:
-                self._apply_one(processor, logits, rows, np.array([row]))
+                self._apply_one(number, logits, rows, np.array([row]))
 
-    def _change(self, processor: LogitsProcessor, logits: Tensor, rows: LogitsRows, which: np.ndarray) -> None:
+    def _change(self, number: int, logits: Tensor, rows: LogitsRows, which: np.ndarray) -> None:
         index = self._context.device.upload(which)
         before = logits.index_select(0, index)
+        could_be_drawn = can_be_drawn(before)
         with torch.no_grad():
-            after = processor.apply(before, rows.select(which, index))
+            after = self._processors[number].apply(before, rows.select(which, index))
         if not isinstance(after, Tensor) or after.shape != before.shape or after.dtype != torch.float32:
             found = f"{after.dtype} {list(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
             raise TypeError(f"it returned {found} instead of float32 logits {list(before.shape)}")
         logits.index_copy_(0, index, after)
+        if self._spoilt_by is None:
+            self._spoilt_by = index.new_zeros(len(logits))
+        is_spoilt = could_be_drawn & ~can_be_drawn(after)
+        self._spoilt_by.index_copy_(0, index, is_spoilt * (number + 1))
 
 
 def _make(processor_class: type[LogitsProcessor], context: ProcessorContext) -> LogitsProcessor:
@@ -107,5 +135,5 @@ def _make(processor_class: type[LogitsProcessor], context: ProcessorContext) -> 
         ) from error
 
 
-def _describe(processor: LogitsProcessor, method: str, error: Exception) -> str:
+def _describe(processor: LogitsProcessor, method: str, error: BaseException) -> str:
     return f"Logits processor {processor.name!r} failed in {method}: {type(error).__name__}: {error}"

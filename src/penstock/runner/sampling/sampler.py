@@ -84,6 +84,7 @@ class Sampler:
             MinP(device, num_slots),
             TopKTopP(device, num_slots, vocab_size),
         ]
+        self.processor_names = self._custom.names
         # Slots whose requests need shaping; most steps have none.
         self._shaped_slots: set[int] = set()
         # Slots whose requests want anything but the largest logit.
@@ -161,7 +162,7 @@ class Sampler:
         sampled, has_failed = self._draw.sample(processed, rows)
         return SamplerOutput(
             sampled_token_ids=sampled,
-            failures=find_failures(has_failed, logits if shaping else None),
+            failures=find_failures(has_failed, logits if shaping else None, self._custom.take_spoilt_by()),
             logprobs=self._logprobs.compute(logits, processed, sampled, num_logprobs),
             errors=self._custom.take_errors(),
         )
