@@ -80,10 +80,11 @@ class ModelConfig:
                 f"max_model_len={self.max_model_len!r} is not valid. Allowed: a positive integer, or 'auto'."
             )
         check_integer("max_model_len", self.max_model_len, 1)
-        if self.max_model_len > self.longest_context:
+        # A kind of model that has no such field is refused for what it is, and by who knows kinds of models.
+        if self._context_field is not None and self.max_model_len > self.longest_context:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} is more than the {self.longest_context} positions that "
-                f"{self.model} was made for (max_position_embeddings). Ask for at most that."
+                f"{self.model} was made for ({self._context_field}). Ask for at most that."
             )
 
     @classmethod
@@ -142,8 +143,11 @@ class ModelConfig:
     @property
     def longest_context(self) -> int:
         """Positions that the model was made for."""
-        present = [name for name in _CONTEXT_FIELDS if self.hf_config.get(name) is not None]
-        return self.require_int(present[0] if present else _CONTEXT_FIELDS[0])
+        return self.require_int(self._context_field or _CONTEXT_FIELDS[0])
+
+    @property
+    def _context_field(self) -> str | None:
+        return next((name for name in _CONTEXT_FIELDS if self.hf_config.get(name) is not None), None)
 
     @property
     def checkpoint_dtype(self) -> str:

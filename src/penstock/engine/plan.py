@@ -27,6 +27,7 @@ from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, Unsuppo
 from penstock.loader.headers import fetch_headers
 from penstock.loader.loader import open_weights, stored_dtype, without_memory
 from penstock.loader.weight_files import has_weight_files
+from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
 from penstock.runner.model_runner import RunnerLimits
@@ -129,6 +130,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     """
     folder, is_on_hub = resolve_metadata_folder(model, revision)
     config, parallel = EngineConfig.create(str(folder), **options), ParallelContext()
+    refuse_unsuitable(config.model)
     device = _choose_device(config.device.device)
     tensors = _tensors(str(model), revision, config, is_on_hub=is_on_hub)
     dtype = _choose_dtype(config, None if tensors is None else stored_dtype(tensors), device)

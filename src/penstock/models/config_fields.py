@@ -76,8 +76,8 @@ class ConfigFields:
     @property
     def num_positions(self) -> int:
         """Positions that the engine may serve, from 0 on."""
-        wanted = self.model_config.max_model_len
-        return wanted if isinstance(wanted, int) else self.model_config.longest_context
+        wanted, longest = self.model_config.max_model_len, self.model_config.longest_context
+        return wanted if isinstance(wanted, int) else longest
 
     def layer_types(self, num_layers: int) -> list[str] | None:
         """The kind of each layer's attention, or None where the file names none."""

@@ -53,6 +53,16 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
     return model_class
 
 
+def refuse_unsuitable(model_config: ModelConfig) -> None:
+    """Raise UnsupportedModel, with the reason, for a kind of model that cannot run here.
+
+    Only the kind is looked at, no field that another kind may not have: whoever reads those asks here first.
+    """
+    find_model_class(model_config)
+    if runs_through_transformers(model_config):
+        import_module(_TRANSFORMERS[0]).refuse_unsuitable(model_config)
+
+
 def runs_through_transformers(model_config: ModelConfig) -> bool:
     """Whether the implementation is that of Transformers: by option, or because there is no other."""
     if model_config.model_impl == "auto":

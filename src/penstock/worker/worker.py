@@ -26,6 +26,7 @@ from penstock.loader.loader import find_stored_dtype
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.attention_layers import cache_layers, kv_cache_specs, most_query_heads
 from penstock.models.interface import LanguageModel
+from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
@@ -68,6 +69,7 @@ class Worker(WorkerBase):
         self._pages: PagesAhead | None = None
 
     def init_device(self) -> None:
+        refuse_unsuitable(self.config.model)
         self._device = create_device(self.config.device, self.parallel.rank)
         model = self.config.model
         stored = find_stored_dtype(model.folder, self.config.load, self.parallel)

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
 from penstock.config import ModelConfig
 from penstock.config.quantized_checkpoint import refuse_quantized_checkpoint
@@ -16,12 +16,34 @@ from penstock.models.registry import supported_architectures
 from penstock.models.transformers_fallback.refusal import CannotRun
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"
+_PLURALS = {"image": "images", "video": "videos"}
+# What classes do that are no causal language models, by the tables that Transformers has them in.
+_OTHER_PURPOSES = {
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "it fills in masked tokens instead of going on with a text",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "it classifies texts, which is planned",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "it classifies tokens, which is planned",
+    "MODEL_MAPPING_NAMES": "it has hidden states only, and no head that scores tokens; embeddings are planned",
+}
 
 
-def find_hf_class(model_config: ModelConfig) -> type[PreTrainedModel]:
+def find_suitable(model_config: ModelConfig) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """The class that `architectures` names, and its configuration, if its kind of model can run on paged attention.
+
+    Nothing but the kind of model is looked at, so that what it lacks is not found in its place.
+
+    Raises CannotRun with the reason; and as `_find_hf_class` and `_read_hf_config`.
+    """
+    model_class = _find_hf_class(model_config)
+    config = _read_hf_config(model_config, model_class)
+    _refuse_unsuitable(model_class, config)
+    return model_class, config
+
+
+def _find_hf_class(model_config: ModelConfig) -> type[PreTrainedModel]:
     """The class that `architectures` names.
 
-    Raises UnsupportedModel when Transformers has none, CannotRun when it is no causal language model.
+    Raises UnsupportedModel when Transformers has none.
     """
     architecture = model_config.architecture
     found = getattr(transformers, architecture, None)
@@ -33,12 +55,10 @@ def find_hf_class(model_config: ModelConfig) -> type[PreTrainedModel]:
             f"Transformers {transformers.__version__}.{remote} "
             f"Implemented here: {', '.join(supported_architectures())}."
         )
-    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise CannotRun("it is no causal language model")
     return found
 
 
-def read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel]) -> PretrainedConfig:
+def _read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel]) -> PretrainedConfig:
     """`config.json` as the class wants it.
 
     Raises ModelError when Transformers does not take it, UnsupportedFeature for a quantized model.
@@ -66,18 +86,41 @@ def _decode_floats(value: Any) -> Any:
     return [_decode_floats(one) for one in value] if isinstance(value, list) else value
 
 
-def refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Raises CannotRun for kinds of models that say themselves why paged attention alone cannot run them."""
     if getattr(config, "is_encoder_decoder", False):
-        raise CannotRun("it is an encoder-decoder model")
-    if getattr(config, "add_cross_attention", False):
-        raise CannotRun("it has cross attention")
+        raise CannotRun("it is an encoder-decoder model, which are planned")
+    media = _media(model_class, config)
+    if media:
+        raise CannotRun(f"it takes {media}, which is planned; nor is the language model in it run by itself")
     if getattr(model_class, "_is_stateful", False):
-        raise CannotRun("it keeps a recurrent state, as Mamba does, beside or instead of keys and values")
+        raise CannotRun(_STATE)
+    if model_class.__name__ not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise CannotRun(_other_purpose(model_class.__name__))
+    if getattr(config, "add_cross_attention", False):
+        raise CannotRun("it has cross attention, which is planned")
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = sorted(set(kinds) - _ATTENTION_KINDS)
+    if "linear_attention" in others:
+        raise CannotRun(_STATE)
     if others:
         raise CannotRun(f"it has layers of the kind {', '.join(others)} (layer_types)")
     can_set = getattr(model_class, "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         raise CannotRun("its attention does not go through the attention interface of Transformers")
+
+
+def _media(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str:
+    """What a model takes beside text, or instead of it, such as "images and audio"."""
+    if not config.sub_configs and model_class.main_input_name == "input_ids":
+        return ""  # the part for text of a family with others, which says that it takes what the family does
+    taken = getattr(model_class, "input_modalities", None) or ()
+    others = [_PLURALS.get(medium, medium) for medium in ([taken] if isinstance(taken, str) else taken)]
+    return " and ".join(medium for medium in others if medium != "text")
+
+
+def _other_purpose(class_name: str) -> str:
+    for table, purpose in _OTHER_PURPOSES.items():
+        if class_name in getattr(modeling_auto, table).values():
+            return f"it is no causal language model: {purpose}"
+    return "it is no causal language model"

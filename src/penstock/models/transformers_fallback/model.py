@@ -28,7 +28,7 @@ from penstock.models.transformers_fallback.buffers import (
 )
 from penstock.models.transformers_fallback.checkpoint_names import CheckpointNames, checkpoint_tensors
 from penstock.models.transformers_fallback.head import take_backbone
-from penstock.models.transformers_fallback.hf_class import find_hf_class, read_hf_config, refuse_unsuitable
+from penstock.models.transformers_fallback.hf_class import find_suitable
 from penstock.models.transformers_fallback.interface import PAGED, TRIAL, Attends, ContextSlot, install_attention
 from penstock.models.transformers_fallback.linears import replace_linears
 from penstock.models.transformers_fallback.locality import check_locality
@@ -65,7 +65,7 @@ class TransformersForCausalLM(CausalLM):
                     model, trial.backbone, trial.output_type, trial.hidden_size, trial.vocab_size
                 )
         except CannotRun as reason:
-            raise self._refusal(reason) from reason
+            raise _refusal(model_config, reason) from reason
         for module, layer in trial.layers:
             install_attention(module, layer, self._slot)
         replace_linears(self, parallel)
@@ -104,7 +104,7 @@ class TransformersForCausalLM(CausalLM):
                 device=device,
             )
         except CannotRun as reason:
-            raise self._refusal(reason) from reason
+            raise _refusal(self._model_config, reason) from reason
 
     def _run(self, input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
         position_ids = None if positions_T is None else positions_T.unsqueeze(0)
@@ -121,18 +121,24 @@ class TransformersForCausalLM(CausalLM):
                     seen.add(id(tensor))
                     yield prefix + name, tensor
 
-    def _refusal(self, reason: CannotRun) -> UnsupportedModel:
-        config = self._model_config
-        return UnsupportedModel(
-            f"{config.model} ({config.architecture}) cannot run through Transformers on paged attention: {reason}."
-        )
+
+def refuse_unsuitable(model_config: ModelConfig) -> None:
+    """Raise UnsupportedModel with the reason for a kind of model that paged attention cannot run."""
+    try:
+        find_suitable(model_config)
+    except CannotRun as reason:
+        raise _refusal(model_config, reason) from reason
+
+
+def _refusal(config: ModelConfig, reason: CannotRun) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{config.model} ({config.architecture}) cannot run through Transformers on paged attention: {reason}."
+    )
 
 
 def _build(model_config: ModelConfig) -> PreTrainedModel:
     """The model of Transformers: parameters on the meta device, buffers on the CPU with their values."""
-    model_class = find_hf_class(model_config)
-    config = read_hf_config(model_config, model_class)
-    refuse_unsuitable(model_class, config)
+    model_class, config = find_suitable(model_config)
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=TRIAL, dtype=torch.float32)

@@ -1,0 +1,77 @@
+"""A kind of model that cannot run is refused for what it is, by `plan` and by an engine in the same words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from penstock.config import EngineConfig
+from penstock.engine.core import EngineCore
+from penstock.engine.plan import plan_engine
+from penstock.errors import UnsupportedModel
+
+STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"
+ENCODER = "it is an encoder-decoder model, which are planned"
+IMAGES = "it takes images, which is planned; nor is the language model in it run by itself"
+VIDEOS = "it takes images and videos, which is planned"
+MASKED = "it is no causal language model: it fills in masked tokens instead of going on with a text"
+CLASSIFIES = "it is no causal language model: it classifies texts, which is planned"
+NO_HEAD = "it is no causal language model: it has hidden states only, and no head that scores tokens"
+OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
+
+REASONS = {
+    "MambaForCausalLM": STATE,
+    "Mamba2ForCausalLM": STATE,
+    "RecurrentGemmaForCausalLM": STATE,
+    "RwkvForCausalLM": STATE,
+    "JambaForCausalLM": STATE,
+    "MiniMaxForCausalLM": STATE,
+    "WhisperForConditionalGeneration": ENCODER,
+    "T5ForConditionalGeneration": ENCODER,
+    "BartForConditionalGeneration": ENCODER,
+    "MarianMTModel": ENCODER,
+    "LlavaForConditionalGeneration": IMAGES,
+    "Gemma3ForConditionalGeneration": IMAGES,
+    "Mistral3ForConditionalGeneration": IMAGES,
+    "Qwen2VLForConditionalGeneration": VIDEOS,
+    "Qwen2AudioForConditionalGeneration": "it takes audio, which is planned",
+    "ViTForImageClassification": "it takes images, which is planned",
+    "BertForMaskedLM": MASKED,
+    "Qwen2ForSequenceClassification": CLASSIFIES,
+    "LlamaModel": NO_HEAD,
+    "BloomForCausalLM": OWN_ATTENTION,
+    "MptForCausalLM": OWN_ATTENTION,
+    "FalconForCausalLM": OWN_ATTENTION,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_log() -> Iterator[None]:
+    """Transformers has much to say about its own default configurations."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("max_model_len", [None, 64])
+@pytest.mark.parametrize("class_name", REASONS)
+def test_the_plan_and_the_engine_give_the_true_reason(
+    class_name: str, max_model_len: int | None, tmp_path: Path
+) -> None:
+    """Not what the configuration of such a model lacks, of which another kind has need."""
+    config = getattr(transformers, class_name).config_class()
+    config.architectures = [class_name]
+    config.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "max_model_len": max_model_len}
+    with pytest.raises(UnsupportedModel) as planned:
+        plan_engine(str(tmp_path), **options)
+    with pytest.raises(UnsupportedModel) as started:
+        EngineCore(EngineConfig.create(str(tmp_path), **options))
+    assert str(planned.value) == str(started.value)
+    assert f"({class_name}) cannot run" in str(planned.value)
+    assert REASONS[class_name] in str(planned.value)
