@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
+from penstock.device.forks import keep_forks_computing
 from penstock.device.fresh_memory import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
 from penstock.device.host_allocator import FREED_MEMORY, GIVE_BACK, KEEP, return_free_pages
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION, cpu_quota, memory_limit
@@ -49,6 +50,7 @@ class CpuDevice(Device):
     attention_backends = ("cpu_native", "cpu_paged", "reference")
 
     def __init__(self, num_threads: int | None = None) -> None:
+        keep_forks_computing()
         self.torch_device = torch.device("cpu")
         self.threads = plan_threads(num_threads, quota=cpu_quota())
         # Before the threads are made, which inherit it. Weights are packed later, so their memory is on the same node.

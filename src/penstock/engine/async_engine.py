@@ -110,6 +110,7 @@ class AsyncEngine:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their streams get a last output with finish_reason "abort". Unknown ones are ignored."""
+        self._thread.owner.check()
         req_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if self._thread.is_running:
             # What has been asked for happens, even if its caller does not wait for it.
@@ -220,6 +221,8 @@ class AsyncEngine:
 
     def _close(self, stream: OutputStream) -> None:
         """End the request if its reader left early."""
+        if not self._thread.owner.is_here():
+            return
         stream.end_watch()
         self._remove(stream)
         # An engine that has ended has no request left to end.

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -36,6 +37,7 @@ from penstock.engine.messages import (
     ToCore,
     UtilityCall,
 )
+from penstock.engine.owning_process import OwningProcess
 from penstock.errors import (
     EngineDead,
     LifecycleError,
@@ -72,6 +74,7 @@ class CoreProcess:
         start_timeout_s: float = START_TIMEOUT_S,
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
+        self._owner = OwningProcess()
         self._call_timeout_s = call_timeout_s
         self._ended_by: PenstockError | None = None
         self._unfinished: set[str] = set()
@@ -79,6 +82,7 @@ class CoreProcess:
         # Of steps that were made while something else was waited for.
         self._outputs: deque[list[EngineCoreOutput]] = deque()
         self._process, self._connection = _start_process(config, load_core, call_timeout_s)
+        _clients.add(self)
         self.pid = self._process.pid
         self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=read_all, args=(self._connection, self._arrived), daemon=True)
@@ -150,6 +154,8 @@ class CoreProcess:
         self._call_utility("check_health")
 
     def close(self) -> None:
+        if not self._owner.is_here():
+            return
         if self._ended_by is None:
             self._ended_by = LifecycleError("This engine was closed. Create a new one.")
             try:
@@ -221,6 +227,7 @@ class CoreProcess:
         return message
 
     def _check_running(self) -> None:
+        self._owner.check()
         if self._ended_by is not None:
             raise same_error(self._ended_by)
 
@@ -245,6 +252,18 @@ class CoreProcess:
         self._reader.join(_END_TIMEOUT_S)
         self._connection.close()
         self._process.close()
+
+
+def _let_go_in_fork() -> None:
+    """A copy of a client must neither keep its connection open nor end its process, as Python's end would."""
+    for client in list(_clients):
+        client._connection.close()
+        multiprocessing.process._children.discard(client._process)  # type: ignore[attr-defined]
+
+
+_clients: weakref.WeakSet[CoreProcess] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 def start_core_process(config: EngineConfig) -> CoreProcess:

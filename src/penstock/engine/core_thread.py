@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.engine.core_client import CALL_TIMEOUT_S, START_TIMEOUT_S
 from penstock.engine.dispatcher import Dispatcher
+from penstock.engine.owning_process import OwningProcess
 from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, same_error
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class CoreThread:
         start_timeout_s: float = START_TIMEOUT_S,
         turn_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
+        self.owner = OwningProcess()
         self.turn_timeout_s = turn_timeout_s
         self._start = start
         self._on_end = on_end
@@ -62,13 +64,14 @@ class CoreThread:
 
     @property
     def is_running(self) -> bool:
-        return self._ended_by is None
+        return self._ended_by is None and self.owner.is_here()
 
     def submit(self, action: Callable[[], _Result]) -> Future[_Result]:
         """Let the thread call `action` before its next step; the future gets what comes of it.
 
-        Raises EngineDead or LifecycleError when the thread has ended.
+        Raises EngineDead or LifecycleError when the thread has ended, or is in another process.
         """
+        self.owner.check()
         command = _Command(action)
         with self._lock:
             self.check_running()
@@ -77,7 +80,8 @@ class CoreThread:
         return command.future
 
     def check_running(self) -> None:
-        """Raise EngineDead or LifecycleError when the thread has ended."""
+        """Raise EngineDead or LifecycleError when the thread has ended, or is in another process."""
+        self.owner.check()
         if self._ended_by is not None:
             raise same_error(self._ended_by)
 
@@ -88,15 +92,18 @@ class CoreThread:
             raise self._timed_out(what, time.monotonic() - began)
 
     def stop(self) -> None:
-        """Let the thread end after its present step, and give the core back. Does not wait."""
-        self._commands.put(_STOP)
-        self._wake()
+        """Let the thread end after its present step, and give the core back. Does not wait. Not from a fork."""
+        if self.owner.is_here():
+            self._commands.put(_STOP)
+            self._wake()
 
     def join(self) -> None:
         """Wait for the end.
 
         Raises WaitTimeout when a step does not let it come.
         """
+        if not self.owner.is_here():
+            return
         self._thread.join(self.turn_timeout_s)
         if self._thread.is_alive():
             raise self._timed_out("shutdown", self.turn_timeout_s)

@@ -6,24 +6,28 @@ import threading
 from types import TracebackType
 
 from penstock.engine.core_client import CALL_TIMEOUT_S
+from penstock.engine.owning_process import OwningProcess
 from penstock.errors import WaitTimeout
 
 
 class LimitedLock:
-    """Held by one thread at a time, which may take it several times over.
+    """Held by one thread at a time, which may take it several times over, of the process that made it.
 
-    what: what its holder does, for the error. Entering it raises WaitTimeout after `timeout_s` seconds.
+    what: what its holder does, for the error. Entering it raises WaitTimeout after `timeout_s` seconds, LifecycleError
+    in a forked process, where whoever held it in the first one may never let go.
     """
 
-    __slots__ = ("_holder", "_lock", "_timeout_s", "_what")
+    __slots__ = ("_holder", "_lock", "_timeout_s", "_what", "owner")
 
     def __init__(self, what: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._lock = threading.RLock()
         self._what = what
         self._timeout_s = timeout_s
         self._holder = 0
+        self.owner = OwningProcess()
 
     def __enter__(self) -> None:
+        self.owner.check()
         if not self._lock.acquire(timeout=self._timeout_s):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise WaitTimeout(

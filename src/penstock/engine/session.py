@@ -114,7 +114,9 @@ class Session:
             return self._core.collective_rpc(method, timeout_s, args, kwargs)
 
     def close(self) -> None:
-        """Give back the model, its memory and its threads. A second call does nothing."""
+        """Give back the model, its memory and its threads. A second call does nothing, nor does one in a fork."""
+        if not self._lock.owner.is_here():
+            return
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -156,6 +158,8 @@ class Session:
             self._core.wait_for_work()
 
     def _abandon(self, req_ids: set[str]) -> None:
+        if not self._lock.owner.is_here():
+            return
         with self._lock:
             if self._is_closed:
                 return
