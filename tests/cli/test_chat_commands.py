@@ -263,10 +263,11 @@ def test_help_lists_every_command(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--temperature", "-1"), "InvalidParameter: temperature=-1.0"),
+        (("--temperature", "-1"), "InvalidParameter: --temperature -1.0"),
         (("--chat-template", "/missing"), "--chat-template /missing cannot be opened"),
-        (("--max-model-len", "many"), "ConfigError: max_model_len='many'"),
-        (("--option", "blok_size=3"), "Did you mean block_size"),
+        (("--max-model-len", "many"), "ConfigError: --max-model-len many"),
+        (("--option", "blok_size=3"), "Did you mean --option block_size=...?"),
+        (("--option", "max_num_seqs=0"), "ConfigError: --option max_num_seqs=0"),
     ],
 )
 def test_bad_options_are_one_readable_message(chat: Chat, arguments: tuple[str, ...], message: str) -> None:

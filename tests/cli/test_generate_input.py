@@ -174,18 +174,18 @@ def test_messages_are_rendered_by_the_chat_template(generate: Generate, cores: l
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["x", "--temperature", "-1"], "InvalidParameter: temperature=-1.0"),
+        (["x", "--temperature", "-1"], "InvalidParameter: --temperature -1.0"),
         (["x", "--temperature", "hot"], "--temperature"),
-        (["x", "--logprobs", "21"], "InvalidParameter: logprobs=21 is not valid. Allowed: at most 20."),
-        (["x", "--max-num-seqs", "0"], "ConfigError: max_num_seqs=0"),
-        (["x", "--max-model-len", "many"], "ConfigError: max_model_len='many'"),
+        (["x", "--logprobs", "21"], "InvalidParameter: --logprobs 21 is not valid. Allowed: at most 20."),
+        (["x", "--max-num-seqs", "0"], "ConfigError: --max-num-seqs 0"),
+        (["x", "--max-model-len", "many"], "ConfigError: --max-model-len many"),
         (["x", "--option", "block_size"], "ConfigError: --option 'block_size' is not valid. Allowed: NAME=VALUE"),
         (["x", "--option", "model=demo"], "--model"),
         (["x", "--option", "blok_size=3"], "UnknownOption: There is no option blok_size (given: 3). Did you mean"),
         (["x", "--input", "file"], "Give one of them"),
         (["--input", "/missing.jsonl"], "--input /missing.jsonl cannot be opened: No such file"),
         (["x", "--output", "/missing/out.jsonl"], "--output /missing/out.jsonl cannot be opened"),
-        (["x", "--model", "/missing"], "ModelNotFound: model='/missing'"),
+        (["x", "--model", "/missing"], "ModelNotFound: --model /missing"),
         (["x", "--unknown"], "--unknown"),
         (["word " * 70], "ContextTooLong: The prompt has"),
     ],
@@ -215,7 +215,7 @@ def test_names_of_other_engines_are_accepted(generate: Generate, cores: list[Fak
     generate("x", "--gpu-memory-utilization", "0.5")
     assert cores[0].config is not None
     assert cores[0].config.cache.memory_fraction == 0.5
-    assert "memory_fraction=1.5" in generate("x", "--gpu-memory-utilization", "1.5").stderr
+    assert "--memory-fraction 1.5" in generate("x", "--gpu-memory-utilization", "1.5").stderr
 
 
 def test_options_reach_the_configuration(generate: Generate, cores: list[FakeCore]) -> None:

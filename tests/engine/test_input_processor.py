@@ -115,19 +115,19 @@ def test_a_prompt_needs_room_for_one_token(processor: InputProcessor) -> None:
         processor.process([5] * MAX_MODEL_LEN, SamplingParams(max_tokens=30))
     assert str(caught.value) == (
         "The prompt has 16 tokens and asks for 30 more, but this engine was started for 16 (max_model_len), of which "
-        "at least one is the answer's. Shorten the prompt to 15 tokens, or start with --max-model-len 46."
+        "at least one is the answer's. Shorten the prompt to 15 tokens, or start with max_model_len=46."
     )
 
 
 def test_advice_goes_no_further_than_the_model(processor: InputProcessor) -> None:
-    with pytest.raises(ContextTooLong, match=r"--max-model-len 64\.$"):
+    with pytest.raises(ContextTooLong, match=r"max_model_len=64\.$"):
         processor.process([5] * 60, SamplingParams(max_tokens=30))
     with pytest.raises(ContextTooLong, match=r"Shorten the prompt to 15 tokens; .* was made for no more than 64\.$"):
         processor.process([5] * 64, DEFAULTS)
 
 
 def test_asking_for_as_much_as_fits_names_no_number(processor: InputProcessor) -> None:
-    with pytest.raises(ContextTooLong, match="has 16 tokens, but .*--max-model-len 17"):
+    with pytest.raises(ContextTooLong, match="has 16 tokens, but .*max_model_len=17"):
         processor.process([5] * MAX_MODEL_LEN, SamplingParams(max_tokens=None))
 
 

@@ -83,5 +83,5 @@ def test_max_logprobs_bounds_what_requests_ask_for(tokenizer: Tokenizer, name: s
     for most, number in ((20, 20), (-1, 5), (-1, -1), (-1, 10**6), (VOCAB_SIZE, -1), (0, 0)):
         assert make(tokenizer, max_logprobs=most).process(ask(number)) == ask(number)
     for most, number in ((20, 21), (20, -1), (0, 1), (VOCAB_SIZE - 1, -1)):
-        with pytest.raises(InvalidParameter, match=rf"^{name}={number}.*Start the engine with --option max_logprobs="):
+        with pytest.raises(InvalidParameter, match=rf"^{name}={number}.*Start the engine with max_logprobs="):
             make(tokenizer, max_logprobs=most).process(ask(number))

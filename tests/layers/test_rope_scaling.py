@@ -142,7 +142,7 @@ def test_longrope_says_which_factors_it_takes(caplog: pytest.LogCaptureFixture) 
     rope_frequencies(ours(16, rope, num_positions=512))
     assert not caplog.records
     rope_frequencies(ours(16, rope, num_positions=513))
-    assert "--max-model-len 512" in caplog.text
+    assert "max_model_len=512" in caplog.text
 
 
 def test_layers_with_equal_rotary_parameters_share_a_table() -> None:

@@ -290,7 +290,7 @@ def test_where_long_requests_of_a_longrope_model_are_served_all_run_with_its_lon
     oracle = tiny_transformers_model("Phi3ForCausalLM", **LONGROPE)
     config = dataclasses.replace(save_for_fallback(oracle, tmp_path), max_model_len=max_model_len)
     model = load(config)
-    assert "start with --max-model-len 64 or less" in caplog.text
+    assert "start with max_model_len=64 or less" in caplog.text
     long_factors = LONGROPE_PARAMETERS["long_factor"]
     always = {**LONGROPE, "rope_parameters": {**LONGROPE_PARAMETERS, "short_factor": long_factors}}
     assert_matches(model, tiny_transformers_model("Phi3ForCausalLM", **always))

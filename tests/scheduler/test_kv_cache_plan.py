@@ -215,9 +215,9 @@ def test_too_little_memory_is_explained_with_numbers_and_remedies() -> None:
     message = str(caught.value)
     assert "max_model_len=1,000 tokens needs 128.00 KiB" in message
     assert "only 10.00 KiB are left" in message
-    assert "--max-model-len 64 (or auto)" in message
+    assert "max_model_len=64 (or 'auto')" in message
     assert "118.00 KiB more" in message
-    assert f"--kv-cache-memory-bytes {64 * block}" in message
+    assert f"kv_cache_memory_bytes={64 * block}" in message
     # The remedies work.
     plan_kv_cache(layers(2, 0), 5 * block, max_model_len=64, max_num_batched_tokens=32)
     plan_kv_cache(layers(2, 0), 64 * block, max_model_len=1000, max_num_batched_tokens=32)
@@ -229,7 +229,7 @@ def test_no_memory_at_all_suggests_no_length(available: int) -> None:
         plan_kv_cache(layers(2, 0), available, max_model_len=16, max_num_batched_tokens=32)
 
     assert "hold a request of 0 tokens" in str(caught.value)
-    assert "--max-model-len" not in str(caught.value)
+    assert "Start with" not in str(caught.value)
 
 
 def test_one_request_needs_few_blocks_of_a_window_group() -> None:

@@ -275,7 +275,7 @@ def test_a_prompt_without_room_for_an_answer_is_refused(length: int) -> None:
 
     assert f"{length:,} tokens" in str(caught.value)
     assert "context of 16" in str(caught.value)
-    assert f"--max-model-len {length + 1}" in str(caught.value)
+    assert f"max_model_len={length + 1}" in str(caught.value)
     assert driver.scheduler.num_waiting == 1
 
 

@@ -44,7 +44,7 @@ def test_by_default_the_fraction_bounds_the_kv_cache_alone() -> None:
     large = replace(small, weights=60 * GIB)
     assert large.kv_cache_bytes == large.left_for_kv_cache == large.budget - 63 * GIB > 0
     check_plan(large)
-    with pytest.raises(OutOfMemory, match="leaves no memory for the KV cache. Raise --memory-fraction or leave it out"):
+    with pytest.raises(OutOfMemory, match="leaves no memory for the KV cache. Raise memory_fraction or leave it out"):
         check_plan(replace(large, is_default_fraction=False))
     with pytest.raises(OutOfMemory, match="leaves no memory for the KV cache. Free memory, lower"):
         check_plan(replace(large, weights=70 * GIB))
@@ -74,10 +74,10 @@ def test_the_table_shows_every_term() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights": 75 * GIB}, "leaves no memory for the KV cache. Raise --memory-fraction"),
+        ({"weights": 75 * GIB}, "leaves no memory for the KV cache. Raise memory_fraction"),
         (
             {"free_at_start": 40 * GIB},
-            r"memory_fraction=0.9 asks for 72.00 GiB.*Lower --memory-fraction to 0.5, leave it out",
+            r"memory_fraction=0.9 asks for 72.00 GiB.*Lower it to 0.5, leave it out",
         ),
         ({"requested_kv_cache": 70 * GIB}, "kv_cache_memory_bytes=75161927680 is more than what is free"),
     ],

@@ -53,7 +53,7 @@ def chat(
     }
     params = SamplingParams(**with_defaults(flags, model, engine, max_tokens=512, temperature=0.7))
     template = None if chat_template is None else _read_template(chat_template)
-    config = EngineConfig.create(model, max_num_seqs=1, **engine)
+    config = EngineConfig.create(model, **{"max_num_seqs": 1, **engine})
     from penstock.cli.chat_terminal import ChatTerminal
     from penstock.cli.conversation import Conversation
     from penstock.engine.session import Session

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from penstock.cli.flags import Flags
 from penstock.cli.main import EXIT_INTERRUPTED, leave_at_once
 from penstock.config import env
 from penstock.errors import ConfigError, InvalidRequest, ModelNotFound, PenstockError
@@ -62,10 +63,11 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def readable_errors(*, debug: bool = False) -> Iterator[None]:
+def readable_errors(*, debug: bool = False, flags: Flags | None = None) -> Iterator[None]:
     """Run a command's body; turn whatever it raises into a message and an exit code.
 
-    debug: print the traceback as well, as PENSTOCK_LOG_LEVEL=debug does.
+    flags: the command's, by which messages then call options. debug: print the traceback as well, as
+    PENSTOCK_LOG_LEVEL=debug does.
     """
     interrupts = _Interrupts()
     former_handler = signal.signal(signal.SIGINT, interrupts)
@@ -79,7 +81,7 @@ def readable_errors(*, debug: bool = False) -> Iterator[None]:
         if isinstance(error, OutputClosed):
             discard_output()
             sys.exit(EXIT_OUTPUT_CLOSED)
-        _fail(error, show_traceback=debug or env.log_level() == "DEBUG")
+        _fail(error, flags, show_traceback=debug or env.log_level() == "DEBUG")
     finally:
         if not interrupts.happened:
             signal.signal(signal.SIGINT, former_handler)
@@ -94,17 +96,20 @@ def file_named(option: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option} {path} cannot be opened: {error.strerror}. Give another file.") from error
 
 
-def _fail(error: BaseException, *, show_traceback: bool) -> NoReturn:
+def _fail(error: BaseException, flags: Flags | None, *, show_traceback: bool) -> NoReturn:
     if show_traceback:
         traceback.print_exception(error)
-    print(f"penstock: {_message(error)}", file=sys.stderr)
+    print(f"penstock: {_message(error, flags)}", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT if isinstance(error, _BAD_INPUT) else EXIT_FAILURE)
 
 
-def _message(error: BaseException) -> str:
+def _message(error: BaseException, flags: Flags | None) -> str:
     kind = type(error).__name__
     if isinstance(error, PenstockError):
-        return f"{kind}: {error}"
+        message = str(error)
+        if flags is not None:
+            message = flags.of_request(message) if isinstance(error, InvalidRequest) else flags.of_engine(message)
+        return f"{kind}: {message}"
     if isinstance(error, OSError):
         return str(error)
     return f"internal error, {kind}: {error}. Run it again with --debug for the traceback."

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.models import OptionInfo
 
 from penstock.cli.failures import readable_errors
+from penstock.cli.flags import Flags
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
@@ -59,7 +61,7 @@ def engine_command(
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(*, debug: bool, **given: Any) -> None:
-            with readable_errors(debug=debug):
+            with readable_errors(debug=debug, flags=flags):
                 if shows_log:
                     configure_logging("debug" if debug else None)
                 engine = {name: given.pop(name) for name in names if name in given}
@@ -67,6 +69,7 @@ def engine_command(
 
         parameters = inspect.signature(function, eval_str=True).parameters
         own = [parameter for name, parameter in parameters.items() if name != "engine"]
+        flags = Flags(engine=_engine_flags(names), own=_own_flags(own))
         command.__signature__ = inspect.Signature([*own, *map(_parameter, names)])  # type: ignore[attr-defined]
         return command
 
@@ -76,6 +79,28 @@ def engine_command(
 def _parameter(name: str) -> inspect.Parameter:
     kind, default, option = _ENGINE_OPTIONS[name]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default)
+
+
+def _engine_flags(names: list[str]) -> dict[str, str]:
+    flags = {name: _flag(name, _ENGINE_OPTIONS[name][2]) for name in names if name not in ("option", "debug")}
+    if "engine_seed" in flags:
+        flags["seed"] = flags.pop("engine_seed")
+    return flags
+
+
+def _own_flags(parameters: list[inspect.Parameter]) -> dict[str, str]:
+    return {
+        parameter.name: _flag(parameter.name, option)
+        for parameter in parameters
+        for option in getattr(parameter.annotation, "__metadata__", ())
+        if isinstance(option, OptionInfo)
+    }
+
+
+def _flag(name: str, option: OptionInfo) -> str:
+    # The first declaration is where a default would be.
+    declared = [str(one) for one in (option.default, *(option.param_decls or ())) if str(one).startswith("--")]
+    return declared[0] if declared else f"--{name.replace('_', '-')}"
 
 
 def _as_created(*, option: list[str] | None, **engine: Any) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class InputProcessor:
     def _advice(self, num_prompt_tokens: int, wanted: int) -> str:
         longest = self._model.longest_context
         if num_prompt_tokens < longest:
-            return f", or start with --max-model-len {min(wanted, longest)}."
+            return f", or start with max_model_len={min(wanted, longest)}."
         return f"; {self._model.model} was made for no more than {longest:,}."
 
 

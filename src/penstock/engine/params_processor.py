@@ -64,11 +64,11 @@ class ParamsProcessor:
         if asked == ALL_LOGPROBS and most < self._vocab_size:
             raise InvalidParameter(
                 f"{name}=-1 asks for all {self._vocab_size:,} tokens of the vocabulary. Allowed: at most {most}. Start "
-                "the engine with --option max_logprobs=-1 for more."
+                "the engine with max_logprobs=-1 for more."
             )
         if asked > most:
             raise InvalidParameter(
-                f"{name}={asked} is not valid. Allowed: at most {most}. Start the engine with --option "
+                f"{name}={asked} is not valid. Allowed: at most {most}. Start the engine with "
                 f"max_logprobs={asked} for more."
             )
 

@@ -207,7 +207,7 @@ def warn_about_long_factors(num_positions: int, original: int) -> None:
     """Say which of longrope's factors are in use, and what that costs."""
     logger.warning(
         "The model stretches its rotary embedding (longrope). Since up to %s tokens are served, all sequences use "
-        "its factors for long ones. For best quality on shorter ones, start with --max-model-len %s or less.",
+        "its factors for long ones. For best quality on shorter ones, start with max_model_len=%s or less.",
         f"{num_positions:,}",
         original,
     )

@@ -25,7 +25,7 @@ def check_prompt(request: Request, max_model_len: int) -> None:
         reserved = "" if request.pools else ", of which one at least is the answer's"
         raise ContextTooLong(
             f"The prompt has {request.num_prompt_tokens:,} tokens, but this engine was started for a context of "
-            f"{max_model_len:,}{reserved}. Shorten the prompt to {longest:,} tokens, or start with --max-model-len "
+            f"{max_model_len:,}{reserved}. Shorten the prompt to {longest:,} tokens, or start with max_model_len="
             f"{request.num_prompt_tokens + num_output_tokens} or more."
         )
 
@@ -51,6 +51,6 @@ def check_fits(request: Request, kv_cache: KVCacheManager, *, max_model_len: int
     raise ContextTooLong(
         f"The prompt has {request.num_prompt_tokens:,} tokens and may grow to {request.length_limit:,}, which need "
         f"{num_needed:,} blocks of KV cache, but there are {num_usable:,}: enough for {longest:,} tokens. Shorten "
-        "the prompt, ask for fewer tokens, or give the KV cache more memory (--memory-fraction or "
-        "--kv-cache-memory-bytes)."
+        "the prompt, ask for fewer tokens, or give the KV cache more memory (memory_fraction or "
+        "kv_cache_memory_bytes)."
     )

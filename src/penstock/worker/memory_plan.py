@@ -106,14 +106,14 @@ def check_plan(plan: MemoryPlan) -> None:
         fits = math.floor(100 * plan.free_at_start / plan.total) / 100
         raise OutOfMemory(
             f"memory_fraction={plan.fraction:g} asks for {format_bytes(plan.budget)}, but only "
-            f"{format_bytes(plan.free_at_start)} are free. Lower --memory-fraction to {fits:g}, leave it out, or free "
+            f"{format_bytes(plan.free_at_start)} are free. Lower it to {fits:g}, leave it out, or free "
             f"memory.\n{plan.table()}"
         )
     if plan.requested_kv_cache is None and plan.left_for_kv_cache <= 0:
-        more = "Free memory" if plan.is_default_fraction else "Raise --memory-fraction or leave it out"
+        more = "Free memory" if plan.is_default_fraction else "Raise memory_fraction or leave it out"
         raise OutOfMemory(
-            f"The model leaves no memory for the KV cache. {more}, lower --max-num-batched-tokens or "
-            f"--max-num-seqs, or take a smaller model.\n{plan.table()}"
+            f"The model leaves no memory for the KV cache. {more}, lower max_num_batched_tokens or "
+            f"max_num_seqs, or take a smaller model.\n{plan.table()}"
         )
     if plan.requested_kv_cache is not None and plan.requested_kv_cache > plan.free_at_start - plan.weights:
         raise OutOfMemory(

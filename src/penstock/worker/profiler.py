@@ -150,5 +150,5 @@ def create_profiler(config: ProfilerConfig, parallel: ParallelContext) -> NoProf
 def _not_configured() -> ConfigError:
     return ConfigError(
         "Profiling is not configured: profiler_dir is not set. Start the engine with profiler_dir='FOLDER' "
-        "(--option profiler_dir=FOLDER), then call start_profile and stop_profile around what is to be recorded."
+        "(profiler_dir=FOLDER), then call start_profile and stop_profile around what is to be recorded."
     )

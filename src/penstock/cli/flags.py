@@ -1,0 +1,71 @@
+"""Messages call options by their names in Python; on the command line they are read as flags."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_OPTION = "--option"
+# A list, a dictionary, a text, or what there is up to the next space or the end of a sentence.
+_VALUE = r"""\[[^\]]*\]|\{[^}]*\}|'[^']*'|"[^"]*"|[^\s()]*[^\s().,;:]"""
+# Names after it are to choose from, and not advice.
+_LIST = "Known options:"
+_IN_A_FILE = re.compile(r"^[^\n]+, line \d+: ")
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """A command's flags by what they are in Python. engine: options of the engine; own: everything else.
+
+    Any option of the engine without a flag is given as `--option NAME=VALUE`.
+    """
+
+    engine: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, str] = field(default_factory=dict)
+
+    def of_engine(self, message: str) -> str:
+        """A message about the engine and its options."""
+        return _in_flags(message, self._engine_flags())
+
+    def of_request(self, message: str) -> str:
+        """A message about a request, whose parameters are flags unless a file has them."""
+        engine = {name: flag for name, flag in self._engine_flags().items() if name not in self.own}
+        return _in_flags(message, engine if _IN_A_FILE.match(message) else {**engine, **self.own})
+
+    def _engine_flags(self) -> dict[str, str]:
+        from penstock.config.engine import option_names
+
+        model = {name: flag for name, flag in self.own.items() if name == "model"}
+        return dict.fromkeys(option_names(), _OPTION) | model | {**self.engine}
+
+
+def _in_flags(message: str, flags: Mapping[str, str]) -> str:
+    if message.startswith("--"):  # it is the command line's own
+        return message
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        # What is not given has no flag; and without a value, an ordinary word is no option.
+        if value == "None" or (value is None and "_" not in name and not match["said"]):
+            return match[0]
+        if flags[name] == _OPTION:
+            return f"{_OPTION} {shlex.quote(f'{name}={_plain(value)}')}"
+        return flags[name] if value is None else f"{flags[name]} {shlex.quote(_plain(value))}"
+
+    names = "|".join(flags)
+    pattern = rf"""(?<![\w'"./-])(?P<said>the option )?(?P<name>{names})(?:=(?P<value>{_VALUE}))?(?![\w/=]|\.\w)"""
+    told, heading, names_to_choose = message.partition(_LIST)
+    # Lines of a table stay as wide as they are.
+    lines = [line if line.startswith("  ") else re.sub(pattern, flag, line) for line in told.split("\n")]
+    return "\n".join(lines) + heading + names_to_choose
+
+
+def _plain(value: str | None) -> str:
+    """A value of Python as the command line takes it."""
+    if value is None:
+        return "..."
+    if value[0] in "'\"":
+        return value[1:-1]
+    return value.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+", value) else value
