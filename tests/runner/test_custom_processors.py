@@ -21,7 +21,7 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core import EngineCore
 from penstock.engine.core_process import start_core_process
 from penstock.engine.session import Session
-from penstock.errors import ConfigError, InvalidParameter, LogitsProcessorError
+from penstock.errors import ConfigError, InvalidParameter, LogitsProcessorError, RemoteError
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.runner.sampling import load_processors as loading
 from penstock.runner.sampling.failures import Failure
@@ -385,6 +385,12 @@ def test_in_a_process_of_the_engines_nothing_is_for_the_program() -> None:
             assert len(good.outputs[0].token_ids) == 4
             assert bad.error is not None
             assert f"'quits' failed in apply: {kind}: enough" in bad.error
+            with pytest.raises(RemoteError, match=f"{kind}: enough"):
+                session.collective_rpc(quit_with, None, (kind,), None)
+
+
+def quit_with(_worker: Any, kind: str) -> None:
+    raise Quits.kinds[kind]("enough")
 
 
 class Spoils(LogitsProcessor):
