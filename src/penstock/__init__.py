@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
+    from penstock.config.engine import EngineArgs
     from penstock.contract import SamplingParams
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
+    from penstock.engine.input_processor import PromptDict
     from penstock.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
     from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
@@ -25,7 +27,9 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
+    "PromptDict",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -39,7 +43,9 @@ _HOMES = {
     "BeamSearchOutput": "penstock.engine.beam_search",
     "BeamSearchParams": "penstock.engine.beam_search",
     "CompletionOutput": "penstock.engine.outputs",
+    "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
+    "PromptDict": "penstock.engine.input_processor",
     "RequestOutput": "penstock.engine.outputs",
     "RequestOutputKind": "penstock.engine.outputs",
     "SamplingParams": "penstock.contract",
@@ -49,10 +55,19 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        return _name_of_vllm(name)
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _name_of_vllm(name: str) -> Any:
+    from penstock.config.vllm import name_as_ours
+
+    own_name = None if name.startswith("_") else name_as_ours(name)
+    if own_name is None:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return __getattr__(own_name)
 
 
 def __dir__() -> list[str]:

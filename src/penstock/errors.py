@@ -30,12 +30,28 @@ class UnsupportedFeature(PenstockError):
     """Something that this combination of device, model and options cannot do."""
 
 
+class UnsupportedArgument(UnsupportedFeature, ConfigError):
+    """An option, a value of one, or a command, that asks for a feature which Penstock does not have."""
+
+
+class UnsupportedMethod(UnsupportedFeature, AttributeError):
+    """A method of vLLM's that belongs to a feature which Penstock does not have; for `hasattr`, it is not there."""
+
+
+class UnsupportedName(UnsupportedFeature, ImportError):
+    """A name of vLLM's package that belongs to a feature which Penstock does not have."""
+
+
 class InvalidRequest(PenstockError, ValueError):
     """A request that cannot be served; the engine goes on serving others."""
 
 
 class InvalidParameter(InvalidRequest):
     """A sampling parameter outside its allowed range."""
+
+
+class UnsupportedParameter(UnsupportedFeature, InvalidParameter):
+    """An argument of a request that asks for a feature which Penstock does not have."""
 
 
 class ContextTooLong(InvalidRequest):

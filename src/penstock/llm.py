@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig
+from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import SamplingParams
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from penstock.engine.conversation import Message, list_of_conversations, render_prompt
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM(WorkerCalls):
+class LLM(WorkerCalls, RefusesMethods):
     """A model in this process that generates text.
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: the same; None takes the model's own.
@@ -37,14 +38,15 @@ class LLM(WorkerCalls):
     max_model_len: longest context in tokens, prompt and output together; None takes the model's own.
     max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests.
     block_size: positions per block of the KV cache.
-    kv_cache_memory_bytes: size of the KV cache; None lets `memory_fraction` decide.
+    kv_cache_memory_bytes: size of the KV cache, in bytes or as "1GiB"; None lets `memory_fraction` decide.
     memory_fraction: share of the device's memory for weights, activations and KV cache; None takes what is free, and
         the KV cache no more than half of a CPU machine, or 0.9 of a GPU.
     enable_prefix_caching: reuse the KV of prompts that begin alike.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device.
     seed: from it come the seeds of requests that bring none, so equal runs of equal engines give equal tokens.
     load_format: "auto", "safetensors", "pt", "sharded_state", or "dummy" for random weights.
-    other_options: any other option of `EngineConfig.create`; an unknown one is refused by name.
+    other_options: any other option of `EngineConfig.create`, and those of vLLM, of which what Penstock does not have is
+        refused by the feature's name; docs/options.md and docs/vllm.md list them.
 
     Use it in a `with` block, or call `close()`: both give back all memory and threads.
 
@@ -64,7 +66,7 @@ class LLM(WorkerCalls):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         block_size: int = 16,
-        kv_cache_memory_bytes: int | None = None,
+        kv_cache_memory_bytes: int | str | None = None,
         memory_fraction: float | None = None,
         enable_prefix_caching: bool = True,
         async_scheduling: bool | None = None,
@@ -94,13 +96,14 @@ class LLM(WorkerCalls):
         )
         self._session = Session(config)
 
+    @also_from_vllm
     def generate(
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: Sequence[int] | None = None,
+        priority: Sequence[int] | int | None = None,
     ) -> list[RequestOutput]:
         """Generate text for one prompt or many; the outputs are in the prompts' order.
 
@@ -109,7 +112,7 @@ class LLM(WorkerCalls):
         sampling_params: one for all prompts, or one per prompt; None takes those of
             `get_default_sampling_params`.
         use_tqdm: show a progress bar, if standard error is a terminal.
-        priority: one per prompt; lower runs first. Needs an engine with policy="priority".
+        priority: one for all prompts, or one per prompt; lower runs first. Needs an engine with policy="priority".
 
         All prompts are checked before the first one runs. A request that fails while it runs does not stop the
         others: its output has finish_reason "error", and its `RequestOutput.error` says why.
@@ -135,12 +138,14 @@ class LLM(WorkerCalls):
                     bar.update()
         return [outputs[accepted.request.req_id] for accepted in requests]
 
+    @also_from_vllm
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: Sequence[int] | int | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -171,8 +176,9 @@ class LLM(WorkerCalls):
                     chat_template_kwargs=chat_template_kwargs,
                 )
             prompts.append(prompt)
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
+    @also_from_vllm
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt; the outputs are in the prompts' order.
 
@@ -180,6 +186,7 @@ class LLM(WorkerCalls):
         """
         return beam_search(self._session, list_of_prompts(prompts), params)
 
+    @also_from_vllm
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
 
@@ -229,9 +236,9 @@ def _list_of_params(params: Any, num_prompts: int) -> list[Any]:
 
 
 def _list_of_priorities(priority: Any, num_prompts: int) -> list[Any]:
-    if priority is None:
-        return [0] * num_prompts
+    if priority is None or isinstance(priority, int):
+        return [priority or 0] * num_prompts
     listed = as_list(priority)
     if listed is None or len(listed) != num_prompts:
-        raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: a list of {num_prompts}, one per prompt.")
+        raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: an integer, or a list of one per prompt.")
     return listed

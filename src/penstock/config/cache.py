@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.checks import check_choice, check_flag, check_integer
+from penstock.config.checks import check_choice, check_flag, check_integer, size_in_bytes
 from penstock.errors import ConfigError
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -16,7 +16,8 @@ class CacheConfig:
     memory_fraction: share of the device's memory that weights, activations and KV cache may take together;
         None bounds the KV cache alone by a default (0.9 of a GPU, half of what a process may use of a CPU machine), and
         all together by 0.9 of what is free.
-    kv_cache_memory_bytes: size of the KV cache in bytes, instead of what `memory_fraction` leaves.
+    kv_cache_memory_bytes: size of the KV cache in bytes, or as a text such as "1GiB", instead of what
+        `memory_fraction` leaves.
     enable_prefix_caching: reuse the KV of prompts that begin alike.
     kv_cache_dtype: what keys and values are kept in, one of `KV_CACHE_DTYPES`; "auto" is what the model computes in.
     """
@@ -36,6 +37,7 @@ class CacheConfig:
                     f"memory_fraction={self.memory_fraction!r} is not valid. Allowed: more than 0, at most 1."
                 )
         if self.kv_cache_memory_bytes is not None:
-            check_integer("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+            size = size_in_bytes("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
+            object.__setattr__(self, "kv_cache_memory_bytes", size)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)

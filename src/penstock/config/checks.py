@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from penstock.errors import ConfigError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
@@ -25,3 +31,19 @@ def check_flag(name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is not valid. Allowed: True or False.")
+
+
+def size_in_bytes(name: str, value: Any) -> int:
+    """A size as a number of bytes: an integer, or a text such as "1GiB", "0.5 GiB", "2G" (2 GiB) or "2GB" (2 x 10^9).
+
+    Raises ConfigError for anything else, and for less than one byte.
+    """
+    size = value
+    match = _SIZE.fullmatch(value.strip().upper()) if isinstance(value, str) else None
+    if match is not None and match[2] in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(
+            f"{name}={value!r} is not valid. Allowed: a number of bytes of at least 1, or a text such as '1GiB'."
+        )
+    return size

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.config import vllm
 from penstock.config.cache import CacheConfig
 from penstock.config.device import DeviceConfig
 from penstock.config.load import LoadConfig
@@ -17,10 +18,7 @@ from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
-from penstock.errors import UnknownOption
-
-# Names that people bring from other engines.
-_OTHER_NAMES = {"gpu_memory_utilization": "memory_fraction", "kv_cache_memory": "kv_cache_memory_bytes"}
+from penstock.errors import ConfigError, UnknownOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +38,16 @@ class EngineConfig:
     def create(cls, model: str | Path, **options: Any) -> EngineConfig:
         """Sort flat options, as the API and the command line take them, into their concerns.
 
-        Raises UnknownOption for a name that no concern has, ConfigError for a value that is not allowed.
+        Raises UnknownOption for a name that no concern has, ConfigError for a value that is not allowed, and
+        UnsupportedArgument (both a ConfigError and an UnsupportedFeature) for what vLLM has and Penstock has not.
         """
-        options = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
+        with suppress(ConfigError):
+            return cls._sorted(model, options)
+        # What is not right here may be how vLLM says it.
+        return cls._sorted(model, vllm.options_as_ours(options, option_names()))
+
+    @classmethod
+    def _sorted(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
         _refuse_unknown(options, option_names())
         return cls(
             model=ModelConfig.load(model, **_take(options, MODEL_OPTIONS)),
@@ -77,6 +82,11 @@ def _take(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def _refuse_unknown(options: Mapping[str, Any], known: list[str]) -> None:
     for name, value in options.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]}?" if close else f" Known options: {', '.join(sorted(known))}."
-            raise UnknownOption(f"There is no option {name} (given: {value!r}).{hint}")
+            hint = vllm.did_you_mean(name, known)
+            raise UnknownOption(
+                f"There is no option {name} (given: {value!r}).{hint} docs/options.md explains all options."
+            )
+
+
+# As vLLM calls arguments that are kept until an engine is made of them: AsyncEngine.from_engine_args(EngineArgs(...)).
+EngineArgs = EngineConfig.create

@@ -62,9 +62,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
+        quantized = self.hf_config.get("quantization_config")
+        if isinstance(quantized, Mapping) and self.quantization == quantized.get("quant_method"):
+            # What the checkpoint says itself.
+            object.__setattr__(self, "quantization", None)
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
-            if self.hf_config.get("quantization_config") is not None:
+            if quantized is not None:
                 raise ConfigError(
                     f"quantization={self.quantization!r} is not valid for {self.model}, whose weights are quantized "
                     "already (quantization_config in config.json). Leave the option out."

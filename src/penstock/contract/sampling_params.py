@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -11,7 +10,7 @@ from typing import Any, Self
 import msgspec
 
 from penstock.contract import param_checks as check
-from penstock.errors import InvalidParameter
+from penstock.contract.named_parameters import NamedParameters
 
 MAX_SEED = 2**63 - 1
 MAX_N = 16_384
@@ -22,7 +21,7 @@ ALL_LOGPROBS = -1
 THINKING_BUDGET = "thinking_budget"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request, with the names and defaults that users of vLLM know.
 
     Which tokens:
@@ -61,7 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words_token_ids: the sequences of tokens that write the bad words.
     all_stop_token_ids: the tokens that min_tokens holds back: the model's end tokens and stop_token_ids.
 
-    Raises InvalidParameter when a value is outside its range.
+    Raises InvalidParameter when a value is outside its range or a name does not exist, UnsupportedParameter for what
+    vLLM has and Penstock has not.
     """
 
     n: int = 1
@@ -101,13 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Parameters from a dictionary, such as a line of JSON.
-
-        Raises InvalidParameter for a name that does not exist as well as for a bad value.
-        """
-        for name, value in fields.items():
-            if name not in cls.__struct_fields__:
-                raise InvalidParameter(f"There is no parameter {name!r} (given: {value!r}). {_instead_of(name)}")
+        """Parameters from a dictionary, such as a line of JSON."""
         return cls(**fields)
 
     @classmethod
@@ -193,12 +187,3 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _set(self, name: str, value: Any) -> None:
         msgspec.structs.force_setattr(self, name, value)
-
-
-def _instead_of(name: str) -> str:
-    if name == "best_of":
-        return "Ask for n outputs and choose among them; logprobs=0 returns the cumulative log-probability of each."
-    close = difflib.get_close_matches(name, SamplingParams.__struct_fields__, n=1)
-    if close:
-        return f"Did you mean {close[0]}?"
-    return f"Allowed: {', '.join(SamplingParams.__struct_fields__)}."

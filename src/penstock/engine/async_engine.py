@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig
+from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import SamplingParams
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_thread import CoreThread
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class AsyncEngine:
+class AsyncEngine(RefusesMethods):
     """A model whose outputs are streamed to coroutines; its steps run in a thread of their own.
 
     model: "demo" (shipped), a folder, or a hub id. options: those of `LLM`.
@@ -53,6 +54,9 @@ class AsyncEngine:
         engine._set_up(config, load_core)
         return engine
 
+    # As vLLM has it; its arguments are a configuration here (`penstock.EngineArgs`).
+    from_engine_args = from_config
+
     def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient]) -> None:
         self._tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self._default_sampling_params = default_sampling_params(config.model)
@@ -71,6 +75,7 @@ class AsyncEngine:
         # An engine that is dropped without a shutdown must not keep its memory.
         weakref.finalize(self, self._thread.stop).atexit = False
 
+    @also_from_vllm
     async def generate(
         self,
         prompt: Prompt | AsyncIterable[StreamingInput],
@@ -108,6 +113,7 @@ class AsyncEngine:
         finally:
             self._close(stream)
 
+    @also_from_vllm
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their streams get a last output with finish_reason "abort". Unknown ones are ignored."""
         self._thread.owner.check()
@@ -116,6 +122,7 @@ class AsyncEngine:
             # What has been asked for happens, even if its caller does not wait for it.
             await asyncio.shield(self._call("abort", lambda: self._dispatcher.abort(req_ids)))
 
+    @also_from_vllm
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
 
@@ -146,6 +153,7 @@ class AsyncEngine:
         """What requests without sampling parameters take; see `LLM.get_default_sampling_params`."""
         return self._default_sampling_params
 
+    @also_from_vllm
     def shutdown(self) -> None:
         """Give back all memory and threads, after the present step. A second call does nothing.
 

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
+from penstock.contract.named_parameters import NamedParameters
 from penstock.engine.messages import EngineRequest
 from penstock.engine.outputs import Logprob
 from penstock.engine.prompts import Prompt
@@ -22,7 +23,9 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, PenstockError
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BeamSearchParams(
+    msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """How to search, with the names and defaults that users of vLLM know.
 
     beam_width: sequences that are followed at once, and returned.

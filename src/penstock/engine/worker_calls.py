@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.config.vllm import also_from_vllm
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class WorkerCalls:
         """Call a function with each worker's model."""
         return self.collective_rpc("apply_model", args=(func,))
 
+    @also_from_vllm
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to record what every step does; `profiler_dir` must be set.
 

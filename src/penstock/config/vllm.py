@@ -1,0 +1,232 @@
+"""What programs written for vLLM say, and what Penstock makes of it: the table in vllm.toml, and whatever asks it.
+
+The table is read where a name or a value is not our own, so that those who write for Penstock do not pay for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+from penstock.errors import UnsupportedArgument, UnsupportedMethod, UnsupportedName, UnsupportedParameter
+
+_TABLE = Path(__file__).with_suffix(".toml")
+_KINDS = ("options", "parameters", "arguments", "methods", "names", "commands")
+# Keys of a feature with names that ask for it, and the kind of those names.
+_ASKING = {**{kind: kind for kind in _KINDS}, "flags": "options", "defaults": "options"}
+# Keys of which any value is accepted.
+_TUNING = {
+    "tuning": "options",
+    "tuning_flags": "options",
+    "tuning_parameters": "parameters",
+    "tuning_arguments": "arguments",
+}
+_MAX_SHOWN = 80
+
+_logger = logging.getLogger("penstock.config")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+class Feature(NamedTuple):
+    """Something that Penstock does not have, or that it does by itself. instead: what to do, as a sentence."""
+
+    name: str
+    planned: bool
+    instead: str
+
+    def refusal(self, said: str) -> str:
+        """What to tell somebody who said something that asks for it."""
+        planned = "planned" if self.planned else "not planned"
+        return f"{said} asks for {self.name}, which Penstock does not have ({planned}). {self.instead}"
+
+
+class Entry(NamedTuple):
+    """A name that belongs to a feature. harmless: the values that ask for nothing, besides None; None means any."""
+
+    feature: Feature
+    harmless: tuple[Any, ...] | None
+    is_flag: bool
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        value = _plain(value)
+        if self.harmless is None or value is None:
+            return True
+        if isinstance(value, (str, int, float)):
+            return value == "" or value in self.harmless
+        return isinstance(value, (list, tuple, dict, set, frozenset)) and not value
+
+
+class Table(NamedTuple):
+    """same, other_names: our names, by kind of name. values: ours, by option and vLLM's value.
+    entries: by kind of name ("options", "parameters", "arguments", "methods", "names", "commands").
+    refused_values: by option of ours.
+    """
+
+    same: Mapping[str, list[str]]
+    other_names: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, str]]
+    features: list[Feature]
+    entries: Mapping[str, Mapping[str, Entry]]
+    refused_values: Mapping[str, Mapping[str, Feature]]
+
+
+@functools.cache
+def table() -> Table:
+    """The table, as it lies in vllm.toml."""
+    import tomllib
+
+    content = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+    entries: dict[str, dict[str, Entry]] = {kind: {} for kind in _KINDS}
+    refused: dict[str, dict[str, Feature]] = {}
+    features = []
+    for group in content["features"]:
+        feature = Feature(group["name"], group["planned"], group["instead"])
+        features.append(feature)
+        for key, kind in _ASKING.items():
+            for name, values in _named(group.get(key, ()), (False,) if key == "flags" else ()):
+                is_flag = bool(values) and all(isinstance(value, bool) for value in values)
+                entries[kind][name] = Entry(feature, values, is_flag)
+        for key, kind in _TUNING.items():
+            for name in group.get(key, ()):
+                entries[kind][name] = Entry(feature, None, key == "tuning_flags")
+        for option, values in group.get("values", {}).items():
+            refused.setdefault(option, {}).update(dict.fromkeys(values, feature))
+    return Table(content["same"], content["other_names"], content["values"], features, entries, refused)
+
+
+def options_as_ours(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Engine options by our names and with our values, without those that ask for nothing. Unknown ones stay.
+
+    known: our names. Raises UnsupportedArgument, naming the feature, for what Penstock does not have.
+    """
+    ours = {}
+    for name, value in options.items():
+        own_name = table().other_names["options"].get(name, name)
+        if own_name in known:
+            own_value = _value_as_ours(own_name, value)
+            # vLLM's None takes the default, as does an option that is not given.
+            if own_value is not None:
+                ours[own_name] = own_value
+        elif (entry := table().entries["options"].get(name)) is None:
+            ours[name] = value
+        elif not entry.asks_for_nothing(value):
+            raise UnsupportedArgument(entry.feature.refusal(_said(name, value)))
+        elif entry.harmless is None and value:
+            _logger.info("%s is accepted, and changes nothing: it is for %s.", _said(name, value), entry.feature.name)
+    return ours
+
+
+def parameters_as_ours(parameters: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Parameters of a request without those that ask for nothing; unknown ones stay.
+
+    known: our names. Raises UnsupportedParameter, naming the feature, for what Penstock does not have.
+    """
+    return _without_harmless("parameters", parameters, known)
+
+
+def also_from_vllm(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Let a method take the arguments that vLLM's has and ours has not, where they ask for nothing.
+
+    The method then raises UnsupportedParameter, naming the feature, for others.
+    """
+    code = method.__code__
+    known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+    @functools.wraps(method)
+    def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        if kwargs.keys() <= known:
+            return method(*args, **kwargs)
+        own: Any = _without_harmless("arguments", kwargs, known)
+        for name in own:
+            if name not in known:
+                what = f"{method.__qualname__}() got an unexpected keyword argument {name!r}."
+                raise TypeError(f"{what}{did_you_mean(name, known)}")
+        return method(*args, **own)
+
+    return call
+
+
+class RefusesMethods:
+    """For classes whose users look for methods of vLLM's: those that are not there are refused by feature."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                methods = table().entries["methods"]
+                for cls in type(self).__mro__:
+                    entry = methods.get(f"{cls.__name__}.{name}") or methods.get(name)
+                    if entry is not None:
+                        raise UnsupportedMethod(entry.feature.refusal(f"{type(self).__name__}.{name}"))
+            raise AttributeError(missing, name=name, obj=self)
+
+
+def name_as_ours(name: str) -> str | None:
+    """Our name for something that vLLM's package exports; None for what it does not have either.
+
+    Raises UnsupportedName for what Penstock does not have.
+    """
+    if (entry := table().entries["names"].get(name)) is not None:
+        raise UnsupportedName(entry.feature.refusal(name))
+    return table().other_names["names"].get(name)
+
+
+def command_as_ours(name: str) -> str:
+    """Our name of a command; raises UnsupportedArgument for one that Penstock does not have."""
+    if (entry := table().entries["commands"].get(name)) is not None:
+        raise UnsupportedArgument(entry.feature.refusal(f"The command {name}"))
+    return table().other_names["commands"].get(name, name)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the names that look like this one, after a space; empty where there are none."""
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def _named(names: Any, harmless: tuple[Any, ...]) -> list[tuple[str, tuple[Any, ...]]]:
+    """The names under a key, each with the values that ask for nothing: those that it says, or else `harmless`."""
+    if not isinstance(names, dict):
+        return [(name, harmless) for name in names]
+    return [(name, tuple(value) if isinstance(value, list) else (value,)) for name, value in names.items()]
+
+
+def _without_harmless(kind: str, given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    ours = {}
+    for name, value in given.items():
+        entry = None if name in known else table().entries[kind].get(name)
+        if entry is None:
+            ours[name] = value
+        elif not entry.asks_for_nothing(value):
+            raise UnsupportedParameter(entry.feature.refusal(_said(name, value)))
+    return ours
+
+
+def _value_as_ours(name: str, value: Any) -> Any:
+    plain = _plain(value)
+    if not isinstance(plain, (str, int)):
+        return value
+    if (feature := table().refused_values.get(name, {}).get(str(plain))) is not None:
+        raise UnsupportedArgument(feature.refusal(_said(name, value)))
+    translations = table().values.get(name, {})
+    return (translations[str(plain)] or None) if str(plain) in translations else plain
+
+
+def _plain(value: Any) -> Any:
+    """A value as people write it: members of enums and torch's dtypes by name."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    # Who has a dtype has imported torch; we have not.
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+def _said(name: str, value: Any) -> str:
+    text = repr(value)
+    return f"{name}={text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '…'}"
