@@ -39,8 +39,8 @@ def test_every_public_name_exists_and_is_listed() -> None:
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="AsyncLLM"):
-        _ = penstock.AsyncLLM  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="AsyncLM"):
+        _ = penstock.AsyncLM  # type: ignore[attr-defined]
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

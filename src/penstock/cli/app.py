@@ -9,13 +9,14 @@ import typer
 from penstock import __version__
 from penstock.cli.bench import bench
 from penstock.cli.chat import chat
+from penstock.cli.engine_flags import CommandGroup, EngineCommand, with_dashes
 from penstock.cli.env import env
 from penstock.cli.generate import generate
-from penstock.cli.options import OTHER_NAMES
 from penstock.cli.plan import plan
 
 app = typer.Typer(
     name="penstock",
+    cls=CommandGroup,
     help="An inference engine for language models.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -24,14 +25,14 @@ app = typer.Typer(
     context_settings={
         "help_option_names": ["--help", "-h"],
         "max_content_width": 100,
-        "token_normalize_func": lambda name: OTHER_NAMES.get(name, name),
+        "token_normalize_func": with_dashes,
     },
 )
-app.command()(generate)
-app.command()(chat)
+app.command(cls=EngineCommand)(generate)
+app.command(cls=EngineCommand)(chat)
 app.command()(env)
-app.command()(plan)
-app.command()(bench)
+app.command(cls=EngineCommand)(plan)
+app.command(cls=EngineCommand)(bench)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -13,11 +13,9 @@ from typer.models import OptionInfo
 
 from penstock.cli.failures import readable_errors
 from penstock.cli.flags import Flags
+from penstock.config.checks import size_in_bytes
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
-
-# Names that people bring from other engines.
-OTHER_NAMES = {"gpu-memory-utilization": "memory-fraction"}
 
 Model = Annotated[str, typer.Option("--model", "-m", help="demo, a folder, or a hub id")]
 # The options of commands that have an engine, by parameter: type, default, and how the command line has them.
@@ -38,7 +36,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
         None,
         typer.Option(help="Share of the device's memory (also: --gpu-memory-utilization)"),
     ),
-    "kv_cache_memory_bytes": (int | None, None, typer.Option(help="KV cache size, instead of what that leaves")),
+    "kv_cache_memory_bytes": (str | None, None, typer.Option(metavar="SIZE", help="KV cache, such as 1GiB")),
     "kv_cache_dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, int8")),
     "engine_seed": (int, 0, typer.Option(help="Makes the seeds of requests without one")),
     "option": (
@@ -107,6 +105,8 @@ def _as_created(*, option: list[str] | None, **engine: Any) -> dict[str, Any]:
     """The options by the engine's names."""
     if "engine_seed" in engine:
         engine["seed"] = engine.pop("engine_seed")
+    if engine["kv_cache_memory_bytes"] is not None:
+        engine["kv_cache_memory_bytes"] = size_in_bytes("kv_cache_memory_bytes", engine["kv_cache_memory_bytes"])
     engine["max_model_len"] = parse_max_model_len(engine["max_model_len"])
     return {**engine, **parse_options(option)}
 

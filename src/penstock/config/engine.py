@@ -71,6 +71,17 @@ def option_names() -> list[str]:
     return [*MODEL_OPTIONS, *(name for config in _CONCERNS.values() for name in _fields(config))]
 
 
+def option_is_flag(name: str) -> bool | None:
+    """Whether an option, of ours or of vLLM's, is True or False; None for a name that is neither."""
+    concerns: list[type[Any]] = [ModelConfig, *_CONCERNS.values()]
+    types = {field.name: str(field.type) for config in concerns for field in dataclasses.fields(config)}
+    own_name = vllm.table().other_names["options"].get(name, name)
+    if own_name in option_names():
+        return types.get(own_name, "str").startswith("bool")
+    entry = vllm.table().entries["options"].get(name)
+    return None if entry is None else entry.is_flag
+
+
 def _fields(config: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(config)]
 

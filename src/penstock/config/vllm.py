@@ -187,7 +187,7 @@ def command_as_ours(name: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the names that look like this one, after a space; empty where there are none."""
-    close = difflib.get_close_matches(name, list(known), n=3)
+    close = difflib.get_close_matches(name, dict.fromkeys(known), n=3)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig
-from penstock.errors import UnsupportedFeature
+from penstock.errors import UnsupportedArgument, UnsupportedFeature
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +47,4 @@ def check_options(config: EngineConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         value = getattr(config.parallel, name)
         if value != 1:
-            raise UnsupportedFeature(f"{name}={value}: more than one worker is not supported yet. Use {name}=1.")
+            raise UnsupportedArgument(f"{name}={value}: more than one worker is not supported yet. Use {name}=1.")
