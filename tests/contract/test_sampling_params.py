@@ -125,7 +125,7 @@ def test_the_borders_of_what_is_allowed_are_allowed() -> None:
 
 
 def test_an_unknown_parameter_is_refused() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(InvalidParameter, match="temprature.*Did you mean temperature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
 
 

@@ -1,0 +1,136 @@
+"""Writes docs/vllm.md from the table that the engine itself asks: src/penstock/config/vllm.toml.
+
+python tools/vllm_page.py
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "src/penstock/config/vllm.toml"
+PAGE = ROOT / "docs/vllm.md"
+
+_HEAD = """\
+# Coming from vLLM
+
+<!-- Written by tools/vllm_page.py. -->
+
+Programs written for vLLM 0.32 run with another import, as far as Penstock has what they ask for:
+
+```python
+from penstock import LLM, SamplingParams
+
+with LLM("demo", gpu_memory_utilization=0.5, dtype="half", enforce_eager=True) as llm:
+    outputs = llm.generate(["ROMEO:"], SamplingParams(temperature=0.8, top_p=0.95, max_tokens=16), lora_request=None)
+    print(outputs[0].outputs[0].text)
+```
+
+Every argument is one of three kinds:
+
+- *ours*, perhaps by another name or with other values;
+- accepted, since the value asks for nothing, or only for another speed of something that is not there;
+- refused, with the name of the feature that is missing and what to do instead.
+
+What is refused raises `UnsupportedFeature`, and is besides what one would catch there: options of engines and commands
+are `ConfigError` too, parameters of requests `InvalidParameter`, methods `AttributeError` (so `hasattr` says no), and
+names of the package `ImportError`. A name that is in no list is a typing mistake, and the error says what it may have
+meant.
+
+`None`, and an empty text or collection, ask for nothing anywhere. For a command line, `max_num_seqs=4` is
+`--max-num-seqs 4`, and `enable_lora=True` is `--enable-lora`. Sizes in bytes may be texts such as `1GiB`.
+
+Three habits differ. An engine is closed: use it in a `with` block, or call `close()`, or `shutdown()` of an
+`AsyncEngine`. How a stream is put together (`output_kind`) is an argument of `AsyncEngine.generate`. `AsyncLLM` is
+another name of `AsyncEngine`, and `EngineArgs(...)` gives a configuration, for `AsyncEngine.from_engine_args`.
+"""
+
+
+def render(table: Mapping[str, Any]) -> str:
+    """The page."""
+    features = table["features"]
+    refused = [feature for feature in features if _asking(feature)]
+    sections = [
+        _HEAD,
+        "## The same name\n",
+        *_same(table["same"]),
+        "## Another name or value\n",
+        _rows(("vLLM", "Penstock"), _renamed(table)),
+        "## Not built\n",
+        _rows(("feature", "planned", "what asks for it", "instead"), map(_refused_row, refused)),
+        "## Accepted, and changes nothing\n",
+        "These change how something runs that is not there, or that Penstock decides by itself.\n",
+        _rows(("of", "arguments"), ((one["name"], _names(_tuning(one))) for one in features if _tuning(one))),
+    ]
+    return "\n".join(sections)
+
+
+def _same(same: Mapping[str, list[str]]) -> list[str]:
+    titles = {
+        "options": "Options of engines",
+        "parameters": "`SamplingParams`",
+        "methods": "Methods",
+        "names": "Names of the package",
+        "commands": "Commands",
+    }
+    return [f"{titles[kind]}: {_names(names)}.\n" for kind, names in same.items()]
+
+
+def _renamed(table: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    prefixes = {"flags": "-", "commands": "penstock "}
+    for kind, names in table["other_names"].items():
+        for name, own in names.items():
+            yield f"`{prefixes.get(kind, '')}{name}`", f"`{own}`"
+    for option, values in table["values"].items():
+        for value, own in values.items():
+            given = int(value) if value.removeprefix("-").isdecimal() else value
+            yield f"`{option}={given!r}`", f"`{option}={own or None!r}`"
+
+
+def _refused_row(feature: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    planned = "yes" if feature["planned"] else "no"
+    return feature["name"], planned, "; ".join(_asking(feature)), feature["instead"]
+
+
+def _asking(feature: Mapping[str, Any]) -> list[str]:
+    """What asks for a feature: names, each with the values that ask for nothing, if it has any."""
+    names = [*feature.get("options", ()), *(f"{name}=True" for name in feature.get("flags", ()))]
+    asking = [_names(names)] if names else []
+    for key in ("defaults", "parameters", "arguments"):
+        for name, values in feature.get(key, {}).items():
+            if name.startswith("_"):
+                continue
+            harmless = [repr(value) for value in (values if isinstance(values, list) else [values]) if value != ""]
+            kind = "" if key == "defaults" else f"{key.removesuffix('s')} "
+            asking.append(f"{kind}`{name}`" + (f" other than `{'`, `'.join(harmless)}`" if harmless else ""))
+    for option, values in feature.get("values", {}).items():
+        asking.append(_names(f"{option}={value!r}" for value in values))
+    asking += [_names(f"{name}()" for name in feature.get("methods", ()))] if feature.get("methods") else []
+    asking += [_names(feature["names"])] if "names" in feature else []
+    asking += [_names(f"penstock {name}" for name in feature["commands"])] if "commands" in feature else []
+    return asking
+
+
+def _tuning(feature: Mapping[str, Any]) -> list[str]:
+    keys = ("tuning", "tuning_flags", "tuning_parameters", "tuning_arguments")
+    return [name for key in keys for name in feature.get(key, ()) if not name.startswith("_")]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def main() -> None:
+    PAGE.write_text(render(tomllib.loads(TABLE.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
