@@ -240,5 +240,5 @@ def _list_of_priorities(priority: Any, num_prompts: int) -> list[Any]:
         return [priority or 0] * num_prompts
     listed = as_list(priority)
     if listed is None or len(listed) != num_prompts:
-        raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: an integer, or a list of one per prompt.")
+        raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: an integer, or a list of {num_prompts}.")
     return listed

@@ -163,14 +163,17 @@ def test_a_model_without_a_template_says_so(tmp_path: Path, monkeypatch: pytest.
 
 def test_priorities_reach_the_core(llm: LLM) -> None:
     llm.generate(["a", "b"], GREEDY, priority=[3, -1])
-    assert [request.priority for request in core_of(llm).added] == [3, -1]
+    llm.generate(["a", "b"], GREEDY, priority=7)
+    llm.chat([MESSAGES, MESSAGES], GREEDY, priority=[2, 1])
+    assert [request.priority for request in core_of(llm).added] == [3, -1, 7, 7, 2, 1]
 
 
 @pytest.mark.parametrize(
     ("priority", "message"),
     [
-        ([1], "priority=.1. is not valid. Allowed: a list of 2"),
-        (1, "priority=1"),
+        ([1], "priority=.1. is not valid. Allowed: an integer, or a list of 2"),
+        ("high", "priority='high'"),
+        (True, "priority=True"),
         ([1, 0.5], r"prompts\[1\]: priority=0.5"),
     ],
 )
