@@ -5,6 +5,7 @@ python tools/vllm_page.py
 
 from __future__ import annotations
 
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -76,7 +77,8 @@ def _same(same: Mapping[str, list[str]]) -> list[str]:
         "names": "Names of the package",
         "commands": "Commands",
     }
-    return [f"{titles[kind]}: {_names(names)}.\n" for kind, names in same.items()]
+    paragraphs = (f"{titles[kind]}: {_names(names)}." for kind, names in same.items())
+    return [textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n" for text in paragraphs]
 
 
 def _renamed(table: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
