@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import penstock
 from penstock import LLM, AsyncEngine, BeamSearchParams, EngineConfig, SamplingParams
 from penstock.cli.app import app
-from penstock.cli.engine_flags import _as_options
+from penstock.cli.engine_flags import read_engine_flags
 from penstock.cli.options import parse_options
 from penstock.config import vllm
 from penstock.config.engine import option_is_flag, option_names
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def create_by_flags(model: str, *flags: str) -> EngineConfig:
     """The configuration that a command makes of these flags."""
-    command = functools.partial(_as_options, None)
+    command = functools.partial(read_engine_flags, None)
     rewritten = command(list(flags), {})
     assert rewritten[::2] == ["--option"] * (len(rewritten) // 2)
     return EngineConfig.create(model, **parse_options(rewritten[1::2]))
@@ -233,7 +233,7 @@ def test_who_uses_our_own_names_does_not_pay_for_the_table() -> None:
     ],
 )
 def test_flags_become_options(flags: list[str], options: dict[str, Any]) -> None:
-    assert parse_options(_as_options(None, flags, {})[1::2]) == options
+    assert parse_options(read_engine_flags(None, flags, {})[1::2]) == options
 
 
 OWN = {"--max-tokens": True, "--json": False, "-m": True}
@@ -251,11 +251,11 @@ OWN = {"--max-tokens": True, "--json": False, "-m": True}
     ],
 )
 def test_what_is_the_commands_own_stays(args: list[str]) -> None:
-    assert _as_options(None, args, OWN) == args
+    assert read_engine_flags(None, args, OWN) == args
 
 
 def test_a_flag_takes_no_value_from_behind_it() -> None:
-    args = _as_options(None, ["--enforce-eager", "x", "--json", "--block-size", "3"], OWN)
+    args = read_engine_flags(None, ["--enforce-eager", "x", "--json", "--block-size", "3"], OWN)
     assert args == ["--option", "enforce_eager=true", "x", "--json", "--option", "block_size=3"]
 
 

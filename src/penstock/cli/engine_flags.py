@@ -26,7 +26,7 @@ class EngineCommand(TyperCommand):
             takes_value = is_option and not getattr(parameter, "is_flag", False)
             own |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts] if is_option else [], takes_value)
         own |= dict.fromkeys(ctx.help_option_names, False)
-        return super().parse_args(ctx, _as_options(ctx, args, own))
+        return super().parse_args(ctx, read_engine_flags(ctx, args, own))
 
 
 class CommandGroup(TyperGroup):
@@ -41,8 +41,11 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def _as_options(ctx: Any, args: list[str], own: dict[str, bool]) -> list[str]:
-    """own: the command's own options, and whether each takes a value."""
+def read_engine_flags(ctx: Any, args: list[str], own: dict[str, bool]) -> list[str]:
+    """Arguments in which flags of engine options have become `--option NAME=VALUE`.
+
+    own: the command's own options, and whether each takes a value; they stay, and so does what they take.
+    """
     rewritten = []
     rest = iter(args)
     for arg in rest:
