@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import enum
 import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
@@ -28,7 +27,6 @@ _TUNING = {
 }
 _MAX_SHOWN = 80
 
-_logger = logging.getLogger("penstock.config")
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
@@ -118,7 +116,7 @@ def options_as_ours(options: Mapping[str, Any], known: Iterable[str]) -> dict[st
         elif not entry.asks_for_nothing(value):
             raise UnsupportedArgument(entry.feature.refusal(_said(name, value)))
         elif entry.harmless is None and value:
-            _logger.info("%s is accepted, and changes nothing: it is for %s.", _said(name, value), entry.feature.name)
+            _log(f"{_said(name, value)} is accepted, and changes nothing: it is for {entry.feature.name}.")
     return ours
 
 
@@ -217,6 +215,12 @@ def _value_as_ours(name: str, value: Any) -> Any:
         raise UnsupportedArgument(feature.refusal(_said(name, value)))
     translations = table().values.get(name, {})
     return (translations[str(plain)] or None) if str(plain) in translations else plain
+
+
+def _log(message: str) -> None:
+    import logging
+
+    logging.getLogger("penstock.config").info(message)
 
 
 def _plain(value: Any) -> Any:
