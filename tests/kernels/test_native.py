@@ -46,6 +46,10 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def assert_same_bits(found: Tensor, expected: Tensor) -> None:
+    assert found.view(torch.int32).tolist() == expected.view(torch.int32).tolist()
+
+
 def exact(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return F.linear(x_TI.double(), weight_OI.double(), None if bias_O is None else bias_O.double())
 
@@ -208,8 +212,10 @@ def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are() -
 @pytest.mark.parametrize("size", [1, 7, 8, 33, 1536])
 def test_argmax_is_the_first_of_the_largest(kernels: NativeKernels, num_rows: int, size: int) -> None:
     x_RV = torch.randn(num_rows, size).round()  # rounded, so that many are equal
-    index_R, failed_R = kernels.argmax(x_RV)
+    largest_R = torch.full((num_rows,), 99.0)
+    index_R, failed_R = kernels.argmax(x_RV, largest_R)
     assert index_R.tolist() == x_RV.numpy().argmax(axis=-1).tolist()
+    assert_same_bits(largest_R, x_RV.gather(1, index_R[:, None])[:, 0])
     assert not failed_R.any()
 
 
@@ -219,10 +225,22 @@ def test_argmax_fails_where_the_largest_is_not_finite(kernels: NativeKernels, ba
     x_RV = torch.randn(3, 19)
     x_RV[1, place] = bad
     x_RV[2, :] = -float("inf")
-    index_R, failed_R = kernels.argmax(x_RV)
+    largest_R = torch.zeros(3)
+    index_R, failed_R = kernels.argmax(x_RV, largest_R)
     assert failed_R.tolist() == [False, True, True]
-    assert index_R[1] == place
-    assert 0 <= index_R[2] < 19
+    assert index_R.tolist() == [x_RV[0].argmax(), place, 0]
+    assert_same_bits(largest_R, x_RV.gather(1, index_R[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("first", [-0.0, 0.0])
+@pytest.mark.parametrize("size", [2, 19, 70])
+def test_of_two_zeros_the_first_is_told_with_its_sign(kernels: NativeKernels, first: float, size: int) -> None:
+    x_RV = torch.full((1, size), -1.0)
+    x_RV[0, 0], x_RV[0, -1] = first, -first
+    largest_R = torch.ones(1)
+    index_R, _ = kernels.argmax(x_RV, largest_R)
+    assert index_R.tolist() == [0]
+    assert_same_bits(largest_R, x_RV[:, 0])
 
 
 @pytest.mark.parametrize("rows", [12, 13, 31, 300])
@@ -259,10 +277,15 @@ def test_the_greedy_choice_is_that_of_the_products(
             weight_OI[data.draw(st.integers(0, outputs - 1))] = float("nan")
     packed = kernels.pack_weight(weight_OI)
     with threads(data.draw(st.sampled_from([1, 2, 3, 7]))):
-        expected = kernels.argmax(kernels.linear(x_LI, packed, outputs, None))
+        products_LO = kernels.linear(x_LI, packed, outputs, None)
+        expected = kernels.argmax(products_LO)
         chosen = kernels.greedy(x_LI, packed, outputs)
-    assert chosen[0].tolist() == expected[0].tolist()
-    assert chosen[1].tolist() == expected[1].tolist()
+        largest_L = torch.full((rows,), 99.0)
+        with_largest = kernels.greedy(x_LI, packed, outputs, largest_L)
+    for index_L, failed_L in (chosen, with_largest):
+        assert index_L.tolist() == expected[0].tolist()
+        assert failed_L.tolist() == expected[1].tolist()
+    assert_same_bits(largest_L, products_LO.gather(1, expected[0][:, None])[:, 0])
 
 
 OUT_OF_MEMORY = """

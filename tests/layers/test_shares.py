@@ -9,16 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UnsupportedFeature
+from penstock.kernels.native import NATIVE
+from penstock.kernels.quantized import QuantizedWeight
 from penstock.kernels.sampling import greedy_tokens, largest_logits, merge_largest
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    NativeMethod,
     QKVParallelLinear,
     RowParallelLinear,
     process_weights_after_loading,
 )
 from penstock.layers.mlp import GatedMLP, PlainMLP
+from penstock.layers.quantization.method import QuantizedMethod
+from penstock.layers.quantization.rounding import quantize_int4, quantize_int8
 from penstock.layers.weights import weight_slots
 from penstock.parallel import ParallelContext, Share, heads_of_rank, share_of_rank
 from support.ranks import SilentGroup, contexts, run_ranks
@@ -95,32 +100,66 @@ def test_every_rank_has_the_rows_and_logits_of_all(size: int) -> None:
         torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_ranks_choose_the_token_of_all_logits_and_the_first_of_equals(size: int, is_packed: bool) -> None:
-    weight = torch.randn(64, 8).round()
-    weight[40] = weight[9] = weight[17] = 9.0
-    hidden = torch.ones(3, 8)
-    hidden[1] = -1.0
-    hidden[2, 3] = torch.nan
-    heads = [LMHead(64, 8, parallel=parallel) for parallel in contexts(size)]
+def make_heads(size: int, form: str, weight: Tensor) -> list[LMHead]:
+    """Of ranks, and behind them of one rank alone, with their parts of a weight that is kept in this form."""
+    heads = [LMHead(*weight.shape, parallel=parallel) for parallel in [*contexts(size), ONE]]
     for head in heads:
         head.slots()["weight"].load(weight)
-        if is_packed:
-            process_weights_after_loading(head)
-    expected = greedy_tokens(hidden @ weight.T)
+        if form == "bfloat16":
+            head.weight = nn.Parameter(head.weight.bfloat16(), requires_grad=False)
+            head.compute_dtype = torch.float32
+        if form != "as loaded":
+            process_weights_after_loading(head, CHOICES.get(form))
+    return heads
+
+
+def round_with(quantize: Callable[[Tensor], QuantizedWeight]) -> Callable[[nn.Module], QuantizedMethod]:
+    return lambda layer: QuantizedMethod(quantize)
+
+
+CHOICES = {"int8": round_with(quantize_int8), "int4": round_with(lambda weight: quantize_int4(weight, 32))}
+
+
+@pytest.mark.parametrize("form", ["as loaded", "float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("size", "vocab_size"), [(2, 154), (4, 148)])  # shares are no whole number of vectors
+def test_ranks_choose_the_token_of_all_logits_and_the_first_of_equals(size: int, vocab_size: int, form: str) -> None:
+    weight = torch.randint(-3, 4, (vocab_size, 40)).float()
+    weight[120] = weight[9] = weight[17] = 9.0
+    hidden = torch.randint(-2, 3, (30, 40)).float()
+    hidden[0], hidden[1] = 1.0, -1.0
+    hidden[2, 3] = torch.nan
+    hidden[3, 5] = torch.inf
+    *heads, whole = make_heads(size, form, weight)
+    expected = greedy_tokens(whole(hidden))
     assert expected.token_ids_R[0] == 9
     for chosen in run_ranks(size, lambda rank: heads[rank].compute_greedy(hidden)):
-        assert not isinstance(chosen, BaseException)
+        assert not isinstance(chosen, BaseException), chosen
         assert chosen is not None
-        assert chosen.token_ids_R[:2].tolist() == expected.token_ids_R[:2].tolist()
-        assert chosen.has_failed_R.tolist() == [False, False, True]
+        assert chosen.token_ids_R.tolist() == expected.token_ids_R.tolist()
+        assert chosen.has_failed_R.tolist() == expected.has_failed_R.tolist() == [row in (2, 3) for row in range(30)]
 
 
-def test_merged_choices_are_those_of_the_whole_row() -> None:
+@pytest.mark.skipif(NATIVE is None, reason="without the C++ kernels all products are written down")
+def test_a_rank_writes_no_logits_down_where_the_choice_is_made_in_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    *heads, whole = make_heads(2, "float32", torch.randn(154, 40))
+    hidden = torch.randn(5, 40)
+    expected = greedy_tokens(whole(hidden)).token_ids_R.tolist()
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("the logits are written down")
+
+    monkeypatch.setattr(NativeMethod, "apply", refuse)
+    for chosen in run_ranks(2, lambda rank: heads[rank].compute_greedy(hidden)):
+        assert not isinstance(chosen, BaseException), chosen
+        assert chosen is not None
+        assert chosen.token_ids_R.tolist() == expected
+
+
+@pytest.mark.parametrize("is_a_view", [False, True])  # for which there is no kernel
+def test_merged_choices_are_those_of_the_whole_row(is_a_view: bool) -> None:
     logits = torch.randint(0, 4, (200, 24)).float()
     logits[5, 20], logits[6, 3], logits[7] = torch.nan, torch.inf, -torch.inf
-    parts = [largest_logits(part.contiguous()) for part in logits.split(6, -1)]
+    parts = [largest_logits(part if is_a_view else part.contiguous()) for part in logits.split(6, -1)]
     values = torch.stack([part.values_R for part in parts], -1)
     ids = torch.stack([part.token_ids_R + 6 * index for index, part in enumerate(parts)], -1)
     merged, expected = merge_largest(values, ids), greedy_tokens(logits)

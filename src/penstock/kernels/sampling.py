@@ -91,6 +91,9 @@ class LargestLogits(NamedTuple):
 
 def largest_logits(logits_RV: Tensor) -> LargestLogits:
     """What parts of a vocabulary tell each other, so that `merge_largest` chooses as `greedy_tokens` of the whole."""
+    if NATIVE is not None and NATIVE.runs(logits_RV) and logits_RV.is_contiguous():
+        values_R = torch.empty_like(logits_RV[:, 0])
+        return LargestLogits(values_R, NATIVE.argmax(logits_RV, values_R)[0])
     token_ids_R = greedy_tokens(logits_RV).token_ids_R
     return LargestLogits(logits_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1), token_ids_R)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.embedding import embedding
-from penstock.kernels.sampling import ChosenTokens, largest_logits, merge_largest
+from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
 from penstock.layers.linear import ColumnParallelLinear, rows_of_rank
 from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
 from penstock.parallel import ParallelContext, share_of_rank
@@ -91,12 +91,19 @@ class LMHead(ColumnParallelLinear):
         Ranks tell each other their largest logits, and no others.
         """
         if self._group.size > 1:
-            largest = largest_logits(self._logits_of_rank(hidden_LD))
+            largest = self._largest_of_rank(hidden_LD)
             values_LS = self._group.all_gather(largest.values_R.unsqueeze(-1), dim=-1)
             token_ids_R = largest.token_ids_R + self._share.start
             return merge_largest(values_LS, self._group.all_gather(token_ids_R.unsqueeze(-1), dim=-1))
         chosen = self.method.argmax(self, hidden_LD)
         return None if chosen is None else ChosenTokens(*chosen)
+
+    def _largest_of_rank(self, hidden_LD: Tensor) -> LargestLogits:
+        values_L = torch.empty_like(hidden_LD[:, 0], dtype=torch.float32)
+        chosen = self.method.argmax(self, hidden_LD, values_L)
+        if chosen is None:
+            return largest_logits(self._logits_of_rank(hidden_LD))
+        return LargestLogits(values_L, chosen[0])
 
     def _logits_of_rank(self, hidden_LD: Tensor) -> Tensor:
         return super().forward(hidden_LD).to(torch.float32)

@@ -118,9 +118,12 @@ class NativeKernels:
         )
         return out_TO
 
-    def greedy(self, x_LI: Tensor, packed: Tensor, num_outputs: int) -> tuple[Tensor, Tensor]:
+    def greedy(
+        self, x_LI: Tensor, packed: Tensor, num_outputs: int, largest_L: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`argmax` of `linear` without a bias, bit for bit, in less memory: int64 [L], and bool [L] where it failed."""
         if isinstance(x_LI, TracedTensor):
+            assert largest_L is None, "a program gives tokens alone"
             arguments = packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
             return self._trace(x_LI).choose(Kernel.GREEDY, x_LI, packed, None, *arguments)
         if x_LI.stride(1) != 1:
@@ -134,6 +137,7 @@ class NativeKernels:
             packed.data_ptr(),
             index_L.data_ptr(),
             failed_L.data_ptr(),
+            0 if largest_L is None else largest_L.data_ptr(),
             num_rows,
             num_inputs,
             num_outputs,
@@ -246,12 +250,14 @@ class NativeKernels:
             torch.get_num_threads(),
         )
 
-    def argmax(self, x_RV: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, x_RV: Tensor, largest_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The first of each row's largest values, int64 [R], and where that is not finite, bool [R].
 
         What is not a number counts as largest. x is contiguous, with one column at least.
+        largest_R: float32, where those values are written, if it is given; contiguous.
         """
         if isinstance(x_RV, TracedTensor):
+            assert largest_R is None, "a program gives tokens alone"
             return self._trace(x_RV).choose(Kernel.ARGMAX, x_RV)
         num_rows, size = x_RV.shape
         index_R, failed_R = _room_for_choices(num_rows)
@@ -260,6 +266,7 @@ class NativeKernels:
             x_RV.data_ptr(),
             index_R.data_ptr(),
             failed_R.data_ptr(),
+            0 if largest_R is None else largest_R.data_ptr(),
             num_rows,
             size,
             torch.get_num_threads(),

@@ -135,6 +135,16 @@ PENSTOCK_INLINE void scan(const float* x, int64_t size, float* largest, bool* ha
   }
 }
 
+// Where the largest is that `scan` told of.
+PENSTOCK_INLINE int64_t find(const float* x, float largest, bool has_nan) {
+  int64_t index = 0;
+  if (has_nan)
+    while (x[index] == x[index]) ++index;
+  else
+    while (x[index] != largest) ++index;
+  return index;
+}
+
 static void argmax_thread(void* data, int thread, const Team& team) {
   const auto& a = *static_cast<const ArgmaxArgs*>(data);
   const int64_t begin = a.rows * thread / team.num_threads, end = a.rows * (thread + 1) / team.num_threads;
@@ -143,13 +153,9 @@ static void argmax_thread(void* data, int thread, const Team& team) {
     float largest;
     bool has_nan;
     scan(x, a.size, &largest, &has_nan);
-    int64_t index = 0;
-    if (has_nan)
-      while (x[index] == x[index]) ++index;
-    else
-      while (x[index] != largest) ++index;
-    a.index[row] = index;
+    a.index[row] = find(x, largest, has_nan);
     a.failed[row] = has_nan || !__builtin_isfinite(largest);
+    if (a.largest != nullptr) a.largest[row] = x[a.index[row]];
   }
 }
 

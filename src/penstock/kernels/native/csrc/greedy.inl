@@ -7,20 +7,20 @@ namespace PENSTOCK_NAMESPACE {
 // Panels of products that a thread makes before it looks at them.
 constexpr int64_t kPanelsLookedAt = 8;
 
-// What is known of a row: the first of the largest so far, and the first that is not a number. None is kNone.
+// What is known of a row: the first of the largest so far, as what is not a number counts as largest.
 struct Best {
   float largest;
-  int64_t index, not_a_number;
+  int64_t index;
 };
 
-constexpr int64_t kNone = INT64_MAX;
-constexpr Best kNothing = {-__builtin_inff(), kNone, kNone};
+constexpr Best kNothing = {-__builtin_inff(), INT64_MAX};
 
 // Panels come in any order, so the first is the one with the lowest number.
-PENSTOCK_INLINE void note_largest(float value, int64_t index, Best& best) {
-  if (value < best.largest || (value == best.largest && index > best.index)) return;
-  best.largest = value;
-  best.index = index;
+PENSTOCK_INLINE void note_largest(const Best& other, Best& best) {
+  const bool is_nan = other.largest != other.largest, was_nan = best.largest != best.largest;
+  const bool is_larger = is_nan ? !was_nan : other.largest > best.largest;
+  const bool is_equal = is_nan ? was_nan : other.largest == best.largest;
+  if (is_larger || (is_equal && other.index < best.index)) best = other;
 }
 
 struct GreedyJob {
@@ -35,14 +35,9 @@ static void look_at(const float* products, int64_t columns, int64_t first, Best&
   float largest;
   bool has_nan;
   scan(products, columns, &largest, &has_nan);
-  int64_t i = 0;
-  if (has_nan) {
-    while (products[i] == products[i]) ++i;
-    best.not_a_number = least(best.not_a_number, first + i);
-  } else if (largest >= best.largest) {
-    while (products[i] != largest) ++i;
-    note_largest(largest, first + i, best);
-  }
+  if (!has_nan && !(largest >= best.largest)) return;
+  const int64_t column = find(products, largest, has_nan);
+  note_largest({products[column], first + column}, best);
 }
 
 template <class W>
@@ -106,14 +101,10 @@ static bool greedy(const GreedyArgs& g) {
     if (!had_memory[thread]) return false;
   for (int64_t row = 0; row < a.rows; ++row) {
     Best found = best[row];
-    for (int thread = 1; thread < a.num_threads; ++thread) {
-      const Best& other = best[thread * a.rows + row];
-      found.not_a_number = least(found.not_a_number, other.not_a_number);
-      note_largest(other.largest, other.index, found);
-    }
-    const bool has_nan = found.not_a_number != kNone;
-    g.index[row] = has_nan ? found.not_a_number : found.index;
-    g.failed[row] = has_nan || !__builtin_isfinite(found.largest);
+    for (int thread = 1; thread < a.num_threads; ++thread) note_largest(best[thread * a.rows + row], found);
+    g.index[row] = found.index;
+    g.failed[row] = !__builtin_isfinite(found.largest);
+    if (g.largest != nullptr) g.largest[row] = found.largest;
   }
   return true;
 }

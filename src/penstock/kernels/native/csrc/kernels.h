@@ -30,6 +30,7 @@ struct GreedyArgs {
   LinearArgs product;
   int64_t* index;  // [rows]
   bool* failed;    // [rows]
+  float* largest;  // [rows], or nullptr
 };
 
 // Writes the step's keys and values into the cache, then attends causally.
@@ -138,6 +139,7 @@ struct ArgmaxArgs {
   const float* x;  // [rows][size]
   int64_t* index;  // [rows]
   bool* failed;    // [rows]
+  float* largest;  // [rows], or nullptr
   int64_t rows, size;
   int num_threads;
 };

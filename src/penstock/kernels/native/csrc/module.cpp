@@ -162,8 +162,8 @@ PyObject* greedy(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   GreedyArgs a{};
-  in.read(a.product.x, a.product.x_stride, a.product.weight, a.index, a.failed, a.product.rows, a.product.in_features,
-          a.product.out_features, a.product.weight_type, a.product.num_threads);
+  in.read(a.product.x, a.product.x_stride, a.product.weight, a.index, a.failed, a.largest, a.product.rows,
+          a.product.in_features, a.product.out_features, a.product.weight_type, a.product.num_threads);
   return in.are_good() ? run(kernels->greedy, a) : nullptr;
 }
 
@@ -233,7 +233,7 @@ PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   ArgmaxArgs a;
-  in.read(a.x, a.index, a.failed, a.rows, a.size, a.num_threads);
+  in.read(a.x, a.index, a.failed, a.largest, a.rows, a.size, a.num_threads);
   return in.are_good() ? run(kernels->argmax, a) : nullptr;
 }
 
