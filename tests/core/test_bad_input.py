@@ -27,12 +27,13 @@ from penstock.errors import (
 from support.checkpoints import tiny_checkpoint
 
 SMALL = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 8}
+pytestmark = pytest.mark.one_path(reason="what is refused never becomes a step")
 SHORT = SamplingParams(temperature=0, max_tokens=3)
 
 
 @pytest.fixture(scope="module")
 def llm() -> Any:
-    with LLM("demo", max_model_len=128, **SMALL) as engine:
+    with LLM("demo", max_model_len=128, fast_paths="auto", **SMALL) as engine:
         yield engine
 
 

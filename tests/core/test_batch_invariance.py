@@ -54,7 +54,7 @@ def _threads_as_before() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def alone(folder: Path, dtype: str) -> list[Result]:
     """Each request by itself, its prompt in one step, on one thread."""
-    core = make_core(folder, dtype=dtype, enable_prefix_caching=False, **OPTIONS)
+    core = make_core(folder, dtype=dtype, fast_paths="auto", enable_prefix_caching=False, **OPTIONS)
     results = [run(core, [PROMPTS[number]], [PARAMS[number]])[0] for number in WATCHED]
     core.close()
     return results

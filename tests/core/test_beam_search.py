@@ -27,11 +27,11 @@ def oracle() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def llm(oracle: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def llm(oracle: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory, fast_paths: str) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("llama")
     save_checkpoint(oracle, folder)
     write_tokenizer(folder, byte_level_tokenizer())
-    with LLM(str(folder), **SMALL) as llm:
+    with LLM(str(folder), fast_paths=fast_paths, **SMALL) as llm:
         yield llm
 
 

@@ -14,6 +14,7 @@ from penstock.runner.fast_paths import FastPaths
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 
+pytestmark = pytest.mark.one_path(reason="runs engines with and without fast paths itself")
 PROMPTS = random_prompts((5, 21, 1, 40, 13, 8), VOCAB_SIZE, seed=3)
 
 

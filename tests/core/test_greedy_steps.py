@@ -16,7 +16,10 @@ from penstock.kernels.native.program_step import BoundChoices
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run, run_layer_by_layer
 
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
+pytestmark = [
+    pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels"),
+    pytest.mark.one_path(reason="looks at steps that are one call, which the plain path does not have"),
+]
 
 PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)
 # Not all end together, so that batches of several sizes repeat.

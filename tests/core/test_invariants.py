@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> list[list[int]]:
     """Sampled tokens of each prompt, served alone by a plain engine."""
-    core = make_core(folder, enable_prefix_caching=False, max_num_batched_tokens=512)
+    core = make_core(folder, fast_paths="auto", enable_prefix_caching=False, max_num_batched_tokens=512)
     tokens = [run(core, [prompt], _sampled(index))[0].tokens for index, prompt in enumerate(PROMPTS)]
     core.close()
     return tokens
@@ -65,8 +65,6 @@ def _all_params() -> list[SamplingParams]:
         {"async_scheduling": True},
         {"async_scheduling": True, "max_num_batched_tokens": 17, "max_num_seqs": 5, "block_size": 5},
         {"policy": "priority"},
-        {"fast_paths": "off"},
-        {"fast_paths": "off", "async_scheduling": True, "max_num_batched_tokens": 17, "max_num_seqs": 5},
     ],
     ids=str,
 )
@@ -93,7 +91,6 @@ def test_any_interleaving_of_add_abort_and_preemption_gives_undisturbed_tokens(
     core = make_core(
         folder,
         async_scheduling=async_scheduling,
-        fast_paths=rng.choice(["auto", "off"]),
         block_size=4,
         max_model_len=68,
         max_num_batched_tokens=rng.choice([6, 20, 64]),

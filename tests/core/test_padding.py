@@ -53,12 +53,11 @@ def num_padding(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("family", "options"),
     [
         ("llama", {"dtype": "float32"}),
-        ("llama", {"dtype": "float32", "fast_paths": "off"}),
         ("qwen3", {"dtype": "bfloat16", "async_scheduling": True}),
         ("gemma2", {"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 17, "max_num_seqs": 5}),
         ("llama", {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"}),
         ("llama", {"dtype": "float32", "attention_backend": "cpu_paged"}),
-        ("gemma2", {"dtype": "float32", "attention_backend": "cpu_paged", "fast_paths": "off"}),
+        ("gemma2", {"dtype": "float32", "attention_backend": "cpu_paged"}),
         ("llama", {"dtype": "float32", "attention_backend": "reference"}),
         ("olmo2", {"dtype": "float32"}),
     ],

@@ -16,7 +16,10 @@ from penstock.layers.mlp import GatedMLP
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import make_core, random_prompts, run, run_layer_by_layer
 
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
+pytestmark = [
+    pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels"),
+    pytest.mark.one_path(reason="looks at what is recorded of a model, which on the plain path is nothing"),
+]
 
 RECORDED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
 PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)

@@ -65,7 +65,7 @@ def undisturbed(request: pytest.FixtureRequest, model: tuple[Any, Path]) -> list
     """Demanding requests, each served alone, with their tokens."""
     rng = random.Random(7)
     params = [_random_params(rng, request.param) for _ in PROMPTS]
-    core = make_core(model[1], enable_prefix_caching=False)
+    core = make_core(model[1], fast_paths="auto", enable_prefix_caching=False)
     served = [(each, run(core, [prompt], each)[0].tokens) for prompt, each in zip(PROMPTS, params, strict=True)]
     core.close()
     return served

@@ -151,7 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> list[list[int]]:
-    core = make_core(folder)
+    core = make_core(folder, fast_paths="auto")
     tokens = [result.tokens for result in run(core, PROMPTS, ALL_PARAMS)]
     core.close()
     return tokens
