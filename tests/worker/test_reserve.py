@@ -20,8 +20,7 @@ MIB = 1 << 20
 LUCK = 1.25
 LESS = 4.0
 # Of all memory that the process takes.
-# Without the C++ kernels products work in memory of the heap, which keeps some of it or not.
-TOTAL, TOTAL_WITHOUT_KERNELS = 0.1, 0.2
+TOTAL = 0.1
 WITHOUT_KERNELS = {"PENSTOCK_CPU_KERNELS": "torch"}
 OPTIONS = {"load_format": "dummy", "num_threads": 1, "kv_cache_memory_bytes": 512 * MIB}
 COMMON = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "max_position_embeddings": 4096}
@@ -60,7 +59,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_process_takes_what_its_engine_plans_with(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options, environment = MODELS[name]
-    total = TOTAL_WITHOUT_KERNELS if environment else TOTAL
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     config = LlamaConfig(**{**COMMON, **shape})
@@ -76,10 +74,10 @@ def test_a_process_takes_what_its_engine_plans_with(name: str, tmp_path: Path, m
     most = max(measured.values())
     assert reserve / LESS <= most <= LUCK * reserve, described
     kept = sum(found[term] for term in ("process", "weights", "runner_state")) + OPTIONS["kv_cache_memory_bytes"]
-    assert abs(found["ready"] - kept) <= total * kept, described
+    assert abs(found["ready"] - kept) <= TOTAL * kept, described
     planned = planned_bytes(tmp_path, {**OPTIONS, **options})
     described["planned"] = round(planned / MIB, 1)
-    assert abs(planned - found["resident"]) <= total * found["resident"], described
+    assert abs(planned - found["resident"]) <= TOTAL * found["resident"], described
 
 
 def planned_bytes(folder: Path, options: dict[str, Any]) -> int:

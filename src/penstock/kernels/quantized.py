@@ -19,8 +19,11 @@ INT4_LEVELS = 16
 GROUP_MULTIPLE = 32
 # Below this a row of activations is taken for zero: the inverse of its scale would not be finite.
 _NEGLIGIBLE = 1e-30
-# Values that are widened at once, to float64: 8 MiB. Large enough for products at full speed.
-_MAX_WIDENED = 1 << 20
+# Values that are widened at once, to float64: 4 MiB. Large enough for products at full speed. The heap keeps all places
+# that such values have been at; how many those are, one or four, depends on addresses and differs between processes.
+_MAX_WIDENED = 1 << 19
+# Rows that are multiplied at once, for which the weight is widened again.
+_MAX_ROWS = 256
 # Else the sums of many rows would take the most, where groups are small.
 _MAX_OUTPUTS = 2048
 
@@ -132,9 +135,16 @@ def _quantize(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias: float32 [T, O]. Never is more of the weight widened than `_outputs_at_once` says."""
+    out_TO = torch.zeros(x_TI.shape[0], weight.shape.output_size, device=x_TI.device)
+    for rows in _parts(x_TI.shape[0], _MAX_ROWS):
+        _write_products(x_TI[rows], weight, out_TO[rows])
+    return out_TO if bias_O is None else out_TO.add_(bias_O)
+
+
+def _write_products(x_TI: Tensor, weight: QuantizedWeight, out_TO: Tensor) -> None:
+    """out_TO: zeros, which become x @ weight^T."""
     shape = weight.shape
     values_TI, scale_T1 = quantize_rows(x_TI)
-    out_TO = torch.zeros(x_TI.shape[0], shape.output_size, device=x_TI.device)
     for group in range(shape.num_groups):
         part = slice(group * shape.group_size, (group + 1) * shape.group_size)
         # Exact in float64, which has fast products everywhere.
@@ -150,7 +160,6 @@ def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Te
             del weight_OI, sums_TO
         del rows_TI
     out_TO.mul_(scale_T1)
-    return out_TO if bias_O is None else out_TO.add_(bias_O)
 
 
 def _outputs_at_once(group_size: int) -> int:
