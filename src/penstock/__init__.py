@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from penstock.contract import SamplingParams
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
-    from penstock.engine.input_processor import PromptDict
     from penstock.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+    from penstock.engine.prompts import PromptDict
     from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
 
@@ -45,7 +45,7 @@ _HOMES = {
     "CompletionOutput": "penstock.engine.outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
-    "PromptDict": "penstock.engine.input_processor",
+    "PromptDict": "penstock.engine.prompts",
     "RequestOutput": "penstock.engine.outputs",
     "RequestOutputKind": "penstock.engine.outputs",
     "SamplingParams": "penstock.contract",

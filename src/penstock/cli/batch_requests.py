@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.batch_results import BatchFormat, Endpoint
-from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field
+from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field, with_parameters
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
 from penstock.engine.input_processor import located
@@ -100,10 +100,8 @@ class _Reader:
         else:
             prompt = {**_take_prompt(body), "cache_salt": cache_salt}
             params = {"logprobs": body.pop("logprobs", None)}
-        for key, value in body.items():
-            if key not in _SAMPLING_FIELDS:
-                raise unknown_field(key, value, _FIELDS[endpoint])
-        return prompt, msgspec.structs.replace(self._defaults, **body, **params)
+        known = _SAMPLING_FIELDS | params.keys()
+        return prompt, with_parameters(self._defaults, {**body, **params}, known, _FIELDS[endpoint])
 
     def _check_line(self, where: str, fields: dict[str, Any]) -> Endpoint:
         for key, value in fields.items():

@@ -12,7 +12,7 @@ import msgspec
 from penstock.cli.batch_requests import read_batch_lines
 from penstock.cli.failures import file_named
 from penstock.cli.results import OwnFormat
-from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field
+from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, with_parameters
 from penstock.contract import SamplingParams
 from penstock.engine.input_processor import located
 from penstock.errors import InvalidRequest
@@ -77,7 +77,7 @@ def _read_line(where: str, fields: dict[str, Any] | InvalidRequest, defaults: Sa
             if isinstance(fields, InvalidRequest):
                 raise fields
             prompt = _take_prompt(given)
-            return Work(prompt, _params(given, defaults), where, OwnFormat(name))
+            return Work(prompt, with_parameters(defaults, given, _SAMPLING_FIELDS, _ALL_FIELDS), where, OwnFormat(name))
     except InvalidRequest as error:
         return Work(None, defaults, where, OwnFormat(name), error)
 
@@ -93,10 +93,3 @@ def _take_prompt(fields: dict[str, Any]) -> Any:
     if not has_prompt:
         raise InvalidRequest("The prompt is missing. Give prompt, prompt_token_ids or messages.")
     return prompt
-
-
-def _params(fields: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
-    for key, value in fields.items():
-        if key not in _SAMPLING_FIELDS:
-            raise unknown_field(key, value, _ALL_FIELDS)
-    return msgspec.structs.replace(defaults, **fields)

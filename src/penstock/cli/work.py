@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from penstock.cli.results import OwnFormat, ResultFormat
+from penstock.config import vllm
 from penstock.contract import SamplingParams
 from penstock.engine.conversation import render_prompt
 from penstock.engine.input_processor import AcceptedRequest, located
@@ -82,6 +85,20 @@ def unknown_field(name: str, value: Any, allowed: Sequence[str]) -> InvalidParam
     close = difflib.get_close_matches(name, allowed, n=1)
     advice = f"Did you mean {close[0]}?" if close else f"Allowed: {', '.join(allowed)}."
     return InvalidParameter(f"There is no field {name} (given: {value!r}). {advice}")
+
+
+def with_parameters(
+    defaults: SamplingParams, fields: Mapping[str, Any], known: Collection[str], allowed: Sequence[str]
+) -> SamplingParams:
+    """The parameters of a line, in place of the defaults. known: those that it may have; allowed: all of its fields.
+
+    Raises InvalidParameter; UnsupportedParameter for those of vLLM's that Penstock does not have.
+    """
+    own = vllm.parameters_as_ours(fields, SamplingParams.__struct_fields__)
+    for key, value in own.items():
+        if key not in known:
+            raise unknown_field(key, value, allowed)
+    return msgspec.structs.replace(defaults, **own)
 
 
 def take_template_fields(fields: dict[str, Any]) -> dict[str, Any]:

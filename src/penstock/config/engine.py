@@ -47,7 +47,7 @@ class EngineConfig:
         return cls._sorted(model, vllm.options_as_ours(options, option_names()))
 
     @classmethod
-    def _sorted(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
+    def _sorted(cls, model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
         _refuse_unknown(options, option_names())
         return cls(
             model=ModelConfig.load(model, **_take(options, MODEL_OPTIONS)),
