@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 # Where a page may mean a file to be: pages say `worker/worker.py` for what is in the package.
 ROOTS = [
     REPOSITORY,
@@ -28,14 +28,14 @@ def said_to_be_there(page: Path) -> list[str]:
     return [block for block in blocks if "planned" not in block.lower()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_files_that_a_page_names_exist(page: Path) -> None:
     names = re.findall(r"`([\w/.*-]+/[\w.*-]+\.(?:py|inl|h|cpp|c|md))[`:]", "\n".join(said_to_be_there(page)))
     missing = [name for name in names if not any(list(root.glob(name)) for root in ROOTS)]
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
