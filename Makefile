@@ -9,7 +9,7 @@ JOBS ?= 2
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow test-newest test-mutations lint format upgrade clean
+.PHONY: demo test test-slow test-newest test-mutations docs lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,10 @@ test-newest:
 # Plants bugs, one at a time, and fails if one of them goes unnoticed.
 test-mutations: $(VENV)/.installed
 	$(BIN)/python tools/plant_bugs.py --jobs $(JOBS)
+
+# Renews the pages that are made from the code.
+docs: $(VENV)/.installed
+	$(foreach tool,$(wildcard tools/*_page.py),$(BIN)/python $(tool) &&) true
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check

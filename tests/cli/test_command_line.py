@@ -44,6 +44,11 @@ def test_help_of_generate_fits_a_screen(columns: int, num_lines: int) -> None:
     assert max(map(len, out.splitlines())) <= columns
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "bench"])
+def test_help_points_to_the_page_of_all_options(command: str) -> None:
+    assert "docs/options.md" in run(command, "--help").stdout
+
+
 @pytest.mark.parametrize("command", ["chat", "env"])
 def test_help_of_the_other_commands_fits_a_screen(command: str) -> None:
     out = run(command, "--help").stdout

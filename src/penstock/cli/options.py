@@ -42,7 +42,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     "option": (
         list[str] | None,
         None,
-        typer.Option("--option", metavar="NAME=VALUE", help="Any other engine option; repeatable"),
+        typer.Option("--option", metavar="NAME=VALUE", help="Any other engine option, of docs/options.md; repeatable"),
     ),
     "debug": (bool, False, typer.Option("--debug", help="Verbose log, and tracebacks")),
 }

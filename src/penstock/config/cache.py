@@ -19,7 +19,7 @@ class CacheConfig:
     kv_cache_memory_bytes: size of the KV cache in bytes, or as a text such as "1GiB", instead of what
         `memory_fraction` leaves.
     enable_prefix_caching: reuse the KV of prompts that begin alike.
-    kv_cache_dtype: what keys and values are kept in, one of `KV_CACHE_DTYPES`; "auto" is what the model computes in.
+    kv_cache_dtype: what keys and values are kept in; "auto" is what the model computes in.
     """
 
     block_size: int = 16

@@ -13,7 +13,7 @@ DEVICES = ("auto", "cpu", "cuda")
 class DeviceConfig:
     """device: "auto" takes CUDA where there is one, else the CPU.
     num_threads: CPU threads for the model; None takes one per physical core that this process may use.
-    attention_backend: by name; None takes the best that works on the device.
+    attention_backend: cpu_native, cpu_paged, torch_varlen or reference; None takes the best that works on the device.
     """
 
     device: str = "auto"

@@ -34,8 +34,9 @@ _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
 class ModelConfig:
     """model: the name that the user gave. folder, tokenizer_folder: where its files lie.
     hf_config: `config.json` as it is. hf_generation_config: `generation_config.json`, or empty.
-    dtype: as asked for; "auto" is resolved by the device.
+    dtype: of the weights, and on a GPU of what is computed; "auto" is the checkpoint's own.
     max_model_len: longest context in tokens; None takes the model's own, "auto" what fits into memory.
+    seed: makes the seeds of requests that have none.
     model_impl: whose implementation runs; "auto" takes this project's own where there is one, else Transformers'.
     quantization: what the weights of linear layers are rounded to at loading; None keeps them as they are.
     quantization_calibration: the file of texts that "int4" rounds for; "auto" is the one in the model's folder, if it
@@ -100,7 +101,12 @@ class ModelConfig:
         revision: str | None = None,
         **options: Any,
     ) -> ModelConfig:
-        """Find the model's folder and read its configuration. options: the fields from `dtype` on.
+        """Find the model's folder and read its configuration.
+
+        tokenizer: a folder or hub id whose tokenizer is taken instead of the model's own.
+        revision: branch, tag or commit of a hub id.
+
+        options: the fields from `dtype` on.
 
         Raises ModelNotFound, or ModelError when `config.json` is missing or damaged.
         """

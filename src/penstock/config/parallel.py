@@ -13,7 +13,8 @@ DEFAULT_WORKER = "penstock.worker.worker.Worker"
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """distributed_executor_backend: "uni" runs the worker in this process.
+    """tensor_parallel_size, pipeline_parallel_size: workers that share a model; engines refuse more than one so far.
+    distributed_executor_backend: "uni" runs the worker in this process.
     worker_cls: qualified name of the worker class.
     worker_extension_cls: qualified name of a class whose methods become callable on the worker.
     max_restarts: how often a failed worker is replaced without progress before the engine gives up.

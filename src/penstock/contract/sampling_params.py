@@ -42,7 +42,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
     extra_args: by the name of a custom logits processor, what this request gives it; plain data.
 
     When it ends:
-    stop: texts that end generation. include_stop_str_in_output: whether the output keeps them.
+    stop: texts that end generation. include_stop_str_in_output: whether the output keeps the one that ended it.
     stop_token_ids: tokens that end generation, besides the model's own.
     ignore_eos: go on after the end-of-sequence token.
     max_tokens: number of tokens to generate at most; None means up to the context's end.
@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
     What is returned:
     logprobs: number of most likely tokens whose log-probabilities are returned, besides the sampled one's;
         -1 returns those of all tokens, None none.
-    prompt_logprobs: the same for the tokens of the prompt.
+    prompt_logprobs: as logprobs, for the tokens of the prompt.
     detokenize: whether the output has text. skip_special_tokens: whether the text leaves out special tokens.
     spaces_between_special_tokens: whether the text has spaces between special tokens.
     truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1 keeps as many as fit.

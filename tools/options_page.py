@@ -1,0 +1,227 @@
+"""Write docs/options.md: every option of an engine, every sampling parameter, every environment variable.
+
+    python tools/options_page.py
+
+What the page says is asked of the code: names, types and defaults of the configuration's dataclasses, meanings of their
+docstrings ("name: meaning" lines), flags of the command line itself, and what is allowed of the message that refuses a
+value of no type at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import typer
+
+from penstock.cli.app import app
+from penstock.config import EngineConfig, ModelConfig, env
+from penstock.config.engine import option_names
+from penstock.config.model import MODEL_OPTIONS
+from penstock.contract import SamplingParams
+from penstock.errors import PenstockError
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+# In this order, by the name that `EngineConfig` has for each concern.
+TITLES = {
+    "model": "The model",
+    "load": "Loading weights",
+    "device": "Device, threads, attention",
+    "cache": "KV cache and memory",
+    "scheduler": "What runs together",
+    "sampling": "Sampling",
+    "parallel": "Workers",
+    "profiler": "Profiles",
+}
+# An option whose flag has another name: commands have a --seed for their requests or prompts.
+OTHER_FLAGS = {"seed": "engine_seed"}
+HEAD = """# Options
+
+Written by `make docs` from the code: change the docstrings there, not this page.
+
+Every option of an engine has one name: `LLM("demo", max_num_seqs=32)`, `AsyncEngine("demo", max_num_seqs=32)`. On the
+command line the common ones have flags, `--max-num-seqs 32`, and all of them can be given as `--option name=value`, as
+often as needed; the value is JSON where it can be, else text: `--option enable_prefix_caching=false`. What a command
+has besides is in its `--help`. `model`, the first argument, is `demo` (the model that ships), a folder, or a hub id.
+"""
+
+
+class Option(NamedTuple):
+    """One line of a table."""
+
+    name: str
+    type: str
+    default: str
+    allowed: str
+    meaning: str
+
+
+class _Nothing:
+    """A value that no option allows."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+def page() -> str:
+    """The whole text of the page."""
+    flags = _engine_flags()
+    tables = [
+        f"## {TITLES.get(concern, concern.capitalize())}\n\n"
+        + _table("command line", [(option, flags.get(option.name, f"`--option {option.name}=`")) for option in options])
+        for concern, options in engine_options().items()
+    ]
+    return "\n".join([HEAD, *tables, _sampling_section(), _environment_section()])
+
+
+def engine_options() -> dict[str, list[Option]]:
+    """All options by their concern, as `EngineConfig` composes it."""
+    config = EngineConfig.create("demo")
+    concerns = [field.name for field in dataclasses.fields(config)]
+    order = [*(name for name in TITLES if name in concerns), *(name for name in concerns if name not in TITLES)]
+    return {name: _options_of(getattr(config, name)) for name in order}
+
+
+def sampling_parameters() -> list[Option]:
+    fields = msgspec.structs.fields(SamplingParams)
+    meanings = meanings_in(SamplingParams.__doc__, [field.name for field in fields])
+    types = SamplingParams.__annotations__
+    return [
+        Option(
+            name=field.name,
+            type=_plain_type(types[field.name]),
+            default=_shown(_default(field)),
+            allowed=_allowed(lambda bad: SamplingParams(**bad), field.name),
+            meaning=meanings.get(field.name, ""),
+        )
+        for field in fields
+    ]
+
+
+def meanings_in(docstring: str | None, names: Iterable[str]) -> dict[str, str]:
+    """What a docstring says of these names. `a, b: what both mean` begins a line, or follows a full stop."""
+    name = "|".join(sorted(names, key=len, reverse=True))
+    begin = re.compile(rf"(?:^|(?<=\. ))((?:{name})(?:, (?:{name}))*): ")
+    meanings: dict[str, str] = {}
+    for text in _entries(docstring or "", begin):
+        found = list(begin.finditer(text))
+        ends = [*(one.start() for one in found[1:]), len(text)]
+        for one, end in zip(found, ends, strict=True):
+            meaning = text[one.end() : end].strip().rstrip(".")
+            meanings.update(dict.fromkeys(one[1].split(", "), meaning))
+    return meanings
+
+
+def _entries(docstring: str, begin: re.Pattern[str]) -> Iterator[str]:
+    """Lines that begin with a name, each joined with those that go on with it: up to an empty line or the next name."""
+    entry = ""
+    for line in [*map(str.strip, docstring.splitlines()), ""]:
+        if entry and (not line or begin.match(line)):
+            yield entry
+            entry = ""
+        if entry or begin.match(line):
+            entry = f"{entry} {line}".strip()
+
+
+def _options_of(config: Any) -> list[Option]:
+    """The options of one concern."""
+    is_model = isinstance(config, ModelConfig)
+    fields = {field.name: field for field in dataclasses.fields(config) if not is_model or field.name in MODEL_OPTIONS}
+    names = [*(name for name in MODEL_OPTIONS if is_model and name not in fields), *fields]
+    meanings = meanings_in(type(config).__doc__, names)
+    if is_model:
+        meanings |= meanings_in(ModelConfig.load.__doc__, names)
+    return [
+        Option(
+            name=name,
+            type=_plain_type(str(fields[name].type)) if name in fields else "str or None",
+            default=_shown(_default(fields[name])) if name in fields else _shown(None),
+            allowed=_allowed(lambda bad: dataclasses.replace(config, **bad), name) if name in fields else "",
+            meaning=meanings.get(name, ""),
+        )
+        for name in names
+    ]
+
+
+def _default(field: Any) -> Any:
+    missing = (dataclasses.MISSING, msgspec.NODEFAULT)
+    return field.default if field.default not in missing else field.default_factory()
+
+
+def _allowed(make: Callable[[dict[str, Any]], object], name: str) -> str:
+    """What the refusal of a value of no type says is allowed."""
+    try:
+        make({name: _Nothing()})
+    except PenstockError as error:
+        said = str(error).partition("Allowed: ")[2]
+        return re.split(r"\.(?:\s|$)", said)[0]
+    except TypeError:
+        pass
+    return ""
+
+
+def _engine_flags() -> dict[str, str]:
+    """By option, its flag, and the commands that have it where not all with an engine do."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    with_engine = {name: command for name, command in commands.items() if _flag(command, "option") is not None}
+    flags = {}
+    for option in option_names():
+        having = {name: _flag(command, OTHER_FLAGS.get(option, option)) for name, command in with_engine.items()}
+        having = {name: flag for name, flag in having.items() if flag}
+        if having:
+            flag = f"`{next(iter(having.values()))}`"
+            flags[option] = flag if len(having) == len(with_engine) else f"{flag} ({', '.join(having)})"
+    return flags
+
+
+def _flag(command: Any, parameter: str) -> str | None:
+    """The flag of a command for a parameter, the longest one."""
+    found = [one for one in command.params if one.name == parameter and isinstance(one.opts, list)]
+    return max(found[0].opts, key=len) if found and found[0].opts[0].startswith("-") else None
+
+
+def _sampling_section() -> str:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    text = """## Sampling parameters
+
+Of each request: fields of `SamplingParams`, and of the lines of `penstock generate --input`
+([requests.md](requests.md)). Those with a flag can be given to `penstock generate` for all requests; where its default
+differs, it is in brackets. What they do to each other is in [sampling.md](sampling.md).
+
+"""
+    rows = []
+    for option in sampling_parameters():
+        flag = _flag(commands["generate"], option.name)
+        own = [one.default for one in commands["generate"].params if one.name == option.name]
+        differs = own and own[0] not in (None, ()) and _shown(own[0]) != option.default
+        rows.append((option, f"`{flag}`" + (f" ({own[0]})" if differs else "") if flag else ""))
+    return text + _table("`generate`", rows)
+
+
+def _environment_section() -> str:
+    rows = [line for line in (env.__doc__ or "").splitlines() if line.startswith("|")]
+    return "## Environment variables\n\n" + "\n".join(rows) + "\n"
+
+
+def _table(flags: str, rows: list[tuple[Option, str]]) -> str:
+    lines = [f"| name | {flags} | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- | --- |"]
+    for option, flag in rows:
+        cells = (f"`{option.name}`", flag, option.type, option.default, option.allowed, option.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain_type(annotation: str) -> str:
+    return annotation.replace(" | ", " or ")
+
+
+def _shown(value: Any) -> str:
+    return f"`{value!r}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
