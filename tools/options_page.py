@@ -44,9 +44,10 @@ HEAD = """# Options
 Written by `make docs` from the code: change the docstrings there, not this page.
 
 Every option of an engine has one name: `LLM("demo", max_num_seqs=32)`, `AsyncEngine("demo", max_num_seqs=32)`. On the
-command line the common ones have flags, `--max-num-seqs 32`, and all of them can be given as `--option name=value`, as
-often as needed; the value is JSON where it can be, else text: `--option enable_prefix_caching=false`. What a command
-has besides is in its `--help`. `model`, the first argument, is `demo` (the model that ships), a folder, or a hub id.
+command line it is a flag, `--max-num-seqs 32`, of every command that has an engine, whether its `--help` lists it or
+not. What is True or False takes no value: `--use-tqdm-on-load`, `--no-enable-prefix-caching`. `--option name=value`
+says the same; the value is JSON where it can be, else text. `model`, the first argument or `--model`, is `demo` (the model
+that ships), a folder, or a hub id.
 """
 
 
@@ -72,7 +73,7 @@ def page() -> str:
     flags = _engine_flags()
     tables = [
         f"## {TITLES.get(concern, concern.capitalize())}\n\n"
-        + _table("command line", [(option, flags.get(option.name, f"`--option {option.name}=`")) for option in options])
+        + _table("command line", [(option, f"`{flags[option.name]}`") for option in options])
         for concern, options in engine_options().items()
     ]
     return "\n".join([HEAD, *tables, _sampling_section(), _environment_section()])
@@ -165,16 +166,13 @@ def _allowed(make: Callable[[dict[str, Any]], object], name: str) -> str:
 
 
 def _engine_flags() -> dict[str, str]:
-    """By option, its flag, and the commands that have it where not all with an engine do."""
+    """By option, its flag: that of a command which lists it, else what any command takes."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    with_engine = {name: command for name, command in commands.items() if _flag(command, "option") is not None}
+    with_engine = [command for command in commands.values() if _flag(command, "option") is not None]
     flags = {}
     for option in option_names():
-        having = {name: _flag(command, OTHER_FLAGS.get(option, option)) for name, command in with_engine.items()}
-        having = {name: flag for name, flag in having.items() if flag}
-        if having:
-            flag = f"`{next(iter(having.values()))}`"
-            flags[option] = flag if len(having) == len(with_engine) else f"{flag} ({', '.join(having)})"
+        listed = [_flag(command, OTHER_FLAGS.get(option, option)) for command in with_engine]
+        flags[option] = next(filter(None, listed), None) or f"--{option.replace('_', '-')}"
     return flags
 
 

@@ -30,10 +30,10 @@ def test_what_is_allowed_and_which_flag_there_is_are_the_codes_own() -> None:
     assert by_name["policy"].allowed == "fcfs, priority"
     assert by_name["policy"].default == "`'fcfs'`"
     page = options_page.page()
-    assert "| `num_threads` | `--threads`" in page
-    assert "| `seed` | `--engine-seed`" in page
+    assert "| `num_threads` | `--threads` |" in page
+    assert "| `seed` | `--engine-seed` | int |" in page
     assert "| `seed` | `--seed` | int or None |" in page
-    assert "| `policy` | `--option policy=` | str |" in page
+    assert "| `policy` | `--policy` | str |" in page
 
 
 def test_meanings_are_found_in_lines_lists_of_names_and_after_full_stops() -> None:
