@@ -46,8 +46,8 @@ Written by `make docs` from the code: change the docstrings there, not this page
 Every option of an engine has one name: `LLM("demo", max_num_seqs=32)`, `AsyncEngine("demo", max_num_seqs=32)`. On the
 command line it is a flag, `--max-num-seqs 32`, of every command that has an engine, whether its `--help` lists it or
 not. What is True or False takes no value: `--use-tqdm-on-load`, `--no-enable-prefix-caching`. `--option name=value`
-says the same; the value is JSON where it can be, else text. `model`, the first argument or `--model`, is `demo` (the model
-that ships), a folder, or a hub id.
+says the same; the value is JSON where it can be, else text. `model`, the first argument or `--model`, is `demo` (the
+model that ships), a folder, or a hub id.
 """
 
 
