@@ -187,16 +187,14 @@ def _sampling_section() -> str:
     text = """## Sampling parameters
 
 Of each request: fields of `SamplingParams`, and of the lines of `penstock generate --input`
-([requests.md](requests.md)). Those with a flag can be given to `penstock generate` for all requests; where its default
-differs, it is in brackets. What they do to each other is in [sampling.md](sampling.md).
+([requests.md](requests.md)). Those with a flag can be given to `penstock generate` for all requests; its `max_tokens` is
+128 unless you say more. What they do to each other is in [sampling.md](sampling.md).
 
 """
     rows = []
     for option in sampling_parameters():
         flag = _flag(commands["generate"], option.name)
-        own = [one.default for one in commands["generate"].params if one.name == option.name]
-        differs = own and own[0] not in (None, ()) and _shown(own[0]) != option.default
-        rows.append((option, f"`{flag}`" + (f" ({own[0]})" if differs else "") if flag else ""))
+        rows.append((option, f"`{flag}`" if flag else ""))
     return text + _table("`generate`", rows)
 
 
