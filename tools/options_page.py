@@ -187,8 +187,8 @@ def _sampling_section() -> str:
     text = """## Sampling parameters
 
 Of each request: fields of `SamplingParams`, and of the lines of `penstock generate --input`
-([requests.md](requests.md)). Those with a flag can be given to `penstock generate` for all requests; its `max_tokens` is
-128 unless you say more. What they do to each other is in [sampling.md](sampling.md).
+([requests.md](requests.md)). Those with a flag can be given to `penstock generate` for all requests; its `max_tokens`
+is 128 unless you say more. What they do to each other is in [sampling.md](sampling.md).
 
 """
     rows = []
