@@ -21,10 +21,7 @@ import penstock
 
 REPOSITORY = Path(__file__).parents[2]
 # What users read, and what is run of it. docs/internals is for builders.
-USER_PAGES = [
-    REPOSITORY / "README.md",
-    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name != "architecture.md"),
-]
+USER_PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 RUN = ("python", "sh")
 # Data, and what is printed.
 SHOWN = ("text", "json", "toml")
