@@ -47,7 +47,8 @@ Every option of an engine has one name: `LLM("demo", max_num_seqs=32)`, `AsyncEn
 command line it is a flag, `--max-num-seqs 32`, of every command that has an engine, whether its `--help` lists it or
 not. What is True or False takes no value: `--use-tqdm-on-load`, `--no-enable-prefix-caching`. `--option name=value`
 says the same; the value is JSON where it can be, else text. `model`, the first argument or `--model`, is `demo` (the
-model that ships), a folder, or a hub id.
+model that ships), a folder, or a hub id. Sizes in bytes may be texts such as `1GiB`, and what vLLM calls an option is
+in [vllm.md](vllm.md).
 """
 
 
