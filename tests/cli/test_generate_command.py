@@ -139,7 +139,7 @@ def test_several_outputs_of_a_prompt_are_shown_as_json(command: Command) -> None
     requests = jsonl({"prompt": "a"}, {"prompt": "b", "n": 1})
     results = command.results("--input", "-", "--n", "2", "--max-tokens", "2", stdin=requests)
     assert [(result["index"], result["sample"]) for result in results] == [(0, 0), (0, 1), (1, 0)]
-    assert "n=0 is not valid" in command.run("the fox", "--n", "0", exit_code=2)[1]
+    assert "--n 0 is not valid" in command.run("the fox", "--n", "0", exit_code=2)[1]
 
 
 def test_stop_texts_end_the_output(command: Command) -> None:
