@@ -103,8 +103,8 @@ def test_plan_and_engine_count_the_same_bytes(folder: Path, dtype: str, num_byte
 
 
 def test_a_dtype_that_is_not_known_is_refused_by_name(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8'.*auto, float32, bfloat16, int8"):
-        EngineConfig.create(str(folder), kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="kv_cache_dtype='int3'.*auto, float32, bfloat16, int8"):
+        EngineConfig.create(str(folder), kv_cache_dtype="int3")
 
 
 def test_a_gpu_keeps_the_cache_in_the_models_dtype() -> None:
