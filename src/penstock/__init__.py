@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
-    from penstock.contract import SamplingParams
+    from penstock.contract import SamplingParams, StructuredOutputsParams
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
@@ -34,6 +34,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StreamingInput",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -50,6 +51,7 @@ _HOMES = {
     "RequestOutputKind": "penstock.engine.outputs",
     "SamplingParams": "penstock.contract",
     "StreamingInput": "penstock.engine.streaming_input",
+    "StructuredOutputsParams": "penstock.contract",
 }
 
 

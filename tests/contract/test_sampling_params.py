@@ -47,6 +47,8 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("bad_words", {"word": 1}),
     ("bad_words_token_ids", [[]]),
     ("bad_words_token_ids", [5]),
+    ("structured_outputs", "json"),
+    ("structured_outputs", ["json"]),
     ("thinking_token_budget", -2),
     ("thinking_token_budget", 1.0),
     ("extra_args", ["processor"]),

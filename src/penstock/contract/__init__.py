@@ -28,6 +28,7 @@ from penstock.contract.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
+from penstock.contract.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -53,6 +54,7 @@ __all__ = [
     "SchedulerOutput",
     "SlidingWindowSpec",
     "StepResult",
+    "StructuredOutputsParams",
     "decode",
     "encode",
 ]

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.contract import param_checks as check
 from penstock.contract.named_parameters import NamedParameters
+from penstock.contract.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
 MAX_SEED = 2**63 - 1
 MAX_N = 16_384
@@ -38,6 +39,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
     logit_bias: added to the logits of these tokens, -100 to 100.
     allowed_token_ids: only these tokens are generated; None allows all.
     bad_words: texts that are not generated.
+    structured_outputs: the form that the output must have, such as a JSON schema; a dictionary of its fields will do.
     thinking_token_budget: tokens after the begin of thinking at which its end is forced; None or -1 for no limit.
     extra_args: by the name of a custom logits processor, what this request gives it; plain data.
 
@@ -76,6 +78,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     extra_args: dict[str, Any] | None = None
     stop: Sequence[str] = ()
@@ -147,6 +150,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
         self._set("logit_bias", check.biases("logit_bias", self.logit_bias, LARGEST_BIAS))
         self._set("bad_words", check.texts("bad_words", self.bad_words))
         self._set("bad_words_token_ids", check.token_sequences("bad_words_token_ids", self.bad_words_token_ids))
+        self._set("structured_outputs", structured_outputs_from(self.structured_outputs))
         self._set("extra_args", check.plain_data("extra_args", self.extra_args))
         if self.thinking_token_budget == -1:
             self._set("thinking_token_budget", None)

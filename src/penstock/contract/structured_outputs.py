@@ -1,0 +1,177 @@
+"""What form a request's output must have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.contract import param_checks as check
+from penstock.errors import InvalidParameter
+
+# Of these a request has exactly one.
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
+_ABOUT_WHITESPACE = ("json", "json_object", "structural_tag")
+_A_SCHEMA = "a JSON schema as text, a dictionary, True, False, or a pydantic model"
+_A_TAG = "a structural tag as JSON text or a dictionary"
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form of an output, as exactly one constraint, with the names that users of vLLM know.
+
+    json: a JSON schema: text, a dictionary, or a pydantic model (its class or an instance). Kept as text.
+    regex: a regular expression that the whole output matches.
+    choice: the output is one of these texts.
+    grammar: a context-free grammar, in Lark's notation or in GBNF.
+    structural_tag: free text with parts that follow schemas, each behind its trigger:
+        {"structures": [{"begin": "<f>", "schema": {...}, "end": "</f>"}], "triggers": ["<f"]}. Kept as text.
+    json_object: the output is any JSON object.
+
+    whitespace_pattern: with JSON: a regular expression of the whitespace allowed at a place; None takes the engine's,
+        which is bounded.
+    disable_any_whitespace: with JSON: no whitespace but that inside of strings.
+    disable_additional_properties: with json: objects have no properties but those that the schema names.
+
+    Raises InvalidParameter. Whether a schema can be enforced is checked when an engine accepts the request.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    json_object: bool = False
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            check.check_flag(_full(name), getattr(self, name))
+        given = self._check_only_one()
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            _check_text(_full(name), getattr(self, name))
+        if self.json is not None:
+            self._set("json", _json_text("json", _schema_of(self.json), _A_SCHEMA, (dict, bool)))
+        if self.structural_tag is not None:
+            self._set("structural_tag", _json_text("structural_tag", self.structural_tag, _A_TAG, (dict,)))
+        if self.choice is not None:
+            self._set("choice", _choices(self.choice))
+        self._check_options(given)
+
+    @property
+    def constraint(self) -> str:
+        """The name of the constraint that it has."""
+        return next(name for name in CONSTRAINTS if self._has(name))
+
+    def _has(self, name: str) -> bool:
+        # The schema False is a constraint; the flag False is none.
+        value = getattr(self, name)
+        return value is not None and not (name == "json_object" and value is False)
+
+    def _check_only_one(self) -> str:
+        given = [name for name in CONSTRAINTS if self._has(name)]
+        if len(given) != 1:
+            found = f"has {' and '.join(given)}" if given else "has no constraint"
+            raise InvalidParameter(f"structured_outputs {found}. Allowed: exactly one of {', '.join(CONSTRAINTS)}.")
+        return given[0]
+
+    def _check_options(self, given: str) -> None:
+        for name in ("whitespace_pattern", "disable_any_whitespace"):
+            if getattr(self, name) and given not in _ABOUT_WHITESPACE:
+                raise check.invalid(_full(name), getattr(self, name), f"only with {', '.join(_ABOUT_WHITESPACE)}")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            allowed = "not together with disable_any_whitespace, which leaves no whitespace to describe"
+            raise check.invalid(_full("whitespace_pattern"), self.whitespace_pattern, allowed)
+        if self.disable_additional_properties and given != "json":
+            raise check.invalid(_full("disable_additional_properties"), True, "only with json")
+
+    def _set(self, name: str, value: Any) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+
+def structured_outputs_from(value: Any) -> StructuredOutputsParams | None:
+    """What a request's parameters hold, from what was given: the struct itself, its fields in a dictionary, or None.
+
+    Raises InvalidParameter.
+    """
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise check.invalid("structured_outputs", value, "StructuredOutputsParams, or a dictionary of its fields")
+    for name in value:
+        if name not in StructuredOutputsParams.__struct_fields__:
+            allowed = ", ".join(StructuredOutputsParams.__struct_fields__)
+            raise InvalidParameter(f"structured_outputs has a field {name!r}. Allowed: {allowed}.")
+    return StructuredOutputsParams(**value)
+
+
+def _full(name: str) -> str:
+    return f"structured_outputs.{name}"
+
+
+def _check_text(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str) or not value:
+        raise check.invalid(name, value, "a text that is not empty")
+    _check_encodable(name, value)
+
+
+def _check_encodable(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        wrong = text[error.start : error.end]
+        raise InvalidParameter(f"{name} has {wrong!r}, which is no character. Allowed: text without it.") from None
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    name = _full("choice")
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(text, str) and text for text in value):
+        raise check.invalid(name, value, "a list of texts, none of them empty")
+    for text in value:
+        _check_encodable(name, text)
+    return tuple(dict.fromkeys(value))
+
+
+def _schema_of(value: Any) -> Any:
+    """The schema of a pydantic model, or of an instance of one; anything else as it is."""
+    describe = getattr(value, "model_json_schema", None)
+    return describe() if callable(describe) else value
+
+
+def _json_text(name: str, value: Any, allowed: str, types: tuple[type, ...]) -> str:
+    """JSON as text in one form: without spaces, keys in their order, since outputs have theirs in the same."""
+    full = _full(name)
+    try:
+        data = _parse(value) if isinstance(value, str) else value
+        if not isinstance(data, types):
+            raise check.invalid(full, value, allowed)
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        if not isinstance(value, str):
+            _parse(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, InvalidParameter):
+            raise
+        raise InvalidParameter(f"{full} is not valid JSON: {error}. Allowed: {allowed}.") from error
+    _check_encodable(full, text)
+    return text
+
+
+def _parse(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return fields
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number in JSON")
