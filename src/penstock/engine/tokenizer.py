@@ -79,6 +79,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(ids, skip_special_tokens)
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether it is one of the `tokenizers` library."""
+        return isinstance(self._backend, FastBackend)
+
+    def as_json(self) -> str | None:
+        """The tokenizer as the `tokenizers` library writes it; None where it is another library's."""
+        return self._backend.fast.to_str() if isinstance(self._backend, FastBackend) else None
+
     def token_text(self, token_id: int) -> str:
         """How one token reads on its own, special tokens included."""
         return self._backend.detokenizers.token_text(token_id)

@@ -1,0 +1,124 @@
+"""What can be known of a constraint before it is compiled; called where requests are accepted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.contract import StructuredOutputsParams
+from penstock.errors import InvalidParameter
+from penstock.structured.grammar_text import as_lark
+from penstock.structured.patterns import PatternError, translate_full_match
+from penstock.structured.schema_check import NotEnforced, enforceable
+
+_TAG_FIELDS = {"type", "structures", "triggers"}
+_STRUCTURE_FIELDS = {"begin", "schema", "end"}
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedPart:
+    """Part of a text that follows a schema: behind `begin`, which begins with `trigger`, and before `end`."""
+
+    trigger: str
+    begin: str
+    schema: Any
+    end: str
+
+
+def check_constraint(params: StructuredOutputsParams, max_bytes: int) -> None:
+    """Refuse what cannot be enforced, as far as that can be known by reading.
+
+    max_bytes: of the constraint as text.
+    Raises InvalidParameter.
+    """
+    name = params.constraint
+    value = getattr(params, name)
+    texts = value if isinstance(value, tuple) else [value] if isinstance(value, str) else []
+    size = sum(len(text.encode()) for text in texts)
+    if size > max_bytes:
+        raise InvalidParameter(
+            f"structured_outputs.{name} has {size:,} bytes. Allowed: at most {max_bytes:,}. Make it smaller, or start "
+            f"the engine with --option max_grammar_bytes={size}."
+        )
+    if params.whitespace_pattern is not None:
+        whitespace(params.whitespace_pattern)
+    if params.json is not None:
+        schema_of(params)
+    elif params.regex is not None:
+        translated("regex", params.regex)
+    elif params.grammar is not None:
+        as_lark(params.grammar, {})
+    elif params.structural_tag is not None:
+        tagged_parts(params)
+
+
+def schema_of(params: StructuredOutputsParams) -> Any:
+    """The schema of `json` or `json_object`, in what backends enforce. Raises InvalidParameter."""
+    if params.json is None:
+        return {"type": "object"}
+    return enforceable(json.loads(params.json), closed=params.disable_additional_properties)
+
+
+def translated(name: str, pattern: str) -> str:
+    """A pattern that a whole text matches, as backends take it. Raises InvalidParameter."""
+    try:
+        return translate_full_match(pattern)
+    except PatternError as error:
+        raise InvalidParameter(f"structured_outputs.{name}: {error}. Allowed: patterns without it.") from error
+
+
+def whitespace(pattern: str) -> str:
+    """A pattern of JSON's whitespace, as backends take it. Raises InvalidParameter for one that matches anything else."""
+    found = translated("whitespace_pattern", pattern)
+    for part in (r"\\x\{(20|9|a|d)\}", r"\{\d+(,\d*)?\}", r"\(\?:|[()|*+?]|\[(?!\^)|\]"):
+        found = re.sub(part, "", found)
+    if found:
+        raise InvalidParameter(
+            f"structured_outputs.whitespace_pattern={pattern!r} is not valid. Allowed: patterns of spaces, \\t, \\n and "
+            "\\r, since nothing else is whitespace in JSON; for example '[ \\t]*'."
+        )
+    return translated("whitespace_pattern", pattern)
+
+
+def tagged_parts(params: StructuredOutputsParams) -> list[TaggedPart]:
+    """The parts of a structural tag. Raises InvalidParameter."""
+    tag = json.loads(params.structural_tag or "{}")
+    _check_fields("", tag, _TAG_FIELDS)
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not structures:
+        raise _invalid_tag("/structures", structures, "a list of parts, each with begin, schema and end")
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
+        raise _invalid_tag("/triggers", triggers, "a list of texts, none of them empty")
+    return [_tagged_part(part, f"/structures/{index}", triggers) for index, part in enumerate(structures)]
+
+
+def _tagged_part(part: Any, at: str, triggers: list[str]) -> TaggedPart:
+    if not isinstance(part, dict):
+        raise _invalid_tag(at, part, "a dictionary with begin, schema and end")
+    _check_fields(at, part, _STRUCTURE_FIELDS)
+    begin, end = part.get("begin"), part.get("end", "")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise _invalid_tag(at, part, "begin and end as texts")
+    trigger = next((text for text in triggers if begin.startswith(text)), None)
+    if trigger is None:
+        raise _invalid_tag(f"{at}/begin", begin, f"a text that begins with a trigger ({', '.join(triggers)})")
+    try:
+        schema = enforceable(part.get("schema", True))
+    except NotEnforced as error:
+        raise InvalidParameter(f"structured_outputs.structural_tag{at}/schema: {error}") from error
+    return TaggedPart(trigger, begin, schema, end)
+
+
+def _check_fields(at: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
+    for name in value:
+        if name not in known:
+            raise InvalidParameter(
+                f"structured_outputs.structural_tag{at} has a field {name!r}. Allowed: {', '.join(sorted(known))}."
+            )
+
+
+def _invalid_tag(at: str, value: Any, allowed: str) -> InvalidParameter:
+    return InvalidParameter(f"structured_outputs.structural_tag{at}={value!r} is not valid. Allowed: {allowed}.")

@@ -1,0 +1,105 @@
+"""The keywords of JSON Schema, all drafts of it, as far as they are told apart here."""
+
+from __future__ import annotations
+
+import difflib
+
+# Keywords that say nothing about which instances are valid. `format` is not among them: it is enforced or refused.
+ANNOTATIONS = frozenset(
+    {
+        "$anchor",
+        "$comment",
+        "$defs",
+        "$dynamicAnchor",
+        "$id",
+        "$recursiveAnchor",
+        "$schema",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "default",
+        "definitions",
+        "deprecated",
+        "description",
+        "discriminator",
+        "example",
+        "examples",
+        "id",
+        "readOnly",
+        "title",
+        "writeOnly",
+    }
+)
+
+# What is refused wherever it stands, and what may be done instead.
+REFUSED = {
+    "$dynamicRef": "dynamic references are not followed; use $ref",
+    "$recursiveRef": "recursive references are not followed; use $ref",
+    "$vocabulary": "other vocabularies are not known",
+    "contains": "items cannot be counted by a condition; use items, or prefixItems with a fixed first item",
+    "dependentSchemas": "no condition on other properties can be enforced; use anyOf with one branch for each case",
+    "disallow": "it belongs to draft 3; use not, or a list of types",
+    "divisibleBy": "it belongs to draft 3; use multipleOf",
+    "else": "conditions cannot be enforced; use anyOf with one branch for each case",
+    "extends": "it belongs to draft 3; use allOf",
+    "if": "conditions cannot be enforced; use anyOf with one branch for each case",
+    "maxContains": "items cannot be counted by a condition; use maxItems",
+    "minContains": "items cannot be counted by a condition; use minItems",
+    "nullable": 'it belongs to OpenAPI; use a list of types with "null" in it',
+    "then": "conditions cannot be enforced; use anyOf with one branch for each case",
+}
+
+# What is enforced, at least in some forms.
+ENFORCED = frozenset(
+    {
+        "$ref",
+        "additionalItems",
+        "additionalProperties",
+        "allOf",
+        "anyOf",
+        "const",
+        "dependencies",
+        "dependentRequired",
+        "enum",
+        "exclusiveMaximum",
+        "exclusiveMinimum",
+        "format",
+        "items",
+        "maxItems",
+        "maxLength",
+        "maxProperties",
+        "maximum",
+        "minItems",
+        "minLength",
+        "minProperties",
+        "minimum",
+        "multipleOf",
+        "not",
+        "oneOf",
+        "pattern",
+        "patternProperties",
+        "prefixItems",
+        "properties",
+        "propertyNames",
+        "required",
+        "type",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "uniqueItems",
+    }
+)
+
+_BY_LETTERS = {"".join(filter(str.isalnum, name)).lower(): name for name in sorted(ENFORCED | REFUSED.keys())}
+_SIMILARITY = 0.85
+
+
+def meant_instead_of(name: str) -> str | None:
+    """What an unknown keyword looks like a misspelling of, if that says which instances are valid; else None.
+
+    All others are annotations, as drafts have it, and so are those that begin with "x-" or an underscore.
+    """
+    if name.startswith(("x-", "_")):
+        return None
+    letters = "".join(filter(str.isalnum, name)).lower()
+    close = difflib.get_close_matches(letters, _BY_LETTERS, n=1, cutoff=_SIMILARITY)
+    return _BY_LETTERS[close[0]] if close else None

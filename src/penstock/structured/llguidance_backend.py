@@ -1,0 +1,175 @@
+"""Constraints through llguidance: an Earley parser over lexemes, whose masks are made token by token on the host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from penstock.contract import StructuredOutputsParams
+from penstock.errors import InvalidParameter
+from penstock.structured.backend import MatcherError
+from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace
+from penstock.structured.grammar_text import as_lark
+
+# Where JSON may have whitespace: a space, or a line's end and up to 20 spaces. So it can be written in one line or
+# indented, and a model that likes to write spaces still gets on.
+DEFAULT_WHITESPACE = r"[ ]|\n[ ]{0,20}"
+# Escapes of characters by number are left out: they would be second spellings of a property's name.
+_ALLOWED_ESCAPES = 'nrbtf\\"'
+_LIMITS = LLParserLimits(verbose_errors=False)
+_ERRORS = {
+    "NoExtension": "it leaves nothing that could come next",
+    "oneOf constraints are not supported": (
+        "oneOf: its branches are not known to exclude each other. Let each require a property whose value tells them "
+        "apart, or use anyOf"
+    ),
+}
+
+
+class LLGuidanceBackend:
+    """tokenizer_json: of the `tokenizers` library. eos_token_ids: each ends an output."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(self._eos_token_ids))
+        self._end_words = np.zeros((vocab_size + 31) // 32, np.int32)
+        for token_id in self._eos_token_ids:
+            self._end_words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def compile(self, params: StructuredOutputsParams) -> LLGuidanceGrammar:
+        name = params.constraint
+        matcher = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            # The first mask is the dearest, and the first to show that there is nothing to begin with.
+            first = matcher.deep_copy()
+            _fill(first, np.zeros_like(self._end_words))
+            matcher = first if first.is_error() else matcher
+        if matcher.is_error():
+            raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_said(matcher)}.")
+        return LLGuidanceGrammar(matcher, self._eos_token_ids, self._end_words)
+
+    def _source(self, params: StructuredOutputsParams) -> str:
+        """The constraint as llguidance writes it."""
+        if params.regex is not None:
+            return LLMatcher.grammar_from_regex(translated("regex", params.regex))
+        if params.choice is not None:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
+        if params.grammar is not None:
+            return LLMatcher.grammar_from_lark(as_lark(params.grammar, self._json_options(params)))
+        if params.structural_tag is not None:
+            return self._tag_source(params)
+        return LLMatcher.grammar_from_json_schema(schema_of(params), overrides=self._json_options(params))
+
+    def _json_options(self, params: StructuredOutputsParams) -> Any:
+        options: dict[str, Any] = {"json_allowed_escapes": _ALLOWED_ESCAPES}
+        if params.disable_any_whitespace:
+            return {**options, "whitespace_flexible": False}
+        if params.whitespace_pattern is None:
+            return {**options, "whitespace_pattern": DEFAULT_WHITESPACE}
+        return {**options, "whitespace_pattern": whitespace(params.whitespace_pattern)}
+
+    def _tag_source(self, params: StructuredOutputsParams) -> str:
+        """Any text, in which what begins with a trigger goes on as its parts do."""
+        rules = ["start: (" + " | ".join(f"tag_{index}" for index, _ in enumerate(tagged_parts(params))) + ")* TEXT"]
+        rules.append(r"TEXT: /(.|\n)*/")
+        options = self._json_options(params)
+        for index, part in enumerate(tagged_parts(params)):
+            schema = json.dumps({"x-guidance": options, **part.schema})
+            rest = part.begin[len(part.trigger) :]
+            body = " ".join(filter(None, [_quoted(rest), f"%json {schema}", _quoted(part.end)]))
+            special = self._special_token(part.trigger)
+            if special is not None:
+                rules.append(f"tag_{index}: TEXT <[{special}]> {body}")
+            else:
+                rules.append(f"tag_{index}_begin[lazy]: TEXT {_quoted(part.trigger)}")
+                rules.append(f"tag_{index}: tag_{index}_begin {body}")
+        return LLMatcher.grammar_from_lark("\n".join(rules))
+
+    def _special_token(self, text: str) -> int | None:
+        """The special token that a text is the name of."""
+        token_ids = self._tokenizer.tokenize_str(text, parse_special=True)
+        is_special = len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0])
+        return token_ids[0] if is_special else None
+
+
+class LLGuidanceGrammar:
+    """A compiled constraint."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], end_words: np.ndarray) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._end_words = end_words
+
+    def start(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._end_words)
+
+
+class LLGuidanceMatcher:
+    """Follows an output. End tokens are counted here, so that they can be taken back as any other."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], end_words: np.ndarray) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._end_words = end_words
+        self._num_end_tokens = 0
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        for num_accepted, token_id in enumerate(token_ids):
+            if not self._accept_one(token_id):
+                return num_accepted
+        return len(token_ids)
+
+    def _accept_one(self, token_id: int) -> bool:
+        if token_id in self._eos_token_ids:
+            has_ended = self._num_end_tokens > 0 or self._matcher.is_accepting()
+            self._num_end_tokens += has_ended
+            return has_ended
+        if self._num_end_tokens or self._matcher.is_stopped():
+            return False
+        accepted: int = self._matcher.try_consume_tokens([token_id])
+        self._check()
+        return accepted == 1
+
+    def rollback(self, num_tokens: int) -> None:
+        num_end_tokens = min(num_tokens, self._num_end_tokens)
+        self._num_end_tokens -= num_end_tokens
+        if num_tokens > num_end_tokens:
+            self._matcher.rollback(num_tokens - num_end_tokens)
+            self._check()
+
+    def fill(self, words: np.ndarray) -> None:
+        if self.is_terminated:
+            words[:] = self._end_words
+            return
+        _fill(self._matcher, words)
+        self._check()
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._num_end_tokens > 0 or self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise MatcherError(_said(self._matcher))
+
+
+def _fill(matcher: LLMatcher, words: np.ndarray) -> None:
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _said(matcher: LLMatcher) -> str:
+    """What is wrong, in a line."""
+    error = matcher.get_error().strip().removesuffix("<non-verbose/>").strip()
+    for begin, meaning in _ERRORS.items():
+        if begin in error:
+            return meaning
+    lines = error.splitlines()
+    return lines[0][:300].rstrip(".") if lines else "it is at a limit"

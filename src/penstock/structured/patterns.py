@@ -1,0 +1,231 @@
+"""Regular expressions as JSON Schema and Python write them, in the form that backends take.
+
+The dialects differ: in what a dot, `\\w` or `\\s` matches, and in what is special inside brackets. What comes out
+matches no more than all of them agree on; what they read in different ways, and what no automaton can do, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_QUANTIFIER = re.compile(r"\{(\d+)(,\d*)?\}")
+_SPECIAL_LETTERS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "f": 0x0C, "0": 0x00}
+_LOOKAROUNDS = {
+    "(?=": "a lookahead",
+    "(?!": "a negative lookahead",
+    "(?<=": "a lookbehind",
+    "(?<!": "a negative lookbehind",
+}
+# Members of classes, to be used inside brackets. For \s and \S: what all dialects take for a space, or for none.
+_SPACES = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
+_PERHAPS_SPACES = _SPACES + r"\x{1c}-\x{1f}\x{85}\x{feff}"
+_DIGITS, _WORD = "0-9", "0-9A-Za-z_"
+_PERHAPS_DIGITS, _PERHAPS_WORD = r"\p{N}", r"_\p{Alphabetic}\p{M}\p{N}\p{Pc}"
+# By the letter: what it surely matches, and what it perhaps matches.
+_CLASSES = {"d": (_DIGITS, _PERHAPS_DIGITS), "w": (_WORD, _PERHAPS_WORD), "s": (_SPACES, _PERHAPS_SPACES)}
+_DOT = r"[^\n\r\x{2028}\x{2029}]"
+_MAX_DEPTH = 50
+
+
+class PatternError(ValueError):
+    """A pattern that is not enforced; the message says what in it, and at which position."""
+
+
+def translate_search(pattern: str) -> str:
+    """A pattern that must be found somewhere in a text, as in a schema. Anchors stay.
+
+    Raises PatternError.
+    """
+    return _Translation(pattern).run()
+
+
+def translate_full_match(pattern: str) -> str:
+    """A pattern that the whole text must match; anchors at its ends say nothing then, and go.
+
+    Raises PatternError.
+    """
+    return _Translation(pattern, is_full_match=True).run()
+
+
+@dataclass
+class _Translation:
+    pattern: str
+    is_full_match: bool = False
+    at: int = 0
+    depth: int = 0
+    # Whether what was written last may be repeated.
+    has_atom: bool = False
+    parts: list[str] = field(default_factory=list)
+
+    def run(self) -> str:
+        while self.at < len(self.pattern):
+            self._step(self.pattern[self.at])
+        if self.depth:
+            raise self._error("a group that is not closed")
+        return "".join(self.parts)
+
+    def _step(self, char: str) -> None:
+        if char == "\\":
+            self._write(self._escape_outside())
+        elif char == "[":
+            self._write(self._brackets())
+        elif char == ".":
+            self._write(_DOT, 1)
+        elif char in "()":
+            self._group(char)
+        elif char in "*+?{":
+            self._quantify(char)
+        elif char == "|":
+            self._write("|", 1, is_atom=False)
+        elif char in "^$":
+            self._anchor(char)
+        else:
+            self._write(_literal(ord(char)), 1)
+
+    def _write(self, text: str, length: int = 0, *, is_atom: bool = True) -> None:
+        self.parts.append(text)
+        self.at += length
+        self.has_atom = is_atom
+
+    def _error(self, what: str) -> PatternError:
+        return PatternError(f"{self.pattern!r} has {what} at position {self.at}")
+
+    def _group(self, char: str) -> None:
+        if char == ")":
+            if self.depth == 0:
+                raise self._error("a ')' that closes nothing")
+            self.depth -= 1
+            self._write(")", 1)
+            return
+        rest = self.pattern[self.at :]
+        for begin, name in _LOOKAROUNDS.items():
+            if rest.startswith(begin):
+                raise self._error(f"{name} {begin}…), which cannot be enforced")
+        opened = re.match(r"\((\?:|\?P?<[A-Za-z_]\w*>|(?!\?))", rest)
+        if opened is None:
+            raise self._error("a group of an unknown kind")
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise self._error(f"groups nested more than {_MAX_DEPTH} deep")
+        self._write("(?:", opened.end(), is_atom=False)
+
+    def _quantify(self, char: str) -> None:
+        text = char
+        if char == "{":
+            match = _QUANTIFIER.match(self.pattern, self.at)
+            if match is None:
+                if re.match(r"\{,\d+\}", self.pattern[self.at :]):
+                    raise self._error("{,…}, which dialects read in different ways")
+                self._write(_literal(ord("{")), 1)
+                return
+            text = match.group()
+        if not self.has_atom:
+            raise self._error(f"{text!r} with nothing to repeat")
+        self._write(text, len(text), is_atom=False)
+        # Whether the shortest match is preferred says nothing about which texts match.
+        if self.pattern[self.at : self.at + 1] == "?":
+            self.at += 1
+
+    def _anchor(self, char: str) -> None:
+        if not self.is_full_match:
+            self._write(char, 1, is_atom=False)
+            return
+        before, after = self.pattern[: self.at], self.pattern[self.at + 1 :]
+        is_at_end = not before or before[-1] == "|" if char == "^" else not after or after[0] == "|"
+        if self.depth or not is_at_end:
+            raise self._error(f"a {char!r} in its middle, which cannot be enforced")
+        self._write("", 1, is_atom=False)
+
+    def _escape_outside(self) -> str:
+        letter = self._escaped_letter()
+        if letter.lower() in _CLASSES:
+            self.at += 2
+            surely, perhaps = _CLASSES[letter.lower()]
+            return f"[{surely}]" if letter.islower() else f"[^{perhaps}]"
+        if letter in "bBAZz":
+            raise self._error(f"\\{letter}, which cannot be enforced")
+        return _literal(self._escaped_character(letter))
+
+    def _escaped_letter(self) -> str:
+        if self.at + 1 >= len(self.pattern):
+            raise self._error("a backslash that escapes nothing")
+        return self.pattern[self.at + 1]
+
+    def _escaped_character(self, letter: str) -> int:
+        """The code point of an escaped character; goes on behind it."""
+        if letter in _SPECIAL_LETTERS and not (letter == "0" and self.pattern[self.at + 2 : self.at + 3].isdigit()):
+            self.at += 2
+            return _SPECIAL_LETTERS[letter]
+        match = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))").match(self.pattern, self.at)
+        if match is not None:
+            self.at = match.end()
+            return self._with_low_surrogate(int(match.group(1) or match.group(2), 16))
+        if letter.isalnum() or ord(letter) > 0x7F:
+            raise self._error(f"\\{letter}, which is not known or cannot be enforced")
+        self.at += 2
+        return ord(letter)
+
+    def _with_low_surrogate(self, code: int) -> int:
+        if not 0xD800 <= code <= 0xDFFF:
+            return code
+        low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self.pattern, self.at)
+        if code >= 0xDC00 or low is None:
+            raise self._error("half of a surrogate pair")
+        self.at = low.end()
+        return 0x10000 + ((code - 0xD800) << 10) + (int(low.group(1), 16) - 0xDC00)
+
+    def _brackets(self) -> str:
+        start = self.at
+        self.at += 1
+        negated = self.pattern[self.at : self.at + 1] == "^"
+        self.at += negated
+        if self.pattern[self.at : self.at + 1] == "]":
+            raise self._error("']' right behind '[', which dialects read in different ways")
+        members: list[str] = []
+        while self.pattern[self.at : self.at + 1] != "]":
+            if self.at >= len(self.pattern):
+                self.at = start
+                raise self._error("a '[' that is not closed")
+            members.append(self._member(negated))
+        self.at += 1
+        return f"[{'^' if negated else ''}{''.join(members)}]"
+
+    def _member(self, negated: bool) -> str:
+        first = self._one_of_brackets(negated)
+        is_range = self.pattern[self.at : self.at + 1] == "-" and self.pattern[self.at + 1 : self.at + 2] not in (
+            "]",
+            "",
+        )
+        if not is_range:
+            return first if isinstance(first, str) else _literal(first)
+        self.at += 1
+        last = self._one_of_brackets(negated)
+        if isinstance(first, str) or isinstance(last, str):
+            raise self._error("a range from or to a class of characters")
+        if first > last:
+            raise self._error("a range that is in the wrong order")
+        return f"{_literal(first)}-{_literal(last)}"
+
+    def _one_of_brackets(self, negated: bool) -> str | int:
+        """A code point, or the members of a class; goes on behind it."""
+        char = self.pattern[self.at]
+        if char != "\\":
+            self.at += 1
+            return ord(char)
+        letter = self._escaped_letter()
+        if letter.lower() in _CLASSES:
+            self.at += 2
+            surely, perhaps = _CLASSES[letter.lower()]
+            if letter.isupper():
+                return f"[^{surely if negated else perhaps}]"
+            return perhaps if negated else surely
+        if letter == "b":
+            self.at += 2
+            return 0x08
+        return self._escaped_character(letter)
+
+
+def _literal(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and char.isalnum() else f"\\x{{{code:x}}}"

@@ -1,0 +1,74 @@
+"""Items of arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.structured.schema_values import count
+from penstock.structured.schema_walk import APPLIED_IN_PLACE, NEWEST_DRAFT, Handler, Place, Walk, is_number, shown
+
+
+def _items(walk: Walk, value: Any, place: Place) -> None:
+    if not isinstance(value, list):
+        place.out["items"] = walk.inner(value, place)
+        return
+    if walk.draft == NEWEST_DRAFT:
+        walk.refuse(place.at, "a list of schemas belongs to older drafts; use prefixItems")
+    place.out["prefixItems"] = [walk.inner(item, place, index) for index, item in enumerate(value)]
+    if "additionalItems" in place.schema:
+        place.out["items"] = walk.inner(place.schema["additionalItems"], place)
+
+
+def _prefix_items(walk: Walk, value: Any, place: Place) -> None:
+    if walk.draft not in (None, NEWEST_DRAFT):
+        walk.refuse(place.at, f"prefixItems is not known in {walk.draft}; use a list under items")
+    if isinstance(place.schema.get("items"), list):
+        walk.refuse(place.at, "prefixItems together with a list under items")
+    if not isinstance(value, list) or not value:
+        walk.refuse(place.at, f"{shown(value)} is no list of schemas with at least one")
+        return
+    place.out["prefixItems"] = [walk.inner(item, place, index) for index, item in enumerate(value)]
+
+
+def _additional_items(walk: Walk, _: Any, place: Place) -> None:
+    """Beside a list under items it is taken in with that; beside anything else it says nothing."""
+    if walk.draft == NEWEST_DRAFT:
+        walk.refuse(place.at, "additionalItems belongs to older drafts; use items beside prefixItems")
+    elif "prefixItems" in place.schema:
+        walk.refuse(place.at, "additionalItems together with prefixItems; use items")
+
+
+def _unevaluated_items(walk: Walk, value: Any, place: Place) -> None:
+    """Without schemas that are applied in place, it says what items says."""
+    is_decided = "items" in place.schema and not isinstance(place.schema["items"], list)
+    if value is True or value == {} or is_decided or "additionalItems" in place.schema:
+        return
+    others = [name for name in (*APPLIED_IN_PLACE, "contains") if name in place.schema]
+    if others:
+        walk.refuse(place.at, f"unevaluatedItems together with {', '.join(others)}; use items")
+        return
+    place.out["items"] = walk.inner(value, place)
+
+
+def _count(walk: Walk, value: Any, place: Place) -> None:
+    if count(walk, value, place.at):
+        place.out[place.name] = int(value)
+
+
+def _unique_items(walk: Walk, value: Any, place: Place) -> None:
+    most: Any = place.schema.get("maxItems")
+    if not isinstance(value, bool):
+        walk.refuse(place.at, f"{shown(value)} is neither true nor false")
+    elif value and not (is_number(most) and most <= 1):
+        walk.refuse(place.at, "uniqueItems: items cannot be compared with each other")
+
+
+HANDLERS: dict[str, Handler] = {
+    "items": _items,
+    "prefixItems": _prefix_items,
+    "additionalItems": _additional_items,
+    "unevaluatedItems": _unevaluated_items,
+    "minItems": _count,
+    "maxItems": _count,
+    "uniqueItems": _unique_items,
+}

@@ -1,0 +1,40 @@
+"""Formats of texts that are enforced, as schemas.
+
+A validator may take format for an annotation. Here it is enforced, so that an output is valid either way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Years are 0001 to 9999: some libraries know no year 0.
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY_OF_YEAR = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"(?:{_YEAR}-{_DAY_OF_YEAR}|{_LEAP_YEAR}-02-29)"
+_HOUR, _MINUTE, _FRACTION = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]", r"(?:\.[0-9]+)?"
+# A leap second is one at midnight in Greenwich; those that other places have at another hour are left out.
+_TIME = (
+    f"(?:{_HOUR}:{_MINUTE}:{_MINUTE}{_FRACTION}(?:[Zz]|[+-]{_HOUR}:{_MINUTE})|23:59:60{_FRACTION}(?:[Zz]|[+-]00:00))"
+)
+# Labels whose third and fourth characters are hyphens are those of other scripts, which have rules of their own.
+_LABEL = (
+    "[0-9A-Za-z](?:[0-9A-Za-z]"
+    "|[0-9A-Za-z-][0-9A-Za-z](?:[0-9A-Za-z-]{0,59}[0-9A-Za-z])?"
+    "|[0-9A-Za-z-]-[0-9A-Za-z](?:[0-9A-Za-z-]{0,58}[0-9A-Za-z])?)?"
+)
+_HOSTNAME = f"{_LABEL}(?:\\.{_LABEL})*"
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
+    "hostname": {"pattern": f"^{_HOSTNAME}$", "maxLength": 253},
+    "int32": {"minimum": -(2**31), "maximum": 2**31 - 1},
+    # These backends know, and get right.
+    **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
+}

@@ -1,0 +1,141 @@
+"""Properties of objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.structured.schema_values import count, translated
+from penstock.structured.schema_walk import (
+    APPLIED_IN_PLACE,
+    Handler,
+    Place,
+    Walk,
+    can_be_written,
+    escaped,
+    is_list_of_texts,
+    shown,
+)
+
+_CANNOT_BE_WRITTEN = "a name with control characters cannot be written"
+
+
+def _properties(walk: Walk, value: Any, place: Place) -> None:
+    if not isinstance(value, dict):
+        walk.refuse(place.at, f"{shown(value)} is no dictionary of schemas")
+        return
+    for name in value:
+        if not can_be_written(name):
+            walk.refuse(f"{place.at}/{escaped(name)}", _CANNOT_BE_WRITTEN)
+    place.out["properties"] = {name: walk.inner(item, place, name) for name, item in value.items()}
+
+
+def _pattern_properties(walk: Walk, value: Any, place: Place) -> None:
+    if not isinstance(value, dict):
+        walk.refuse(place.at, f"{shown(value)} is no dictionary of schemas")
+        return
+    patterns: dict[str, Any] = {}
+    for pattern, item in value.items():
+        at = f"{place.at}/{escaped(pattern)}"
+        name = translated(walk, pattern, at)
+        if name in patterns:
+            walk.refuse(at, "two patterns that are the same")
+        patterns[name] = walk.inner(item, place, pattern)
+    if patterns:
+        place.out["patternProperties"] = patterns
+
+
+def _additional_properties(walk: Walk, value: Any, place: Place) -> None:
+    if "propertyNames" not in place.schema:
+        place.out["additionalProperties"] = walk.inner(value, place)
+
+
+def _unevaluated_properties(walk: Walk, value: Any, place: Place) -> None:
+    """Without schemas that are applied in place, it says what additionalProperties says."""
+    if value is True or value == {} or "additionalProperties" in place.schema:
+        return
+    others = [name for name in APPLIED_IN_PLACE if name in place.schema]
+    if others:
+        walk.refuse(place.at, f"unevaluatedProperties together with {', '.join(others)}; use additionalProperties")
+        return
+    place.out["additionalProperties"] = walk.inner(value, place)
+
+
+def _property_names(walk: Walk, value: Any, place: Place) -> None:
+    """Names that match a pattern, or are listed, are properties of which there are no others."""
+    names = walk.inner(value, place)
+    rest = walk.inner(place.schema.get("additionalProperties", True), place)
+    if isinstance(names, dict) and names.get("type") == "string":
+        del names["type"]
+    if names is True or names == {}:
+        place.out["additionalProperties"] = rest
+    elif "properties" in place.schema or "patternProperties" in place.schema:
+        walk.refuse(place.at, "propertyNames together with properties or patternProperties")
+    elif isinstance(names, dict) and names.keys() == {"pattern"}:
+        place.out["patternProperties"] = {names["pattern"]: rest}
+        place.out["additionalProperties"] = False
+    elif isinstance(names, dict) and names.keys() == {"enum"}:
+        place.out["properties"] = {name: rest for name in names["enum"] if isinstance(name, str)}
+        place.out["additionalProperties"] = False
+    else:
+        walk.refuse(place.at, "propertyNames other than a pattern or an enum cannot be enforced")
+
+
+def _required(walk: Walk, value: Any, place: Place) -> None:
+    if not is_list_of_texts(value):
+        walk.refuse(place.at, f"{shown(value)} is no list of names")
+        return
+    if not all(map(can_be_written, value)):
+        walk.refuse(place.at, _CANNOT_BE_WRITTEN)
+    place.out["required"] = list(dict.fromkeys([*place.out.get("required", []), *value]))
+
+
+def _min_properties(walk: Walk, value: Any, place: Place) -> None:
+    """A name that an output writes twice would be counted twice, so no more than one can be counted."""
+    if not count(walk, value, place.at):
+        return
+    num_required = len(_names_required(place))
+    if value <= num_required:
+        return
+    if value > 1:
+        walk.refuse(place.at, f"minProperties: more than 1, and more than the {num_required} that are required")
+    place.out["minProperties"] = int(value)
+
+
+def _max_properties(walk: Walk, value: Any, place: Place) -> None:
+    if count(walk, value, place.at):
+        place.out["maxProperties"] = int(value)
+
+
+def _dependencies(walk: Walk, value: Any, place: Place) -> None:
+    """What depends on a property that is always there is always there, too."""
+    if not isinstance(value, dict):
+        walk.refuse(place.at, f"{shown(value)} is no dictionary")
+        return
+    for trigger, needed in value.items():
+        if needed in ([], {}) or needed is True:
+            continue
+        if trigger in _names_required(place) and is_list_of_texts(needed):
+            place.out["required"] = list(dict.fromkeys([*place.out.get("required", []), *needed]))
+        else:
+            at = f"{place.at}/{escaped(trigger)}"
+            walk.refuse(at, f"{place.name}: a property that depends on another; use anyOf with a branch for each case")
+
+
+def _names_required(place: Place) -> set[str]:
+    """The names that every object has. Other instances have no properties, and nothing is asked of them."""
+    required = place.schema.get("required", [])
+    return set(required) if is_list_of_texts(required) else set()
+
+
+HANDLERS: dict[str, Handler] = {
+    "properties": _properties,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+    "unevaluatedProperties": _unevaluated_properties,
+    "propertyNames": _property_names,
+    "required": _required,
+    "minProperties": _min_properties,
+    "maxProperties": _max_properties,
+    "dependentRequired": _dependencies,
+    "dependencies": _dependencies,
+}

@@ -1,0 +1,132 @@
+"""What a schema's references lead to. They become references to definitions that are numbered as they are met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+_IDS = ("$id", "id")
+_ANCHORS = ("$anchor", "$dynamicAnchor")
+# Under these lie schemas by name; under the rest of the keywords, schemas or data.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_DATA = ("const", "enum", "default", "examples", "example")
+
+
+class References:
+    """References within one document: to JSON pointers, anchors, and the document's own address."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root if isinstance(root, dict) else {}
+        self._definitions: dict[str, Any] = {}
+        self._names: dict[str, str] = {}
+        self._circular: dict[str, bool] = {}
+        self._anchors: dict[str, str] = {}
+        self._inner_address: str | None = None
+        address = next((self.root[name] for name in _IDS if isinstance(self.root.get(name), str)), "")
+        self._address = address.partition("#")[0]
+        self._collect(self.root, "")
+
+    def resolve(self, reference: Any) -> tuple[str | None, str]:
+        """The JSON pointer that a reference leads to; or None, and why not."""
+        if not isinstance(reference, str):
+            return None, f"{reference!r} is no reference"
+        address, _, fragment = reference.partition("#")
+        if address and address != self._address:
+            return None, f"{reference!r} is in another document; put it under $defs"
+        if self._inner_address is not None:
+            return None, f"references in a schema of which a part has its own address ({self._inner_address!r})"
+        if fragment and not fragment.startswith("/"):
+            if fragment not in self._anchors:
+                return None, f"{reference!r} leads nowhere"
+            return self._anchors[fragment], ""
+        pointer = unquote(fragment)
+        return (pointer, "") if self._find(pointer) is not None else (None, f"{reference!r} leads nowhere")
+
+    def define(self, pointer: str, walk: Callable[[Any], Any]) -> str:
+        """The reference to the definition made of what lies at a pointer, which is walked when it is first met."""
+        if pointer not in self._names:
+            self._names[pointer] = name = f"d{len(self._names)}"
+            self._definitions[name] = walk(self._find(pointer))
+        return f"#/$defs/{self._names[pointer]}"
+
+    def is_circular(self, pointer: str) -> bool:
+        """Whether a schema applies itself to the same instance, through references and combinations alone."""
+        if pointer not in self._circular:
+            self._circular[pointer] = self._reaches(self._find(pointer), pointer, set())
+        return self._circular[pointer]
+
+    def inlined(self, schema: Any) -> Any:
+        """What a reference that stands alone refers to, as far as it has been walked; else the schema as it is."""
+        seen = set()
+        while isinstance(schema, dict) and schema.keys() == {"$ref"} and schema["$ref"] not in seen:
+            seen.add(schema["$ref"])
+            found = self._definitions.get(schema["$ref"].rpartition("/")[2])
+            if found is None:
+                break
+            schema = found
+        return schema
+
+    def with_definitions(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A schema with the definitions that it refers to."""
+        return {"$defs": self._definitions, **schema} if self._definitions else schema
+
+    def _reaches(self, schema: Any, goal: str, seen: set[str]) -> bool:
+        if not isinstance(schema, dict):
+            return False
+        if "$ref" in schema:
+            target, _ = self.resolve(schema["$ref"])
+            if target == goal:
+                return True
+            if target is not None and target not in seen:
+                seen.add(target)
+                if self._reaches(self._find(target), goal, seen):
+                    return True
+        branches = [branch for name in ("allOf", "anyOf", "oneOf") for branch in _listed(schema.get(name))]
+        return any(self._reaches(branch, goal, seen) for branch in [*branches, schema.get("not")])
+
+    def _find(self, pointer: str) -> Any:
+        found: Any = self.root
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and key in found:
+                found = found[key]
+            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                return None
+        return found if isinstance(found, (dict, bool)) else None
+
+    def _collect(self, node: Any, at: str, *, is_schema: bool = True, depth: int = 0) -> None:
+        """Note anchors, and parts that have an address of their own."""
+        if depth > 200:
+            return
+        if isinstance(node, list):
+            for index, item in enumerate(node):
+                self._collect(item, f"{at}/{index}", depth=depth + 1)
+        if not isinstance(node, dict):
+            return
+        if is_schema:
+            self._collect_names(node, at)
+        for name, value in node.items():
+            if not is_schema or name not in _DATA:
+                here = f"{at}/{name.replace('~', '~0').replace('/', '~1')}"
+                self._collect(value, here, is_schema=not is_schema or name not in _BY_NAME, depth=depth + 1)
+
+    def _collect_names(self, node: dict[str, Any], at: str) -> None:
+        for name in _ANCHORS:
+            if isinstance(node.get(name), str):
+                self._anchors[node[name]] = at
+        for name in _IDS:
+            value = node.get(name)
+            if not isinstance(value, str):
+                continue
+            address, _, fragment = value.partition("#")
+            if fragment and not fragment.startswith("/"):
+                self._anchors[fragment] = at
+            if at and address and self._inner_address is None:
+                self._inner_address = value
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

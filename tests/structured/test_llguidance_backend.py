@@ -1,0 +1,199 @@
+"""Matchers follow outputs token by token, can be taken back, and let nothing but the end come when there is no more."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.contract import StructuredOutputsParams
+from penstock.errors import InvalidParameter
+from penstock.structured.constraint_check import check_constraint
+from support.constraints import (
+    END,
+    NUM_WORDS,
+    allowed_tokens,
+    allows,
+    demo_backend,
+    encode,
+    matcher_for,
+    schema_matcher,
+)
+
+NUMBER = 'root ::= sign? [0-9]+\nsign ::= "-" | "+"\n'
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"regex": "[0-9]{3}-[a-z]+"}, ["123-a", "000-zz"], ["12-a", "123-", "123-a "]),
+        ({"regex": "^(yes|no)$"}, ["yes", "no"], ["yesno", ""]),
+        ({"choice": ["yes", "no", 'say "x"\n', "ünï"]}, ["yes", 'say "x"\n', "ünï"], ["y", "yesno", ""]),
+        ({"grammar": NUMBER}, ["-12", "3"], ["-", "", "--1"]),
+        ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]+/ // digits\n'}, ["a1"], ["a", "1"]),
+        ({"grammar": 'start: "<" %json {"type": "integer"} ">"'}, ["<5>"], ["<a>", "<>"]),
+        ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a"}']),
+        ({"json": {"type": "array"}, "disable_any_whitespace": True}, ["[1,2]"], ["[1, 2]"]),
+        ({"json": {"type": "array"}, "whitespace_pattern": "\t?"}, ["[1,\t2]", "[1,2]"], ["[1, 2]", "[1,\t\t2]"]),
+    ],
+)
+def test_each_kind_of_constraint_is_followed(fields: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    matcher = matcher_for(**fields)
+    assert [allows(matcher, text) for text in right] == [True] * len(right)
+    assert [allows(matcher, text) for text in wrong] == [False] * len(wrong)
+
+
+def test_whitespace_is_bounded_unless_a_pattern_says_otherwise() -> None:
+    matcher = schema_matcher({"type": "array"})
+    assert allows(matcher, "[ 1,\n  2 ]")
+    assert allows(matcher, f"[\n{' ' * 20}1]")
+    for endless in ("[  1]", "[\n\n1]", f"[\n{' ' * 21}1]", "[\t1]"):
+        assert not allows(matcher, endless)
+    assert allows(schema_matcher({"type": "array"}, whitespace_pattern="[ \n\t]+"), f"[\n\n\t{' ' * 50}1]")
+    for text in (" []", "[] "):
+        assert not allows(matcher, text)
+
+
+def test_a_structural_tag_constrains_what_stands_behind_its_triggers_and_nothing_else() -> None:
+    tag = {
+        "structures": [
+            {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+            {"begin": "<f=b>", "schema": {"enum": ["x"]}, "end": "</f>"},
+        ],
+        "triggers": ["<f="],
+    }
+    matcher = matcher_for(structural_tag=tag)
+    for text in ("", "Hello\nyou", 'so <f=a>5</f> and <f=b>"x"</f>.', "1 < 2"):
+        assert allows(matcher, text), text
+    for text in ("<f=c>5</f>", "<f=a>x</f>", "<f=a>5", '<f=b>"y"</f>'):
+        assert not allows(matcher, text), text
+
+
+def test_where_the_output_is_complete_the_end_alone_may_come() -> None:
+    matcher = matcher_for(regex="ab?")
+    assert allowed_tokens(matcher) != [END]
+    assert not matcher.is_terminated
+    (a,), (b,) = encode("a"), encode("b")
+    assert matcher.accept([a]) == 1
+    assert END in allowed_tokens(matcher)
+    assert b in allowed_tokens(matcher)
+    assert matcher.accept([b]) == 1
+    assert allowed_tokens(matcher) == [END]
+    assert matcher.is_terminated
+    assert matcher.accept([b]) == 0
+    assert matcher.accept([END, END]) == 2
+    assert allowed_tokens(matcher) == [END]
+    assert matcher.accept([a]) == 0
+
+
+def test_the_end_may_not_come_before_the_output_is_complete() -> None:
+    matcher = matcher_for(regex="ab")
+    assert END not in allowed_tokens(matcher)
+    assert matcher.accept([END]) == 0
+    assert allows(matcher, "ab")
+
+
+def test_a_bitmask_allows_what_is_accepted_and_nothing_else() -> None:
+    matcher = schema_matcher({"type": "object", "properties": {"ab": {"type": "integer"}}, "required": ["ab"]})
+    for token_id in [*encode('{"ab": 12}'), END]:
+        allowed = set(allowed_tokens(matcher))
+        for other in range(0, 1536, 3):
+            accepted = matcher.accept([other])
+            matcher.rollback(accepted)
+            assert bool(accepted) == (other in allowed)
+        assert token_id in allowed
+        assert matcher.accept([token_id]) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 7])
+def test_what_is_taken_back_leaves_no_trace(num_tokens: int) -> None:
+    matcher = schema_matcher({"type": "array", "items": {"type": "integer"}})
+    token_ids = [*encode("[1,2,3]"), END, END]
+    states = [allowed_tokens(matcher)]
+    for token_id in token_ids:
+        assert matcher.accept([token_id]) == 1
+        states.append(allowed_tokens(matcher))
+    matcher.rollback(num_tokens)
+    assert allowed_tokens(matcher) == states[len(token_ids) - num_tokens]
+    assert matcher.accept(token_ids[-num_tokens:]) == num_tokens
+    assert allowed_tokens(matcher) == states[-1]
+    matcher.rollback(len(token_ids))
+    assert allowed_tokens(matcher) == states[0]
+
+
+def test_what_is_not_accepted_leaves_no_trace() -> None:
+    matcher = matcher_for(regex="[0-9]{3}")
+    assert matcher.accept([*encode("1"), *encode("x"), *encode("2")]) == 1
+    assert allows(matcher, "23")
+
+
+def test_matchers_of_one_grammar_know_nothing_of_each_other() -> None:
+    grammar = demo_backend().compile(StructuredOutputsParams(regex="[0-9]x"))
+    first, second = grammar.start(), grammar.start()
+    assert first.accept(encode("1")) == 1
+    assert allows(second, "5x")
+    assert allows(first, "x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"regex": "a(?!b)"}, "regex: 'a(?!b)' has a negative lookahead"),
+        ({"grammar": "root ::= ("}, "is no GBNF"),
+        ({"grammar": 'start: %json {"uniqueItems": true}'}, "/uniqueItems"),
+        ({"grammar": "start: %json {"}, "is no JSON"),
+        ({"grammar": 'start: a\na[max_tokens=5]: "x"'}, "max_tokens="),
+        ({"grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}, "%llguidance"),
+        ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "/structures=[]"),
+        ({"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["["]}}, "/structures/0/begin="),
+        ({"structural_tag": {"structures": [{"begin": "<", "x": 1}], "triggers": ["<"]}}, "field 'x'"),
+        (
+            {"structural_tag": {"structures": [{"begin": "<", "schema": {"if": {}}}], "triggers": ["<"]}},
+            "structural_tag/structures/0/schema",
+        ),
+        ({"json": {}, "whitespace_pattern": "(?=a)"}, "whitespace_pattern"),
+        ({"json": {}, "whitespace_pattern": "[ x]"}, "whitespace_pattern='[ x]'"),
+        ({"json": {}, "whitespace_pattern": "[^ ]"}, "whitespace_pattern='[^ ]'"),
+        ({"json": {}, "whitespace_pattern": "a{2}"}, "whitespace_pattern='a{2}'"),
+        ({"json": {}, "whitespace_pattern": r"\s*"}, "whitespace_pattern="),
+        ({"regex": "[0-9]{9}{9}"}, "nothing to repeat"),
+        ({"regex": "a" * 1001}, "has 1,001 bytes. Allowed: at most 1,000"),
+        ({"choice": ["a" * 400, "b" * 700]}, "has 1,100 bytes"),
+    ],
+)
+def test_what_reading_tells_is_refused_before_anything_is_compiled(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        check_constraint(StructuredOutputsParams(**fields), max_bytes=1000)
+    assert said in str(refused.value)
+    assert "structured_outputs." in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"grammar": "start: b"}, "cannot be enforced"),
+        ({"grammar": 'start: a\na: a "x"'}, "leaves nothing that could come next"),
+    ],
+)
+def test_what_cannot_be_compiled_is_an_error_that_says_so(fields: dict[str, Any], said: str) -> None:
+    params = StructuredOutputsParams(**fields)
+    check_constraint(params, max_bytes=1000)
+    with pytest.raises(InvalidParameter) as refused:
+        demo_backend().compile(params)
+    assert said in str(refused.value)
+
+
+def test_words_beyond_the_tokens_of_the_grammar_are_cleared() -> None:
+    matcher = matcher_for(choice=["a"])
+    words = np.full(NUM_WORDS, -1, np.int32)
+    matcher.fill(words)
+    assert sum(int(word).bit_count() for word in words.view(np.uint32)) == 1
+
+
+def test_a_large_schema_is_compiled_and_followed() -> None:
+    properties = {f"property_{index}": {"enum": [f"value_{index}", None]} for index in range(1000)}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    matcher = schema_matcher(schema)
+    assert allows(matcher, json.dumps({name: item["enum"][0] for name, item in properties.items()}))

@@ -1,0 +1,340 @@
+"""A schema is enforced as `jsonschema` understands it, or refused by name.
+
+Instances are compared token by token with the matcher; and what the matcher lets through, drawn at random, validates.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from penstock.errors import InvalidParameter
+from penstock.structured.schema_check import NotEnforced, enforceable
+from support.constraints import allows, random_output, schema_matcher
+
+OLD, OLDER, NEW = (
+    {"$schema": f"http{s}://json-schema.org/{draft}/schema{end}"}
+    for s, draft, end in (("", "draft-07", "#"), ("", "draft-04", "#"), ("s", "draft/2020-12", ""))
+)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 1}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+}
+TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
+
+# By name: a schema that is enforced, and instances whose properties are in the schema's order.
+ENFORCED: dict[str, tuple[Any, list[Any]]] = {
+    "everything": (True, [1, "a", None, [], {"a": [{}]}]),
+    "types": ({"type": ["integer", "null"]}, [1, None, "1", 1.5, True, [], {}]),
+    "number or integer": ({"type": ["integer", "number"]}, [1, 1.5, "1"]),
+    "object": (
+        PERSON,
+        [{"name": "a"}, {"name": ""}, {"name": "a", "age": 3}, {"name": "a", "age": -1}, {"age": 1}, {}, 5],
+    ),
+    "closed object": ({**PERSON, "additionalProperties": False}, [{"name": "a"}, {"name": "a", "b": 1}]),
+    "typed rest": (
+        {**PERSON, "additionalProperties": {"type": "null"}},
+        [{"name": "a", "b": None}, {"name": "a", "b": 1}],
+    ),
+    "properties without a type": ({"properties": {"a": {"type": "null"}}}, [5, {"a": None}, {"a": 1}, {"b": 1}]),
+    "required without properties": ({"type": "object", "required": ["a"]}, [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 2}]),
+    "patterns of names": (
+        {
+            "type": "object",
+            "patternProperties": {"^x": {"type": "integer"}},
+            "additionalProperties": {"type": "string"},
+        },
+        [{"xa": 1}, {"xa": "a"}, {"a": "a"}, {"a": 1}, {"xa": 1, "b": "c"}],
+    ),
+    "names by pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^[a-z]{2}$"}, "additionalProperties": {"type": "integer"}},
+        [{"ab": 1}, {"a": 1}, {"ab": "x"}, {}, {"ab": 1, "cd": 2}],
+    ),
+    "names by list": ({"propertyNames": {"enum": ["a", "b"]}}, [{"a": 1}, {"c": 1}, {"a": 1, "b": 2}, 5]),
+    "at least one property": ({"type": "object", "minProperties": 1}, [{}, {"a": 1}, {"a": 1, "b": 1}]),
+    "as many properties as are required": (
+        {"type": "object", "required": ["a", "b"], "minProperties": 2},
+        [{"a": 1}, {"a": 1, "b": 2}],
+    ),
+    "at most two properties": (
+        {"type": "object", "maxProperties": 2},
+        [{}, {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}],
+    ),
+    "what a required property needs": (
+        {"type": "object", "required": ["a"], "dependentRequired": {"a": ["b"]}},
+        [{"a": 1}, {"a": 1, "b": 2}, {"b": 1}],
+    ),
+    "unevaluated properties of nobody else": (
+        {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
+        [{"a": 1}, {"b": 1}],
+    ),
+    "array": ({"type": "array", "items": {"type": "integer"}}, [[], [1, 2], [1, "a"], {}]),
+    "sizes": ({"type": "array", "minItems": 1, "maxItems": 2}, [[], [1], [1, 2], [1, 2, 3]]),
+    "tuple": (
+        {"prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False},
+        [[], [1], [1, "a"], [1, "a", 2], ["a"], 5],
+    ),
+    "old tuple": (
+        {**OLD, "items": [{"type": "integer"}], "additionalItems": {"type": "string"}},
+        [[], [1], [1, "a"], [1, 2], ["a"]],
+    ),
+    "additional items of no tuple": ({**OLD, "items": {"type": "integer"}, "additionalItems": False}, [[1], [1, 2]]),
+    "unevaluated items of nobody else": ({"prefixItems": [True], "unevaluatedItems": False}, [[1], [1, 2]]),
+    "one item is different from all others": ({"type": "array", "maxItems": 1, "uniqueItems": True}, [[], [1], [1, 1]]),
+    "lengths": (
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        ["a", "ab", "abc", "abcd", "éé", "日本語だ"],
+    ),
+    "pattern and length": ({"type": "string", "pattern": "^a*$", "maxLength": 2}, ["", "aa", "aaa", "b"]),
+    "pattern inside": ({"type": "string", "pattern": "b.d"}, ["abcde", "bd", "bxd", "b\nd"]),
+    "text with escapes": ({"type": "string"}, ['a"b', "a\\b", "a\nb\t", "/", "é"]),
+    "bounds": ({"type": "integer", "minimum": -3, "exclusiveMaximum": 12}, [-4, -3, 0, 11, 12, 100]),
+    "fractional bounds": ({"type": "number", "minimum": 0.5, "maximum": 1.25}, [0.4, 0.5, 1, 1.25, 1.26, 2]),
+    "bounds that are only about numbers": ({"minimum": 3}, ["a", 2, 3, None]),
+    "old exclusive bounds": (
+        {**OLDER, "type": "integer", "minimum": 0, "exclusiveMinimum": True, "maximum": 5, "exclusiveMaximum": False},
+        [0, 1, 5, 6],
+    ),
+    "multiples": ({"type": "integer", "multipleOf": 5}, [0, 5, 12, -15, 1]),
+    "halves": ({"type": "number", "multipleOf": 0.5}, [0.5, 1, 1.25, 2.5]),
+    "enum": ({"enum": ["a", 1, None, True, {"a": [1]}, ""]}, ["a", 1, None, True, {"a": [1]}, "", "b", 2, False, {}]),
+    "enum of a type": ({"type": "string", "enum": ["a", 1]}, ["a", 1]),
+    "const": ({"const": {"a": [1, "x"]}}, [{"a": [1, "x"]}, {"a": [1]}, {}]),
+    "any of": ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]}, [1, "a", "ab", None]),
+    "all of": (
+        {"allOf": [{"properties": {"a": {"minimum": 1}}}, {"properties": {"a": {"maximum": 2}}, "required": ["a"]}]},
+        [{"a": 1}, {"a": 0}, {"a": 3}, {}],
+    ),
+    "one of that exclude each other": (
+        {
+            "oneOf": [
+                {"properties": {"k": {"const": "a"}, "v": {"type": "integer"}}, "required": ["k"]},
+                {"properties": {"k": {"const": "b"}, "v": {"type": "string"}}, "required": ["k"]},
+            ],
+            "type": "object",
+        },
+        [{"k": "a", "v": 1}, {"k": "a", "v": "x"}, {"k": "b", "v": "x"}, {"k": "c"}, {}],
+    ),
+    "one of references": (
+        {
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+            "$defs": {
+                "cat": {"type": "object", "properties": {"k": {"const": "cat"}}, "required": ["k"]},
+                "dog": {"type": "object", "properties": {"k": {"const": "dog"}}, "required": ["k"]},
+            },
+        },
+        [{"k": "cat"}, {"k": "dog"}, {"k": "cow"}, {}],
+    ),
+    "one of types": ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [1, "a", None]),
+    "not a type": ({"not": {"type": ["string", "object"]}}, ["a", {}, 1, None, [1]]),
+    "not a property": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "not": {"required": ["a"]}},
+        [{"a": 1}, {"b": 1}, {}],
+    ),
+    "not both properties": (
+        {"type": "object", "not": {"required": ["a", "b"]}},
+        [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}],
+    ),
+    "not any of": (
+        {"type": "object", "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
+        [{}, {"a": 1}, {"b": 1}, {"c": 1}],
+    ),
+    "not a number's bound": ({"not": {"minimum": 5}}, [4, 5, "a"]),
+    "not a length": ({"type": "string", "not": {"maxLength": 2}}, ["ab", "abc"]),
+    "not a constant": ({"type": "integer", "not": {"const": 3}}, [2, 3, 4]),
+    "not not": ({"not": {"not": {"type": "string", "pattern": "a"}}}, ["a", "b", 1]),
+    "not true": ({"type": "boolean", "not": {"const": True}}, [True, False]),
+    "recursion": (TREE, [{"v": 1}, {"v": 1, "next": {"v": 2}}, {"v": 1, "next": {"v": "x"}}, {"v": 1, "next": {}}]),
+    "recursion through a choice": (
+        {
+            "$defs": {"l": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/l"}}]}},
+            "$ref": "#/$defs/l",
+        },
+        [None, [], [None, [None]], 1, [1]],
+    ),
+    "a reference with siblings": (
+        {**NEW, "$defs": {"a": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/a", "minimum": 3}}},
+        [{"x": 3}, {"x": 2}, {"x": "a"}],
+    ),
+    "an anchor": (
+        {"$defs": {"a": {"$anchor": "it", "type": "null"}}, "type": "array", "items": {"$ref": "#it"}},
+        [[None], [1]],
+    ),
+    "names that a pointer escapes": (
+        {"definitions": {"a/b~c": {"type": "null"}}, "type": "array", "items": {"$ref": "#/definitions/a~1b~0c"}},
+        [[None], [1]],
+    ),
+    "its own address": ({"$id": "http://here/a", "type": "array", "items": {"$ref": "http://here/a"}}, [[], [[]], [1]]),
+    "annotations": (
+        {
+            "title": "t",
+            "default": 5,
+            "x-minimum": 3,
+            "examples": [1],
+            "deprecated": True,
+            "order": 3,
+            "type": "integer",
+        },
+        [1, "a"],
+    ),
+    "a property that is named like a keyword": (
+        {"type": "object", "properties": {"if": {"type": "null"}, "maxlength": {"type": "null"}}},
+        [{"if": None}, {"maxlength": 1}],
+    ),
+    "then without if": ({"then": {"type": "string"}}, [1, "a"]),
+}
+
+FORMATS = {
+    "date": (["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2024-04-31", "0000-01-01", "x"]),
+    "time": (["12:34:56Z", "12:34:56.7+01:30", "23:59:60Z"], ["24:00:00Z", "12:34:60Z", "12:34:56", "12:34Z"]),
+    "date-time": (["2024-02-29T12:34:56Z"], ["2023-02-29T12:34:56Z", "2024-02-29 12:34:56Z", "2024-02-29"]),
+    "hostname": (
+        ["a", "a-b.example", "a" * 63, "1.2"],
+        ["-a", "a-", "a" * 64, "xn--x", "a..b", "", "a." * 126 + "ab"],
+    ),
+    "uuid": (["2eb8aa08-aa98-11ea-b4aa-73b441d16380"], ["2eb8aa08", "2eb8aa08-aa98-11ea-b4aa-73b441d1638g"]),
+    "ipv4": (["127.0.0.1"], ["256.0.0.1", "1.2.3"]),
+    "email": (["joe@example.com"], ["joe", "joe@"]),
+    "int32": ([0, 2**31 - 1, -(2**31)], [2**31, -(2**31) - 1]),
+}
+
+# What is refused: the schema, the pointer that is named, and a part of what is said of it.
+REFUSED: list[tuple[Any, str, str]] = [
+    ({"type": "array", "uniqueItems": True}, "/uniqueItems", "compared"),
+    ({"contains": {"type": "null"}}, "/contains", "counted"),
+    ({"properties": {"a": {"if": {}, "then": {}}}}, "/properties/a/if", "conditions"),
+    ({"dependentSchemas": {"a": {}}}, "/dependentSchemas", "anyOf"),
+    ({"dependentRequired": {"a": ["b"]}}, "/dependentRequired/a", "depends on another"),
+    ({"dependencies": {"a": {"required": ["b"]}}}, "/dependencies/a", "depends on another"),
+    ({"not": {"pattern": "a"}}, "/not", "the rest"),
+    ({"not": {"format": "int32"}}, "/not/format", "pass over"),
+    ({"type": "object", "minProperties": 2}, "/minProperties", "more than 1"),
+    ({"items": {"maxlength": 3}}, "/items/maxlength", "did you mean maxLength"),
+    ({"additionalproperties": False}, "/additionalproperties", "did you mean additionalProperties"),
+    ({"anyof": []}, "/anyof", "did you mean anyOf"),
+    ({"nullable": True}, "/nullable", "OpenAPI"),
+    ({"format": "regex"}, "/format", "cannot be enforced"),
+    ({"pattern": "a(?=b)"}, "/pattern", "lookahead"),
+    ({"patternProperties": {"a/(?!b)": {}}}, "/patternProperties/a~1(?!b)", "lookahead"),
+    ({"multipleOf": 0.1}, "/multipleOf", "do not agree"),
+    ({"multipleOf": 0}, "/multipleOf", "above 0"),
+    ({"minimum": 2**60}, "/minimum", "not exact"),
+    ({"const": [2**60]}, "/const", "not exact"),
+    ({"enum": ["a\x00"]}, "/enum", "control characters"),
+    ({"properties": {"\x01": {}}}, "/properties/\x01", "control characters"),
+    ({"unevaluatedProperties": False, "anyOf": [{}]}, "/unevaluatedProperties", "anyOf"),
+    ({"propertyNames": {"minLength": 2}}, "/propertyNames", "pattern or an enum"),
+    ({"$ref": "other.json"}, "/$ref", "another document"),
+    ({"$ref": "#/nowhere"}, "/$ref", "leads nowhere"),
+    ({"$ref": "#nowhere"}, "/$ref", "leads nowhere"),
+    ({"$ref": "#"}, "/$ref", "without going any deeper"),
+    ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "/$ref", "without going any deeper"),
+    ({"$dynamicRef": "#a"}, "/$dynamicRef", "$ref"),
+    ({**OLD, "properties": {"a": {"$ref": "#", "minItems": 1}}}, "/properties/a/$ref", "passes over minItems"),
+    ({"$schema": "http://example.org/mine"}, "/$schema", "not known"),
+    ({**NEW, "items": [{}]}, "/items", "prefixItems"),
+    ({**NEW, "minimum": 1, "exclusiveMinimum": True}, "/exclusiveMinimum", "draft 4"),
+    ({"exclusiveMinimum": True}, "/exclusiveMinimum", "without minimum"),
+    ({"type": "strin"}, "/type", "no type"),
+    ({"type": []}, "/type", "no type"),
+    ({"enum": []}, "/enum", "at least one"),
+    ({"anyOf": []}, "/anyOf", "at least one"),
+    ({"required": True}, "/required", "list of names"),
+    ({"properties": []}, "/properties", "dictionary"),
+    ({"items": {"properties": {"a": 5}}}, "/items/properties/a", "a schema is"),
+    ({"minLength": -1}, "/minLength", "number of things"),
+    ({"minLength": "1"}, "/minLength", "number of things"),
+    (False, "", "nothing is valid"),
+]
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_an_instance_passes_if_and_only_if_it_is_valid(name: str) -> None:
+    schema, instances = ENFORCED[name]
+    validator = _validator(schema)
+    matcher = schema_matcher(schema)
+    found = {json.dumps(one, ensure_ascii=False): validator.is_valid(one) for one in instances}
+    assert {text: allows(matcher, text) for text in found} == found
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_what_is_let_through_at_random_is_valid(name: str) -> None:
+    schema, _ = ENFORCED[name]
+    validator, matcher = _validator(schema), schema_matcher(schema)
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    outputs = [random_output(matcher, generator) for _ in range(4)]
+    for text in filter(None, outputs):
+        validator.validate(json.loads(text))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_enforced(name: str) -> None:
+    right, wrong = FORMATS[name]
+    matcher = schema_matcher({"format": name})
+    assert [allows(matcher, json.dumps(value)) for value in [*right, *wrong]] == [True] * len(right) + [False] * len(
+        wrong
+    )
+    assert allows(matcher, "null"), "a format says nothing of other types"
+
+
+@pytest.mark.parametrize(("schema", "pointer", "said"), REFUSED, ids=str)
+def test_what_cannot_be_enforced_is_refused_at_its_place(schema: Any, pointer: str, said: str) -> None:
+    with pytest.raises(NotEnforced) as refused:
+        enforceable(schema)
+    assert refused.value.pointers[0] == pointer
+    assert f"{pointer or '/'}: " in str(refused.value)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"minimum": 3}, {"maximum": 5}]},
+        {"type": "object", "patternProperties": {"a": {"type": "null"}, "b": {"type": "integer"}}},
+        {"type": "string", "minLength": 3, "maxLength": 2},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+    ],
+    ids=str,
+)
+def test_what_only_compiling_tells_is_refused_then(schema: Any) -> None:
+    enforceable(schema)
+    with pytest.raises(InvalidParameter, match=r"structured_outputs.json cannot be enforced: "):
+        schema_matcher(schema)
+
+
+def test_a_name_cannot_be_written_a_second_time_in_another_way() -> None:
+    """An escape would make another property of it for the grammar, and the same one for whoever reads the output."""
+    matcher = schema_matcher({"type": "object", "properties": {"a": {"type": "integer"}}})
+    assert allows(matcher, '{"a":1}')
+    assert not allows(matcher, '{"a":1,"a":"x"}')
+    assert not allows(matcher, '{"a":1,"\\u0061":"x"}')
+
+
+def test_closed_objects_have_no_properties_that_nobody_named() -> None:
+    schema = {"properties": {"a": {"type": "object", "properties": {"b": {}}}, "c": {"additionalProperties": True}}}
+    matcher = schema_matcher(schema, disable_additional_properties=True)
+    assert allows(matcher, '{"a":{"b":1},"c":{"d":1}}')
+    assert not allows(matcher, '{"e":1}')
+    assert not allows(matcher, '{"a":{"e":1}}')
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: Any = {}
+    for _ in range(100):
+        schema = {"items": schema}
+    with pytest.raises(NotEnforced, match="nested more than"):
+        enforceable(schema)
+    definitions = {str(index): {"items": {"$ref": f"#/$defs/{index + 1}"}} for index in range(2000)}
+    with pytest.raises(NotEnforced, match="nested too deeply"):
+        enforceable({"$defs": {**definitions, "2000": {}}, "$ref": "#/$defs/0"})
+
+
+def _validator(schema: Any) -> Any:
+    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    return validator(schema)

@@ -1,0 +1,83 @@
+"""Constraints on the demo model's tokens, and what they let through."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from penstock.config.resolve import resolve_model_folder
+from penstock.contract import StructuredOutputsParams
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.structured.backend import Matcher
+from penstock.structured.llguidance_backend import LLGuidanceBackend
+
+END = 0
+VOCAB_SIZE = 1536
+NUM_WORDS = VOCAB_SIZE // 32
+
+
+@functools.cache
+def demo_tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model_folder("demo"))
+
+
+@functools.cache
+def demo_backend() -> LLGuidanceBackend:
+    as_json = demo_tokenizer().as_json()
+    assert as_json is not None
+    return LLGuidanceBackend(as_json, VOCAB_SIZE, [END])
+
+
+def matcher_for(**fields: Any) -> Matcher:
+    return demo_backend().compile(StructuredOutputsParams(**fields)).start()
+
+
+def schema_matcher(schema: Any, **fields: Any) -> Matcher:
+    return matcher_for(json=schema, **fields)
+
+
+def encode(text: str) -> list[int]:
+    return demo_tokenizer().encode(text, add_special_tokens=False)
+
+
+def allows(matcher: Matcher, text: str) -> bool:
+    """Whether a text and then the end may come. The matcher is as before."""
+    token_ids = [*encode(text), END]
+    num_accepted = matcher.accept(token_ids)
+    matcher.rollback(num_accepted)
+    return num_accepted == len(token_ids)
+
+
+def allowed_tokens(matcher: Matcher) -> list[int]:
+    words = np.zeros(NUM_WORDS, np.int32)
+    matcher.fill(words)
+    return tokens_of(words)
+
+
+def tokens_of(words: np.ndarray) -> list[int]:
+    """The tokens of a bitmask's row, by its definition."""
+    return [token for token in range(VOCAB_SIZE) if int(words[token // 32]) >> token % 32 & 1]
+
+
+def random_output(matcher: Matcher, generator: np.random.Generator, max_tokens: int = 400) -> str | None:
+    """A text that a matcher lets through, drawn token by token from all that may come; None if it finds no end.
+
+    After a while tokens that end things are preferred.
+    """
+    closing = {encode(character)[0] for character in '}]"0,'}
+    token_ids: list[int] = []
+    for number in range(max_tokens):
+        allowed = allowed_tokens(matcher)
+        assert allowed, "something may always come"
+        if END in allowed and (len(allowed) == 1 or generator.random() < 0.5):
+            matcher.rollback(len(token_ids))
+            return demo_tokenizer().decode(token_ids)
+        preferred = [token for token in allowed if token in closing]
+        choose_from = preferred if preferred and generator.random() < (0.2 if number < 80 else 0.9) else allowed
+        token = int(generator.choice([token for token in choose_from if token != END]))
+        assert matcher.accept([token]) == 1, "what the bitmask allows is accepted"
+        token_ids.append(token)
+    matcher.rollback(len(token_ids))
+    return None
