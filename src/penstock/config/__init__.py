@@ -9,6 +9,7 @@ from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
+from penstock.config.structured import StructuredOutputsConfig
 
 __all__ = [
     "CacheConfig",
@@ -20,4 +21,5 @@ __all__ = [
     "ProfilerConfig",
     "SamplingConfig",
     "SchedulerConfig",
+    "StructuredOutputsConfig",
 ]

@@ -18,6 +18,7 @@ from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
+from penstock.config.structured import StructuredOutputsConfig
 from penstock.errors import ConfigError, UnknownOption
 
 
@@ -33,6 +34,7 @@ class EngineConfig:
     device: DeviceConfig
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
 
     @classmethod
     def create(cls, model: str | Path, **options: Any) -> EngineConfig:
@@ -63,6 +65,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "device": DeviceConfig,
     "sampling": SamplingConfig,
     "profiler": ProfilerConfig,
+    "structured": StructuredOutputsConfig,
 }
 
 

@@ -1,0 +1,33 @@
+"""How outputs are constrained, and what a constraint may cost."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from penstock.config.checks import check_choice, check_integer
+from penstock.errors import ConfigError
+
+BACKENDS = ("llguidance",)
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsConfig:
+    """structured_outputs_backend: the library that compiles and follows constraints.
+    max_grammar_compile_s: seconds that compiling one may take; its requests end with an error then.
+    max_grammar_bytes: of a constraint as text.
+    max_cached_grammars: constraints that are kept compiled.
+    """
+
+    structured_outputs_backend: str = "llguidance"
+    max_grammar_compile_s: float = 10.0
+    max_grammar_bytes: int = 1 << 20
+    max_cached_grammars: int = 128
+
+    def __post_init__(self) -> None:
+        check_choice("structured_outputs_backend", self.structured_outputs_backend, BACKENDS)
+        limit = self.max_grammar_compile_s
+        if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 < limit < threading.TIMEOUT_MAX:
+            raise ConfigError(f"max_grammar_compile_s={limit!r} is not valid. Allowed: seconds, more than 0.")
+        check_integer("max_grammar_bytes", self.max_grammar_bytes, 1)
+        check_integer("max_cached_grammars", self.max_cached_grammars, 1)

@@ -1,0 +1,157 @@
+"""Constraints are compiled once each, by threads that keep nobody waiting: not for a slow one, nor for one that hangs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.contract import StructuredOutputsParams
+from penstock.errors import InvalidParameter
+from penstock.structured.backend import Matcher
+from penstock.structured.compiler import Compiled, GrammarCompiler
+
+WAIT_S = 20.0
+
+
+class FakeGrammar:
+    def __init__(self, params: StructuredOutputsParams) -> None:
+        self.params = params
+
+    def start(self) -> Matcher:
+        raise NotImplementedError
+
+
+class FakeBackend:
+    """Hangs over "hang" until it is let go, fails at "fail", and writes down what it compiles."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.let_go = threading.Event()
+
+    def compile(self, params: StructuredOutputsParams) -> FakeGrammar:
+        assert params.regex is not None
+        self.compiled.append(params.regex)
+        if params.regex == "hang":
+            self.let_go.wait(WAIT_S)
+        if params.regex == "fail":
+            raise InvalidParameter("no")
+        return FakeGrammar(params)
+
+
+class Waiting:
+    """A compiler with its backend, and what it told."""
+
+    def __init__(self, timeout_s: float = WAIT_S, max_cached: int = 2) -> None:
+        self.backend = FakeBackend()
+        self.told: queue.Queue[tuple[str | None, Compiled]] = queue.Queue()
+        self.compiler = GrammarCompiler(lambda: self.backend, timeout_s=timeout_s, max_cached=max_cached)
+
+    def compile(self, text: str) -> None:
+        params = StructuredOutputsParams(regex=text)
+        self.compiler.compile(params, lambda params, result: self.told.put((params.regex, result)))
+
+    def next(self) -> tuple[str | None, Compiled]:
+        return self.told.get(timeout=WAIT_S)
+
+    def is_cached(self, text: str) -> bool:
+        return self.compiler.find(StructuredOutputsParams(regex=text)) is not None
+
+
+@pytest.fixture
+def waiting() -> Iterator[Waiting]:
+    made = Waiting()
+    yield made
+    made.backend.let_go.set()
+    made.compiler.close()
+
+
+def test_a_grammar_is_there_once_it_was_told(waiting: Waiting) -> None:
+    assert not waiting.is_cached("a")
+    waiting.compile("a")
+    text, grammar = waiting.next()
+    assert text == "a"
+    assert waiting.compiler.find(StructuredOutputsParams(regex="a")) is grammar
+    assert waiting.compiler.find(StructuredOutputsParams(choice=("a",))) is None
+
+
+def test_the_least_recently_used_goes_first(waiting: Waiting) -> None:
+    for text in ("a", "b"):
+        waiting.compile(text)
+        waiting.next()
+    assert waiting.is_cached("a")
+    waiting.compile("c")
+    waiting.next()
+    assert [waiting.is_cached(text) for text in "abc"] == [True, False, True]
+
+
+def test_a_failure_is_told_and_not_kept(waiting: Waiting) -> None:
+    waiting.compile("fail")
+    text, error = waiting.next()
+    assert text == "fail"
+    assert isinstance(error, InvalidParameter)
+    assert not waiting.is_cached("fail")
+    waiting.compile("a")
+    assert waiting.next()[0] == "a"
+
+
+def test_a_backend_that_cannot_be_made_is_told_too() -> None:
+    told: queue.Queue[Compiled] = queue.Queue()
+
+    def make_backend() -> FakeBackend:
+        raise RuntimeError("no tokenizer")
+
+    compiler = GrammarCompiler(make_backend, timeout_s=WAIT_S, max_cached=1)
+    compiler.compile(StructuredOutputsParams(regex="a"), lambda _, result: told.put(result))
+    assert str(told.get(timeout=WAIT_S)) == "no tokenizer"
+    compiler.close()
+
+
+def test_one_that_hangs_is_an_error_after_its_time_and_keeps_no_others_waiting() -> None:
+    waiting = Waiting(timeout_s=0.2)
+    for text in ("hang", "hang", "hang", "a"):
+        waiting.compile(text)
+    told = [waiting.next() for _ in range(4)]
+    assert sorted(text or "" for text, _ in told) == ["a", "hang", "hang", "hang"]
+    for text, result in told:
+        if text == "hang":
+            assert isinstance(result, InvalidParameter)
+            assert "structured_outputs.regex was not compiled within 0.2 s" in str(result)
+    waiting.backend.let_go.set()
+    waiting.compiler.close()
+
+
+def test_closing_waits_for_nothing_that_hangs_and_leaves_no_idle_threads() -> None:
+    waiting = Waiting()
+    before = threading.active_count()
+    waiting.compile("a")
+    waiting.next()
+    assert threading.active_count() > before
+    waiting.compiler.close()
+    deadline = time.monotonic() + WAIT_S
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    hanging = Waiting()
+    hanging.compile("hang")
+    while not hanging.backend.compiled:
+        time.sleep(0.01)
+    begin = time.monotonic()
+    hanging.compiler.close()
+    assert time.monotonic() - begin < WAIT_S / 2
+    hanging.backend.let_go.set()
+    time.sleep(0.1)
+    assert hanging.told.empty()
+
+
+def test_nothing_is_made_before_there_is_something_to_compile() -> None:
+    made = []
+    before = threading.active_count()
+    compiler = GrammarCompiler(lambda: made.append(1) or FakeBackend(), timeout_s=1.0, max_cached=1)  # type: ignore[func-returns-value]
+    assert threading.active_count() == before
+    compiler.close()
+    assert not made
