@@ -10,11 +10,14 @@ import torch
 from penstock.kernels.logits_shaping import (
     IN_PROMPT,
     add_to_tokens,
+    allow_by_bits,
+    allow_by_bits_reference,
     ends_with_prefix,
     forbid_tokens,
     keep_tokens,
     penalise,
     penalise_reference,
+    penalties_by_byte,
 )
 
 NUM_ROWS, VOCAB_SIZE, NUM_SLOTS = 7, 50, 9
@@ -85,3 +88,22 @@ def test_a_word_of_one_token_has_no_prefix_and_always_matches() -> None:
     table = torch.zeros(1, 4, dtype=torch.int32)
     zeros = torch.zeros(2, dtype=torch.int64)
     assert ends_with_prefix(table, zeros, zeros + 1, zeros + 1, none).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 50, 96])
+@pytest.mark.parametrize("rows", [None, [5, 0, 3], [6]])
+def test_bits_allow_what_a_plain_loop_says_and_the_fast_way_equals_it(vocab_size: int, rows: list[int] | None) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(NUM_ROWS, vocab_size, generator=generator)
+    chosen = list(range(NUM_ROWS)) if rows is None else rows
+    words = torch.randint(-(2**31), 2**31, (len(chosen), -(-vocab_size // 32)), generator=generator).int()
+    words[0] = 0
+    expected = logits.clone()
+    for number, row in enumerate(chosen):
+        for token in range(vocab_size):
+            if not int(words[number, token // 32]) >> token % 32 & 1:
+                expected[row, token] = float("-inf")
+    index = None if rows is None else torch.tensor(rows)
+    assert torch.equal(allow_by_bits_reference(logits.clone(), index, words), expected)
+    penalties = penalties_by_byte(torch.device("cpu"))
+    assert torch.equal(allow_by_bits(logits.clone(), index, words, penalties), expected)

@@ -89,12 +89,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 class GrammarOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What the host says to a step between its forward pass and its tokens.
 
-    structured_output_request_ids: requests whose tokens are constrained, in batch order.
-    grammar_bitmask: little-endian int32 words, row-major, a row for each of their logits rows in order; a set bit
-        allows the token. num_words: of a row, ceil(vocabulary / 32).
+    structured_output_request_ids: requests with structured outputs that get a token in this step, in any order.
+    grammar_bitmask: little-endian int32 words, row-major: for each of them a row for its next token, and one more for
+        the token after each draft; a set bit allows the token. num_words: of a row, ceil(vocabulary / 32).
+    num_rows: of each request; empty where each has one.
     """
 
     step_id: int
     structured_output_request_ids: list[str] = []
     grammar_bitmask: bytes = b""
     num_words: int = 0
+    num_rows: list[int] = []

@@ -41,6 +41,32 @@ def keep_tokens(logits_RV: Tensor, rows: Tensor, row_of_E: Tensor, token_E: Tens
     return logits_RV
 
 
+def allow_by_bits_reference(logits_RV: Tensor, rows_N: Tensor | None, words_NW: Tensor) -> Tensor:
+    """Give minus infinity to all tokens whose bit is not set, in these rows.
+
+    rows_N: int64, different ones; None where there is one of words for each row of the logits. words_NW: int32; bit
+    i of word w is that of token 32 w + i.
+    """
+    bits_NW32 = (words_NW.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words_NW.device)) & 1
+    is_forbidden_NV = bits_NW32.view(len(words_NW), -1)[:, : logits_RV.shape[1]] == 0
+    for number, row in enumerate(range(len(logits_RV)) if rows_N is None else rows_N.tolist()):
+        logits_RV[row].masked_fill_(is_forbidden_NV[number], _NEG_INF)
+    return logits_RV
+
+
+def penalties_by_byte(device: torch.device) -> Tensor:
+    """float32 [256, 8]: for each value of a byte, what `allow_by_bits` adds to the logits of its eight tokens."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits, np.float32(0), np.float32(_NEG_INF))).to(device)
+
+
+def allow_by_bits(logits_RV: Tensor, rows_N: Tensor | None, words_NW: Tensor, penalties: Tensor) -> Tensor:
+    """`allow_by_bits_reference`, eight tokens at a time. penalties: `penalties_by_byte` of the device."""
+    bytes_NB = words_NW.view(torch.uint8).int()
+    added_NV = penalties.index_select(0, bytes_NB.view(-1)).view(len(words_NW), -1)[:, : logits_RV.shape[1]]
+    return logits_RV.add_(added_NV) if rows_N is None else logits_RV.index_add_(0, rows_N, added_NV)
+
+
 def ends_with_prefix(
     token_ids_SL: Tensor, slot_E: Tensor, length_E: Tensor, begin_E: Tensor, prefix_EP: Tensor
 ) -> Tensor:

@@ -123,6 +123,7 @@ class ModelRunner:
         Raises LifecycleError when that step was never executed, or was sampled before, or another one must be first.
         """
         step = self.steps.take(grammar.step_id)
+        self.sampler.grammar.take(grammar, self.requests.slot_of)
         return self.after_forward.finish(self.model, grammar.step_id, step)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -26,8 +26,8 @@ _MESSAGES = {
         "Other requests go on. Look at the weights, or try dtype='float32'."
     ),
     Failure.NOTHING_LEFT: (
-        "The request's parameters (allowed_token_ids, bad_words, min_tokens, logit_bias) leave no token that could "
-        "come next. Loosen them."
+        "The request's parameters (allowed_token_ids, bad_words, min_tokens, logit_bias, structured_outputs) leave no "
+        "token that could come next. Loosen them."
     ),
 }
 

@@ -21,6 +21,7 @@ from penstock.runner.sampling.bad_words import BadWords
 from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.draw import Draw
 from penstock.runner.sampling.failures import Failure, find_failures
+from penstock.runner.sampling.grammar_mask import GrammarMask
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.logit_bias import LogitBias
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
@@ -47,8 +48,8 @@ class SamplerOutput(msgspec.Struct, frozen=True):
 
 
 class Sampler:
-    """Stages in the field's order: masks and bias, penalties, custom logits processors, then temperature, min-p,
-    top-k and top-p, the draw.
+    """Stages in the field's order: masks and bias, penalties, custom logits processors, the grammar's mask, then
+    temperature, min-p, top-k and top-p, the draw. Nothing after the mask lets a token in that it forbids.
 
     The first group, `shaping`, decides greedy requests too; the second leaves their rows as they are. A batch of more
     than `max_rows` is sampled in parts, since stages hold several times their rows' logits.
@@ -71,6 +72,7 @@ class Sampler:
         self.max_rows = rows_at_once(vocab_size, device.kind)
         classes = load_logits_processors(config.logits_processors) if processors is None else processors
         self._custom = CustomProcessors(context, classes)
+        self.grammar = GrammarMask(device, num_slots)
         self.shaping: list[SamplingStage] = [
             AllowedTokens(device, num_slots, vocab_size),
             BadWords(device, num_slots, vocab_size, token_ids_SL),
@@ -78,6 +80,7 @@ class Sampler:
             LogitBias(device, num_slots, vocab_size),
             Penalties(device, num_slots, vocab_size, token_ids_SL),
             self._custom,
+            self.grammar,
         ]
         self.truncating: list[SamplingStage] = [
             Temperature(device, num_slots),
