@@ -136,6 +136,8 @@ class FakeGrammar:
         self.given.append(answer)
         return answer
 
+    def close(self) -> None: ...
+
     def _note(self, what: str, number: int) -> None:
         self.events.append((what, number))
         if (what, number) in self.failures:

@@ -13,7 +13,7 @@ from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.structured.backend import Matcher
 from penstock.structured.llguidance_backend import LLGuidanceBackend
 
-END = 0
+END = 2
 VOCAB_SIZE = 1536
 NUM_WORDS = VOCAB_SIZE // 32
 

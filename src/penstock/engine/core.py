@@ -12,9 +12,10 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
-from penstock.engine.grammar import Grammar, NoGrammar
+from penstock.engine.grammar import Grammar
 from penstock.engine.messages import EngineRequest
 from penstock.engine.startup import StartedEngine, start_engine
+from penstock.engine.structured_grammar import StructuredGrammar
 from penstock.errors import EngineDead, GrammarError, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import Executor, StepHandle
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
@@ -49,7 +50,7 @@ class EngineCore:
         # Set by whoever gives the core something to do while it waits.
         self._woken = threading.Event()
         self._has_to_wait = False
-        self._grammar = grammar or NoGrammar()
+        self._grammar = grammar or StructuredGrammar(config.model, config.structured)
         self._grammar.on_ready(self.wake)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # What was read and not returned yet: a failure later in the turn must not take it along.
@@ -250,6 +251,7 @@ class EngineCore:
     def close(self) -> None:
         """Give everything back; harmless when called twice."""
         self._in_flight.clear()
+        self._grammar.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.executor.shutdown()

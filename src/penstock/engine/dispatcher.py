@@ -37,6 +37,7 @@ def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: CoreCl
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         sampling=config.sampling,
+        structured=config.structured,
         policy=config.scheduler.policy,
     )
 

@@ -46,6 +46,9 @@ class Grammar(Protocol):
         Raises GrammarError for requests that it cannot answer for.
         """
 
+    def close(self) -> None:
+        """Give back what it holds, threads above all."""
+
 
 class NoGrammar:
     """Nobody is constrained."""
@@ -65,3 +68,5 @@ class NoGrammar:
 
     def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
         return GrammarOutput(step_id=output.step_id)
+
+    def close(self) -> None: ...

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.config import ModelConfig, SamplingConfig
+from penstock.config import ModelConfig, SamplingConfig, StructuredOutputsConfig
 from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.params_processor import ParamsProcessor
@@ -37,7 +37,7 @@ class AcceptedRequest(NamedTuple):
 class InputProcessor:
     """Makes requests for one engine.
 
-    max_model_len, vocab_size: of the core. sampling: what requests may ask for; None takes the defaults.
+    max_model_len, vocab_size: of the core. sampling, structured: what requests may ask for; None takes the defaults.
     policy: the scheduler's; only "priority" knows priorities.
 
     A request without a seed gets one made of the engine's seed and the number of requests accepted before it. So the
@@ -52,6 +52,7 @@ class InputProcessor:
         max_model_len: int,
         vocab_size: int,
         sampling: SamplingConfig | None = None,
+        structured: StructuredOutputsConfig | None = None,
         policy: str = "fcfs",
     ) -> None:
         self._model = model
@@ -63,7 +64,11 @@ class InputProcessor:
         if tokenizer.eos_token_id is not None:
             self._eos_token_ids |= {tokenizer.eos_token_id}
         self._params_processor = ParamsProcessor(
-            sampling or SamplingConfig(), tokenizer, vocab_size=vocab_size, eos_token_ids=self._eos_token_ids
+            sampling or SamplingConfig(),
+            tokenizer,
+            vocab_size=vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            structured=structured,
         )
         self._num_accepted = 0
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import SamplingConfig
-from penstock.contract import SamplingParams
+from penstock.config import SamplingConfig, StructuredOutputsConfig
+from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
 from penstock.engine.logits_processor_checks import LogitsProcessorChecks
 from penstock.engine.tokenizer import Tokenizer
@@ -22,12 +22,20 @@ class ParamsProcessor:
     """vocab_size: of the model; all token ids of a request must be below it."""
 
     def __init__(
-        self, config: SamplingConfig, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        config: SamplingConfig,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        structured: StructuredOutputsConfig | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._structured = structured or StructuredOutputsConfig()
+        self._last_checked: StructuredOutputsParams | None = None
         self._logits_processors = LogitsProcessorChecks(config.logits_processors)
 
     def process(self, params: SamplingParams) -> SamplingParams:
@@ -45,6 +53,8 @@ class ParamsProcessor:
             self._check_ids(name, getattr(params, name) or ())
         for sequence in params.bad_words_token_ids:
             self._check_ids("bad_words_token_ids", sequence)
+        if params.structured_outputs is not None:
+            self._check_structured(params.structured_outputs)
         changes: dict[str, Any] = {}
         if params.bad_words:
             changes["bad_words_token_ids"] = self._spell(params)
@@ -56,6 +66,20 @@ class ParamsProcessor:
         params = msgspec.structs.replace(params, **changes) if changes else params
         self._logits_processors.check(params)
         return params
+
+    def _check_structured(self, constraint: StructuredOutputsParams) -> None:
+        """What is wrong with it that does not take compiling it to know; equal ones are looked at once."""
+        if not self._eos_token_ids:
+            raise InvalidParameter("structured_outputs cannot be kept: this model has no token that ends a text.")
+        if not self._tokenizer.is_fast:
+            raise InvalidParameter("structured_outputs cannot be kept: this model's tokenizer has no fast version.")
+        if constraint == self._last_checked:
+            return
+        # Only who constrains outputs pays for the import.
+        from penstock.structured.constraint_check import check_constraint
+
+        check_constraint(constraint, self._structured.max_grammar_bytes)
+        self._last_checked = constraint
 
     def _check_num_logprobs(self, name: str, asked: int | None) -> None:
         most = self._config.max_logprobs

@@ -1,0 +1,218 @@
+"""Constrained requests: their grammars, compiled beside the loop, and what they let a step choose from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.config import ModelConfig, StructuredOutputsConfig
+from penstock.contract import GrammarOutput, SchedulerOutput, StructuredOutputsParams
+from penstock.engine.messages import EngineRequest
+from penstock.engine.tokenizer import load_tokenizer
+from penstock.errors import GrammarError, UnsupportedFeature
+from penstock.scheduler.outputs import EngineCoreOutput
+from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
+from penstock.structured.compiler import Compiled, GrammarCompiler
+
+# Where a draft is not known to the host, nothing can be said of what comes after it.
+_UNKNOWN_DRAFT = -1
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A request that is followed. matcher: None while its grammar is compiled.
+
+    num_tokens: of its prompt and its output, as far as the matcher knows it.
+    """
+
+    params: StructuredOutputsParams
+    num_tokens: int
+    output_token_ids: list[int] = field(default_factory=list)
+    matcher: Matcher | None = None
+
+
+class StructuredGrammar:
+    """The `Grammar` of an engine. Matchers live here, beside the core, so that no worker has any of their state.
+
+    One thread calls it, apart from those that compile, which wake the core when `take_ready` has news.
+    A parser of reasoning would decide in `accept` and `bitmask` from which token on a request's matcher counts.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: StructuredOutputsConfig,
+        *,
+        make_backend: Callable[[], GrammarBackend] | None = None,
+    ) -> None:
+        self._wake: Callable[[], None] = lambda: None
+        self._num_words = (model.vocab_size + 31) // 32
+        self._followed: dict[str, _Followed] = {}
+        self._waiting: dict[StructuredOutputsParams, list[str]] = {}
+        # Filled by the threads that compile.
+        self._compiled: deque[tuple[StructuredOutputsParams, Compiled]] = deque()
+        self._failures: deque[GrammarError] = deque()
+        self._compiler = GrammarCompiler(
+            make_backend or (lambda: _backend_for(model)),
+            timeout_s=config.max_grammar_compile_s,
+            max_cached=config.max_cached_grammars,
+        )
+
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def add(self, request: EngineRequest) -> bool:
+        params = request.sampling_params.structured_outputs
+        if params is None:
+            return True
+        outputs = request.output_token_ids
+        followed = _Followed(params, len(request.prompt_token_ids) + len(outputs), list(outputs))
+        self._followed[request.req_id] = followed
+        grammar = self._compiler.find(params)
+        if grammar is not None:
+            return self._start(request.req_id, grammar)
+        waiting = self._waiting.setdefault(params, [])
+        waiting.append(request.req_id)
+        if len(waiting) == 1:
+            self._compiler.compile(params, self._take_compiled)
+        return False
+
+    def take_ready(self) -> Sequence[str]:
+        """One failure at a time, since each is told to its own requests; what is ready comes when there is none."""
+        ready: list[str] = []
+        while self._compiled and not self._failures:
+            params, result = self._compiled.popleft()
+            req_ids = [req_id for req_id in dict.fromkeys(self._waiting.pop(params, ())) if self._waits(req_id, params)]
+            if not isinstance(result, Exception):
+                ready += [req_id for req_id in req_ids if self._start(req_id, result)]
+            elif req_ids:
+                self._failures.append(_failure(result, req_ids))
+        if ready:
+            return ready
+        while self._failures:
+            error = self._failures.popleft()
+            req_ids = [req_id for req_id in error.req_ids if req_id in self._followed]
+            if req_ids:
+                raise GrammarError(str(error), req_ids=req_ids) from error.__cause__
+        return ready
+
+    def constrains(self, req_id: str) -> bool:
+        return req_id in self._followed
+
+    def accept(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        if not self._followed:
+            return
+        refused: list[str] = []
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._followed.pop(output.req_id, None)
+            elif output.new_token_ids:
+                followed = self._followed.get(output.req_id)
+                if followed is not None and not _advance(followed, output.new_token_ids):
+                    refused.append(output.req_id)
+        if refused:
+            raise GrammarError("tokens came that it does not allow", req_ids=refused)
+
+    def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
+        if not self._followed:
+            return GrammarOutput(step_id=output.step_id)
+        req_ids = self._sampled(output)
+        drafts = [output.scheduled_spec_decode_tokens.get(req_id, []) for req_id in req_ids]
+        words = np.zeros((len(req_ids) + sum(map(len, drafts)), self._num_words), np.int32)
+        row = 0
+        for req_id, draft_token_ids in zip(req_ids, drafts, strict=True):
+            rows = words[row : row + 1 + len(draft_token_ids)]
+            row += len(rows)
+            self._fill(req_id, draft_token_ids, rows)
+        return GrammarOutput(
+            step_id=output.step_id,
+            structured_output_request_ids=req_ids,
+            grammar_bitmask=words.tobytes(),
+            num_words=self._num_words if req_ids else 0,
+            num_rows=[1 + len(listed) for listed in drafts] if any(drafts) else [],
+        )
+
+    def close(self) -> None:
+        self._compiler.close()
+
+    def _take_compiled(self, params: StructuredOutputsParams, result: Compiled) -> None:
+        self._compiled.append((params, result))
+        self._wake()
+
+    def _waits(self, req_id: str, params: StructuredOutputsParams) -> bool:
+        """Whether a request is still here, and still the one that asked for this."""
+        followed = self._followed.get(req_id)
+        return followed is not None and followed.matcher is None and followed.params == params
+
+    def _start(self, req_id: str, grammar: CompiledGrammar) -> bool:
+        """Follow a request from the tokens on that it has. False where they are none of its grammar's."""
+        followed = self._followed[req_id]
+        followed.matcher = grammar.start()
+        try:
+            if followed.matcher.accept(followed.output_token_ids) == len(followed.output_token_ids):
+                return True
+            error = GrammarError("it came with tokens that it does not allow", req_ids=[req_id])
+        except Exception as cause:
+            error = _failure(cause, [req_id])
+        self._failures.append(error)
+        return False
+
+    def _sampled(self, output: SchedulerOutput) -> list[str]:
+        """The requests of a step that are followed, and whose prompt is complete with it."""
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return [
+            req_id
+            for req_id, num_tokens in output.num_scheduled_tokens.items()
+            if req_id in self._followed and computed[req_id] + num_tokens >= self._followed[req_id].num_tokens
+        ]
+
+    def _fill(self, req_id: str, drafts: Sequence[int], rows: np.ndarray) -> None:
+        """Write what may come next, and after each draft. Rows after a draft that cannot be stay without any token:
+        nothing that is drawn there is looked at, or may be.
+        """
+        matcher = self._followed[req_id].matcher
+        assert matcher is not None, "a request does not run before its grammar is there"
+        num_taken = 0
+        try:
+            matcher.fill(rows[0])
+            for row, draft in zip(rows[1:], drafts, strict=True):
+                if draft == _UNKNOWN_DRAFT or not matcher.accept([draft]):
+                    break
+                num_taken += 1
+                matcher.fill(row)
+            matcher.rollback(num_taken)
+        except Exception as error:
+            raise _failure(error, [req_id]) from error
+
+
+def _advance(followed: _Followed, token_ids: Sequence[int]) -> bool:
+    matcher = followed.matcher
+    assert matcher is not None, "a request has no tokens before its grammar is there"
+    followed.num_tokens += len(token_ids)
+    try:
+        return matcher.accept(token_ids) == len(token_ids)
+    except Exception:
+        return False
+
+
+def _failure(cause: Exception, req_ids: list[str]) -> GrammarError:
+    error = GrammarError(str(cause) or type(cause).__name__, req_ids=req_ids)
+    error.__cause__ = cause
+    return error
+
+
+def _backend_for(model: ModelConfig) -> GrammarBackend:
+    """Reads the tokenizer anew: the core has none, and may be in a process of its own."""
+    from penstock.structured.llguidance_backend import LLGuidanceBackend
+
+    tokenizer = load_tokenizer(model.tokenizer_folder)
+    as_json = tokenizer.as_json()
+    if as_json is None:
+        raise UnsupportedFeature("The model's tokenizer has no fast version, which structured outputs need.")
+    eos_token_ids = model.eos_token_ids | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+    return LLGuidanceBackend(as_json, model.vocab_size, eos_token_ids)
