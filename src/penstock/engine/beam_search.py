@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,7 @@ class BeamSearchParams(
     length_penalty: sequences are ranked by their log-probability, divided by their length (prompt included) to this
         power; more than 0 favours long ones.
     include_stop_str_in_output: whether a sequence keeps the end-of-sequence token that ended it.
+    structured_outputs: must be None; beams are not constrained.
 
     Raises InvalidParameter when a value is outside its range.
     """
@@ -47,10 +49,14 @@ class BeamSearchParams(
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
 
     def __post_init__(self) -> None:
         check.check_integer("beam_width", self.beam_width, 1, None, "at least 1")
         check.check_integer("max_tokens", self.max_tokens, 1, None, "at least 1")
+        if self.structured_outputs is not None:
+            allowed = "None with beam search, whose beams are not constrained; use n outputs of generate instead"
+            raise check.invalid("structured_outputs", self.structured_outputs, allowed)
         check.check_flag("ignore_eos", self.ignore_eos)
         check.check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         check.check_number("length_penalty", self.length_penalty, -math.inf, math.inf, "a finite number")
