@@ -199,9 +199,8 @@ def test_equal_constraints_are_compiled_once_and_then_there_at_once(model: Model
             return backend.compile(params)
 
     told: list[None] = []
-    grammar = StructuredGrammar(
-        model, StructuredOutputsConfig(), make_backend=Counting, on_ready=lambda: told.append(None)
-    )
+    grammar = StructuredGrammar(model, StructuredOutputsConfig(), make_backend=Counting)
+    grammar.on_ready(lambda: told.append(None))
     added(grammar, request("a", **DIGITS), request("b", **DIGITS))
     assert grammar.add(request("c", **DIGITS))
     assert len(compiled) == len(told) == 1

@@ -45,6 +45,14 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to report; implies --json")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Generate nothing if a line is bad")] = False,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The output is JSON that this schema allows")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The output matches this regular expression")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The output is one of these; repeatable")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The output follows this grammar: Lark or GBNF")
+    ] = None,
     model: options.Model = "demo",
     *,
     engine: dict[str, Any],
@@ -66,11 +74,26 @@ def generate(
         "stop": tuple(stop or ()),
         "logprobs": logprobs,
         "ignore_eos": ignore_eos,
+        "structured_outputs": _structured_outputs(json_schema, regex, choice, grammar),
     }
     sampling = with_defaults(sampling, model, engine, max_tokens=128)
     work = _read_work(prompt, input, output, sampling, model)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
     _run(work, model, engine, output, as_json=as_json, is_strict=input is None or strict)
+
+
+def _structured_outputs(
+    json_schema: Path | None, regex: str | None, choice: list[str] | None, grammar: Path | None
+) -> dict[str, Any] | None:
+    """The constraint that these options ask for; two of them are refused where parameters are checked."""
+    from penstock.cli.failures import file_named
+
+    given: dict[str, Any] = {"regex": regex, "choice": choice or None}
+    for name, option, path in (("json", "--json-schema", json_schema), ("grammar", "--grammar", grammar)):
+        if path is not None:
+            with file_named(option, path):
+                given[name] = path.read_text(encoding="utf-8")
+    return {name: value for name, value in given.items() if value is not None} or None
 
 
 def _read_work(
