@@ -1,4 +1,4 @@
-"""Constraints are compiled once each, by threads that keep nobody waiting: not for a slow one, nor for one that hangs."""
+"""Constraints are compiled once each, by threads that keep nobody waiting: neither for a slow one nor a hung one."""
 
 from __future__ import annotations
 

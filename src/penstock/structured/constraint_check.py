@@ -71,14 +71,14 @@ def translated(name: str, pattern: str) -> str:
 
 
 def whitespace(pattern: str) -> str:
-    """A pattern of JSON's whitespace, as backends take it. Raises InvalidParameter for one that matches anything else."""
+    """A pattern of JSON's whitespace, as backends take it. Raises InvalidParameter for any other."""
     found = translated("whitespace_pattern", pattern)
     for part in (r"\\x\{(20|9|a|d)\}", r"\{\d+(,\d*)?\}", r"\(\?:|[()|*+?]|\[(?!\^)|\]"):
         found = re.sub(part, "", found)
     if found:
         raise InvalidParameter(
-            f"structured_outputs.whitespace_pattern={pattern!r} is not valid. Allowed: patterns of spaces, \\t, \\n and "
-            "\\r, since nothing else is whitespace in JSON; for example '[ \\t]*'."
+            f"structured_outputs.whitespace_pattern={pattern!r} is not valid. Allowed: patterns of spaces, \\t, \\n "
+            "and \\r, since nothing else is whitespace in JSON; for example '[ \\t]*'."
         )
     return translated("whitespace_pattern", pattern)
 
