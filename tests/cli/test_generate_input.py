@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
+from penstock.contract import StructuredOutputsParams
 from support.fake_engine import FakeCore, install_fake_core, write_model
 
 Generate: TypeAlias = Callable[..., Any]
@@ -295,3 +296,33 @@ def test_every_output_of_a_request_has_its_line(generate: Generate) -> None:
         (1, 0, None),
     ]
     assert [len(line["token_ids"]) for line in written] == [2, 2, 2, 1]
+
+
+def test_the_forms_of_outputs_reach_the_request(generate: Generate, cores: list[FakeCore], tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "integer"}')
+    grammar.write_text('start: "ü"')
+    for arguments, expected in (
+        (["--json-schema", str(schema)], {"json": '{"type":"integer"}'}),
+        (["--grammar", str(grammar)], {"grammar": 'start: "ü"'}),
+        (["--regex", "[0-9]"], {"regex": "[0-9]"}),
+        (["--choice", "a", "--choice", "b"], {"choice": ("a", "b")}),
+    ):
+        result = generate("a", *arguments)
+        assert result.exit_code == 0, result.output
+        (request,) = cores.pop().added
+        assert request.sampling_params.structured_outputs == StructuredOutputsParams(**expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--regex", "a", "--choice", "b"], "structured_outputs has regex and choice"),
+        (["--regex", "a(?=b)"], "lookahead"),
+        (["--json-schema", "/no/schema"], "--json-schema /no/schema cannot be opened"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused(generate: Generate, arguments: list[str], said: str) -> None:
+    result = generate("a", *arguments)
+    assert result.exit_code != 0
+    assert said in result.stderr
