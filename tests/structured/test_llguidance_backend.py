@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
+from penstock.structured.compiler import GrammarCompiler
 from penstock.structured.constraint_check import check_constraint
 from support.constraints import (
     END,
@@ -146,6 +148,8 @@ def test_matchers_of_one_grammar_know_nothing_of_each_other() -> None:
         ({"grammar": "start: %json {"}, "is no JSON"),
         ({"grammar": 'start: a\na[max_tokens=5]: "x"'}, "max_tokens="),
         ({"grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}, "%llguidance"),
+        ({"grammar": "start: a0\n" + "\n".join(f'a{n}: "x" a{n + 1}' for n in range(1000))}, "has 1,001 rules"),
+        ({"grammar": f'start: {"(" * 3001}"a"{")" * 3001}'}, "has 3,001 groups"),
         ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "/structures=[]"),
         ({"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["["]}}, "/structures/0/begin="),
         ({"structural_tag": {"structures": [{"begin": "<", "x": 1}], "triggers": ["<"]}}, "field 'x'"),
@@ -164,8 +168,9 @@ def test_matchers_of_one_grammar_know_nothing_of_each_other() -> None:
     ],
 )
 def test_what_reading_tells_is_refused_before_anything_is_compiled(fields: dict[str, Any], said: str) -> None:
+    max_bytes = 10**6 if "grammar" in fields else 1000
     with pytest.raises(InvalidParameter) as refused:
-        check_constraint(StructuredOutputsParams(**fields), max_bytes=1000)
+        check_constraint(StructuredOutputsParams(**fields), max_bytes)
     assert said in str(refused.value)
     assert "structured_outputs." in str(refused.value)
 
@@ -197,3 +202,33 @@ def test_a_large_schema_is_compiled_and_followed() -> None:
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     matcher = schema_matcher(schema)
     assert allows(matcher, json.dumps({name: item["enum"][0] for name, item in properties.items()}))
+
+
+@pytest.mark.parametrize("rule", ['a{}: "x" a{} | "y"', 'a{} ::= "x" a{} | "y"'])
+def test_a_long_chain_of_rules_is_compiled_where_it_is_compiled(rule: str) -> None:
+    """Not by the caller: it takes a deep stack."""
+    rules = [rule.format(number, number + 1) for number in range(990)]
+    sign = "::=" if "::=" in rule else ":"
+    grammar = "\n".join([f"{'root' if '::=' in rule else 'start'} {sign} a0", *rules, f'a990 {sign} "z"'])
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    compiler = GrammarCompiler(demo_backend, timeout_s=60.0, max_cached=1)
+    compiler.compile(StructuredOutputsParams(grammar=grammar), lambda _, result: told.put(result))
+    matcher = told.get(timeout=60).start()
+    assert allows(matcher, "x" * 300 + "y")
+    compiler.close()
+
+
+def test_definitions_that_contain_each_other_do_not_grow_without_bound() -> None:
+    """Branches of a oneOf take the place of references, up to a size."""
+    definitions: dict[str, Any] = {"40": {"const": "end"}}
+    for number in range(40):
+        branch = {"type": "object", "required": ["k"]}
+        refer = {"$ref": f"#/$defs/{number + 1}"}
+        definitions[str(number)] = {
+            "oneOf": [
+                {**branch, "properties": {"k": {"const": "a"}, "v": {"oneOf": [refer, {"type": "null"}]}}},
+                {**branch, "properties": {"k": {"const": "b"}, "v": {"oneOf": [refer, {"type": "null"}]}}},
+            ]
+        }
+    with pytest.raises(InvalidParameter, match="oneOf"):
+        schema_matcher({"$defs": definitions, "$ref": "#/$defs/0"})

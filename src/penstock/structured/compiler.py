@@ -16,6 +16,8 @@ from penstock.structured.backend import CompiledGrammar, GrammarBackend
 Compiled: TypeAlias = CompiledGrammar | Exception
 _NUM_THREADS = 4
 _CLOSE_TIMEOUT_S = 1.0
+# Libraries follow rules by calling themselves.
+_STACK_BYTES = 64 << 20
 
 
 class _Job(NamedTuple):
@@ -87,7 +89,11 @@ class GrammarCompiler:
 
     def _result_in_time(self, params: StructuredOutputsParams) -> Compiled:
         results: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
-        self._thread(lambda: results.put(self._result(params)), "grammar").start()
+        thread = self._thread(lambda: results.put(self._result(params)), "grammar")
+        with self._lock:
+            before = threading.stack_size(_STACK_BYTES)
+            thread.start()
+            threading.stack_size(before)
         try:
             return results.get(timeout=self._timeout_s)
         except queue.Empty:

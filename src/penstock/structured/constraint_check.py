@@ -10,11 +10,12 @@ from typing import Any
 
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
-from penstock.structured.grammar_text import as_lark
+from penstock.structured.grammar_text import as_lark, check_size, is_gbnf
 from penstock.structured.patterns import PatternError, translate_full_match
 from penstock.structured.schema_check import NotEnforced, enforceable
 
 _TAG_FIELDS = {"type", "structures", "triggers"}
+_SHORT_GRAMMAR = 10_000
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 
 
@@ -50,7 +51,10 @@ def check_constraint(params: StructuredOutputsParams, max_bytes: int) -> None:
     elif params.regex is not None:
         translated("regex", params.regex)
     elif params.grammar is not None:
-        as_lark(params.grammar, {})
+        # Turning GBNF into Lark takes a second per thousand rules, which no caller should wait for.
+        check_size(params.grammar)
+        if not is_gbnf(params.grammar) or len(params.grammar) <= _SHORT_GRAMMAR:
+            as_lark(params.grammar, {})
     elif params.structural_tag is not None:
         tagged_parts(params)
 

@@ -10,6 +10,10 @@ from typing import Any
 from penstock.errors import InvalidParameter
 from penstock.structured.schema_check import NotEnforced, enforceable
 
+# Of a grammar. Libraries follow rules by calling themselves, so a long chain of them takes a deep stack.
+MAX_RULES = 1000
+MAX_GROUPS = 3000
+_RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 # What cannot be taken back, or is no constraint, or would pass over the checks of this engine.
 _REFUSED = {
     r"%llguidance\b": "%llguidance",
@@ -24,13 +28,25 @@ _TOKENS = re.compile(
 )
 
 
+def check_size(grammar: str) -> None:
+    """Refuse grammars of too many rules or groups. Raises InvalidParameter."""
+    num_rules, num_groups = len(_RULE.findall(grammar)), sum(map(grammar.count, "(["))
+    for count, limit, what in ((num_rules, MAX_RULES, "rules"), (num_groups, MAX_GROUPS, "groups")):
+        if count > limit:
+            raise InvalidParameter(
+                f"structured_outputs.grammar has {count:,} {what}. Allowed: at most {limit:,}. Use fewer, such as a "
+                "regular expression with many alternatives in place of many rules."
+            )
+
+
 def as_lark(grammar: str, json_options: Mapping[str, Any]) -> str:
     """A grammar in Lark's notation; the schemas in it (`%json`) in keywords that are enforced.
 
     json_options: what a schema in it is compiled with.
     Raises InvalidParameter.
     """
-    lark = _from_gbnf(grammar) if _is_gbnf(grammar) else grammar
+    check_size(grammar)
+    lark = _from_gbnf(grammar) if is_gbnf(grammar) else grammar
     parts, at = [], 0
     while (found := _TOKENS.search(lark, at)) is not None:
         parts.append(lark[at : found.end()])
@@ -44,7 +60,8 @@ def as_lark(grammar: str, json_options: Mapping[str, Any]) -> str:
     return "".join([*parts, lark[at:]])
 
 
-def _is_gbnf(grammar: str) -> bool:
+def is_gbnf(grammar: str) -> bool:
+    """Whether a grammar has rules as GBNF writes them."""
     return re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE) is not None
 
 

@@ -22,6 +22,7 @@ DEFAULT_WHITESPACE = r"[ ]|\n[ ]{0,20}"
 _ALLOWED_ESCAPES = 'nrbtf\\"'
 _LIMITS = LLParserLimits(verbose_errors=False)
 _ERRORS = {
+    "panic": "it is too large, or has something that llguidance cannot cope with",
     "NoExtension": "it leaves nothing that could come next",
     "oneOf constraints are not supported": (
         "oneOf: its branches are not known to exclude each other. Let each require a property whose value tells them "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
@@ -10,6 +11,7 @@ _IDS = ("$id", "id")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 # Under these lie schemas by name; under the rest of the keywords, schemas or data.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_MAX_INLINED = 1 << 18
 _DATA = ("const", "enum", "default", "examples", "example")
 
 
@@ -21,6 +23,8 @@ class References:
         self._definitions: dict[str, Any] = {}
         self._names: dict[str, str] = {}
         self._circular: dict[str, bool] = {}
+        # Characters of the definitions that stand in other places, too.
+        self._num_inlined = 0
         self._anchors: dict[str, str] = {}
         self._inner_address: str | None = None
         address = next((self.root[name] for name in _IDS if isinstance(self.root.get(name), str)), "")
@@ -57,13 +61,17 @@ class References:
         return self._circular[pointer]
 
     def inlined(self, schema: Any) -> Any:
-        """What a reference that stands alone refers to, as far as it has been walked; else the schema as it is."""
+        """What a reference that stands alone refers to, as far as it has been walked; else the schema as it is.
+
+        Copies within copies grow fast, so after a while references stay what they are.
+        """
         seen = set()
         while isinstance(schema, dict) and schema.keys() == {"$ref"} and schema["$ref"] not in seen:
             seen.add(schema["$ref"])
             found = self._definitions.get(schema["$ref"].rpartition("/")[2])
-            if found is None:
+            if found is None or self._num_inlined > _MAX_INLINED:
                 break
+            self._num_inlined += len(json.dumps(found))
             schema = found
         return schema
 
