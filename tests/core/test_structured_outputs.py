@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -14,9 +16,10 @@ from penstock import LLM, SamplingParams
 from penstock.contract import GrammarOutput, SchedulerOutput, StructuredOutputsParams
 from penstock.engine.beam_search import BeamSearchParams
 from penstock.errors import InvalidParameter
+from penstock.runner.model_runner import RunnerLimits
 from penstock.scheduler.outputs import FinishReason
 from penstock.worker.worker import Worker
-from support.constraints import END, demo_tokenizer
+from support.constraints import END, VOCAB_SIZE, demo_tokenizer
 from support.engines import Result, add, finish, make_core
 
 PERSON = {
@@ -72,6 +75,13 @@ class FailingWorker(Worker):
         if event in self.fails_at:
             self.fails_at.remove(event)
             raise RuntimeError("gone")
+
+
+class DraftingWorker(Worker):
+    """Takes drafts."""
+
+    def _limits(self, max_model_len: int) -> RunnerLimits:
+        return replace(super()._limits(max_model_len), max_drafts=3)
 
 
 def serve(core: Any, requests: Sequence[SamplingParams] = REQUESTS) -> list[Result]:
@@ -163,6 +173,43 @@ def test_with_workers_that_fail_requests_go_on_in_their_form(
     assert [result.tokens for result in serve(core)] == undisturbed
     assert not events, "every failure happened"
     core.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_scheduling": False},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "max_num_batched_tokens": 9, "max_num_seqs": 4},
+        {"max_model_len": 128, "kv_cache_memory_bytes": 700_000},
+    ],
+    ids=str,
+)
+def test_drafts_change_nothing_whether_they_have_the_form_or_not(
+    undisturbed: list[list[int]], options: dict[str, Any]
+) -> None:
+    core = make_core("demo", worker_cls=f"{__name__}.DraftingWorker", **options)
+    rng = random.Random(7)
+    for index, one in enumerate(REQUESTS):
+        add(core, f"r{index}", TOKENS[index], one, eos_token_ids=frozenset({END}))
+    results: dict[str, Result] = {}
+    num_by_step = []
+    while core.has_unfinished_requests():
+        drafts = {}
+        for index, truth in enumerate(undisturbed):
+            num_known = len(results[f"r{index}"].tokens) if f"r{index}" in results else 0
+            ahead = truth[num_known : num_known + rng.randint(0, 3)]
+            num_right = rng.randint(0, len(ahead))
+            drafts[f"r{index}"] = ahead[:num_right] + [rng.randrange(VOCAB_SIZE) for _ in ahead[num_right:]]
+        core.scheduler.update_draft_token_ids(drafts)
+        for output in core.step():
+            results.setdefault(output.req_id, Result()).take(output)
+            if REQUESTS[int(output.req_id[1:])].structured_outputs is not None:
+                num_by_step.append(len(output.new_token_ids))
+    core.close()
+    assert [results[f"r{index}"].error for index in range(len(REQUESTS))] == [None] * len(REQUESTS)
+    assert [results[f"r{index}"].tokens for index in range(len(REQUESTS))] == undisturbed
+    assert max(num_by_step) > 1, "some drafts of constrained requests were accepted"
 
 
 def test_a_request_that_was_begun_elsewhere_goes_on_in_its_form(undisturbed: list[list[int]]) -> None:
