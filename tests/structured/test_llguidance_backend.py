@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,13 @@ import pytest
 
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
-from penstock.structured.compiler import GrammarCompiler
 from penstock.structured.constraint_check import check_constraint
 from support.constraints import (
     END,
     NUM_WORDS,
     allowed_tokens,
     allows,
+    compiled_beside,
     demo_backend,
     encode,
     matcher_for,
@@ -210,12 +209,7 @@ def test_a_long_chain_of_rules_is_compiled_where_it_is_compiled(rule: str) -> No
     rules = [rule.format(number, number + 1) for number in range(990)]
     sign = "::=" if "::=" in rule else ":"
     grammar = "\n".join([f"{'root' if '::=' in rule else 'start'} {sign} a0", *rules, f'a990 {sign} "z"'])
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    compiler = GrammarCompiler(demo_backend, timeout_s=60.0, max_cached=1)
-    compiler.compile(StructuredOutputsParams(grammar=grammar), lambda _, result: told.put(result))
-    matcher = told.get(timeout=60).start()
-    assert allows(matcher, "x" * 300 + "y")
-    compiler.close()
+    assert allows(compiled_beside(grammar=grammar).start(), "x" * 300 + "y")
 
 
 def test_definitions_that_contain_each_other_do_not_grow_without_bound() -> None:

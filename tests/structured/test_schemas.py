@@ -15,7 +15,7 @@ import pytest
 
 from penstock.errors import InvalidParameter
 from penstock.structured.schema_check import NotEnforced, enforceable
-from support.constraints import allows, random_output, schema_matcher
+from support.constraints import allows, compiled_beside, random_output, schema_matcher
 
 OLD, OLDER, NEW = (
     {"$schema": f"http{s}://json-schema.org/{draft}/schema{end}"}
@@ -235,6 +235,16 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"$ref": "#nowhere"}, "/$ref", "leads nowhere"),
     ({"$ref": "#"}, "/$ref", "without going any deeper"),
     ({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "/$ref", "without going any deeper"),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "", "nothing finite"),
+    ({"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}, False]}}, "", "nothing finite"),
+    (
+        {
+            "$defs": {"a": {"type": "array", "prefixItems": [{"$ref": "#/$defs/a"}], "minItems": 1}},
+            "items": {"$ref": "#/$defs/a"},
+        },
+        "/$defs/a",
+        "nothing finite",
+    ),
     ({"$dynamicRef": "#a"}, "/$dynamicRef", "$ref"),
     ({**OLD, "properties": {"a": {"$ref": "#", "minItems": 1}}}, "/properties/a/$ref", "passes over minItems"),
     ({"$schema": "http://example.org/mine"}, "/$schema", "not known"),
@@ -330,9 +340,15 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         schema = {"items": schema}
     with pytest.raises(NotEnforced, match="nested more than"):
         enforceable(schema)
+
+
+def test_definitions_may_lead_to_each_other_for_as_long_as_they_like() -> None:
     definitions = {str(index): {"items": {"$ref": f"#/$defs/{index + 1}"}} for index in range(2000)}
-    with pytest.raises(NotEnforced, match="nested too deeply"):
-        enforceable({"$defs": {**definitions, "2000": {}}, "$ref": "#/$defs/0"})
+    schema = {"$defs": {**definitions, "2000": {"type": "null"}}, "$ref": "#/$defs/0", "type": "array"}
+    # By a thread of its own, which has a deep stack.
+    matcher = compiled_beside(json=schema).start()
+    assert allows(matcher, "[[[[[1]]]]]")
+    assert not allows(matcher, "[[[[[1")
 
 
 def _validator(schema: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from penstock.config.resolve import resolve_model_folder
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
-from penstock.structured.backend import Matcher
+from penstock.structured.backend import CompiledGrammar, Matcher
+from penstock.structured.compiler import GrammarCompiler
 from penstock.structured.llguidance_backend import LLGuidanceBackend
 
 END = 2
@@ -28,6 +30,18 @@ def demo_backend() -> LLGuidanceBackend:
     as_json = demo_tokenizer().as_json()
     assert as_json is not None
     return LLGuidanceBackend(as_json, VOCAB_SIZE, [END])
+
+
+def compiled_beside(**fields: Any) -> CompiledGrammar:
+    """A grammar that a thread compiled, as an engine's are."""
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    compiler = GrammarCompiler(demo_backend, timeout_s=60.0, max_cached=1)
+    compiler.compile(StructuredOutputsParams(**fields), lambda _, result: told.put(result))
+    result = told.get(timeout=60)
+    compiler.close()
+    if isinstance(result, Exception):
+        raise result
+    return result  # type: ignore[no-any-return]
 
 
 def matcher_for(**fields: Any) -> Matcher:

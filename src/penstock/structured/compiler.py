@@ -16,8 +16,9 @@ from penstock.structured.backend import CompiledGrammar, GrammarBackend
 Compiled: TypeAlias = CompiledGrammar | Exception
 _NUM_THREADS = 4
 _CLOSE_TIMEOUT_S = 1.0
-# Libraries follow rules by calling themselves.
-_STACK_BYTES = 64 << 20
+# Libraries follow rules and definitions by calling themselves. llguidance stops at 50,000 parts of a schema, for which
+# 256 MiB were enough, and 64 MiB for 10,000 rules of a grammar; memory is taken for what is used of it.
+_STACK_BYTES = 512 << 20
 
 
 class _Job(NamedTuple):
@@ -90,10 +91,10 @@ class GrammarCompiler:
     def _result_in_time(self, params: StructuredOutputsParams) -> Compiled:
         results: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         thread = self._thread(lambda: results.put(self._result(params)), "grammar")
-        with self._lock:
-            before = threading.stack_size(_STACK_BYTES)
-            thread.start()
-            threading.stack_size(before)
+        try:
+            self._start_with_deep_stack(thread)
+        except RuntimeError as error:
+            return error
         try:
             return results.get(timeout=self._timeout_s)
         except queue.Empty:
@@ -101,6 +102,14 @@ class GrammarCompiler:
                 f"structured_outputs.{params.constraint} was not compiled within {self._timeout_s:g} s "
                 "(max_grammar_compile_s). Make it simpler, or start the engine with more time."
             )
+
+    def _start_with_deep_stack(self, thread: threading.Thread) -> None:
+        with self._lock:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
 
     def _result(self, params: StructuredOutputsParams) -> Compiled:
         try:

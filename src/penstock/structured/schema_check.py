@@ -43,11 +43,15 @@ def enforceable(schema: Any, *, closed: bool = False) -> dict[str, Any]:
     walk = Walk(schema, _HANDLERS, closed=closed)
     try:
         result = walk.schema(schema, "", 0)
+        walk.references.finish(walk.definition)
     except RecursionError:
         walk.refuse("", "it is nested too deeply")
         result = True
     if result is False:
         walk.refuse("", "nothing is valid for it")
+    if not walk.refusals:
+        for pointer in walk.references.endless():
+            walk.refuse(pointer, "nothing finite is valid for it")
     if walk.refusals:
         raise _not_enforced(walk.refusals)
     rewritten: dict[str, Any] = {} if result is True else result

@@ -23,7 +23,7 @@ def _reference(walk: Walk, value: Any, place: Place) -> None:
     if walk.references.is_circular(target):
         walk.refuse(place.at, f"{value!r} leads back to itself without going any deeper")
         return
-    place.out["$ref"] = walk.references.define(target, lambda found: walk.schema(found, target, 0))
+    place.out["$ref"] = walk.references.define(target, walk.definition)
 
 
 def _type(walk: Walk, value: Any, place: Place) -> None:

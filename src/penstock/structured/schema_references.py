@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
+from penstock.structured.finite import endless
+
 _IDS = ("$id", "id")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 # Under these lie schemas by name; under the rest of the keywords, schemas or data.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_MAX_OPEN = 16
 _MAX_INLINED = 1 << 18
 _DATA = ("const", "enum", "default", "examples", "example")
 
@@ -22,6 +25,8 @@ class References:
         self.root = root if isinstance(root, dict) else {}
         self._definitions: dict[str, Any] = {}
         self._names: dict[str, str] = {}
+        self._num_open = 0
+        self._put_off: list[str] = []
         self._circular: dict[str, bool] = {}
         # Characters of the definitions that stand in other places, too.
         self._num_inlined = 0
@@ -47,12 +52,27 @@ class References:
         pointer = unquote(fragment)
         return (pointer, "") if self._find(pointer) is not None else (None, f"{reference!r} leads nowhere")
 
-    def define(self, pointer: str, walk: Callable[[Any], Any]) -> str:
-        """The reference to the definition made of what lies at a pointer, which is walked when it is first met."""
+    def define(self, pointer: str, walk: Callable[[Any, str], Any]) -> str:
+        """The reference to the definition made of what lies at a pointer, which is walked when it is first met.
+
+        Where many of them lead to each other, it is put off until `finish`, since each takes some of the stack.
+        walk: given what lies there, and the pointer.
+        """
         if pointer not in self._names:
-            self._names[pointer] = name = f"d{len(self._names)}"
-            self._definitions[name] = walk(self._find(pointer))
+            self._names[pointer] = f"d{len(self._names)}"
+            if self._num_open < _MAX_OPEN:
+                self._num_open += 1
+                self._definitions[self._names[pointer]] = walk(self._find(pointer), pointer)
+                self._num_open -= 1
+            else:
+                self._put_off.append(pointer)
         return f"#/$defs/{self._names[pointer]}"
+
+    def finish(self, walk: Callable[[Any, str], Any]) -> None:
+        """Walk the definitions that were put off."""
+        while self._put_off:
+            pointer = self._put_off.pop()
+            self._definitions[self._names[pointer]] = walk(self._find(pointer), pointer)
 
     def is_circular(self, pointer: str) -> bool:
         """Whether a schema applies itself to the same instance, through references and combinations alone."""
@@ -74,6 +94,11 @@ class References:
             self._num_inlined += len(json.dumps(found))
             schema = found
         return schema
+
+    def endless(self) -> list[str]:
+        """The pointers to the definitions that nothing finite is valid for."""
+        names = set(endless(self._definitions))
+        return [pointer for pointer, name in self._names.items() if name in names]
 
     def with_definitions(self, schema: dict[str, Any]) -> dict[str, Any]:
         """A schema with the definitions that it refers to."""

@@ -67,6 +67,10 @@ class Walk:
             out.setdefault("additionalProperties", False)
         return out
 
+    def definition(self, schema: Any, at: str) -> Any:
+        """What a reference leads to, written anew."""
+        return self.schema(schema, at, 0)
+
     def inner(self, value: Any, place: Place, *path: str | int) -> Any:
         """A schema below a keyword, written anew."""
         return self.schema(value, "/".join([place.at, *(escaped(str(part)) for part in path)]), place.depth + 1)
