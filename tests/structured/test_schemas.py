@@ -229,6 +229,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"enum": ["a\x00"]}, "/enum", "control characters"),
     ({"properties": {"\x01": {}}}, "/properties/\x01", "control characters"),
     ({"unevaluatedProperties": False, "anyOf": [{}]}, "/unevaluatedProperties", "anyOf"),
+    ({"propertyNames": {"pattern": "a"}, "unevaluatedProperties": False}, "/unevaluatedProperties", "propertyNames"),
     ({"propertyNames": {"minLength": 2}}, "/propertyNames", "pattern or an enum"),
     ({"$ref": "other.json"}, "/$ref", "another document"),
     ({"$ref": "#/nowhere"}, "/$ref", "leads nowhere"),

@@ -53,7 +53,7 @@ def _unevaluated_properties(walk: Walk, value: Any, place: Place) -> None:
     """Without schemas that are applied in place, it says what additionalProperties says."""
     if value is True or value == {} or "additionalProperties" in place.schema:
         return
-    others = [name for name in APPLIED_IN_PLACE if name in place.schema]
+    others = [name for name in (*APPLIED_IN_PLACE, "propertyNames") if name in place.schema]
     if others:
         walk.refuse(place.at, f"unevaluatedProperties together with {', '.join(others)}; use additionalProperties")
         return
