@@ -115,7 +115,7 @@ def check(result: Result, request: SamplingParams) -> None:
 @pytest.fixture(scope="module")
 def undisturbed() -> list[list[int]]:
     """The tokens of each request, one step after another, and checked."""
-    core = make_core("demo", async_scheduling=False)
+    core = make_core("demo", async_scheduling=False, fast_paths="auto")
     results = serve(core)
     core.close()
     for result, request in zip(results, REQUESTS, strict=True):
@@ -288,8 +288,8 @@ def test_a_request_that_is_aborted_while_it_waits_is_gone() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Any:
-    with LLM("demo", num_threads=1, kv_cache_memory_bytes=8 << 20) as made:
+def llm(fast_paths: str) -> Any:
+    with LLM("demo", num_threads=1, kv_cache_memory_bytes=8 << 20, fast_paths=fast_paths) as made:
         yield made
 
 
