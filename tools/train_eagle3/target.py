@@ -1,0 +1,61 @@
+"""The model to draft for: what it would say, and the hidden states that the head sees.
+
+Shape suffixes: `B` rows of a batch, `T` tokens of a row, `V` vocabulary, `A` hidden states of several layers side by
+side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from penstock.kernels.sampling import draw_tokens
+
+from .head import AUX_LAYERS
+
+
+class TargetStates(NamedTuple):
+    """Of every token: the hidden states that enter `AUX_LAYERS`, side by side, and the logits of what follows it."""
+
+    aux_BTA: Tensor
+    logits_BTV: Tensor
+
+
+def draw(logits_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor) -> Tensor:
+    """Tokens [R] as Penstock draws them: equal seeds and positions give equal noise. Temperature 0 is greedy."""
+    is_greedy_R = temperature_R == 0
+    scaled_RV = logits_RV / temperature_R.masked_fill(is_greedy_R, 1.0).unsqueeze(-1)
+    drawn_R = draw_tokens(scaled_RV.contiguous(), seeds_R, torch.arange(len(seeds_R)), positions_R).token_ids_R
+    return torch.where(is_greedy_R, logits_RV.argmax(dim=-1), drawn_R)
+
+
+@dataclass
+class Target:
+    """The model folder as a user would load it, with its bfloat16 weights computed in float32."""
+
+    folder: Path
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+
+    @classmethod
+    def load(cls, folder: Path) -> Target:
+        """Load the folder through the Auto classes of Transformers."""
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+        return cls(folder, model, AutoTokenizer.from_pretrained(folder))
+
+    @torch.no_grad()
+    def states(self, ids_BT: Tensor) -> TargetStates:
+        """What the head learns from, of whole rows."""
+        output = self.model(ids_BT, output_hidden_states=True, use_cache=False)
+        return TargetStates(torch.cat([output.hidden_states[layer] for layer in AUX_LAYERS], dim=-1), output.logits)
+
+    @torch.no_grad()
+    def embedded(self, ids_BT: Tensor) -> Tensor:
+        """The target's embeddings of tokens, which the head has in common with it."""
+        embedded: Tensor = self.model.model.embed_tokens(ids_BT)
+        return embedded
