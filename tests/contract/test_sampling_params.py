@@ -49,6 +49,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("bad_words_token_ids", [5]),
     ("structured_outputs", "json"),
     ("structured_outputs", ["json"]),
+    ("num_speculative_tokens", -1),
     ("thinking_token_budget", -2),
     ("thinking_token_budget", 1.0),
     ("extra_args", ["processor"]),
@@ -89,6 +90,7 @@ NUMBERS = [
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "thinking_token_budget", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
     "truncate_prompt_tokens",
+    "num_speculative_tokens",
 ]
 
 

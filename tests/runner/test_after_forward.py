@@ -31,6 +31,7 @@ class LastHidden(AfterForward):
         errors: dict[str, str],
         *,
         is_repeated: bool,
+        num_drafts: int,
     ) -> PendingStep:
         hidden = self._runner.paths.forward(model, inputs, context)
         return PendingStep(errors, batch, batch.layout.of_logits_rows(hidden))

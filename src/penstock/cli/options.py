@@ -38,6 +38,11 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     ),
     "kv_cache_memory_bytes": (str | None, None, typer.Option(metavar="SIZE", help="KV cache, such as 1GiB")),
     "kv_cache_dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, int8")),
+    "speculative_config": (
+        str | None,
+        None,
+        typer.Option(metavar="JSON", help='Speculative decoding, such as {"method": "ngram"}'),
+    ),
     "engine_seed": (int, 0, typer.Option(help="Makes the seeds of requests without one")),
     "option": (
         list[str] | None,
@@ -108,12 +113,22 @@ def _as_created(*, option: list[str] | None, **engine: Any) -> dict[str, Any]:
     if engine["kv_cache_memory_bytes"] is not None:
         engine["kv_cache_memory_bytes"] = size_in_bytes("kv_cache_memory_bytes", engine["kv_cache_memory_bytes"])
     engine["max_model_len"] = parse_max_model_len(engine["max_model_len"])
+    if engine.get("speculative_config") is not None:
+        engine["speculative_config"] = parse_json("--speculative-config", engine["speculative_config"])
     return {**engine, **parse_options(option)}
 
 
 def parse_max_model_len(value: str | None) -> int | str | None:
     """Digits as a number; the configuration judges everything else."""
     return int(value) if value is not None and value.isdecimal() else value
+
+
+def parse_json(name: str, text: str) -> Any:
+    """What a JSON text says; the configuration judges it. Raises ConfigError for another text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'{name} {text!r} is not valid: {error}. Allowed: JSON, such as {{"key": 1}}.') from error
 
 
 def parse_options(options: list[str] | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
+from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "ProfilerConfig",
     "SamplingConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "StructuredOutputsConfig",
 ]

@@ -18,8 +18,12 @@ from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
+from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
 from penstock.errors import ConfigError, UnknownOption
+
+# An option of its own, which is a dictionary of options.
+_SPECULATIVE_CONFIG = "speculative_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class EngineConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     @classmethod
     def create(cls, model: str | Path, **options: Any) -> EngineConfig:
@@ -53,6 +58,7 @@ class EngineConfig:
         _refuse_unknown(options, option_names())
         return cls(
             model=ModelConfig.load(model, **_take(options, MODEL_OPTIONS)),
+            speculative=SpeculativeConfig.from_option(options.get(_SPECULATIVE_CONFIG)),
             **{name: config(**_take(options, _fields(config))) for name, config in _CONCERNS.items()},
         )
 
@@ -71,7 +77,7 @@ _CONCERNS: dict[str, type[Any]] = {
 
 def option_names() -> list[str]:
     """Names of all options that `EngineConfig.create` takes, besides the model."""
-    return [*MODEL_OPTIONS, *(name for config in _CONCERNS.values() for name in _fields(config))]
+    return [*MODEL_OPTIONS, _SPECULATIVE_CONFIG, *(name for config in _CONCERNS.values() for name in _fields(config))]
 
 
 def option_is_flag(name: str) -> bool | None:

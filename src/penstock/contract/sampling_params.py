@@ -41,6 +41,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
     bad_words: texts that are not generated.
     structured_outputs: the form that the output must have, such as a JSON schema; a dictionary of its fields will do.
     thinking_token_budget: tokens after the begin of thinking at which its end is forced; None or -1 for no limit.
+    num_speculative_tokens: drafts of this request in a step, at most, where the engine speculates; 0 for none, None to
+        leave it to the engine.
     extra_args: by the name of a custom logits processor, what this request gives it; plain data.
 
     When it ends:
@@ -80,6 +82,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
     bad_words: Sequence[str] = ()
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
+    num_speculative_tokens: int | None = None
     extra_args: dict[str, Any] | None = None
     stop: Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -147,6 +150,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
                 raise check.invalid("allowed_token_ids", self.allowed_token_ids, "at least one token id, or None")
         if self.thinking_token_budget is not None:
             check.check_integer("thinking_token_budget", self.thinking_token_budget, -1, None, "0 or more, or None")
+        if self.num_speculative_tokens is not None:
+            check.check_integer("num_speculative_tokens", self.num_speculative_tokens, 0, None, "0 or more, or None")
         self._set("logit_bias", check.biases("logit_bias", self.logit_bias, LARGEST_BIAS))
         self._set("bad_words", check.texts("bad_words", self.bad_words))
         self._set("bad_words_token_ids", check.token_sequences("bad_words_token_ids", self.bad_words_token_ids))

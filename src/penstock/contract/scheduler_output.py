@@ -53,6 +53,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         `scheduled_new_reqs` and `scheduled_cached_reqs`.
     scheduled_spec_decode_tokens: the drafts among them, the last of the request's tokens; -1 where only the device
         knows them.
+    num_drafts_wanted: drafts that the worker's speculator makes for each request after this step, at most; 0 to do
+        without for now.
     finished_req_ids: ended since the last step; may name requests that the worker never saw.
     preempted_req_ids: to be forgotten like finished ones.
     repeats_step_id: the step right before this one, where this one asks for the same: the same requests in the same
@@ -67,6 +69,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: dict[str, int] = {}
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    num_drafts_wanted: int = 0
     finished_req_ids: set[str] = set()
     preempted_req_ids: set[str] = set()
     repeats_step_id: int | None = None

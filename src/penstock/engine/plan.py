@@ -244,6 +244,7 @@ def _limits(config: EngineConfig) -> RunnerLimits:
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=wanted if isinstance(wanted, int) else config.model.longest_context,
         vocab_size=config.model.vocab_size,
+        max_drafts=config.speculative.num_speculative_tokens,
     )
 
 

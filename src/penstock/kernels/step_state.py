@@ -93,11 +93,12 @@ def write_drafts(
 ) -> None:
     """Write each request's drafts behind its known tokens, in place, where the step and its samplers read them.
 
-    all_token_ids_SL, draft_token_ids_SD: int32. num_drafts_R: int64, at most max_drafts.
+    all_token_ids_SL, draft_token_ids_SD: int32. num_drafts_R: int64, at most max_drafts. Where a draft is -1, none, a
+    token runs in its place that `verify_drafts` does not accept.
     """
     tokens = all_token_ids_SL.view(-1)
     end_R = idx_mapping_R * all_token_ids_SL.shape[1] + total_len_S.index_select(0, idx_mapping_R)
-    drafts_RD = draft_token_ids_SD.index_select(0, idx_mapping_R)
+    drafts_RD = draft_token_ids_SD.index_select(0, idx_mapping_R).clamp(min=0)
     for number in range(max_drafts):
         # Requests with fewer drafts write what their last cell holds already.
         cell_R = end_R + num_drafts_R.clamp(max=number + 1).sub(1).clamp(min=0)

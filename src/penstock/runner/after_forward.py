@@ -22,13 +22,15 @@ from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.prompt_logprobs import PromptRows
 from penstock.runner.sampling.sampler import SamplerOutput
+from penstock.runner.speculative import DraftingStep, Speculator
 
 
 class PendingStep(msgspec.Struct, frozen=True, gc=False):
     """A step that has been run and not yet sampled. `batch` is None when no token was run.
 
     hidden: of each logits row; None where the step has `chosen` its tokens already. all_hidden: of all tokens, where
-    prompt_rows are among them.
+    prompt_rows are among them, or a speculator needs them. context, inputs: of the forward pass. num_drafts: wanted for
+    the next step.
     """
 
     errors: dict[str, str]
@@ -37,6 +39,9 @@ class PendingStep(msgspec.Struct, frozen=True, gc=False):
     prompt_rows: PromptRows | None = None
     all_hidden: Tensor | None = None
     chosen: ChosenTokens | None = None
+    context: ForwardContext | None = None
+    inputs: ModelInputs | None = None
+    num_drafts: int = 0
 
     @property
     def req_ids(self) -> list[str]:
@@ -59,8 +64,9 @@ class AfterForward(ABC):
         errors: dict[str, str],
         *,
         is_repeated: bool,
+        num_drafts: int,
     ) -> PendingStep:
-        """The step's forward pass. is_repeated: the fast paths gave its inputs."""
+        """The step's forward pass. is_repeated: the fast paths gave its inputs. num_drafts: to be made after it."""
 
     @abstractmethod
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
@@ -79,6 +85,7 @@ class Generation(AfterForward):
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
         poisoned_blocks: PoisonedBlocks,
+        speculator: Speculator,
         rank: int,
     ) -> None:
         self._device = device
@@ -88,6 +95,7 @@ class Generation(AfterForward):
         self._sampler = sampler
         self._prompt_logprobs = prompt_logprobs
         self._poisoned_blocks = poisoned_blocks
+        self._speculator = speculator
         self._rank = rank
 
     def run(
@@ -99,21 +107,26 @@ class Generation(AfterForward):
         errors: dict[str, str],
         *,
         is_repeated: bool,
+        num_drafts: int,
     ) -> PendingStep:
         prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
-        if is_repeated and prompt_rows is None:
+        keeps_hidden = prompt_rows is not None or self._speculator.needs_hidden
+        if is_repeated and not keeps_hidden:
             chosen = self._paths.choose(model, inputs)
             if chosen is not None:
-                return PendingStep(errors, batch, chosen=chosen)
-        if prompt_rows is None and batch.layout.can_be_narrowed and not self.computes_all_hidden:
+                return PendingStep(errors, batch, chosen=chosen, context=context, inputs=inputs, num_drafts=num_drafts)
+        if batch.layout.can_be_narrowed and not keeps_hidden and not self.computes_all_hidden:
             context = self._kv_cache.narrow_to_last_tokens(context, batch)
         hidden = self._paths.forward(model, inputs, context)
         of_rows = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
-        return PendingStep(errors, batch, of_rows, prompt_rows, None if prompt_rows is None else hidden)
+        all_hidden = hidden if keeps_hidden else None
+        return PendingStep(
+            errors, batch, of_rows, prompt_rows, all_hidden, context=context, inputs=inputs, num_drafts=num_drafts
+        )
 
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
-        batch, errors = step.batch, step.errors
-        if batch is None:
+        batch, errors, context, inputs = step.batch, step.errors, step.context, step.inputs
+        if batch is None or context is None or inputs is None:
             return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
         layout = batch.layout
         req_ids = layout.req_ids
@@ -143,6 +156,7 @@ class Generation(AfterForward):
             )
         batch.step.advance(outcome)
         self._sampler.advance(layout.slots, layout.slots_np, outcome)
+        self._speculator.propose(DraftingStep(batch, context, inputs, outcome, step.num_drafts, step.all_hidden))
         return result
 
     def _sample(self, model: LanguageModel, batch: InputBatch, step: PendingStep) -> SamplerOutput:

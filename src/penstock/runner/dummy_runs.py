@@ -80,20 +80,25 @@ def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
     return runner.paths.forward(runner.model, inputs, context)
 
 
-def profile_sampling(runner: ModelRunner, num_rows: int) -> None:
-    """Every stage of sampling at once, over as many rows, with log-probabilities."""
+def profile_sampling(runner: ModelRunner, num_reqs: int) -> None:
+    """Every stage of sampling at once, over the rows of as many requests, all of them with drafts where there are any.
+
+    With log-probabilities.
+    """
+    limits = runner.limits
+    num_rows = max(num_reqs, min(num_reqs * (1 + limits.max_drafts), limits.max_num_tokens))
     device = runner.device
     params = _heaviest_params(runner)
     # On the CPU penalties take no memory beside their table (`kernels.logits_shaping`), and more of them only time.
     without_penalties = msgspec.structs.replace(
         params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
     )
-    for slot in range(num_rows):
+    for slot in range(num_reqs):
         is_penalised = slot == 0 or device.kind != "cpu"
         runner.sampler.add_request(slot, params if is_penalised else without_penalties)
-    slots_np = np.arange(num_rows)
+    slots_np = np.arange(num_rows) % num_reqs
     slots = device.upload(slots_np)
-    logits = torch.zeros(num_rows, runner.limits.vocab_size, device=device.torch_device)
+    logits = torch.zeros(num_rows, limits.vocab_size, device=device.torch_device)
     runner.sampler.sample(logits, LogitsRows(slots, slots_np, positions=slots))
 
 

@@ -29,6 +29,7 @@ from penstock.runner.request_lifecycle import RequestLifecycle
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.logits_processor import LogitsProcessor
+from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.runner.step_order import StepOrder
 
 
@@ -47,7 +48,8 @@ class ModelRunner:
     """Owns the per-slot state, the KV cache and the sampler of one rank.
 
     model_state: what makes the model's inputs, if not as a decoder's. agreement: of all ranks on every step.
-    logits_processors: instead of those that are installed and that `sampling` names.
+    logits_processors: instead of those that are installed and that `sampling` names. speculator: guesses what the next
+    step verifies; the limits' max_drafts has room for it.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ModelRunner:
         rank: int = 0,
         model_state: ModelState | None = None,
         agreement: Agreement = NO_AGREEMENT,
+        speculator: Speculator = NO_SPECULATOR,
     ) -> None:
         self.device = device
         self.model = model
@@ -80,10 +83,13 @@ class ModelRunner:
         token_ids = self.requests.all_token_ids.tensor
         self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, self.sampling, logits_processors)
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
-        self.lifecycle = RequestLifecycle(self.requests, self.block_tables, self.sampler, self.prompt_logprobs)
+        self.speculator = speculator
+        owners = self.requests, self.block_tables, self.sampler, self.prompt_logprobs, speculator
+        self.lifecycle = RequestLifecycle(*owners)
         buffers = InputBuffers(device, limits.max_num_tokens, limits.max_num_reqs, self.block_tables)
         self.batcher = BatchBuilder(device, self.requests, self.block_tables, buffers, self.sampler.takes_drafts)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
+        speculator.bind(self.requests, self.kv_cache, self.sampler)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         rooms = self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache, self.sampler
         self.paths = FastPaths(*rooms) if fast_paths else PlainPath()
@@ -95,6 +101,7 @@ class ModelRunner:
             self.sampler,
             self.prompt_logprobs,
             self.poisoned_blocks,
+            speculator,
             rank,
         )
         self.steps: StepOrder[PendingStep] = StepOrder()
@@ -114,7 +121,10 @@ class ModelRunner:
         else:
             batch, context = prepared
             inputs = self.model_state.inputs(batch)
-            step = self.after_forward.run(self.model, batch, inputs, context, errors, is_repeated=repeated is not None)
+            num_drafts, is_repeated = output.num_drafts_wanted, repeated is not None
+            step = self.after_forward.run(
+                self.model, batch, inputs, context, errors, is_repeated=is_repeated, num_drafts=num_drafts
+            )
         self.steps.wait(output.step_id, step)
 
     def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
@@ -127,8 +137,8 @@ class ModelRunner:
         return self.after_forward.finish(self.model, grammar.step_id, step)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts for the next step, for a scheduler that names them: none, since nobody drafts yet."""
-        return None
+        """The drafts for the next step, for a scheduler that names them; None where there are none."""
+        return self.speculator.take_draft_token_ids()
 
     def forget_programs(self) -> None:
         """Let models record anew what they run: they, or their weights, may be others."""

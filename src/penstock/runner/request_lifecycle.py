@@ -8,6 +8,7 @@ from penstock.contract import NewRequestData, SchedulerOutput
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
+from penstock.runner.speculative import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -16,12 +17,18 @@ class RequestLifecycle:
     """Applies the state changes of a step: free slots first, then add, then extend, then one flush."""
 
     def __init__(
-        self, requests: RequestStates, block_tables: BlockTables, sampler: Sampler, prompt_logprobs: PromptLogprobs
+        self,
+        requests: RequestStates,
+        block_tables: BlockTables,
+        sampler: Sampler,
+        prompt_logprobs: PromptLogprobs,
+        speculator: Speculator,
     ) -> None:
         self._requests = requests
         self._block_tables = block_tables
         self._sampler = sampler
         self._prompt_logprobs = prompt_logprobs
+        self._speculator = speculator
 
     def apply(self, output: SchedulerOutput) -> dict[str, str]:
         """Bring the state up to this step. Returns the requests that cannot run, with the reason."""
@@ -49,6 +56,7 @@ class RequestLifecycle:
             self._requests.remove(req_id)
             self._sampler.remove_request(slot)
             self._prompt_logprobs.remove_request(slot)
+            self._speculator.remove_request(slot)
 
     def _add(self, request: NewRequestData) -> str | None:
         slot = self._requests.add(request)
@@ -58,6 +66,7 @@ class RequestLifecycle:
             output = request.prefill_token_ids[len(prompt) :]
             self._sampler.add_request(slot, params, prompt, output)
             self._prompt_logprobs.add_request(slot, params, len(prompt), len(output))
+            self._speculator.add_request(slot, params, prompt, output)
         except Exception as error:  # whatever one request brings, the others go on
             self._block_tables.discard_staged(slot)
             self._requests.discard_staged(slot)

@@ -55,6 +55,7 @@ class DecodeSteps:
 
     __slots__ = (
         "_counts",
+        "_num_drafts_wanted",
         "_repeats",
         "_req_ids",
         "due",
@@ -65,12 +66,19 @@ class DecodeSteps:
     )
 
     def __init__(
-        self, requests: list[Request], named: tuple[list[str], dict[str, int]] | None, *, runs_ahead: bool
+        self,
+        requests: list[Request],
+        named: tuple[list[str], dict[str, int]] | None,
+        *,
+        runs_ahead: bool,
+        num_drafts_wanted: int = 0,
     ) -> None:
         """named: the ids of these requests and their tokens, one each, as the step before had them in its message.
 
         None where some were new to the worker in it, which is not the same step again.
+        num_drafts_wanted: as in the message.
         """
+        self._num_drafts_wanted = num_drafts_wanted
         self.requests = requests
         self.runs_ahead = runs_ahead
         self._repeats = named is not None
@@ -105,6 +113,7 @@ class DecodeSteps:
             ),
             num_scheduled_tokens=self._counts,
             total_num_scheduled_tokens=len(self._req_ids),
+            num_drafts_wanted=self._num_drafts_wanted,
             repeats_step_id=step_id - 1 if self._repeats else None,
         )
         self._repeats = True

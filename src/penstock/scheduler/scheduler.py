@@ -10,6 +10,7 @@ from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.errors import InvalidRequest
 from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeSteps
+from penstock.scheduler.draft_budget import DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
@@ -55,10 +56,11 @@ class Scheduler:
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._runs_ahead = async_scheduling
-        # The drafts that only the device knows.
-        self._placeholders = [-1] * num_speculative_tokens if async_scheduling else []
+        self._draft_budget = DraftBudget(num_speculative_tokens)
+        # Whether requests verify drafts that only the device knows.
+        self._has_placeholders = async_scheduling and num_speculative_tokens > 0
         # A step with drafts is never the same again.
-        self._repeats_steps = config.fast_paths != "off" and not self._placeholders
+        self._repeats_steps = config.fast_paths != "off" and not self._has_placeholders
         self.kv_cache = KVCacheManager(
             kv_cache_config,
             enable_prefix_caching=enable_prefix_caching,
@@ -145,13 +147,15 @@ class Scheduler:
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """What requests are thought to go on with after their last tokens, known or in flight, in their next step.
 
-        -1 stands for a token that only the device knows. Drafts of requests that do not run are dropped.
+        -1 stands for a token that only the device knows. Drafts of requests that do not run are dropped, and those for
+        which a request has no use.
         """
         for req_id, token_ids in drafts.items():
             request = self._requests.by_id.get(req_id)
             if request is not None and request.status is RequestStatus.RUNNING and not request.pools:
-                request.spec_token_ids = list(token_ids)
-                if token_ids:
+                own = request.sampling_params.num_speculative_tokens
+                request.spec_token_ids = list(token_ids[:own])
+                if request.spec_token_ids:
                     self._requests.decodes = None
 
     def schedule(self) -> SchedulerOutput:
@@ -176,11 +180,11 @@ class Scheduler:
             self.kv_cache.pool.note_launched(step_id)
         if step.has_drafts:
             self._last_draft_step_id = step_id
-        if self._placeholders:
+        if self._has_placeholders:
             self._expect_drafts(step)
         finished_req_ids, self._requests.finished_req_ids = self._requests.finished_req_ids, set()
         self._requests.decodes = self._continue_decodes(step)
-        return step.build(finished_req_ids)
+        return step.build(finished_req_ids, self._draft_budget.num_wanted)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -304,7 +308,7 @@ class Scheduler:
         """Let the next step of each request that samples in this one verify what the device drafts after it."""
         for entry in step.scheduled.values():
             if entry.max_new_tokens > 0 and not entry.request.needs_tokens_on_host:
-                entry.request.spec_token_ids = self._placeholders
+                entry.request.spec_token_ids = [-1] * self._draft_budget.num_for(entry.request)
 
     def _continue_decodes(self, step: StepBuilder) -> DecodeSteps | None:
         """How to go on from this step, if the next one can only do the same again."""
@@ -316,7 +320,12 @@ class Scheduler:
         if not runs_all or can_admit:
             return None
         runs_ahead = self._runs_ahead and not any(request.needs_tokens_on_host for request in self._requests.running)
-        return DecodeSteps(self._requests.running.copy(), step.cached_only, runs_ahead=runs_ahead)
+        return DecodeSteps(
+            self._requests.running.copy(),
+            step.cached_only,
+            runs_ahead=runs_ahead,
+            num_drafts_wanted=self._draft_budget.num_wanted,
+        )
 
     def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
         """A block of each group for the requests of these rows; None where somebody would have to give way."""

@@ -112,7 +112,7 @@ class StepBuilder:
         """What the message names of requests that the worker holds, and their tokens; None if there are others."""
         return None if self._new_reqs else (self._cached_req_ids, self._num_scheduled_tokens)
 
-    def build(self, finished_req_ids: set[str]) -> SchedulerOutput:
+    def build(self, finished_req_ids: set[str], num_drafts_wanted: int) -> SchedulerOutput:
         """The message to the worker."""
         new_block_ids = self._new_block_ids
         return SchedulerOutput(
@@ -126,6 +126,7 @@ class StepBuilder:
             num_scheduled_tokens=self._num_scheduled_tokens,
             total_num_scheduled_tokens=self._token_budget - self.token_budget,
             scheduled_spec_decode_tokens=self._drafts,
+            num_drafts_wanted=num_drafts_wanted,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
         )

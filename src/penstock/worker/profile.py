@@ -46,7 +46,7 @@ def measure_step_memory(
                 fast_paths=fast_paths,
             )
             # Tables that are made when they are first needed, too.
-            profile_sampling(runner, num_rows=1)
+            profile_sampling(runner, num_reqs=1)
         with device.measure_peak() as forward:
             hidden_TD = run_longest_prompt(runner, limits.max_num_tokens)
         sampled = _peak(device, lambda: profile_sampling(runner, limits.max_num_reqs))

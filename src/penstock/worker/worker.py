@@ -32,6 +32,8 @@ from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.runner.speculative import NO_SPECULATOR, Speculator
+from penstock.runner.speculative.create import create_speculator
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
@@ -67,6 +69,9 @@ class Worker(WorkerBase):
         self._layers: dict[str, CacheLayer] = {}
         self._runner: ModelRunner | None = None
         self._pages: PagesAhead | None = None
+        self._speculator: Speculator = NO_SPECULATOR
+        if config.speculative.method is not None:
+            self.num_speculative_tokens = config.speculative.num_speculative_tokens
 
     def init_device(self) -> None:
         refuse_unsuitable(self.config.model)
@@ -83,7 +88,8 @@ class Worker(WorkerBase):
         device, dtype = self.device, self.dtype
         with device.loading_weights():
             self._model = load_for_device(self.config.model, self.config.load, self.parallel, device, dtype)
-        self._layers = cache_layers(self._model)
+        self._speculator = create_speculator(self.config.speculative, device)
+        self._layers = {**cache_layers(self._model), **self._speculator.cache_layers()}
         logger.info(
             "Model: %s, %s of weights, computed in %s (%s)",
             self.config.model.architecture,
@@ -137,6 +143,7 @@ class Worker(WorkerBase):
             fast_paths=self.config.scheduler.fast_paths != "off",
             rank=self.rank,
             agreement=self.parallel.agreement,
+            speculator=self._speculator,
         )
         for group in self._runner.kv_cache.groups:
             refusals = "; ".join(f"not {name}: {why}" for name, why in group.refusals.items())
@@ -150,6 +157,7 @@ class Worker(WorkerBase):
     def compile_or_warm_up_model(self) -> None:
         runner = self.runner
         run_dummy_batch(runner, num_tokens=1, num_reqs=1)
+        self._speculator.dummy_run()
         self.device.synchronize()
         if self.device.kind == "cpu":
             self._pages = PagesAhead(self.device, runner.block_tables, runner.kv_cache)
@@ -172,6 +180,7 @@ class Worker(WorkerBase):
     def execute_dummy_batch(self) -> None:
         with torch.no_grad():
             run_dummy_batch(self.runner, num_tokens=1, num_reqs=1)
+            self._speculator.dummy_run()
 
     def forget_programs(self) -> None:
         if self._runner is not None:
@@ -232,7 +241,8 @@ class Worker(WorkerBase):
                 sorted(new.model.eos_token_ids),
                 sorted(self.config.model.eos_token_ids),
             )
-        self._model, self._layers = replacement, cache_layers(replacement)
+        self._model = replacement
+        self._layers = {**cache_layers(replacement), **self._speculator.cache_layers()}
         if self._runner is not None:
             self._runner.model = replacement
         self.config = self._next_config = new
@@ -262,7 +272,7 @@ class Worker(WorkerBase):
         if self._pages is not None:
             self._pages.close()
         self._runner = self._pages = None
-        self._model = None
+        self._model, self._speculator = None, NO_SPECULATOR
         self._layers = {}
         device, self._device = self._device, None
         if device is None:

@@ -19,7 +19,9 @@ from penstock.worker.plugins import load_plugins
 logger = logging.getLogger(__name__)
 
 # What is called while the engine serves. Anything else may have changed the model.
-_LEAVE_THE_MODEL = frozenset({"execute_model", "sample_tokens", "execute_dummy_batch", "check_health"})
+_LEAVE_THE_MODEL = frozenset(
+    {"execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch", "check_health"}
+)
 
 
 class WorkerWrapperBase:

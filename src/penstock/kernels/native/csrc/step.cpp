@@ -30,7 +30,10 @@ void gather_step(const GatherArgs& a) {
   if (a.drafts.num_drafts != nullptr)
     for (int64_t r = 0; r < a.drafts.num_rows; ++r) {
       const int64_t slot = a.slots[r];
-      std::copy_n(drafts_of(a.drafts, slot), a.drafts.num_drafts[r], a.all_token_ids + slot * a.width + a.total_len[slot]);
+      const int32_t* drafts = drafts_of(a.drafts, slot);
+      // No draft is no token either, but what runs in its place must be one; it is not accepted.
+      std::transform(drafts, drafts + a.drafts.num_drafts[r], a.all_token_ids + slot * a.width + a.total_len[slot],
+                     [](int32_t token) { return std::max(token, 0); });
     }
   for (int64_t r = 0; r < a.num_rows; ++r)
     a.seq_lens[r] = static_cast<int32_t>(a.num_computed[a.slots[r]] + a.num_scheduled[r]);

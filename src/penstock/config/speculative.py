@@ -1,0 +1,167 @@
+"""Who guesses tokens ahead, how many, and what it takes for a guess to be kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from penstock.config.checks import check_choice, check_flag, check_integer
+from penstock.errors import ConfigError
+
+HOST_METHODS = ("ngram", "suffix")
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
+METHODS = HOST_METHODS + MODEL_METHODS
+REJECTION_SAMPLE_METHODS = ("exact", "standard", "synthetic")
+# Without a number, as many as usually pay. For "suffix" it is the depth of the tree.
+_DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "eagle": 3, "eagle3": 3, "mtp": 1}
+_DEFAULT_LOOKUP = 5
+_DEFAULT_TREE_DEPTH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Speculative decoding, by the names that users of vLLM know; without `method` there is none.
+
+    method: one of `METHODS`. model: folder or hub id of the drafter, for those that have a model.
+    num_speculative_tokens: drafts of a request in a step, at most.
+    adaptive: draft as many as are measured to pay, down to none; False always drafts num_speculative_tokens.
+    prompt_lookup_min, prompt_lookup_max: "ngram" looks for an earlier place in the request's own tokens that agrees
+        with its last ones: at least so many, and no more than so many count.
+    suffix_decoding_max_tree_depth: tokens of a suffix, and of what follows it, that "suffix" remembers.
+    suffix_decoding_max_cached_requests: outputs of earlier requests that it remembers; 0 for the request's own only.
+    suffix_decoding_max_spec_factor: drafts for each token that agrees.
+    suffix_decoding_min_token_prob: a draft is made only if the drafts up to it have followed at least so often.
+    rejection_sample_method: when a draft is kept. "exact": if it is the token that would have been drawn without it, so
+        that no token ever changes. "standard": by the rejection rule of Leviathan et al., which keeps the distribution
+        and not the tokens. "synthetic": as often as synthetic_acceptance_rates (by position) or
+        synthetic_acceptance_length (mean tokens of a step) say, whatever it is: a load test, with tokens that mean
+        nothing.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int = 0
+    adaptive: bool = True
+    prompt_lookup_min: int = _DEFAULT_LOOKUP
+    prompt_lookup_max: int = _DEFAULT_LOOKUP
+    suffix_decoding_max_tree_depth: int = _DEFAULT_TREE_DEPTH
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    rejection_sample_method: str = "exact"
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    synthetic_acceptance_length: float | None = None
+
+    @classmethod
+    def from_option(cls, given: Any) -> Self:
+        """From the option `speculative_config`: None, or a dictionary; nothing in it is passed over.
+
+        Raises ConfigError for an unknown key, a bad value, and what does not belong together.
+        """
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"speculative_config={given!r} is not valid. Allowed: a dictionary, such as "
+                '{"method": "ngram", "num_speculative_tokens": 4}, or None.'
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name, value in given.items():
+            if name not in names:
+                close = difflib.get_close_matches(str(name), names, n=1)
+                hint = f" Did you mean {close[0]}?" if close else f" Allowed: {', '.join(names)}."
+                raise ConfigError(f"speculative_config has {name!r} (given: {value!r}).{hint}")
+        # As vLLM has it, None stands for the default.
+        options = {name: value for name, value in given.items() if value is not None}
+        method = options.get("method")
+        check_choice("method of speculative_config", method, METHODS)
+        if "prompt_lookup_min" in options or "prompt_lookup_max" in options:
+            options.setdefault("prompt_lookup_min", options.get("prompt_lookup_max"))
+            options.setdefault("prompt_lookup_max", options["prompt_lookup_min"])
+        depth = options.get("suffix_decoding_max_tree_depth", _DEFAULT_TREE_DEPTH)
+        options.setdefault("num_speculative_tokens", _DEFAULT_NUM_TOKENS.get(str(method), depth))
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            return
+        check_choice("method of speculative_config", self.method, METHODS)
+        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
+        check_flag("adaptive", self.adaptive)
+        self._check_model()
+        self._check_lookup()
+        self._check_suffixes()
+        check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_SAMPLE_METHODS)
+        self._check_synthetic()
+
+    def _check_model(self) -> None:
+        if self.model is None:
+            return
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(
+                f"model={self.model!r} of speculative_config is not valid. Allowed: a folder or a hub id."
+            )
+        if self.method in HOST_METHODS:
+            raise ConfigError(
+                f"speculative_config has model={self.model!r}, but the method {self.method!r} has no model. Leave it "
+                "out, or choose another method."
+            )
+
+    def _check_lookup(self) -> None:
+        check_integer("prompt_lookup_min", self.prompt_lookup_min, 1)
+        check_integer("prompt_lookup_max", self.prompt_lookup_max, 1)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is not valid. Allowed: at most "
+                f"prompt_lookup_max={self.prompt_lookup_max}."
+            )
+
+    def _check_suffixes(self) -> None:
+        check_integer("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1)
+        check_integer("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+        _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, math.inf)
+        _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
+
+    def _check_synthetic(self) -> None:
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        if self.rejection_sample_method != "synthetic":
+            if rates is not None or length is not None:
+                raise ConfigError(
+                    "speculative_config has a synthetic acceptance, which takes rejection_sample_method='synthetic', "
+                    f"not {self.rejection_sample_method!r}."
+                )
+            return
+        if (rates is None) is (length is None):
+            raise ConfigError(
+                "rejection_sample_method='synthetic' takes one of synthetic_acceptance_rates and "
+                "synthetic_acceptance_length."
+            )
+        if length is not None:
+            _check_number("synthetic_acceptance_length", length, 1.0, 1.0 + self.num_speculative_tokens)
+        if rates is not None:
+            self._check_rates(rates)
+
+    def _check_rates(self, rates: Any) -> None:
+        num = self.num_speculative_tokens
+        allowed = f"{num} numbers from 0 to 1 that do not rise: the share of steps that keep the 1st, 2nd, … draft"
+        is_list = isinstance(rates, (list, tuple)) and len(rates) == num
+        if (
+            not is_list
+            or not all(_is_number(rate, 0.0, 1.0) for rate in rates)
+            or sorted(rates, reverse=True) != [*rates]
+        ):
+            raise ConfigError(f"synthetic_acceptance_rates={rates!r} is not valid. Allowed: {allowed}.")
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    if not _is_number(value, low, high):
+        to = "or more" if high == math.inf else f"to {high:g}"
+        raise ConfigError(f"{name}={value!r} is not valid. Allowed: {low:g} {to}.")

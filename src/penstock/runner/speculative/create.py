@@ -1,0 +1,25 @@
+"""From the method of `SpeculativeConfig` to a speculator."""
+
+from __future__ import annotations
+
+from penstock.config import SpeculativeConfig
+from penstock.device import Device
+from penstock.errors import UnsupportedFeature
+from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
+from penstock.runner.speculative.speculator import NO_SPECULATOR, Speculator
+
+
+def create_speculator(config: SpeculativeConfig, device: Device) -> Speculator:
+    """The speculator that the options ask for. Raises UnsupportedFeature for what is not there."""
+    if config.method is None:
+        return NO_SPECULATOR
+    if config.rejection_sample_method != "exact":
+        raise UnsupportedFeature(
+            f"speculative_config: rejection_sample_method={config.rejection_sample_method!r} is not supported yet. Use "
+            "'exact'."
+        )
+    if config.method == "ngram":
+        return NgramOnHost(config) if device.kind == "cpu" else NgramOnDevice(config, device)
+    raise UnsupportedFeature(
+        f"speculative_config: the method {config.method!r} is not supported yet. Use the method 'ngram'."
+    )

@@ -1,0 +1,78 @@
+"""Drafts that repeat the request's own tokens: prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.config import SpeculativeConfig
+from penstock.contract import DraftTokenIds, SamplingParams
+from penstock.device import Device
+from penstock.kernels.prompt_lookup import NO_DRAFT, look_up, look_up_reference
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import Sampler
+from penstock.runner.speculative.host import HostSpeculator
+from penstock.runner.speculative.speculator import DraftingStep, Speculator
+
+
+class NgramOnHost(HostSpeculator):
+    """Looks for the last tokens of each request earlier in it, and drafts what followed them there."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        super().__init__(config.num_speculative_tokens)
+        self._lengths = config.prompt_lookup_min, config.prompt_lookup_max
+
+    def draft(self, slot: int, token_ids_L: np.ndarray, num_drafts: int) -> np.ndarray | None:
+        return look_up(token_ids_L, *self._lengths, num_drafts)
+
+
+class NgramOnDevice(Speculator):
+    """The same where the host cannot read the tokens: the device compares all positions at once."""
+
+    def __init__(self, config: SpeculativeConfig, device: Device) -> None:
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self._lengths = config.prompt_lookup_min, config.prompt_lookup_max
+        self._device = device
+        self._requests: RequestStates
+        self._sampler: Sampler
+        self._proposed: tuple[list[str], Tensor] | None = None
+
+    def bind(self, requests: RequestStates, kv_cache: PagedKVCache, sampler: Sampler) -> None:
+        self._requests, self._sampler, self._proposed = requests, sampler, None
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        return
+
+    def remove_request(self, slot: int) -> None:
+        return
+
+    def propose(self, step: DraftingStep) -> None:
+        self._proposed = None
+        if not step.num_drafts:
+            return
+        requests, slots = self._requests, step.batch.layout.slots
+        num_tokens_R = requests.total_len.tensor.view(-1).index_select(0, slots)
+        token_ids_RL = requests.all_token_ids.tensor.index_select(0, slots)
+        drafts_RD = look_up_reference(token_ids_RL, num_tokens_R, *self._lengths, step.num_drafts)
+        requests.draft_token_ids.tensor.index_fill_(0, slots, NO_DRAFT)
+        requests.draft_token_ids.tensor[:, : step.num_drafts].index_copy_(0, slots, drafts_RD)
+        takes_drafts = np.array([self._sampler.takes_drafts(slot) for slot in step.batch.layout.slots_np.tolist()])
+        is_wanted_R = (step.outcome.num_sampled > 0) & self._device.upload(takes_drafts)
+        self._proposed = step.batch.layout.req_ids, torch.where(is_wanted_R.unsqueeze(-1), drafts_RD, NO_DRAFT)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        proposed, self._proposed = self._proposed, None
+        if proposed is None:
+            return None
+        req_ids, drafts_RD = proposed
+        found = [(req_id, row) for req_id, row in zip(req_ids, drafts_RD.tolist(), strict=True) if row[0] != NO_DRAFT]
+        return DraftTokenIds(req_ids=[req_id for req_id, _ in found], draft_token_ids=[drafts for _, drafts in found])
+
+    def dummy_run(self) -> None:
+        """It runs operators that need no warming."""

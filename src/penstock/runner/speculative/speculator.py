@@ -1,0 +1,112 @@
+"""What a speculator is: after each step it guesses how requests go on, and the next step verifies that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from penstock.attention import CacheLayer, ForwardContext
+from penstock.contract import DraftTokenIds, SamplingParams
+from penstock.kernels.bound_step import StepOutcome
+from penstock.models.interface import ModelInputs
+from penstock.runner.input_batch import InputBatch
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import Sampler
+
+
+class DraftingStep(NamedTuple):
+    """A step that was sampled, as its speculator sees it. The next step overwrites the tensors.
+
+    num_drafts: wanted for each request, at most; with 0 a speculator makes none, but takes note of the step's tokens.
+    context: of the step's forward pass. hidden: [tokens, hidden size] of all tokens of the step, for speculators that
+    need it. aux: the same before each of its `aux_layers`. outcome: what was sampled, by which the state has advanced.
+    """
+
+    batch: InputBatch
+    context: ForwardContext
+    inputs: ModelInputs
+    outcome: StepOutcome
+    num_drafts: int
+    hidden: Tensor | None = None
+    aux: Sequence[Tensor] | None = None
+
+
+class Speculator(ABC):
+    """An owner of state per slot. Its drafts lie in the runner's `draft_token_ids`, where the next step reads them.
+
+    num_speculative_tokens: drafts of a request in a step, at most.
+    needs_hidden: whether `propose` needs the hidden states of all tokens of each step. aux_layers: and those before
+        these layers of the target.
+    """
+
+    num_speculative_tokens: int = 0
+    needs_hidden: bool = False
+    aux_layers: tuple[int, ...] = ()
+
+    def bind(  # noqa: B027 - a speculator may have everything it needs
+        self, requests: RequestStates, kv_cache: PagedKVCache, sampler: Sampler
+    ) -> None:
+        """Belong to the runner that has these; whatever was kept for another one is forgotten."""
+
+    @abstractmethod
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        """Take over a request; whatever the slot held before is overwritten.
+
+        output_token_ids: what it generated before it was preempted; else empty.
+        """
+
+    @abstractmethod
+    def remove_request(self, slot: int) -> None:
+        """The slot's request is gone; the next one may come at once."""
+
+    @abstractmethod
+    def propose(self, step: DraftingStep) -> None:
+        """Write each request's drafts into its row of `RequestStates.draft_token_ids` on the device, without waiting.
+
+        -1 where there is none, and behind it. Only requests that have sampled in the step go on.
+        """
+
+    @abstractmethod
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """What it has proposed after the last step, once, copied to the host, which may wait for the device.
+
+        A request has as many as there really are.
+        """
+
+    @abstractmethod
+    def dummy_run(self) -> None:
+        """Run what `propose` runs, for no request: to warm up, to measure memory, and on ranks that are idle."""
+
+    def cache_layers(self) -> Mapping[str, CacheLayer]:
+        """Its own layers that keep something in the KV cache, by name; the names begin with "draft."."""
+        return {}
+
+
+class NoSpeculator(Speculator):
+    """Nobody guesses anything."""
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        return
+
+    def remove_request(self, slot: int) -> None:
+        return
+
+    def propose(self, step: DraftingStep) -> None:
+        return
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return None
+
+    def dummy_run(self) -> None:
+        return
+
+
+NO_SPECULATOR = NoSpeculator()
