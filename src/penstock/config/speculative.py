@@ -90,11 +90,11 @@ class SpeculativeConfig:
         if self.method is None:
             return
         check_choice("method of speculative_config", self.method, METHODS)
-        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
-        check_flag("adaptive", self.adaptive)
         self._check_model()
         self._check_lookup()
         self._check_suffixes()
+        check_integer("num_speculative_tokens", self.num_speculative_tokens, 1)
+        check_flag("adaptive", self.adaptive)
         check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_SAMPLE_METHODS)
         self._check_synthetic()
 

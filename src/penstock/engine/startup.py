@@ -10,6 +10,7 @@ from typing import Any
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheConfig
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
+from penstock.errors import UnsupportedFeature
 from penstock.executor import Executor, create_executor
 from penstock.observability.units import format_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency
@@ -49,6 +50,10 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     begin = time.monotonic()
     executor = create_executor(config)
     try:
+        if executor.pools and executor.num_speculative_tokens:
+            raise UnsupportedFeature(
+                "speculative_config: an engine that pools has no tokens that could be drafted. Leave it out."
+            )
         specs = executor.get_kv_cache_specs()[0]
         plan = min(executor.determine_available_memory(), key=lambda plan: plan.kv_cache_bytes)
         max_model_len = choose_max_model_len(config, specs, plan)

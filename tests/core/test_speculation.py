@@ -1,0 +1,357 @@
+"""Whole engines with a speculator: the tokens are those of an engine without, bit for bit, whatever it guesses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import LLM, AsyncEngine, StreamingInput
+from penstock.contract import SampledOutput, SamplingParams, SchedulerOutput
+from penstock.engine.core import EngineCore
+from penstock.errors import UnsupportedFeature
+from penstock.executor import UniProcExecutor
+from penstock.kernels.bound_step import StepOutcome
+from penstock.runner.sampling import LogitsProcessor, LogitsRows
+from penstock.worker.worker import Worker
+from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+
+# So eager that most of what is drafted is wrong.
+SPECULATIVE = {
+    "ngram": {
+        "method": "ngram",
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+        "num_speculative_tokens": 3,
+        "adaptive": False,
+    },
+}
+DRAWN: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True}
+THINKING = {"budget": 6, "start_token_ids": [7], "end_token_ids": [8, 9]}
+PARAMS = [
+    greedy(40),
+    SamplingParams(**DRAWN, seed=1, max_tokens=30, logprobs=2),
+    greedy(24, logprobs=0),
+    SamplingParams(**DRAWN, seed=2, max_tokens=25, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.2),
+    SamplingParams(temperature=0.4, seed=3, max_tokens=39, min_tokens=20, bad_words_token_ids=[[5, 6], [9]], top_k=5),
+    greedy(19, prompt_logprobs=1),
+    SamplingParams(**DRAWN, seed=4, max_tokens=30, top_p=0.5, min_p=0.01, logit_bias={11: 3.0, 12: -2.0}),
+    greedy(30, allowed_token_ids=[4, 5, 6]),
+    SamplingParams(temperature=0.3, seed=5, max_tokens=30, stop_token_ids=[11, 50], all_stop_token_ids=[2, 11, 50]),
+    greedy(30, extra_args={"by_position": True}),
+    greedy(30, extra_args={"by_count": True}),
+    SamplingParams(**DRAWN, seed=6, max_tokens=30, extra_args={"thinking_budget": THINKING}),
+    greedy(30, num_speculative_tokens=1),
+    greedy(30, num_speculative_tokens=0),
+]
+LENGTHS = (5, 21, 1, 40, 13, 8, 30, 17, 3, 11, 26, 9, 14, 2)
+PROMPTS = [prompt * 2 for prompt in random_prompts(LENGTHS, VOCAB_SIZE, seed=3)]
+PROCESSORS = [f"{__name__}:ByPosition", f"{__name__}:ByCount"]
+
+
+class ByPosition(LogitsProcessor):
+    """Favours a token that follows from where the row is."""
+
+    name = "by_position"
+    takes_drafts = True
+
+    def add_request(self, slot: int, params: SamplingParams, *token_ids: Sequence[int]) -> bool:
+        return self.name in (params.extra_args or {})
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        last = self.context.token_ids[rows.slots, rows.positions].long()
+        return logits.index_put_((torch.arange(len(logits)), (last + 1) % 7), logits.new_tensor(50.0))
+
+
+class ByCount(LogitsProcessor):
+    """Goes by the number of sampled tokens, of which it is told afterwards: it cannot tell what follows a draft."""
+
+    name = "by_count"
+
+    def add_request(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> bool:
+        self.counts = getattr(self, "counts", torch.zeros(self.context.num_slots, dtype=torch.int64))
+        self.counts[slot] = len(output)
+        return self.name in (params.extra_args or {})
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        assert len(set(rows.slots_np.tolist())) == len(rows.slots_np)
+        return logits.index_put_((torch.arange(len(logits)), self.counts[rows.slots] // 5), logits.new_tensor(50.0))
+
+    def advance(self, slots: Tensor, slots_np: np.ndarray, outcome: StepOutcome) -> None:
+        self.counts.index_add_(0, slots, outcome.num_sampled)
+
+
+class Recording:
+    """The steps of engines, as their worker saw them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[SchedulerOutput] = []
+        execute = Worker.execute_model
+
+        def record(worker: Worker, output: SchedulerOutput) -> None:
+            self.steps.append(output)
+            execute(worker, output)
+
+        monkeypatch.setattr(Worker, "execute_model", record)
+
+    @property
+    def drafts(self) -> dict[str, list[list[int]]]:
+        """By request, what each of its steps verified."""
+        found: dict[str, list[list[int]]] = {}
+        for step in self.steps:
+            for req_id, tokens in step.scheduled_spec_decode_tokens.items():
+                found.setdefault(req_id, []).append(tokens)
+        return found
+
+
+def assert_same(found: Sequence[Result], expected: Sequence[Result]) -> None:
+    for index, (result, right) in enumerate(zip(found, expected, strict=True)):
+        assert result.error is None, f"r{index}"
+        assert result.tokens == right.tokens, f"r{index}"
+        assert result.finish_reason == right.finish_reason, f"r{index}"
+        assert result.logprobs == right.logprobs, f"r{index}"
+        assert result.prompt_logprobs == right.prompt_logprobs, f"r{index}"
+
+
+def assert_nothing_is_held(core: EngineCore) -> None:
+    core.step()
+    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    tiny_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Result]:
+    """What an engine without a speculator says."""
+    core = make_core(folder, dtype="float32", logits_processors=PROCESSORS)
+    results = run(core, PROMPTS, PARAMS)
+    core.close()
+    return results
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    return Recording(monkeypatch)
+
+
+@pytest.fixture(params=list(SPECULATIVE))
+def speculative(request: pytest.FixtureRequest) -> dict[str, Any]:
+    config: dict[str, Any] = SPECULATIVE[request.param]
+    return config
+
+
+def make_speculating_core(folder: Path, speculative: dict[str, Any], **options: Any) -> EngineCore:
+    options = {"dtype": "float32", "logits_processors": PROCESSORS, **options}
+    return make_core(folder, speculative_config=speculative, **options)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 3},
+        {"block_size": 4, "max_model_len": 120, "kv_cache_memory_bytes": 40 * 4 * 512},
+        {"attention_backend": "cpu_paged", "fast_paths": "off"},
+    ],
+    ids=["whole", "chunks", "preemption", "plain path"],
+)
+def test_tokens_are_those_of_an_engine_without(
+    folder: Path,
+    expected: list[Result],
+    recording: Recording,
+    speculative: dict[str, Any],
+    options: dict[str, Any],
+    async_scheduling: bool,
+) -> None:
+    core = make_speculating_core(folder, speculative, async_scheduling=async_scheduling, **options)
+    found = run(core, PROMPTS, PARAMS)
+    if "block_size" in options:
+        assert core.scheduler.num_preemptions > 0
+    assert_nothing_is_held(core)
+    core.close()
+    # Bits are those of one attention kernel with one size of blocks.
+    if "attention_backend" not in options and "block_size" not in options:
+        assert_same(found, expected)
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+    # Some were accepted: fewer steps than tokens.
+    assert sum(map(len, recording.drafts.values())) > 50
+    assert max(len(tokens) for steps in recording.drafts.values() for tokens in steps) == 3
+    num_steps = sum("r7" in step.num_scheduled_tokens for step in recording.steps)
+    assert num_steps < len(expected[7].tokens)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+def test_a_request_gets_as_few_drafts_as_it_wants(
+    folder: Path, recording: Recording, speculative: dict[str, Any], async_scheduling: bool
+) -> None:
+    core = make_speculating_core(folder, speculative, async_scheduling=async_scheduling)
+    prompt = [5, 6, 7, 8] * 6
+    run(core, [prompt] * 4, [greedy(20, num_speculative_tokens=num) for num in (0, 1, None, 50)])
+    core.close()
+    most = {req_id: max(map(len, steps)) for req_id, steps in recording.drafts.items()}
+    assert most == {"r1": 1, "r2": 3, "r3": 3}
+
+
+def test_drafts_that_no_processor_can_judge_are_not_made(
+    folder: Path, recording: Recording, speculative: dict[str, Any]
+) -> None:
+    core = make_speculating_core(folder, speculative)
+    prompt = [5, 6, 7, 8] * 6
+    run(core, [prompt] * 2, [greedy(20, extra_args={name: True}) for name in ("by_count", "by_position")])
+    core.close()
+    assert set(recording.drafts) == {"r1"}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+def test_what_was_rejected_is_not_found_as_a_cached_prefix(
+    folder: Path, speculative: dict[str, Any], async_scheduling: bool
+) -> None:
+    core = make_speculating_core(folder, speculative, async_scheduling=async_scheduling, block_size=4)
+    first = run(core, PROMPTS, PARAMS)
+    # What went on with these is in the cache now, and only that.
+    longer = [[*prompt, *result.tokens[:-1]] for prompt, result in zip(PROMPTS, first, strict=True)]
+    params = [greedy(12) if index % 2 else SamplingParams(**DRAWN, seed=index) for index in range(len(longer))]
+    again = run(core, longer, params)
+    core.close()
+    core = make_core(folder, dtype="float32", enable_prefix_caching=False)
+    right = run(core, longer, params)
+    core.close()
+    assert sum(result.num_cached_tokens for result in again) > 100
+    assert [result.tokens for result in again] == [result.tokens for result in right]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+def test_contexts_end_where_they_end_without_drafts(
+    folder: Path, speculative: dict[str, Any], async_scheduling: bool
+) -> None:
+    prompts = [[5, 6, 7, 8] * 4, [9] * 15]
+    endings = [greedy(num) for num in (1, 2, 3, 5)] + [SamplingParams(temperature=0.0, seed=0, max_tokens=None)]
+    for params in endings:
+        core = make_core(folder, dtype="float32", max_model_len=31)
+        right = run(core, prompts, params)
+        core.close()
+        core = make_speculating_core(folder, speculative, max_model_len=31, async_scheduling=async_scheduling)
+        assert_same(run(core, prompts, params), right)
+        assert_nothing_is_held(core)
+        core.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+def test_an_aborted_request_leaves_the_others_alone(
+    folder: Path, expected: list[Result], speculative: dict[str, Any], async_scheduling: bool
+) -> None:
+    core = make_speculating_core(folder, speculative, async_scheduling=async_scheduling)
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        add(core, f"r{index}", prompt, params)
+    results: dict[str, Result] = {}
+    for turn in range(12):
+        for output in core.step():
+            results.setdefault(output.req_id, Result()).take(output)
+        if turn >= 8:
+            core.abort_requests([f"r{turn - 8}"])
+    finish(core, results)
+    assert_nothing_is_held(core)
+    core.close()
+    assert_same([results[f"r{index}"] for index in range(4, len(PROMPTS))], expected[4:])
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+def test_a_worker_that_is_replaced_costs_no_token(
+    folder: Path,
+    expected: list[Result],
+    monkeypatch: pytest.MonkeyPatch,
+    speculative: dict[str, Any],
+    async_scheduling: bool,
+) -> None:
+    core = make_speculating_core(folder, speculative, async_scheduling=async_scheduling)
+    failing = iter([6, 11])
+    next_failure = next(failing)
+    num_calls = 0
+    execute = Worker.execute_model
+
+    def fail_at_times(worker: Worker, output: SchedulerOutput) -> None:
+        nonlocal num_calls, next_failure
+        num_calls += 1
+        if num_calls == next_failure:
+            next_failure = next(failing, -1)
+            raise RuntimeError("this worker is gone")
+        execute(worker, output)
+
+    monkeypatch.setattr(Worker, "execute_model", fail_at_times)
+    found = run(core, PROMPTS, PARAMS)
+    assert next_failure == -1
+    assert_nothing_is_held(core)
+    core.close()
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+def test_texts_that_end_in_stop_strings_or_come_in_numbers_are_the_same(
+    speculative: dict[str, Any], async_scheduling: bool
+) -> None:
+    prompts = ["ROMEO: ROMEO: ROMEO:", "To be, or not to be, that is"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40, stop=["\n", "the"]),
+        SamplingParams(temperature=0.8, n=3, seed=7, max_tokens=40, stop=["e t", "I"], bad_words=["and"]),
+    ]
+    texts = []
+    for config in (None, speculative):
+        with LLM("demo", speculative_config=config, async_scheduling=async_scheduling, max_model_len=256) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        texts.append([(one.text, one.token_ids, one.stop_reason) for output in outputs for one in output.outputs])
+    assert texts[0] == texts[1]
+
+
+def test_a_prompt_that_comes_in_parts_is_answered_the_same(speculative: dict[str, Any]) -> None:
+    async def parts() -> AsyncGenerator[StreamingInput, None]:
+        for text in ("ROMEO: ", "ROMEO: ROMEO: ", "ROMEO: "):
+            yield StreamingInput(text)
+            await asyncio.sleep(0)
+
+    async def answer(config: dict[str, Any] | None) -> list[int]:
+        engine = AsyncEngine("demo", speculative_config=config, max_model_len=256)
+        try:
+            params = SamplingParams(temperature=0.7, seed=1, max_tokens=20)
+            outputs = [output async for output in engine.generate(parts(), params)]
+        finally:
+            engine.shutdown()
+        return outputs[-1].outputs[0].token_ids
+
+    assert asyncio.run(answer(speculative)) == asyncio.run(answer(None))
+
+
+def test_an_engine_that_pools_has_no_use_for_drafts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, speculative: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(UniProcExecutor, "pools", property(lambda executor: True))
+    with pytest.raises(UnsupportedFeature, match=r"speculative_config.*pools"):
+        make_speculating_core(folder, speculative)
+
+
+def test_results_have_as_many_tokens_as_were_accepted(folder: Path, speculative: dict[str, Any]) -> None:
+    core = make_speculating_core(folder, speculative)
+    sizes = []
+    take = core.scheduler.update_from_output
+
+    def note(output: SchedulerOutput, results: Any) -> Any:
+        assert isinstance(results, SampledOutput)
+        sizes.extend(map(len, results.sampled_token_ids))
+        return take(output, results)
+
+    core.scheduler.update_from_output = note  # type: ignore[method-assign]
+    run(core, [[5, 6, 7, 8] * 6], greedy(40, allowed_token_ids=[4]))
+    core.close()
+    assert max(sizes) == 4
