@@ -32,6 +32,13 @@ SPECULATIVE = {
         "num_speculative_tokens": 3,
         "adaptive": False,
     },
+    "suffix": {
+        "method": "suffix",
+        "num_speculative_tokens": 3,
+        "suffix_decoding_max_spec_factor": 4.0,
+        "suffix_decoding_min_token_prob": 0.0,
+        "adaptive": False,
+    },
 }
 DRAWN: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True}
 THINKING = {"budget": 6, "start_token_ids": [7], "end_token_ids": [8, 9]}
@@ -331,6 +338,18 @@ def test_a_prompt_that_comes_in_parts_is_answered_the_same(speculative: dict[str
         return outputs[-1].outputs[0].token_ids
 
     assert asyncio.run(answer(speculative)) == asyncio.run(answer(None))
+
+
+def test_what_was_said_before_is_drafted_to_others(folder: Path, recording: Recording) -> None:
+    core = make_speculating_core(folder, {"method": "suffix", "adaptive": False})
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=60, ignore_eos=True)
+    runs, num_steps = [], []
+    for _ in range(2):
+        runs.append(run(core, PROMPTS[1:2], params))
+        num_steps.append(len(recording.steps))
+    core.close()
+    assert runs[0][0].tokens == runs[1][0].tokens
+    assert num_steps[1] - num_steps[0] < num_steps[0] / 2
 
 
 def test_an_engine_that_pools_has_no_use_for_drafts(

@@ -7,6 +7,7 @@ from penstock.device import Device
 from penstock.errors import UnsupportedFeature
 from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
 from penstock.runner.speculative.speculator import NO_SPECULATOR, Speculator
+from penstock.runner.speculative.suffix import SuffixSpeculator
 
 
 def create_speculator(config: SpeculativeConfig, device: Device) -> Speculator:
@@ -20,6 +21,13 @@ def create_speculator(config: SpeculativeConfig, device: Device) -> Speculator:
         )
     if config.method == "ngram":
         return NgramOnHost(config) if device.kind == "cpu" else NgramOnDevice(config, device)
+    if config.method == "suffix":
+        if device.kind != "cpu":
+            raise UnsupportedFeature(
+                "speculative_config: the method 'suffix' reads tokens on the host, which the device "
+                f"{device.kind!r} does not show in time. Use the method 'ngram'."
+            )
+        return SuffixSpeculator(config)
     raise UnsupportedFeature(
-        f"speculative_config: the method {config.method!r} is not supported yet. Use the method 'ngram'."
+        f"speculative_config: the method {config.method!r} is not supported yet. Use 'ngram' or 'suffix'."
     )

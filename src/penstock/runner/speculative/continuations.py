@@ -1,0 +1,58 @@
+"""How a text went on from places that agree with the last tokens of another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Continuation(NamedTuple):
+    """score: how many of the drafts are expected to be accepted, by how often they followed."""
+
+    drafts: list[int]
+    score: float
+
+
+def agreeing(
+    text_L: np.ndarray, ends: np.ndarray, last: np.ndarray, length: int = 1
+) -> Iterator[tuple[int, np.ndarray]]:
+    """For one length after another, the places in a text that agree with so many of the last tokens.
+
+    ends: places, rising, that agree with `length` of them. A place is the position of its last token.
+    """
+    while len(ends):
+        yield length, ends
+        if length >= len(last):
+            return
+        ends = ends[ends >= length]
+        ends = ends[text_L[ends - length] == last[-1 - length]]
+        length += 1
+
+
+def follow(text_L: np.ndarray, ends: np.ndarray, num_drafts: int, min_prob: float) -> Continuation:
+    """The path from these places that takes the token that followed most often each time; of equal ones, last.
+
+    It ends before a token whose probability, along with those before it, is below `min_prob`, and at the end of a text,
+    which is that of the array, or a negative token.
+    """
+    drafts: list[int] = []
+    prob, score = 1.0, 0.0
+    positions = ends + 1
+    while len(drafts) < num_drafts:
+        num_places = len(positions)
+        positions = positions[positions < len(text_L)]
+        tokens = text_L[positions]
+        counts = Counter(token for token in reversed(tokens.tolist()) if token >= 0)
+        if not counts:
+            break
+        token = max(counts, key=counts.__getitem__)
+        prob *= counts[token] / num_places
+        if prob < min_prob:
+            break
+        drafts.append(token)
+        score += prob
+        positions = positions[tokens == token] + 1
+    return Continuation(drafts, score)

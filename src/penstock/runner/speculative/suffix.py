@@ -1,0 +1,79 @@
+"""Drafts from suffixes: how the request, and those before it, went on whenever they had said the same.
+
+Oliaro et al., "SuffixDecoding", arXiv:2411.04975. Counts are those of its suffix trees; here nothing is kept of a tree
+but the texts themselves, and where in them a few tokens stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.config import SpeculativeConfig
+from penstock.contract import SamplingParams
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import Sampler
+from penstock.runner.speculative.continuations import Continuation, agreeing, follow
+from penstock.runner.speculative.earlier_outputs import EarlierOutputs
+from penstock.runner.speculative.host import HostSpeculator
+
+
+class SuffixSpeculator(HostSpeculator):
+    """Compares what the request itself suggests with what the outputs of earlier requests do, and drafts the better."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        super().__init__(config.num_speculative_tokens)
+        self._depth = config.suffix_decoding_max_tree_depth
+        self._factor = config.suffix_decoding_max_spec_factor
+        self._min_prob = config.suffix_decoding_min_token_prob
+        self._max_outputs = config.suffix_decoding_max_cached_requests
+        self.earlier = EarlierOutputs(self._max_outputs)
+        # By slot: where the request's output begins.
+        self._prompt_lengths: dict[int, int] = {}
+
+    def bind(self, requests: RequestStates, kv_cache: PagedKVCache, sampler: Sampler) -> None:
+        super().bind(requests, kv_cache, sampler)
+        self.earlier = EarlierOutputs(self._max_outputs)
+        self._prompt_lengths.clear()
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        super().add_request(slot, params, prompt_token_ids, output_token_ids)
+        # What it said before a preemption is remembered already.
+        self._prompt_lengths[slot] = len(prompt_token_ids) + len(output_token_ids)
+
+    def remove_request(self, slot: int) -> None:
+        super().remove_request(slot)
+        start = self._prompt_lengths.pop(slot, None)
+        if start is not None:
+            self.earlier.add(self._token_ids[slot, start : self._num_tokens[slot]])
+
+    def draft(self, slot: int, token_ids_L: np.ndarray, num_drafts: int) -> np.ndarray | None:
+        last = token_ids_L[-self._depth :]
+        own_ends = np.flatnonzero(token_ids_L[:-1] == token_ids_L[-1])
+        own = self._best(token_ids_L, agreeing(token_ids_L, own_ends, last), num_drafts)
+        earlier = self._best(self.earlier.text, self.earlier.agreeing(last), num_drafts)
+        best = own if own.score >= earlier.score else earlier
+        return np.array(best.drafts, dtype=np.int32) if best.drafts else None
+
+    def _best(self, text_L: np.ndarray, places: Iterator[tuple[int, np.ndarray]], num_drafts: int) -> Continuation:
+        best = Continuation([], 0.0)
+        pending: tuple[int, np.ndarray] | None = None
+        for length, ends in places:
+            allowed = min(num_drafts, int(length * self._factor), self._depth - length)
+            # The same places agree with more tokens: what is allowed for them is what is allowed for the best length.
+            if pending is not None and len(pending[1]) == len(ends):
+                pending = max(allowed, pending[0]), ends
+                continue
+            best = self._better(best, text_L, pending)
+            pending = allowed, ends
+        return self._better(best, text_L, pending)
+
+    def _better(self, best: Continuation, text_L: np.ndarray, places: tuple[int, np.ndarray] | None) -> Continuation:
+        if places is None or places[0] < best.score:
+            return best
+        found = follow(text_L, places[1], places[0], self._min_prob)
+        return found if found.score >= best.score else best
