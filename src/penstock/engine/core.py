@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.executor import Executor, StepHandle
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.step_times import StepTimes
 from penstock.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class EngineCore:
             enable_prefix_caching=config.cache.enable_prefix_caching,
             async_scheduling=self._runs_ahead,
             num_speculative_tokens=engine.executor.num_speculative_tokens,
+            step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
         )
         # Where steps run ahead, drafts stay on the device.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
@@ -144,6 +147,7 @@ class EngineCore:
 
     def _turn(self) -> None:
         """Execute step N+1, read step N, and only then choose the tokens of N+1: its grammar goes by those of N."""
+        begin = time.perf_counter()
         executed = self._execute_next()
         # Where nothing is in flight either, all wait for something that is made elsewhere.
         self._has_to_wait = executed is None and not self._in_flight and self.has_unfinished_requests()
@@ -155,6 +159,7 @@ class EngineCore:
                 self._read_oldest()
                 if self._takes_drafts:
                     self._take_drafts()
+                    self.scheduler.note_time(executed, time.perf_counter() - begin)
 
     def _execute_next(self) -> SchedulerOutput | None:
         """Launch the forward pass of a step, if there is anything to run or to forget."""

@@ -24,6 +24,7 @@ class StartedEngine:
     """Workers with their KV cache, and what was decided on the way.
 
     config: with which the weights that serve were loaded. config_updates: what was changed for the next reload.
+    step_costs: (tokens, seconds) of steps as measured; None where nobody goes by them.
     """
 
     config: EngineConfig
@@ -31,6 +32,7 @@ class StartedEngine:
     memory_plan: MemoryPlan
     kv_cache_config: KVCacheConfig
     max_model_len: int
+    step_costs: list[tuple[int, float]] | None = None
     config_updates: list[Any] = field(default_factory=list)
 
     def restart_workers(self) -> None:
@@ -59,6 +61,8 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         max_model_len = choose_max_model_len(config, specs, plan)
         kv_cache_config = size_kv_cache(config, specs, plan, max_model_len)
         executor.initialize_from_config(kv_cache_config, max_model_len)
+        is_adaptive = config.speculative.method is not None and config.speculative.adaptive
+        step_costs = executor.measure_step_costs() if is_adaptive else None
     except BaseException:
         executor.shutdown()
         raise
@@ -76,4 +80,4 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         f"{max_model_len:,}",
     )
     logger.info("Ready in %.1f s", time.monotonic() - begin)
-    return StartedEngine(config, executor, plan, kv_cache_config, max_model_len)
+    return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs)

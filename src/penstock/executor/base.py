@@ -86,6 +86,11 @@ class Executor(ABC):
         self.collective_rpc("initialize_from_config", args=(kv_cache_config, max_model_len))
         self.collective_rpc("compile_or_warm_up_model")
 
+    def measure_step_costs(self) -> list[tuple[int, float]]:
+        """How long steps take on the slowest worker: some numbers of tokens, rising, with seconds."""
+        by_worker: list[list[tuple[int, float]]] = self.collective_rpc("measure_step_costs")
+        return [max(costs, key=lambda cost: cost[1]) for costs in zip(*by_worker, strict=True)]
+
     @abstractmethod
     def execute_model(self, output: SchedulerOutput) -> None:
         """Launch a step; `sample_tokens` of the same step must follow."""

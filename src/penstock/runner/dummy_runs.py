@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from penstock.runner.sampling.prompt_logprobs import PromptRows
 
 _PROFILED = "profile"
 _PROFILE_TIMEOUT_S = 300.0
+# Sizes of steps are powers of two; each is run so often.
+_NUM_MEASURED_SIZES, _NUM_MEASURED_STEPS = 8, 3
 
 
 def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
@@ -29,6 +33,22 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
     context = runner.kv_cache.make_context(batch)
     hidden = runner.paths.forward(runner.model, runner.model_state.inputs(batch), context)
     runner.model.compute_logits(hidden[:num_reqs])
+
+
+def measure_step_costs(runner: ModelRunner, most_tokens: int) -> list[tuple[int, float]]:
+    """The shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits."""
+    costs = []
+    for num_tokens in (1 << power for power in range(_NUM_MEASURED_SIZES)):
+        if num_tokens > max(1, most_tokens):
+            break
+        times = []
+        for _ in range(_NUM_MEASURED_STEPS):
+            begin = time.perf_counter()
+            run_dummy_batch(runner, num_tokens, min(num_tokens, runner.limits.max_num_reqs))
+            runner.device.synchronize()
+            times.append(time.perf_counter() - begin)
+        costs.append((num_tokens, min(times)))
+    return costs
 
 
 def start_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:

@@ -72,11 +72,12 @@ class DecodeSteps:
         *,
         runs_ahead: bool,
         num_drafts_wanted: int = 0,
+        num_steps: int = 10**9,
     ) -> None:
         """named: the ids of these requests and their tokens, one each, as the step before had them in its message.
 
         None where some were new to the worker in it, which is not the same step again.
-        num_drafts_wanted: as in the message.
+        num_drafts_wanted: as in the message. num_steps: after which it may no longer be the same.
         """
         self._num_drafts_wanted = num_drafts_wanted
         self.requests = requests
@@ -85,7 +86,8 @@ class DecodeSteps:
         self._req_ids = [request.req_id for request in requests] if named is None else named[0]
         self._counts = dict.fromkeys(self._req_ids, 1) if named is None else named[1]
         self.num_steps = 0
-        self.num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
+        num_left = min(request.length_limit - 1 - request.num_computed_tokens for request in requests)
+        self.num_left = min(num_left, num_steps)
         self.due: dict[int, list[int]] = {}
         for row in range(len(requests)):
             self._note_capacity(row)

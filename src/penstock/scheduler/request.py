@@ -7,6 +7,7 @@ from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 from penstock.contract import LogprobsLists, SamplingParams
+from penstock.scheduler.acceptance import Acceptance
 
 
 class RequestStatus(Enum):
@@ -50,6 +51,8 @@ class Request:
         request did not ask.
     first_scheduled_time: monotonic seconds.
     has_news: whether its history has changed since an output last told it.
+    acceptance, num_drafts_planned: kept by the draft budget: how often its drafts were right, and how many its next
+        step is to verify, at most.
     order: counts requests as they were added; decides between equal arrival times.
     end_token_ids: those of the model and those that the request names.
 
@@ -85,6 +88,8 @@ class Request:
     prompt_logprobs: LogprobsLists | None = field(default=None, init=False)
     first_scheduled_time: float | None = field(default=None, init=False)
     has_news: bool = field(default=True, init=False)
+    acceptance: Acceptance = field(default_factory=Acceptance, init=False)
+    num_drafts_planned: int = field(default=0, init=False)
     order: int = field(default=0, init=False)
     kv_capacity: int = field(default=0, init=False)
     next_cache_at: int = field(default=0, init=False)

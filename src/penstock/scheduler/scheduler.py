@@ -10,7 +10,7 @@ from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.errors import InvalidRequest
 from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeSteps
-from penstock.scheduler.draft_budget import DraftBudget
+from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
@@ -18,6 +18,7 @@ from penstock.scheduler.request_limits import check_fits, check_prompt, check_un
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
 from penstock.scheduler.step import StepBuilder
+from penstock.scheduler.step_times import StepTimes
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
 
@@ -39,6 +40,7 @@ class Scheduler:
     num_speculative_tokens: drafts that the device has for each request after a step that sampled for it. With
         `async_scheduling` the request's next step verifies them, but for requests whose tokens the host must see first;
         without, and for those, only drafts that `update_draft_token_ids` brings are verified.
+    step_times: by which only as many drafts are verified as pay; None verifies all that there may be.
     """
 
     def __init__(
@@ -51,16 +53,21 @@ class Scheduler:
         async_scheduling: bool,
         num_lookahead_tokens: int = 0,
         num_speculative_tokens: int = 0,
+        step_times: StepTimes | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._runs_ahead = async_scheduling
-        self._draft_budget = DraftBudget(num_speculative_tokens)
+        self._draft_budget = (
+            DraftBudget(num_speculative_tokens)
+            if step_times is None
+            else AdaptiveBudget(num_speculative_tokens, step_times, measures_time=not async_scheduling)
+        )
+        self._num_speculative_tokens = num_speculative_tokens
         # Whether requests verify drafts that only the device knows.
         self._has_placeholders = async_scheduling and num_speculative_tokens > 0
-        # A step with drafts is never the same again.
-        self._repeats_steps = config.fast_paths != "off" and not self._has_placeholders
+        self._repeats_steps = config.fast_paths != "off"
         self.kv_cache = KVCacheManager(
             kv_cache_config,
             enable_prefix_caching=enable_prefix_caching,
@@ -68,7 +75,7 @@ class Scheduler:
             num_lookahead_tokens=num_lookahead_tokens,
         )
         self._requests = RequestLists(config.policy, self.kv_cache)
-        self._in_flight = StepsInFlight(self._requests, self.kv_cache)
+        self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
         self._last_draft_step_id = -1
         self._next_step_id = 0
 
@@ -153,10 +160,11 @@ class Scheduler:
         for req_id, token_ids in drafts.items():
             request = self._requests.by_id.get(req_id)
             if request is not None and request.status is RequestStatus.RUNNING and not request.pools:
-                own = request.sampling_params.num_speculative_tokens
-                request.spec_token_ids = list(token_ids[:own])
+                most = self._draft_budget.num_for(request) if self._num_speculative_tokens else None
+                request.spec_token_ids = list(token_ids[:most])
                 if request.spec_token_ids:
                     self._requests.decodes = None
+                    self._draft_budget.note_drafts()
 
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. It may have no tokens, when all requests wait for results or for blocks."""
@@ -180,11 +188,14 @@ class Scheduler:
             self.kv_cache.pool.note_launched(step_id)
         if step.has_drafts:
             self._last_draft_step_id = step_id
-        if self._has_placeholders:
+        num_drafts_wanted = 0
+        if self._num_speculative_tokens:
+            num_drafts_wanted = self._draft_budget.plan(step_id, self._requests.running)
+        if self._has_placeholders and num_drafts_wanted:
             self._expect_drafts(step)
         finished_req_ids, self._requests.finished_req_ids = self._requests.finished_req_ids, set()
-        self._requests.decodes = self._continue_decodes(step)
-        return step.build(finished_req_ids, self._draft_budget.num_wanted)
+        self._requests.decodes = self._continue_decodes(step, num_drafts_wanted)
+        return step.build(finished_req_ids, num_drafts_wanted)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -195,6 +206,14 @@ class Scheduler:
         of this step, name a request that it did not hold, or are not those that are due next.
         """
         return self._in_flight.take(scheduler_output, model_runner_output)
+
+    def note_time(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
+        """What a step took from `schedule` to its results, one step at a time: the draft budget goes by it."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        num_tokens, num_reqs = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
+        if num_reqs and num_tokens == num_reqs + sum(map(len, drafts.values())):
+            speculates = bool(drafts) or scheduler_output.num_drafts_wanted > 0
+            self._draft_budget.note_time(num_tokens, seconds, speculates=speculates)
 
     def reset_for_recovery(self) -> None:
         """Start over with a worker that holds nothing: the old one died.
@@ -309,10 +328,14 @@ class Scheduler:
         for entry in step.scheduled.values():
             if entry.max_new_tokens > 0 and not entry.request.needs_tokens_on_host:
                 entry.request.spec_token_ids = [-1] * self._draft_budget.num_for(entry.request)
+                self._draft_budget.note_drafts()
 
-    def _continue_decodes(self, step: StepBuilder) -> DecodeSteps | None:
+    def _continue_decodes(self, step: StepBuilder, num_drafts_wanted: int) -> DecodeSteps | None:
         """How to go on from this step, if the next one can only do the same again."""
-        if not self._repeats_steps or self._last_draft_step_id in self._in_flight.steps:
+        # A step with drafts is never the same again.
+        if not self._repeats_steps or (self._has_placeholders and num_drafts_wanted):
+            return None
+        if self._last_draft_step_id in self._in_flight.steps:
             return None
         num_running = len(self._requests.running)
         runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
@@ -324,7 +347,8 @@ class Scheduler:
             self._requests.running.copy(),
             step.cached_only,
             runs_ahead=runs_ahead,
-            num_drafts_wanted=self._draft_budget.num_wanted,
+            num_drafts_wanted=num_drafts_wanted,
+            num_steps=self._draft_budget.num_steps_planned - 1,
         )
 
     def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:

@@ -8,6 +8,7 @@ from itertools import islice
 from penstock.contract import ModelRunnerOutput, PooledOutput, SampledOutput, SchedulerOutput
 from penstock.errors import LifecycleError
 from penstock.scheduler.decode_steps import DecodeStep
+from penstock.scheduler.draft_budget import DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request, RequestStatus
@@ -32,10 +33,11 @@ class StepsInFlight:
     steps: by step id, what each runs.
     """
 
-    def __init__(self, requests: RequestLists, kv_cache: KVCacheManager) -> None:
+    def __init__(self, requests: RequestLists, kv_cache: KVCacheManager, draft_budget: DraftBudget) -> None:
         self.steps: dict[int, dict[str, ScheduledRequest] | DecodeStep] = {}
         self._requests = requests
         self._kv_cache = kv_cache
+        self._draft_budget = draft_budget
         self._first_valid_step_id = 0
 
     def drop(self, next_step_id: int) -> None:
@@ -167,6 +169,8 @@ class StepsInFlight:
             self._share_computed(request, entry.num_computed_tokens)
             return None
         request.num_output_placeholders -= max_new_tokens
+        if max_new_tokens > 1:
+            self._draft_budget.note_results(request, max_new_tokens - 1, num_new_tokens - 1)
         # A preempted request begins anew.
         if num_new_tokens < max_new_tokens and request.status is _RUNNING:
             request.num_computed_tokens -= max_new_tokens - num_new_tokens

@@ -60,6 +60,13 @@ class WorkerBase(ABC):
     def compile_or_warm_up_model(self) -> None:
         """Make the first request as fast as the second."""
 
+    def measure_step_costs(self) -> list[tuple[int, float]]:
+        """How long steps of decoding requests take: some numbers of tokens, rising, the same on all ranks, and seconds.
+
+        Where nothing is known, all steps count as equally long.
+        """
+        return []
+
     @abstractmethod
     def execute_model(self, output: SchedulerOutput) -> None:
         """Run a step's forward pass; the caller must call `sample_tokens` for the same step."""

@@ -30,7 +30,7 @@ from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
-from penstock.runner.dummy_runs import run_dummy_batch
+from penstock.runner.dummy_runs import measure_step_costs, run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.create import create_speculator
@@ -161,6 +161,12 @@ class Worker(WorkerBase):
         self.device.synchronize()
         if self.device.kind == "cpu":
             self._pages = PagesAhead(self.device, runner.block_tables, runner.kv_cache)
+
+    def measure_step_costs(self) -> list[tuple[int, float]]:
+        limits = self.runner.limits
+        most = min(limits.max_num_tokens, limits.max_num_reqs * (1 + limits.max_drafts))
+        with torch.no_grad():
+            return measure_step_costs(self.runner, most)
 
     def execute_model(self, output: SchedulerOutput) -> None:
         runner = self._runner or self.runner

@@ -20,7 +20,14 @@ logger = logging.getLogger(__name__)
 
 # What is called while the engine serves. Anything else may have changed the model.
 _LEAVE_THE_MODEL = frozenset(
-    {"execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch", "check_health"}
+    {
+        "measure_step_costs",
+        "execute_model",
+        "sample_tokens",
+        "take_draft_token_ids",
+        "execute_dummy_batch",
+        "check_health",
+    }
 )
 
 
