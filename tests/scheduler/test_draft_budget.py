@@ -63,7 +63,7 @@ class Engine:
             sizes, times = zip(*self._costs, strict=True)
             speculates = wanted > 0 or any(counts)
             seconds = float(np.interp(size, sizes, times)) + self._speculating * speculates
-            self.budget.note_time(size, seconds, speculates=speculates)
+            self.budget.note_time(len(self.requests), sum(counts), seconds, speculates=speculates)
             self.seconds += seconds
             self._drafts = [
                 self.budget.num_for(request) if wanted and self._has_idea else 0 for request in self.requests
@@ -170,12 +170,33 @@ def test_a_request_may_want_fewer() -> None:
 
 def test_times_between_the_measured_sizes_and_beyond_are_drawn_out() -> None:
     times = StepTimes([(4, 2.0), (1, 1.0), (2, 0.5), (8, 4.0)])
-    assert times.seconds(np.array([1, 2, 3, 4, 6, 8, 16])).tolist() == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
+    assert times.seconds(1, 15)[[0, 1, 2, 3, 5, 7, 15]].tolist() == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
 
 
 def test_one_slow_step_says_little() -> None:
     times = StepTimes([(1, 1.0)])
     for _ in range(20):
-        times.note(1, 1.5, speculates=False)
-    times.note(1, 1000.0, speculates=False)
-    assert 1.5 < times.seconds(np.array([1]))[0] < 2.0
+        times.note(1, 0, 1.5, speculates=False)
+        times.note(1, 4, 2.5, speculates=True)
+    times.note(1, 0, 1000.0, speculates=False)
+    times.note(1, 4, 1000.0, speculates=True)
+    assert 1.5 < times.seconds(1, 0)[0] < 2.5
+    assert 2.5 < times.seconds(1, 4)[4] < 3.0
+
+
+def test_what_each_draft_takes_is_told_from_what_speculation_takes_anyhow() -> None:
+    times = StepTimes([(1, 1.0)])
+    for step in range(200):
+        times.note(4, 0, 1.2, speculates=False)
+        times.note(4, step % 5, 1.5 + 0.1 * (step % 5), speculates=True)
+    found = times.seconds(4, 8)
+    assert found[0] == pytest.approx(1.2, abs=0.01)
+    assert found[1:] == pytest.approx([1.5 + 0.1 * number for number in range(1, 9)], abs=0.1)
+
+
+def test_steps_with_one_number_of_drafts_tell_of_others() -> None:
+    times = StepTimes([(1, 1.0)])
+    for _ in range(200):
+        times.note(4, 0, 1.2, speculates=False)
+        times.note(4, 20, 3.2, speculates=True)
+    assert times.seconds(4, 20)[[0, 10, 20]] == pytest.approx([1.2, 2.2, 3.2], abs=0.01)

@@ -18,8 +18,8 @@ from penstock.runner.sampling.prompt_logprobs import PromptRows
 
 _PROFILED = "profile"
 _PROFILE_TIMEOUT_S = 300.0
-# Sizes of steps are powers of two; each is run so often.
-_NUM_MEASURED_SIZES, _NUM_MEASURED_STEPS = 8, 3
+# Steps of each size that are measured, and the seconds after which there are no larger ones.
+_NUM_MEASURED_STEPS, _MEASURED_S = 3, 0.5
 
 
 def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
@@ -37,10 +37,10 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
 
 def measure_step_costs(runner: ModelRunner, most_tokens: int) -> list[tuple[int, float]]:
     """The shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits."""
-    costs = []
-    for num_tokens in (1 << power for power in range(_NUM_MEASURED_SIZES)):
-        if num_tokens > max(1, most_tokens):
-            break
+    costs: list[tuple[int, float]] = []
+    start = time.perf_counter()
+    num_tokens = 1
+    while num_tokens <= most_tokens and (len(costs) < 2 or time.perf_counter() - start < _MEASURED_S):
         times = []
         for _ in range(_NUM_MEASURED_STEPS):
             begin = time.perf_counter()
@@ -48,6 +48,7 @@ def measure_step_costs(runner: ModelRunner, most_tokens: int) -> list[tuple[int,
             runner.device.synchronize()
             times.append(time.perf_counter() - begin)
         costs.append((num_tokens, min(times)))
+        num_tokens *= 2
     return costs
 
 

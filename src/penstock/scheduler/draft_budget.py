@@ -26,8 +26,9 @@ _LONGEST_SILENCE, _SILENT_PAUSE = 16, 32
 _PROBED_SHARE, _PROBED_DRAFTS = 8, 2
 # Until the results of the step after it are there.
 _NUM_STEPS_OF_PROBE = 3
-# Steps without drafts at first, to see how long they take.
-_NUM_PLAIN_STEPS = 4
+# Steps without drafts, to see how long they take: at first, and when there was none for so long. The first of them has
+# the drafts of the step before.
+_NUM_PLAIN_STEPS, _NUM_STEPS_TO_MEASURE, _MOST_STEPS_UNMEASURED = 4, 2, 100
 
 
 class DraftBudget:
@@ -53,7 +54,7 @@ class DraftBudget:
     def note_results(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """What became of the drafts of a request in a step."""
 
-    def note_time(self, num_tokens: int, seconds: float, *, speculates: bool) -> None:
+    def note_time(self, num_reqs: int, num_drafts: int, seconds: float, *, speculates: bool) -> None:
         """How long a step took in which every request decoded. speculates: it verified drafts, or made some."""
 
 
@@ -69,6 +70,7 @@ class AdaptiveBudget(DraftBudget):
         """measures_time: whether `note_time` is called."""
         super().__init__(num_speculative_tokens)
         self._times = times
+        self._measures_time = measures_time
         self._engine = Acceptance(_PRIOR_ACCEPTANCE * _PRIOR_TRIED, _PRIOR_TRIED)
         self._pause = _FIRST_PAUSE
         self._paused_until = _NUM_PLAIN_STEPS if measures_time else 0
@@ -86,10 +88,16 @@ class AdaptiveBudget(DraftBudget):
         self.num_steps_planned = _LONGEST_SILENCE
         if step_id - self._last_drafts_at >= _LONGEST_SILENCE:
             return self._stop(requests, _SILENT_PAUSE)
+        if self._measures_time and step_id - self._paused_until >= _MOST_STEPS_UNMEASURED:
+            self._paused_until = step_id + _NUM_STEPS_TO_MEASURE
+            self.num_steps_planned = _NUM_STEPS_TO_MEASURE
+            return self._give(requests, None)
         counts = self._best_counts(requests)
         if not counts.any():
             pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
             return self._stop(requests, pause)
+        if self._engine.tried > 2 * _PRIOR_TRIED:
+            self._pause = _FIRST_PAUSE
         return self._give(requests, counts)
 
     def num_for(self, request: Request) -> int:
@@ -104,11 +112,9 @@ class AdaptiveBudget(DraftBudget):
         past.note(num_drafts, num_accepted)
         self._engine.scale(_ENGINE_MEMORY)
         self._engine.note(num_drafts, num_accepted)
-        if num_accepted == num_drafts:
-            self._pause = _FIRST_PAUSE
 
-    def note_time(self, num_tokens: int, seconds: float, *, speculates: bool) -> None:
-        self._times.note(num_tokens, seconds, speculates=speculates)
+    def note_time(self, num_reqs: int, num_drafts: int, seconds: float, *, speculates: bool) -> None:
+        self._times.note(num_reqs, num_drafts, seconds, speculates=speculates)
 
     def _best_counts(self, requests: Sequence[Request]) -> np.ndarray:
         """int64 [requests]: drafts of each with which the step brings the most tokens per second."""
@@ -125,7 +131,7 @@ class AdaptiveBudget(DraftBudget):
         chances = np.where(numbers <= limits[:, np.newaxis], rates[:, np.newaxis] ** numbers, 0.0).ravel()
         order = np.argsort(-chances, kind="stable")
         num_tokens = num_reqs + np.concatenate([[0.0], np.cumsum(chances[order])])
-        seconds = self._times.seconds(num_reqs + np.arange(len(num_tokens)))
+        seconds = self._times.seconds(num_reqs, len(order))
         best = int(np.argmax(num_tokens / seconds))
         best = min(best, int((chances > 0.0).sum()))
         return np.bincount(order[:best] // self._most, minlength=num_reqs)

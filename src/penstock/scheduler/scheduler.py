@@ -209,11 +209,11 @@ class Scheduler:
 
     def note_time(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
         """What a step took from `schedule` to its results, one step at a time: the draft budget goes by it."""
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        num_tokens, num_reqs = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
-        if num_reqs and num_tokens == num_reqs + sum(map(len, drafts.values())):
-            speculates = bool(drafts) or scheduler_output.num_drafts_wanted > 0
-            self._draft_budget.note_time(num_tokens, seconds, speculates=speculates)
+        num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        num_reqs = len(scheduler_output.num_scheduled_tokens)
+        if num_reqs and scheduler_output.total_num_scheduled_tokens == num_reqs + num_drafts:
+            speculates = num_drafts > 0 or scheduler_output.num_drafts_wanted > 0
+            self._draft_budget.note_time(num_reqs, num_drafts, seconds, speculates=speculates)
 
     def reset_for_recovery(self) -> None:
         """Start over with a worker that holds nothing: the old one died.

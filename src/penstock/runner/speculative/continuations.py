@@ -42,6 +42,8 @@ def follow(text_L: np.ndarray, ends: np.ndarray, num_drafts: int, min_prob: floa
     prob, score = 1.0, 0.0
     positions = ends + 1
     while len(drafts) < num_drafts:
+        if len(positions) == 1:
+            return _follow_one(text_L, int(positions[0]), drafts, num_drafts, prob, score)
         num_places = len(positions)
         positions = positions[positions < len(text_L)]
         tokens = text_L[positions]
@@ -55,4 +57,16 @@ def follow(text_L: np.ndarray, ends: np.ndarray, num_drafts: int, min_prob: floa
         drafts.append(token)
         score += prob
         positions = positions[tokens == token] + 1
+    return Continuation(drafts, score)
+
+
+def _follow_one(
+    text_L: np.ndarray, start: int, drafts: list[int], num_drafts: int, prob: float, score: float
+) -> Continuation:
+    """The rest of the path where there is only one place left."""
+    for token in text_L[start : start + num_drafts - len(drafts)].tolist():
+        if token < 0:
+            break
+        drafts.append(token)
+        score += prob
     return Continuation(drafts, score)
