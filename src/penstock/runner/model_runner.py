@@ -81,7 +81,16 @@ class ModelRunner:
         self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len, limits.max_drafts)
         self.block_tables = BlockTables(device, num_slots, limits.max_model_len, kv_cache_config)
         token_ids = self.requests.all_token_ids.tensor
-        self.sampler = Sampler(device, num_slots, limits.vocab_size, token_ids, self.sampling, logits_processors)
+        self.sampler = Sampler(
+            device,
+            num_slots,
+            limits.vocab_size,
+            token_ids,
+            self.sampling,
+            logits_processors,
+            speculator.verification,
+        )
+        speculator.verification.bind(self.requests.draft_token_ids.tensor, lambda: speculator.draft_probs)
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.speculator = speculator
         owners = self.requests, self.block_tables, self.sampler, self.prompt_logprobs, speculator

@@ -39,6 +39,16 @@ class Draw:
             return not self._drawing_slots
         return not self._is_greedy.any_set(rows.slots_np)
 
+    @property
+    def seeds(self) -> Tensor:
+        """int64 [slots]."""
+        return self._seed.tensor
+
+    def is_greedy(self, rows: LogitsRows) -> np.ndarray:
+        """bool [rows]"""
+        greedy: np.ndarray = self._is_greedy.host[rows.slots_np]
+        return greedy
+
     def sample(self, logits: Tensor, rows: LogitsRows) -> ChosenTokens:
         """The token of each row, by the logits that all stages left."""
         if self.is_all_greedy(rows):

@@ -32,6 +32,7 @@ from penstock.runner.sampling.penalties import Penalties
 from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.sampling.temperature import Temperature
 from penstock.runner.sampling.top_k_top_p import TopKTopP
+from penstock.runner.sampling.verification import EXACT, Verification
 
 
 class SamplerOutput(msgspec.Struct, frozen=True):
@@ -55,6 +56,7 @@ class Sampler:
     than `max_rows` is sampled in parts, since stages hold several times their rows' logits.
     token_ids_SL: the runner's table of tokens, int32 [slots, positions].
     processors: the custom ones; None for those that are installed and that `config` names.
+    verification: what becomes of tokens where there are drafts.
     Raises ConfigError when a custom logits processor cannot be loaded or made.
     """
 
@@ -66,6 +68,7 @@ class Sampler:
         token_ids_SL: Tensor,
         config: SamplingConfig,
         processors: Sequence[type[LogitsProcessor]] | None = None,
+        verification: Verification = EXACT,
     ) -> None:
         context = ProcessorContext(device, num_slots, vocab_size, token_ids_SL)
         self._device = device
@@ -93,6 +96,7 @@ class Sampler:
         # Slots whose requests want anything but the largest logit.
         self._demanding_slots: set[int] = set()
         self._draw = Draw(device, num_slots)
+        self._verification = verification
         self._logprobs = Logprobs(num_slots, vocab_size, config.logprobs_mode)
 
     def add_request(
@@ -129,6 +133,8 @@ class Sampler:
 
     def is_plain_greedy(self, rows: LogitsRows) -> bool:
         """Whether the largest logit of each row is all that these requests want."""
+        if rows.drafts is not None and self._verification.judges_greedy:
+            return False
         if not self._demanding_slots:
             return True
         return not self._shaped_slots and self._draw.is_all_greedy(rows) and self._logprobs.most(rows) is None
@@ -162,7 +168,11 @@ class Sampler:
         processed = logits.clone() if stages else logits
         for stage in stages:
             processed = stage.apply(processed, rows)
-        sampled, has_failed = self._draw.sample(processed, rows)
+        drawn = self._draw.sample(processed, rows)
+        if rows.drafts is not None:
+            greedy = self._draw.is_greedy(rows)
+            drawn = self._verification.choose(drawn, processed, rows, self._draw.seeds, greedy)
+        sampled, has_failed = drawn
         return SamplerOutput(
             sampled_token_ids=sampled,
             failures=find_failures(has_failed, logits if shaping else None, self._custom.take_spoilt_by()),

@@ -8,17 +8,19 @@ from penstock.errors import UnsupportedFeature
 from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
 from penstock.runner.speculative.speculator import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.suffix import SuffixSpeculator
+from penstock.runner.speculative.verification import create_verification
 
 
 def create_speculator(config: SpeculativeConfig, device: Device) -> Speculator:
     """The speculator that the options ask for. Raises UnsupportedFeature for what is not there."""
     if config.method is None:
         return NO_SPECULATOR
-    if config.rejection_sample_method != "exact":
-        raise UnsupportedFeature(
-            f"speculative_config: rejection_sample_method={config.rejection_sample_method!r} is not supported yet. Use "
-            "'exact'."
-        )
+    speculator = _create(config, device)
+    speculator.verification = create_verification(config, device)
+    return speculator
+
+
+def _create(config: SpeculativeConfig, device: Device) -> Speculator:
     if config.method == "ngram":
         return NgramOnHost(config) if device.kind == "cpu" else NgramOnDevice(config, device)
     if config.method == "suffix":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.config import SpeculativeConfig
 from penstock.contract import DraftTokenIds, SamplingParams
 from penstock.kernels.prompt_lookup import NO_DRAFT
 from penstock.runner.kv_cache import PagedKVCache
@@ -18,8 +19,10 @@ from penstock.runner.speculative.speculator import DraftingStep, Speculator
 class HostSpeculator(Speculator):
     """Drafts for one request after another, from the runner's table of tokens, which the host reads where it is."""
 
-    def __init__(self, num_speculative_tokens: int) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.num_speculative_tokens = config.num_speculative_tokens
+        # Where acceptance is made up, so are drafts.
+        self._always_drafts = config.rejection_sample_method == "synthetic"
         # Slots whose requests want no drafts.
         self._silent_slots: set[int] = set()
         self._proposed: DraftTokenIds | None = None
@@ -62,7 +65,10 @@ class HostSpeculator(Speculator):
         for req_id, slot, num in zip(layout.req_ids, layout.slots_np.tolist(), num_sampled, strict=True):
             if not num or slot in self._silent_slots or not self._sampler.takes_drafts(slot):
                 continue
-            drafts = self.draft(slot, self._token_ids[slot, : self._num_tokens[slot]], step.num_drafts)
+            token_ids_L = self._token_ids[slot, : self._num_tokens[slot]]
+            drafts = self.draft(slot, token_ids_L, step.num_drafts)
+            if self._always_drafts:
+                drafts = np.resize(token_ids_L[-1:] if drafts is None else drafts, step.num_drafts)
             if drafts is not None and len(drafts):
                 self._drafts[slot, : len(drafts)] = drafts
                 req_ids.append(req_id)

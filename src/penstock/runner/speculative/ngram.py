@@ -23,7 +23,7 @@ class NgramOnHost(HostSpeculator):
     """Looks for the last tokens of each request earlier in it, and drafts what followed them there."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        super().__init__(config.num_speculative_tokens)
+        super().__init__(config)
         self._lengths = config.prompt_lookup_min, config.prompt_lookup_max
 
     def draft(self, slot: int, token_ids_L: np.ndarray, num_drafts: int) -> np.ndarray | None:

@@ -16,6 +16,7 @@ from penstock.runner.input_batch import InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
+from penstock.runner.sampling.verification import EXACT, Verification
 
 
 class DraftingStep(NamedTuple):
@@ -39,11 +40,15 @@ class Speculator(ABC):
     """An owner of state per slot. Its drafts lie in the runner's `draft_token_ids`, where the next step reads them.
 
     num_speculative_tokens: drafts of a request in a step, at most.
+    verification: when its drafts are kept. draft_probs: float32 [slots, drafts, vocabulary], the distributions that
+        drafts were drawn from, for the rule that goes by them; None where they are not kept.
     needs_hidden: whether `propose` needs the hidden states of all tokens of each step. aux_layers: and those before
         these layers of the target.
     """
 
     num_speculative_tokens: int = 0
+    verification: Verification = EXACT
+    draft_probs: Tensor | None = None
     needs_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
 

@@ -24,7 +24,7 @@ class SuffixSpeculator(HostSpeculator):
     """Compares what the request itself suggests with what the outputs of earlier requests do, and drafts the better."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        super().__init__(config.num_speculative_tokens)
+        super().__init__(config)
         self._depth = config.suffix_decoding_max_tree_depth
         self._factor = config.suffix_decoding_max_spec_factor
         self._min_prob = config.suffix_decoding_min_token_prob

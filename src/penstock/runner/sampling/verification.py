@@ -1,0 +1,39 @@
+"""What the sampler asks at rows that have a draft behind them. By itself it keeps what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from penstock.kernels.sampling import ChosenTokens
+from penstock.runner.logits_rows import LogitsRows
+
+
+class Verification:
+    """A draft is kept if it is the token that is drawn anyhow: no token ever changes.
+
+    judges_greedy: whether a greedy request's tokens, too, are others than the largest logits.
+    """
+
+    judges_greedy = False
+
+    def bind(self, draft_token_ids: Tensor, draft_probs: Callable[[], Tensor | None]) -> None:
+        """draft_token_ids: int32 [slots, drafts], what a step verifies.
+
+        draft_probs: float32 [slots, drafts, vocabulary], from which those were drawn; None where they were not, or
+        where nobody knows.
+        """
+
+    def choose(
+        self, drawn: ChosenTokens, logits: Tensor, rows: LogitsRows, seeds: Tensor, is_greedy_np: np.ndarray
+    ) -> ChosenTokens:
+        """What is said at each row of a step with drafts, which is then compared with them.
+
+        logits: float32 [rows, vocabulary], from which was drawn. seeds: int64 [slots]. is_greedy_np: bool [rows].
+        """
+        return drawn
+
+
+EXACT = Verification()

@@ -1,0 +1,119 @@
+"""The choice of a rule by which drafts are kept. The rule itself decides what a request says at a row with a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.config import SpeculativeConfig
+from penstock.device import Device
+from penstock.kernels.rejection import choose_by_rate, choose_by_rejection
+from penstock.kernels.sampling import ChosenTokens
+from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.sampling.verification import EXACT, Verification
+
+
+class _OfDrafts(Verification):
+    """A rule for the rows that have a draft behind them."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._draft_token_ids: Tensor
+        self._draft_probs: Callable[[], Tensor | None]
+
+    def bind(self, draft_token_ids: Tensor, draft_probs: Callable[[], Tensor | None]) -> None:
+        self._draft_token_ids, self._draft_probs = draft_token_ids, draft_probs
+
+    def _drafts_at(self, rows: LogitsRows, which_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Of these rows their numbers, the request's draft that follows, which may be none, and which of it it is."""
+        assert rows.drafts is not None
+        which = self._device.upload(which_np)
+        numbers = rows.drafts.numbers.index_select(0, which)
+        drafts = self._draft_token_ids[rows.slots.index_select(0, which), numbers].to(torch.int64)
+        return which, drafts, numbers
+
+
+class StandardVerification(_OfDrafts):
+    """The rejection rule: outputs have the distribution that they would have without drafts, and other tokens."""
+
+    def choose(
+        self, drawn: ChosenTokens, logits: Tensor, rows: LogitsRows, seeds: Tensor, is_greedy_np: np.ndarray
+    ) -> ChosenTokens:
+        # What is greedy has one token of probability 1, as it is.
+        which_np = np.flatnonzero(_has_draft(rows) & ~is_greedy_np)
+        if not len(which_np):
+            return drawn
+        which, drafts, numbers = self._drafts_at(rows, which_np)
+        slots, probs = rows.slots.index_select(0, which), self._draft_probs()
+        chosen = choose_by_rejection(
+            logits.index_select(0, which),
+            drafts.clamp(min=0),
+            None if probs is None else probs[slots, numbers],
+            seeds,
+            slots,
+            rows.positions.index_select(0, which),
+        )
+        is_draft = drafts >= 0
+        pairs = zip(chosen, (part.index_select(0, which) for part in drawn), strict=True)
+        kept = [torch.where(is_draft, new, old) for new, old in pairs]
+        return ChosenTokens(*(old.index_copy(0, which, new) for old, new in zip(drawn, kept, strict=True)))
+
+
+class SyntheticVerification(_OfDrafts):
+    """Keeps drafts at a rate, for load tests. rates: the share of steps that keep the first draft, the second, …"""
+
+    judges_greedy = True
+
+    def __init__(self, device: Device, rates: Sequence[float]) -> None:
+        super().__init__(device)
+        before = [1.0, *rates[:-1]]
+        # Of those whose drafts before it were kept.
+        conditional = [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=True)]
+        self._rates = device.upload(np.array(conditional, dtype=np.float64))
+
+    def choose(
+        self, drawn: ChosenTokens, logits: Tensor, rows: LogitsRows, seeds: Tensor, is_greedy_np: np.ndarray
+    ) -> ChosenTokens:
+        which_np = np.flatnonzero(_has_draft(rows))
+        if not len(which_np):
+            return drawn
+        which, drafts, numbers = self._drafts_at(rows, which_np)
+        tokens = choose_by_rate(
+            drawn.token_ids_R.index_select(0, which),
+            drafts.clamp(min=0),
+            self._rates.index_select(0, numbers),
+            seeds.index_select(0, rows.slots.index_select(0, which)),
+            rows.positions.index_select(0, which),
+            logits.shape[1],
+        )
+        return ChosenTokens(drawn.token_ids_R.index_copy(0, which, tokens), drawn.has_failed_R)
+
+
+def create_verification(config: SpeculativeConfig, device: Device) -> Verification:
+    """The rule that the options ask for."""
+    if config.rejection_sample_method == "standard":
+        return StandardVerification(device)
+    if config.rejection_sample_method == "synthetic":
+        return SyntheticVerification(device, synthetic_rates(config))
+    return EXACT
+
+
+def synthetic_rates(config: SpeculativeConfig) -> list[float]:
+    """The share of steps that keep the first draft, the second, …: as given, or powers that make the mean length."""
+    most, length = config.num_speculative_tokens, config.synthetic_acceptance_length
+    if length is None:
+        return [float(rate) for rate in config.synthetic_acceptance_rates or ()]
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (low, rate) if sum(rate**number for number in range(most + 1)) > length else (rate, high)
+    return [high**number for number in range(1, most + 1)]
+
+
+def _has_draft(rows: LogitsRows) -> np.ndarray:
+    """bool [rows]: whether the next row is that after a draft of the same request."""
+    assert rows.drafts is not None
+    return np.append(rows.drafts.numbers_np[1:] > 0, False)
