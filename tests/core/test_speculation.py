@@ -374,3 +374,34 @@ def test_results_have_as_many_tokens_as_were_accepted(folder: Path, speculative:
     run(core, [[5, 6, 7, 8] * 6], greedy(40, allowed_token_ids=[4]))
     core.close()
     assert max(sizes) == 4
+
+
+def test_what_became_of_drafts_is_told_per_request_and_in_all(
+    recording: Recording, speculative: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = ["ROMEO: ROMEO: ROMEO:", "To be, or not to be, that is to be"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.8, n=2, seed=7, max_tokens=40, stop=["e t"]),
+    ]
+    with (
+        caplog.at_level("INFO", logger="penstock"),
+        LLM("demo", speculative_config=speculative, max_model_len=256) as llm,
+    ):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        plain = llm.generate(prompts[0], SamplingParams(max_tokens=5, num_speculative_tokens=0), use_tqdm=False)
+        in_all = llm._session._core.scheduler.spec_decode_metrics  # type: ignore[attr-defined]
+    assert plain[0].metrics.spec_decode_metrics.num_drafts == 0
+    first = outputs[0].metrics.spec_decode_metrics
+    # Each step brings a token besides what was accepted.
+    (core_id,) = [req_id for req_id in recording.drafts if req_id.startswith(outputs[0].request_id)][:1]
+    steps = [step for step in recording.steps if core_id in step.num_scheduled_tokens]
+    assert len(steps) + first.num_accepted_tokens >= 40
+    assert first.num_drafts == len(recording.drafts[core_id])
+    assert first.num_draft_tokens == sum(map(len, recording.drafts[core_id]))
+    assert sum(first.num_accepted_tokens_per_pos) == first.num_accepted_tokens > 0
+    assert first.num_accepted_tokens_per_pos == sorted(first.num_accepted_tokens_per_pos, reverse=True)
+    assert first.mean_acceptance_length == 1 + first.num_accepted_tokens / first.num_drafts
+    both = outputs[1].metrics.spec_decode_metrics.num_draft_tokens + first.num_draft_tokens
+    assert 0 <= in_all.num_draft_tokens - both <= 2 * 3
+    assert f"{in_all.num_accepted_tokens:,} of {in_all.num_draft_tokens:,} drafts accepted" in caplog.text

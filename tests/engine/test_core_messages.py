@@ -50,6 +50,7 @@ _outputs = st.builds(
     finish_reason=st.none() | st.sampled_from(FinishReason),
     stop_reason=st.none() | st.integers(0, 99) | st.text(),
     error=st.none() | st.text(),
+    num_draft_tokens=st.integers(0, 9),
     num_cached_tokens=st.integers(0, 99),
     num_preemptions=st.integers(0, 99),
     first_scheduled_time=st.none() | _floats,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from penstock.bench.runs import Prompts, Run, Tick, repeat, run
 from penstock.bench.statistics import summary
 from penstock.bench.workloads import Settings
 from penstock.engine.session import Session
+from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 
 def measure(session: Session, prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
@@ -48,6 +51,16 @@ def _of_runs(runs: list[Run]) -> dict[str, Any]:
         "cached_tokens_per_run": sum(done.num_cached_tokens for done in runs) / len(runs),
         "preemptions_per_run": sum(done.num_preemptions for done in runs) / len(runs),
     }
+    drafts = SpecDecodeMetrics()
+    for done in runs:
+        drafts.add(done.spec_decode_metrics)
+    if drafts.num_drafts:
+        figures["speculation"] = {
+            **msgspec.structs.asdict(drafts),
+            "acceptance_rate": drafts.acceptance_rate,
+            "acceptance_rate_per_pos": drafts.acceptance_rate_per_pos,
+            "mean_acceptance_length": drafts.mean_acceptance_length,
+        }
     per_token = [value for done in runs for value in done.per_token_seconds]
     return {**figures, "time_per_output_token_s": summary(per_token)} if per_token else figures
 

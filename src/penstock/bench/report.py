@@ -17,7 +17,9 @@ def tables(settings: Settings, results: Any) -> list[Table]:
         return [_figures_table(_title(settings), _startup_rows(results))]
     if settings.workload == "prefix":
         return [
-            _figures_table(f"{_title(settings)}, {words}", _rows(results[key], "output_tokens_per_s"))
+            _figures_table(
+                f"{_title(settings)}, {words}", _rows(results[key], "output_tokens_per_s"), _caption(results[key])
+            )
             for key, words in (("new_prefix", "prefix not seen before"), ("known_prefix", "prefix served before"))
         ]
     rates = {
@@ -25,7 +27,7 @@ def tables(settings: Settings, results: Any) -> list[Table]:
         "throughput": ("requests_per_s", "input_tokens_per_s", "output_tokens_per_s"),
         "prefill": ("input_tokens_per_s",),
     }
-    return [_figures_table(_title(settings), _rows(results, *rates[settings.workload]))]
+    return [_figures_table(_title(settings), _rows(results, *rates[settings.workload]), _caption(results))]
 
 
 def _title(settings: Settings) -> str:
@@ -37,6 +39,18 @@ def _title(settings: Settings) -> str:
     parts.append(f"{settings.input_len} in")
     parts.append(f"{settings.output_len or 1} out")
     return ", ".join(parts)
+
+
+def _caption(results: dict[str, Any]) -> str | None:
+    """What became of drafts, if there were any."""
+    drafts = results.get("speculation")
+    if drafts is None:
+        return None
+    rates = ", ".join(f"{rate:.2f}" for rate in drafts["acceptance_rate_per_pos"])
+    return (
+        f"{drafts['acceptance_rate']:.0%} of {drafts['num_draft_tokens']:,} drafts accepted, "
+        f"{drafts['mean_acceptance_length']:.2f} tokens per step with drafts; by position {rates}"
+    )
 
 
 def _rows(results: dict[str, Any], *rates: str) -> list[tuple[str, dict[str, Any], float, str]]:
@@ -58,8 +72,8 @@ def _startup_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any], fl
     return [("process start to first token", results["startup_s"], 1.0, "s"), *stages]
 
 
-def _figures_table(title: str, rows: list[tuple[str, dict[str, Any], float, str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _figures_table(title: str, rows: list[tuple[str, dict[str, Any], float, str]], caption: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
     table.add_column("")
     for heading in ("median", "mean", "10%", "90%", "spread"):
         table.add_column(heading, justify="right")

@@ -14,6 +14,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.errors import ContextTooLong, PenstockError
+from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 _Measured = TypeVar("_Measured")
 # Told about each run that is over.
@@ -38,6 +39,14 @@ class Run:
     @property
     def num_preemptions(self) -> int:
         return sum(output.metrics.num_preemptions for output in self.outputs)
+
+    @property
+    def spec_decode_metrics(self) -> SpecDecodeMetrics:
+        """What became of the drafts."""
+        total = SpecDecodeMetrics()
+        for output in self.outputs:
+            total.add(output.metrics.spec_decode_metrics)
+        return total
 
     @property
     def first_token_seconds(self) -> list[float]:

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.engine.draft_log import DraftLog
 from penstock.engine.grammar import Grammar
 from penstock.engine.messages import EngineRequest
 from penstock.engine.startup import StartedEngine, start_engine
@@ -72,6 +73,7 @@ class EngineCore:
         )
         # Where steps run ahead, drafts stay on the device.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
+        self._draft_log = DraftLog(self.scheduler.spec_decode_metrics)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -185,6 +187,8 @@ class EngineCore:
         output, handle = self._in_flight.popleft()
         outputs = self.scheduler.update_from_output(output, handle.get_output())
         self._failures_in_a_row = 0
+        if output.scheduled_spec_decode_tokens:
+            self._draft_log.note_step()
         self._outputs += outputs
         try:
             self._grammar.accept(outputs)
@@ -259,6 +263,7 @@ class EngineCore:
         self._grammar.close()
         engine, self._engine = self._engine, None
         if engine is not None:
+            self._draft_log.close()
             engine.executor.shutdown()
 
     def _end_constrained(self, error: Exception, req_ids: Iterable[str]) -> None:

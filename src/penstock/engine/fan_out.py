@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.engine.messages import EngineRequest
 from penstock.engine.outputs import RequestMetrics, RequestOutput
+from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 if TYPE_CHECKING:
     from penstock.engine.output_processor import Inbox, Progress, RequestProgress
@@ -109,6 +110,9 @@ def merged_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
     def known(name: str) -> list[float]:
         return [value for one in metrics if (value := getattr(one, name)) is not None]
 
+    drafted = SpecDecodeMetrics()
+    for one in metrics:
+        drafted.add(one.spec_decode_metrics)
     is_finished = all(one.finished_time is not None for one in metrics)
     return RequestMetrics(
         arrival_time=metrics[0].arrival_time,
@@ -121,6 +125,7 @@ def merged_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
         num_cached_tokens=metrics[0].num_cached_tokens,
         num_outputs=sum(one.num_generated_tokens > 0 for one in metrics),
         decoding_s=sum(one.decoding_s for one in metrics),
+        spec_decode_metrics=drafted,
     )
 
 

@@ -21,6 +21,7 @@ from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from penstock.engine.stop_strings import StopScanner
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
+from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 _STOP = FinishReason.STOP  # looked up for every token
@@ -62,6 +63,7 @@ class RequestProgress:
         self._last_token_time: float | None = None
         self._finished_time: float | None = None
         self._num_preemptions = 0
+        self._spec_decode_metrics = SpecDecodeMetrics()
         self._pieces: list[str] = []
         self._num_detokenized = 0
         self._num_pieces_taken = 0
@@ -140,6 +142,7 @@ class RequestProgress:
             num_generated_tokens=len(self.token_ids),
             num_cached_tokens=self.num_cached_tokens,
             decoding_s=0.0 if first is None or last is None else last - first,
+            spec_decode_metrics=self._spec_decode_metrics.since(SpecDecodeMetrics()),
         )
 
     def advance(self, output: EngineCoreOutput, now: float) -> None:
@@ -147,6 +150,8 @@ class RequestProgress:
         new_token_ids = output.new_token_ids
         if new_token_ids:
             self.token_ids += new_token_ids
+            if output.num_draft_tokens:
+                self._spec_decode_metrics.note(output.num_draft_tokens, len(new_token_ids) - 1)
             if self._scanner is not None:
                 self._add_scanned(self._with_text(new_token_ids, output), len(new_token_ids), self._scanner)
             if self._first_token_time is None:

@@ -6,6 +6,8 @@ from enum import Enum
 
 import msgspec
 
+from penstock.scheduler.acceptance import SpecDecodeMetrics
+
 
 class RequestOutputKind(Enum):
     """What a stream's outputs hold: everything so far, only what is new, or nothing before the end."""
@@ -56,6 +58,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
     Of a request with several outputs: the earliest first times, the latest last ones, and sums over its outputs.
     decoding_s: from an output's first token to its last, summed over the outputs.
+    spec_decode_metrics: what became of the drafts; of those that were accepted, the ones that the output has.
     """
 
     arrival_time: float
@@ -68,6 +71,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_outputs: int = 1
     decoding_s: float = 0.0
+    spec_decode_metrics: SpecDecodeMetrics = msgspec.field(default_factory=SpecDecodeMetrics)
 
     @property
     def time_in_queue_s(self) -> float | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
+import msgspec
+
 
 class Acceptance:
     """Drafts that were accepted, and those that were tried: accepted, or the first to be rejected.
@@ -22,3 +26,70 @@ class Acceptance:
     def note(self, num_drafts: int, num_accepted: int) -> None:
         self.accepted += num_accepted
         self.tried += num_accepted + (num_accepted < num_drafts)
+
+
+class SpecDecodeMetrics(msgspec.Struct, kw_only=True):
+    """What became of drafts, counted.
+
+    num_drafts: steps that verified some of a request.
+    num_draft_tokens, num_accepted_tokens: of these, drafts, and those that were right.
+    num_accepted_tokens_per_pos: how often the first draft was right, the second, …
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of drafts that were right; None without any."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens of a step with drafts, in the mean: the drafts that were right, and one more; None without any."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def acceptance_rate_per_pos(self) -> list[float]:
+        """Of the steps with drafts, the share in which the first was right, the second, …"""
+        return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
+
+    def note(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one request's part of a step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        by_position = self.num_accepted_tokens_per_pos
+        by_position += [0] * (num_draft_tokens - len(by_position))
+        for position in range(num_accepted_tokens):
+            by_position[position] += 1
+
+    def add(self, other: SpecDecodeMetrics) -> None:
+        """Count what another has counted."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        mine, its = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        self.num_accepted_tokens_per_pos = [sum(pair) for pair in zip_longest(mine, its, fillvalue=0)]
+
+    def since(self, earlier: SpecDecodeMetrics) -> SpecDecodeMetrics:
+        """What this one has counted since it was equal to `earlier`."""
+        mine, its = self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos
+        return SpecDecodeMetrics(
+            num_drafts=self.num_drafts - earlier.num_drafts,
+            num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
+            num_accepted_tokens_per_pos=[now - before for now, before in zip_longest(mine, its, fillvalue=0)],
+        )
+
+    def describe(self) -> str:
+        """A line for people."""
+        if not self.num_drafts:
+            return "no drafts"
+        by_position = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_pos)
+        return (
+            f"{self.num_accepted_tokens:,} of {self.num_draft_tokens:,} drafts accepted ({self.acceptance_rate:.0%}), "
+            f"{self.mean_acceptance_length:.2f} tokens per step with drafts; by position {by_position}"
+        )

@@ -25,6 +25,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         failed).
     new_logprobs: one row per new token, when the request asked for them.
     prompt_logprobs: with the first token, one row per token of the prompt but the first, when the request asked.
+    num_draft_tokens: drafts that the step verified for it.
     pooled: what became of the prompt's hidden states, with the end of a request that pools.
     stop_reason: the stop token that ended the request, when it is one of `stop_token_ids`; else None.
     error: what went wrong, when finish_reason is ERROR.
@@ -37,6 +38,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     req_id: str
     new_token_ids: list[int] = []
+    num_draft_tokens: int = 0
     new_logprobs: LogprobsLists | None = None
     prompt_logprobs: LogprobsLists | None = None
     pooled: list[float] | None = None

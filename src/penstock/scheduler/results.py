@@ -69,6 +69,7 @@ def make_output(
     new_logprobs: LogprobsLists | None = None,
     error: str | None = None,
     pooled: list[float] | None = None,
+    num_draft_tokens: int = 0,
 ) -> EngineCoreOutput:
     """What a step brought a request, with its history, and the log-probabilities of its prompt if they are due."""
     prompt_logprobs = request.prompt_logprobs if new_token_ids else None
@@ -77,6 +78,7 @@ def make_output(
     return EngineCoreOutput(
         req_id=request.req_id,
         new_token_ids=new_token_ids,
+        num_draft_tokens=num_draft_tokens,
         new_logprobs=new_logprobs,
         prompt_logprobs=prompt_logprobs,
         pooled=pooled,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.errors import InvalidRequest
+from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeSteps
 from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
@@ -97,6 +98,11 @@ class Scheduler:
     def num_in_flight_steps(self) -> int:
         """Steps with tokens whose results have not arrived."""
         return len(self._in_flight.steps)
+
+    @property
+    def spec_decode_metrics(self) -> SpecDecodeMetrics:
+        """What became of all drafts so far."""
+        return self._in_flight.spec_decode_metrics
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests.by_id)

@@ -7,6 +7,7 @@ from itertools import islice
 
 from penstock.contract import ModelRunnerOutput, PooledOutput, SampledOutput, SchedulerOutput
 from penstock.errors import LifecycleError
+from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.decode_steps import DecodeStep
 from penstock.scheduler.draft_budget import DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
@@ -30,7 +31,7 @@ _NUM_NAMED = 5
 class StepsInFlight:
     """Steps with tokens that were launched, oldest first. Results come in their order, each once.
 
-    steps: by step id, what each runs.
+    steps: by step id, what each runs. spec_decode_metrics: what became of all drafts so far.
     """
 
     def __init__(self, requests: RequestLists, kv_cache: KVCacheManager, draft_budget: DraftBudget) -> None:
@@ -38,6 +39,7 @@ class StepsInFlight:
         self._requests = requests
         self._kv_cache = kv_cache
         self._draft_budget = draft_budget
+        self.spec_decode_metrics = SpecDecodeMetrics()
         self._first_valid_step_id = 0
 
     def drop(self, next_step_id: int) -> None:
@@ -171,6 +173,7 @@ class StepsInFlight:
         request.num_output_placeholders -= max_new_tokens
         if max_new_tokens > 1:
             self._draft_budget.note_results(request, max_new_tokens - 1, num_new_tokens - 1)
+            self.spec_decode_metrics.note(max_new_tokens - 1, num_new_tokens - 1)
         # A preempted request begins anew.
         if num_new_tokens < max_new_tokens and request.status is _RUNNING:
             request.num_computed_tokens -= max_new_tokens - num_new_tokens
@@ -182,10 +185,17 @@ class StepsInFlight:
         if finish_reason is not None:
             self._requests.finish(request)
         elif results.logprobs is None and not request.has_news:
-            return EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids)
+            return EngineCoreOutput(
+                req_id=request.req_id, new_token_ids=new_token_ids, num_draft_tokens=max_new_tokens - 1
+            )
         rows = slice(num_rows_before, num_rows_before + len(new_token_ids))
         return make_output(
-            request, new_token_ids, finish_reason, stop_reason, logprobs_of_rows(request, results.logprobs, rows)
+            request,
+            new_token_ids,
+            finish_reason,
+            stop_reason,
+            logprobs_of_rows(request, results.logprobs, rows),
+            num_draft_tokens=max_new_tokens - 1,
         )
 
     def _take_pooled(self, entry: ScheduledRequest, results: PooledOutput, row: int) -> EngineCoreOutput | None:
