@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock import LLM, AsyncEngine, StreamingInput
-from penstock.contract import SampledOutput, SamplingParams, SchedulerOutput
+from penstock.contract import RecurrentStateSpec, SampledOutput, SamplingParams, SchedulerOutput
 from penstock.engine.core import EngineCore
 from penstock.errors import UnsupportedFeature
 from penstock.executor import UniProcExecutor
@@ -357,6 +357,15 @@ def test_an_engine_that_pools_has_no_use_for_drafts(
 ) -> None:
     monkeypatch.setattr(UniProcExecutor, "pools", property(lambda executor: True))
     with pytest.raises(UnsupportedFeature, match=r"speculative_config.*pools"):
+        make_speculating_core(folder, speculative)
+
+
+def test_a_model_that_keeps_a_state_has_no_use_for_drafts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, speculative: dict[str, Any]
+) -> None:
+    specs = [{"layers.0.mixer": RecurrentStateSpec(state_bytes=64)}]
+    monkeypatch.setattr(UniProcExecutor, "get_kv_cache_specs", lambda executor: specs)
+    with pytest.raises(UnsupportedFeature, match=r"speculative_config: layers.0.mixer keeps a state"):
         make_speculating_core(folder, speculative)
 
 

@@ -187,9 +187,9 @@ class EngineCore:
         output, handle = self._in_flight.popleft()
         outputs = self.scheduler.update_from_output(output, handle.get_output())
         self._failures_in_a_row = 0
+        self._outputs += outputs
         if output.scheduled_spec_decode_tokens:
             self._draft_log.note_step()
-        self._outputs += outputs
         try:
             self._grammar.accept(outputs)
         except Exception as error:

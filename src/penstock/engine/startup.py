@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import KVCacheConfig
+from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
 from penstock.errors import UnsupportedFeature
 from penstock.executor import Executor, create_executor
@@ -52,11 +53,9 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     begin = time.monotonic()
     executor = create_executor(config)
     try:
-        if executor.pools and executor.num_speculative_tokens:
-            raise UnsupportedFeature(
-                "speculative_config: an engine that pools has no tokens that could be drafted. Leave it out."
-            )
         specs = executor.get_kv_cache_specs()[0]
+        if executor.num_speculative_tokens:
+            _check_can_speculate(executor, specs)
         plan = min(executor.determine_available_memory(), key=lambda plan: plan.kv_cache_bytes)
         max_model_len = choose_max_model_len(config, specs, plan)
         kv_cache_config = size_kv_cache(config, specs, plan, max_model_len)
@@ -81,3 +80,17 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     )
     logger.info("Ready in %.1f s", time.monotonic() - begin)
     return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs)
+
+
+def _check_can_speculate(executor: Executor, specs: Mapping[str, KVCacheSpec]) -> None:
+    """Raise UnsupportedFeature for an engine in which no draft could be verified."""
+    if executor.pools:
+        raise UnsupportedFeature(
+            "speculative_config: an engine that pools has no tokens that could be drafted. Leave it out."
+        )
+    states = [name for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)]
+    if states:
+        raise UnsupportedFeature(
+            f"speculative_config: {states[0]} keeps a state of each request, which drafts that are rejected would have "
+            "changed. Leave it out with this model."
+        )
