@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 
-# How much the last step without drafts counts, and how much of what is known of steps with drafts the next one leaves.
-_WEIGHT, _MEMORY = 0.25, 0.95
-# What a step is believed to take at most, of what was expected: others use the machine too.
-_MOST_TIMES = 3.0
+# Steps that are remembered: without drafts, and with them; and after how many of these they are looked at again.
+_NUM_PLAIN, _NUM_SPECULATING, _NUM_BETWEEN = 9, 32, 4
 
 
 class StepTimes:
     """costs: (tokens, seconds) of steps, as workers have measured them; none stands for steps of equal length.
 
-    What real steps take beyond that is learned: of steps without drafts their mean; of others a line over their number
-    of drafts.
+    What real steps take beyond that is learned from the last ones: of steps without drafts their median; of others a
+    line over their number of drafts. A few slow steps, as where others use the machine too, change neither.
     """
 
     def __init__(self, costs: Sequence[tuple[int, float]]) -> None:
@@ -27,48 +27,52 @@ class StepTimes:
         self._slope = 0.0
         if len(by_size) > 1:
             self._slope = float(np.diff(self._seconds[-2:])[0] / np.diff(self._sizes[-2:])[0])
-        # Of steps without drafts; None before there was one.
-        self._more: float | None = None
-        # Of the others, weighted sums: 1, drafts, drafts squared, seconds more, drafts times seconds more.
-        self._sums = np.zeros(5)
+        # Seconds beyond the measure of steps without drafts; drafts of the others, and the same of these.
+        self._plain: deque[float] = deque(maxlen=_NUM_PLAIN)
+        self._drafts: deque[float] = deque(maxlen=_NUM_SPECULATING)
+        self._speculating: deque[float] = deque(maxlen=_NUM_SPECULATING)
+        self._num_noted = 0
+        self._fixed = self._each = 0.0
 
     def note(self, num_reqs: int, num_drafts: int, seconds: float, *, speculates: bool) -> None:
         """What a step took, from its decision to its results. speculates: it verified drafts, or made some."""
-        measured = float(self._by_size(np.array([num_reqs + num_drafts]))[0])
+        more = seconds - float(self._by_size(np.array([num_reqs + num_drafts]))[0])
         if not speculates:
-            if self._more is None:
-                self._more = seconds - measured
-            else:
-                more = min(seconds, _MOST_TIMES * (measured + self._more)) - measured
-                self._more += _WEIGHT * (more - self._more)
+            self._plain.append(more)
             return
-        if self._sums[0] > 1.0:
-            fixed, each = self._line()
-            seconds = min(seconds, _MOST_TIMES * (measured + fixed + each * num_drafts))
-        more = seconds - measured
-        self._sums *= _MEMORY
-        self._sums += [1.0, num_drafts, num_drafts**2, more, num_drafts * more]
+        self._drafts.append(num_drafts)
+        self._speculating.append(more)
+        if self._num_noted % _NUM_BETWEEN == 0:
+            self._fixed, self._each = self._draw_line()
+        self._num_noted += 1
 
     def seconds(self, num_reqs: int, most_drafts: int) -> np.ndarray:
         """float64 [1 + most_drafts], of steps in which so many requests decode, by the number of their drafts."""
+        plain = self._more_plain
         num_drafts = np.arange(1 + most_drafts)
         seconds = self._by_size(num_reqs + num_drafts)
-        fixed, each = self._line()
-        seconds[1:] += fixed + each * num_drafts[1:]
-        seconds[0] += self._more or 0.0
+        seconds[1:] += max(plain, self._fixed) + self._each * num_drafts[1:]
+        seconds[0] += plain
         return seconds.clip(min=1e-9)
 
-    def _line(self) -> tuple[float, float]:
-        """What steps that speculate take beyond the measure: in any case, and for each draft; never less than nothing.
+    @property
+    def _more_plain(self) -> float:
+        return median(self._plain) if self._plain else 0.0
 
-        The line is held, with the weight of one step, where steps without drafts are: that tells what each draft takes
-        even if all steps have had the same number of them.
+    def _draw_line(self) -> tuple[float, float]:
+        """What steps that speculate take beyond the measure: in any case, and for each draft, which is never negative.
+
+        By medians of what pairs of steps say (Theil and Sen). Steps without drafts are among them, half as many: they
+        tell what each draft takes even if all other steps have had the same number of them.
         """
-        plain = self._more or 0.0
-        weight, drafts, squares, more, products = (self._sums + np.array([1.0, 0.0, 0.0, plain, 0.0])).tolist()
-        spread = weight * squares - drafts**2
-        each = max(0.0, (weight * products - drafts * more) / spread) if spread > 0.0 else 0.0
-        return max(plain, (more - each * drafts) / weight), each
+        num_plain = -(-len(self._drafts) // 2)
+        drafts = np.array([*self._drafts, *[0.0] * num_plain])
+        more = np.array([*self._speculating, *[self._more_plain] * num_plain])
+        apart = drafts[:, np.newaxis] - drafts
+        is_pair = apart > 0.0
+        slopes = (more[:, np.newaxis] - more)[is_pair] / apart[is_pair]
+        each = max(0.0, float(np.median(slopes))) if len(slopes) else 0.0
+        return median(np.subtract(self._speculating, np.multiply(self._drafts, each)).tolist()), each
 
     def _by_size(self, num_tokens: np.ndarray) -> np.ndarray:
         beyond = (num_tokens - self._sizes[-1]).clip(min=0.0) * self._slope
