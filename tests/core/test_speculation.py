@@ -19,6 +19,8 @@ from penstock.errors import UnsupportedFeature
 from penstock.executor import UniProcExecutor
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
+from penstock.scheduler import draft_budget
+from penstock.scheduler.step_times import StepTimes
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
@@ -198,6 +200,44 @@ def test_tokens_are_those_of_an_engine_without(
     assert max(len(tokens) for steps in recording.drafts.values() for tokens in steps) == 3
     num_steps = sum("r7" in step.num_scheduled_tokens for step in recording.steps)
     assert num_steps < len(expected[7].tokens)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 9, "max_num_seqs": 3}], ids=["whole", "chunks"])
+def test_tokens_are_the_same_however_many_drafts_seem_to_pay(
+    folder: Path,
+    expected: list[Result],
+    recording: Recording,
+    monkeypatch: pytest.MonkeyPatch,
+    speculative: dict[str, Any],
+    options: dict[str, Any],
+    async_scheduling: bool,
+) -> None:
+    rng = np.random.default_rng(5)
+
+    def seconds(times: StepTimes, num_reqs: int, most_drafts: int) -> np.ndarray:
+        # As many as come first, any number, or none at all.
+        slope = float(rng.choice([0.0, 0.2, 0.5, 1.0, 5.0]))
+        return 1.0 + slope * np.arange(1 + most_drafts) / num_reqs
+
+    monkeypatch.setattr(StepTimes, "seconds", seconds)
+    monkeypatch.setattr(draft_budget, "_FIRST_PAUSE", 3)
+    monkeypatch.setattr(draft_budget, "_LONGEST_PAUSE", 3)
+    config = {**speculative, "adaptive": True}
+    core = make_speculating_core(folder, config, async_scheduling=async_scheduling, **options)
+    assert core._engine is not None
+    costs = core._engine.step_costs
+    assert costs is not None
+    assert [size for size, _ in costs] == [1 << power for power in range(len(costs))]
+    assert all(seconds > 0.0 for _, seconds in costs)
+    found = run(core, PROMPTS, PARAMS)
+    assert_nothing_is_held(core)
+    core.close()
+    assert_same(found, expected)
+    numbers = {len(tokens) for steps in recording.drafts.values() for tokens in steps}
+    assert numbers == {1, 2, 3}
+    wanted = [step.num_drafts_wanted for step in recording.steps]
+    assert {0, 3} <= set(wanted)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])

@@ -160,7 +160,8 @@ class EngineCore:
             if not self._runs_ahead:
                 self._read_oldest()
                 if self._takes_drafts:
-                    self._take_drafts()
+                    if executed.num_drafts_wanted:
+                        self._take_drafts()
                     self.scheduler.note_time(executed, time.perf_counter() - begin)
 
     def _execute_next(self) -> SchedulerOutput | None:

@@ -114,15 +114,13 @@ class Generation(AfterForward):
         if is_repeated and not keeps_hidden:
             chosen = self._paths.choose(model, inputs)
             if chosen is not None:
-                return PendingStep(errors, batch, chosen=chosen, context=context, inputs=inputs, num_drafts=num_drafts)
+                return PendingStep(errors, batch, None, None, None, chosen, context, inputs, num_drafts)
         if batch.layout.can_be_narrowed and not keeps_hidden and not self.computes_all_hidden:
             context = self._kv_cache.narrow_to_last_tokens(context, batch)
         hidden = self._paths.forward(model, inputs, context)
         of_rows = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
         all_hidden = hidden if keeps_hidden else None
-        return PendingStep(
-            errors, batch, of_rows, prompt_rows, all_hidden, context=context, inputs=inputs, num_drafts=num_drafts
-        )
+        return PendingStep(errors, batch, of_rows, prompt_rows, all_hidden, None, context, inputs, num_drafts)
 
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
         batch, errors, context, inputs = step.batch, step.errors, step.context, step.inputs
