@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from penstock import LLM, AsyncEngine, StreamingInput
+from penstock.config import DeviceConfig
 from penstock.contract import RecurrentStateSpec, SampledOutput, SamplingParams, SchedulerOutput
+from penstock.device import create_device
 from penstock.engine.core import EngineCore
 from penstock.errors import UnsupportedFeature
 from penstock.executor import UniProcExecutor
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
+from penstock.runner.speculative import create
+from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
 from penstock.scheduler import draft_budget
 from penstock.scheduler.step_times import StepTimes
 from penstock.worker.worker import Worker
@@ -238,6 +242,28 @@ def test_tokens_are_the_same_however_many_drafts_seem_to_pay(
     assert numbers == {1, 2, 3}
     wanted = [step.num_drafts_wanted for step in recording.steps]
     assert {0, 3} <= set(wanted)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+def test_a_device_whose_tokens_the_host_cannot_read_drafts_the_same(
+    folder: Path,
+    expected: list[Result],
+    recording: Recording,
+    monkeypatch: pytest.MonkeyPatch,
+    async_scheduling: bool,
+) -> None:
+    drafts = []
+    device = create_device(DeviceConfig(device="cpu", num_threads=1))
+    for speculator in (NgramOnHost, lambda config: NgramOnDevice(config, device)):
+        monkeypatch.setattr(create, "NgramOnHost", speculator)
+        core = make_speculating_core(folder, SPECULATIVE["ngram"], async_scheduling=async_scheduling)
+        assert_same(run(core, PROMPTS, PARAMS), expected)
+        assert_nothing_is_held(core)
+        core.close()
+        drafts.append(recording.drafts)
+        recording.steps.clear()
+    assert drafts[0] == drafts[1]
+    assert drafts[0]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
