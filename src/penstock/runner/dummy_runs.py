@@ -18,8 +18,8 @@ from penstock.runner.sampling.prompt_logprobs import PromptRows
 
 _PROFILED = "profile"
 _PROFILE_TIMEOUT_S = 300.0
-# Steps of each size that are measured, and the seconds after which there are no larger ones.
-_NUM_MEASURED_STEPS, _MEASURED_S = 3, 0.5
+# How long steps are measured, in seconds, and how often each size at most, after the first time.
+_MEASURED_S, _NUM_MEASURED_AGAIN = 0.5, 9
 
 
 def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
@@ -37,19 +37,25 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
 
 def measure_step_costs(runner: ModelRunner, most_tokens: int) -> list[tuple[int, float]]:
     """The shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits."""
-    costs: list[tuple[int, float]] = []
+    shortest: dict[int, float] = {}
     start = time.perf_counter()
     num_tokens = 1
-    while num_tokens <= most_tokens and (len(costs) < 2 or time.perf_counter() - start < _MEASURED_S):
-        times = []
-        for _ in range(_NUM_MEASURED_STEPS):
-            begin = time.perf_counter()
-            run_dummy_batch(runner, num_tokens, min(num_tokens, runner.limits.max_num_reqs))
-            runner.device.synchronize()
-            times.append(time.perf_counter() - begin)
-        costs.append((num_tokens, min(times)))
+    # Once with all sizes that half of the time has room for, and then again and again.
+    while num_tokens <= most_tokens and (len(shortest) < 2 or time.perf_counter() - start < _MEASURED_S / 2):
+        shortest[num_tokens] = _time_dummy_batch(runner, num_tokens)
         num_tokens *= 2
-    return costs
+    for _ in range(_NUM_MEASURED_AGAIN):
+        for size in shortest:
+            if time.perf_counter() - start < _MEASURED_S:
+                shortest[size] = min(shortest[size], _time_dummy_batch(runner, size))
+    return list(shortest.items())
+
+
+def _time_dummy_batch(runner: ModelRunner, num_tokens: int) -> float:
+    begin = time.perf_counter()
+    run_dummy_batch(runner, num_tokens, min(num_tokens, runner.limits.max_num_reqs))
+    runner.device.synchronize()
+    return time.perf_counter() - begin
 
 
 def start_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:

@@ -21,11 +21,11 @@ _PROBE_TRIED = 2.0
 # Steps without drafts between two probes: they grow while probes bring nothing.
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 128
 # Steps in which nobody has an idea, after which nobody is asked for a while.
-_LONGEST_SILENCE, _SILENT_PAUSE = 16, 32
+_LONGEST_SILENCE, _SILENT_PAUSE = 16, 48
 # Of a probe: one request in so many, and drafts of each.
 _PROBED_SHARE, _PROBED_DRAFTS = 8, 2
-# Until the results of the step after it are there.
-_NUM_STEPS_OF_PROBE = 3
+# Steps in which somebody may have an idea, and those until its results are there.
+_NUM_TRIES, _NUM_STEPS_TO_RESULTS = 3, 2
 # Steps without drafts, to see how long they take: at first, and when there was none for so long. The first of them has
 # the drafts of the step before.
 _NUM_PLAIN_STEPS, _NUM_STEPS_TO_MEASURE, _MOST_STEPS_UNMEASURED = 4, 2, 100
@@ -75,7 +75,7 @@ class AdaptiveBudget(DraftBudget):
         self._pause = _FIRST_PAUSE
         self._paused_until = _NUM_PLAIN_STEPS if measures_time else 0
         self._is_paused = False
-        self._num_probes = 0
+        self._num_probes = self._num_tries_left = self._probe_began = 0
         self._last_drafts_at = self._step_id = 0
 
     def plan(self, step_id: int, requests: Sequence[Request]) -> int:
@@ -84,6 +84,9 @@ class AdaptiveBudget(DraftBudget):
             self.num_steps_planned = self._paused_until - step_id
             return self._give(requests, None)
         if self._is_paused:
+            self._is_paused, self._num_tries_left, self._probe_began = False, _NUM_TRIES, step_id
+            self._num_probes += 1
+        if self._num_tries_left > 0:
             return self._probe(requests)
         self.num_steps_planned = _LONGEST_SILENCE
         if step_id - self._last_drafts_at >= _LONGEST_SILENCE:
@@ -156,12 +159,12 @@ class AdaptiveBudget(DraftBudget):
 
     def _probe(self, requests: Sequence[Request]) -> int:
         """Let a few requests, others each time, verify a few drafts once, and wait for what comes of it."""
-        self._is_paused = False
-        self._num_probes += 1
-        self._paused_until = self._step_id + _NUM_STEPS_OF_PROBE
-        # Unless there are some.
-        self._last_drafts_at = self._step_id - _LONGEST_SILENCE
+        self._num_tries_left -= 1
         self.num_steps_planned = 1
+        if self._last_drafts_at >= self._probe_began:
+            self._num_tries_left = 0
+            self._paused_until = self._step_id + _NUM_STEPS_TO_RESULTS
+            return self._give(requests, None)
         num_probed = -(-len(requests) // _PROBED_SHARE)
         counts = np.zeros(len(requests), dtype=np.int64)
         counts[(np.arange(num_probed) + self._num_probes * num_probed) % max(1, len(requests))] = _PROBED_DRAFTS

@@ -22,8 +22,11 @@ class StepTimes:
     def __init__(self, costs: Sequence[tuple[int, float]]) -> None:
         by_size = sorted(costs) or [(1, 1.0)]
         self._sizes = np.array([size for size, _ in by_size], dtype=np.float64)
-        # More tokens never take less.
-        self._seconds = np.maximum.accumulate([seconds for _, seconds in by_size])
+        # A measure may be too long, but not too short: fewer tokens never take more, nor twice as many more than twice.
+        self._seconds = np.minimum.accumulate([seconds for _, seconds in reversed(by_size)])[::-1].copy()
+        for index in range(1, len(by_size)):
+            most = self._seconds[index - 1] * self._sizes[index] / self._sizes[index - 1]
+            self._seconds[index] = min(self._seconds[index], most)
         self._slope = 0.0
         if len(by_size) > 1:
             self._slope = float(np.diff(self._seconds[-2:])[0] / np.diff(self._sizes[-2:])[0])
