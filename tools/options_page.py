@@ -35,10 +35,14 @@ TITLES = {
     "scheduler": "What runs together",
     "sampling": "Sampling",
     "parallel": "Workers",
+    "structured": "Outputs of a given form",
+    "speculative": "Speculative decoding: keys of `speculative_config`",
     "profiler": "Profiles",
 }
 # An option whose flag has another name: commands have a --seed for their requests or prompts.
 OTHER_FLAGS = {"seed": "engine_seed"}
+# What has no flag of its own is in a dictionary.
+KEY_OF = "--speculative-config JSON"
 HEAD = """# Options
 
 Written by `make docs` from the code: change the docstrings there, not this page.
@@ -74,7 +78,7 @@ def page() -> str:
     flags = _engine_flags()
     tables = [
         f"## {TITLES.get(concern, concern.capitalize())}\n\n"
-        + _table("command line", [(option, f"`{flags[option.name]}`") for option in options])
+        + _table("command line", [(option, f"`{flags.get(option.name, KEY_OF)}`") for option in options])
         for concern, options in engine_options().items()
     ]
     return "\n".join([HEAD, *tables, _sampling_section(), _environment_section()])

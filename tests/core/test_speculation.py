@@ -148,7 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[Result]:
     """What an engine without a speculator says."""
-    core = make_core(folder, dtype="float32", logits_processors=PROCESSORS)
+    core = make_core(folder, dtype="float32", fast_paths="auto", logits_processors=PROCESSORS)
     results = run(core, PROMPTS, PARAMS)
     core.close()
     return results

@@ -37,9 +37,10 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: a draft is made only if the drafts up to it have followed at least so often.
     rejection_sample_method: when a draft is kept. "exact": if it is the token that would have been drawn without it, so
         that no token ever changes. "standard": by the rejection rule of Leviathan et al., which keeps the distribution
-        and not the tokens. "synthetic": as often as synthetic_acceptance_rates (by position) or
-        synthetic_acceptance_length (mean tokens of a step) say, whatever it is: a load test, with tokens that mean
-        nothing.
+        and not the tokens. "synthetic": as often as the next two say, whatever it is: a load test, with
+        tokens that mean nothing.
+    synthetic_acceptance_rates: how often a draft is kept, by its position.
+    synthetic_acceptance_length: instead of them, the mean number of tokens of a step.
     """
 
     method: str | None = None
