@@ -10,7 +10,7 @@ from penstock.attention.base import (
     LayerAttention,
     StepGeometry,
 )
-from penstock.attention.context import BoundLayer, ForwardContext, LastTokens
+from penstock.attention.context import BoundLayer, ForwardContext, HiddenTaps, LastTokens
 
 __all__ = [
     "AttentionBackend",
@@ -21,6 +21,7 @@ __all__ = [
     "CacheLayer",
     "ForwardContext",
     "HeadNorm",
+    "HiddenTaps",
     "LastTokens",
     "LayerAttention",
     "StepGeometry",

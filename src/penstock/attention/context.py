@@ -38,6 +38,22 @@ class LastTokens:
     metadata: Sequence[AttentionMetadata]
 
 
+class HiddenTaps:
+    """Takes down what a decoder's residual stream is before some of its layers, by their numbers, of all tokens.
+
+    The number of layers stands for what comes after the last one, before the final norm. states: [T, D] each, in the
+    order of the layers, once the model has run.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = frozenset(layers)
+        self.states: list[Tensor] = []
+
+    def note(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
+        if layer in self._layers:
+            self.states.append(hidden_TD.clone() if residual_TD is None else hidden_TD + residual_TD)
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Passed to the model with every call.
@@ -46,11 +62,18 @@ class ForwardContext:
     metadata: by KV-cache group; this step's.
     last: given where only these tokens' hidden states are asked for. What comes after the last attention then has only
     their rows, [R, ...]; a layer that is told so attends with them alone.
+    taps: given where hidden states between layers are wanted too.
     """
 
     layers: Mapping[str, BoundLayer]
     metadata: Sequence[AttentionMetadata]
     last: LastTokens | None = None
+    taps: HiddenTaps | None = None
+
+    def note_hidden(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
+        """Called by a decoder before each layer, and after the last: the layer's input is the sum of both."""
+        if self.taps is not None:
+            self.taps.note(layer, hidden_TD, residual_TD)
 
     def of_all_tokens(self) -> ForwardContext:
         """For a layer that others follow, whose hidden states all are needed."""

@@ -26,6 +26,17 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
 
+class NoNorm(nn.Module):
+    """What stands where a layer has no norm."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
+    def add_and_norm(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        residual_TD = x_TD.add_(residual_TD)
+        return residual_TD, residual_TD
+
+
 class RMSNormRoundedLast(RMSNorm):
     """An RMSNorm that rounds to the input's dtype only after the weight, and whose weight may be stored less an offset.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -27,6 +28,13 @@ class KeepsCache(Protocol):
 def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
     """Each layer that keeps something, by name, in the order in which they run. A model may have none."""
     return {module.layer.name: module.layer for module in _modules(model)}
+
+
+def prefix_layers(model: nn.Module, prefix: str) -> None:
+    """Begin the names of its layers so, where another model's are kept beside them."""
+    for module in _modules(model):
+        layer: Any = module.layer
+        module.layer = dataclasses.replace(layer, name=prefix + layer.name)
 
 
 def attention_layers(model: nn.Module) -> dict[str, LayerAttention]:

@@ -20,7 +20,7 @@ from penstock.layers.attention import Attention
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import QueryKeyNorm, RMSNorm, WholeQueryKeyNorm
+from penstock.layers.norm import NoNorm, QueryKeyNorm, RMSNorm, WholeQueryKeyNorm
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
@@ -121,7 +121,7 @@ class SelfAttention(nn.Module):
     """Attention with rotary positions.
 
     scale: on the scores; None takes head_size ** -0.5. query_key_norm: the class of what normalises
-    the heads before they are turned.
+    the heads before they are turned. input_size: where it is not the hidden size.
     """
 
     def __init__(
@@ -136,10 +136,11 @@ class SelfAttention(nn.Module):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         query_key_norm: AttentionNorm | None = None,
+        input_size: int | None = None,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
+            input_size or config.hidden_size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
@@ -179,13 +180,20 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them.
 
     A layer takes and returns its input as two tensors, x = hidden + residual, so that the next norm can add them.
+    input_layernorm: where it is not the usual one.
     """
 
     def __init__(
-        self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelContext, *, mlp_bias: bool = False
+        self,
+        config: DecoderConfig,
+        self_attn: SelfAttention,
+        parallel: ParallelContext,
+        *,
+        mlp_bias: bool = False,
+        input_layernorm: NoNorm | None = None,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = input_layernorm or RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(
@@ -238,8 +246,10 @@ class DecoderModel(nn.Module):
         residual_TD: Tensor | None = None
         rotations = self.rotations(positions_T, hidden_TD.dtype)
         contexts = context.by_layer(len(self.layers))
-        for layer, rotation, of_layer in zip(self.layers, rotations, contexts, strict=True):
+        for index, (layer, rotation, of_layer) in enumerate(zip(self.layers, rotations, contexts, strict=True)):
+            context.note_hidden(index, hidden_TD, residual_TD)
             hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, of_layer)
+        context.note_hidden(len(self.layers), hidden_TD, residual_TD)
         assert residual_TD is not None, "a decoder has at least one layer"
         hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
         return hidden_TD

@@ -30,8 +30,11 @@ class ModelPrograms:
         self._recorded: dict[tuple[LanguageModel, Callable[..., Any]], NativeProgram | None] = {}
 
     def run(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
-        """`inputs.run(...)`: [T, D], or the rows that the context asks for. Only plain inputs run a program."""
-        program = self._program(model, trace_forward) if inputs.is_plain else None
+        """`inputs.run(...)`: [T, D], or the rows that the context asks for.
+
+        Only plain inputs run a program, of which no hidden states between layers are wanted.
+        """
+        program = self._program(model, trace_forward) if inputs.is_plain and context.taps is None else None
         if program is None:
             return inputs.run(model, context)
         ids_T = inputs.tokens.to(torch.int32).contiguous()

@@ -18,11 +18,18 @@ _MODELS = {
     "Gemma2ForCausalLM": "penstock.models.gemma2",
     "Gemma3ForCausalLM": "penstock.models.gemma3",
     "LlamaForCausalLM": "penstock.models.llama",
+    "MiMoForCausalLM": "penstock.models.mimo",
     "MistralForCausalLM": "penstock.models.mistral",
     "Olmo2ForCausalLM": "penstock.models.olmo2",
     "Phi3ForCausalLM": "penstock.models.phi3",
     "Qwen2ForCausalLM": "penstock.models.qwen2",
     "Qwen3ForCausalLM": "penstock.models.qwen3",
+}
+# Heads that guess for a model, whatever their own `config.json` calls them.
+_DRAFT_HEADS = {
+    "EagleLlamaForCausalLM": "penstock.models.eagle",
+    "Eagle3LlamaForCausalLM": "penstock.models.eagle3",
+    "MiMoMTP": "penstock.models.mimo",
 }
 _TRANSFORMERS = ("penstock.models.transformers_fallback", "TransformersForCausalLM")
 
@@ -40,8 +47,8 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
     architecture = model_config.architecture
     if runs_through_transformers(model_config):
         module, name = _TRANSFORMERS
-    elif architecture in _MODELS:
-        module, name = _MODELS[architecture], architecture
+    elif architecture in _MODELS or architecture in _DRAFT_HEADS:
+        module, name = {**_MODELS, **_DRAFT_HEADS}[architecture], architecture
     else:
         raise UnsupportedModel(
             f"{model_config.model} has the architecture {architecture!r} "

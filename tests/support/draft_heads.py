@@ -1,0 +1,194 @@
+"""Random checkpoints of heads that draft, in the formats that people have, and what they compute, in plain torch.
+
+Suffixes: S tokens of a sequence, D hidden size, H query heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from support.checkpoints import VOCAB_SIZE
+
+HIDDEN, INNER, HEADS, KV_HEADS, EPS, THETA = 64, 112, 4, 2, 1e-5, 10000.0
+HEAD_SIZE = HIDDEN // HEADS
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": EPS,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+}
+
+
+def random_weights(sizes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
+    """Of such a size that each of them matters."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, size in sizes.items():
+        values = torch.randn(*size, generator=generator)
+        is_norm = "norm" in name
+        made[name] = 1 + 0.3 * values if is_norm else values * (1.5 / size[-1] ** 0.5 if len(size) > 1 else 0.3)
+    return made
+
+
+def layer_sizes(prefix: str, *, input_size: int = HIDDEN, bias: bool = False) -> dict[str, Sequence[int]]:
+    """Of a decoder layer without its input norm."""
+    kv_size = KV_HEADS * HEAD_SIZE
+    sizes: dict[str, Sequence[int]] = {
+        "self_attn.q_proj.weight": (HIDDEN, input_size),
+        "self_attn.k_proj.weight": (kv_size, input_size),
+        "self_attn.v_proj.weight": (kv_size, input_size),
+        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        "mlp.gate_proj.weight": (INNER, HIDDEN),
+        "mlp.up_proj.weight": (INNER, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, INNER),
+    }
+    if bias:
+        sizes |= {
+            f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", HIDDEN), ("k", kv_size), ("v", kv_size))
+        }
+    return {prefix + name: size for name, size in sizes.items()}
+
+
+def write_head(folder: Path, weights: Mapping[str, Tensor], **config: Any) -> Path:
+    """A checkpoint with this `config.json` beside the usual fields."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def eagle_weights(
+    seed: int = 1, *, prefix: str = "", has_input_norm: bool = False, bias: bool = False
+) -> dict[str, Tensor]:
+    sizes: dict[str, Sequence[int]] = {"fc.weight": (HIDDEN, 2 * HIDDEN), **layer_sizes("layers.0.", bias=bias)}
+    if bias:
+        sizes["fc.bias"] = (HIDDEN,)
+    if has_input_norm:
+        sizes["layers.0.input_layernorm.weight"] = (HIDDEN,)
+    return {prefix + name: tensor for name, tensor in random_weights(sizes, seed).items()}
+
+
+def eagle3_weights(seed: int = 1, *, layer: str = "midlayer.", num_tokens: int = 40) -> dict[str, Tensor]:
+    sizes = {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        **layer_sizes(layer, input_size=2 * HIDDEN),
+        f"{layer}input_layernorm.weight": (HIDDEN,),
+        f"{layer}hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (num_tokens, HIDDEN),
+    }
+    weights = random_weights(sizes, seed)
+    ids = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))[:num_tokens].sort().values
+    weights["d2t"] = ids - torch.arange(num_tokens)
+    weights["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill_(0, ids, True)
+    return weights
+
+
+def mtp_weights(seed: int = 1) -> dict[str, Tensor]:
+    prefix = "model.mtp_layers.0."
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
+    sizes = {
+        f"{prefix}input_proj.weight": (HIDDEN, 2 * HIDDEN),
+        **{f"{prefix}{name}.weight": (HIDDEN,) for name in norms},
+        **layer_sizes(prefix, bias=True),
+    }
+    return random_weights(sizes, seed)
+
+
+def eagle_hidden(weights: Mapping[str, Tensor], embed_SD: Tensor, hidden_SD: Tensor) -> Tensor:
+    """EAGLE's next hidden states, from those of the target and the tokens after them (section 4.1, figure 6)."""
+    x_SD = F.linear(torch.cat([embed_SD, hidden_SD], -1), weights["fc.weight"], weights.get("fc.bias"))
+    norm = weights.get("layers.0.input_layernorm.weight")
+    normed_SD = x_SD if norm is None else _rms(x_SD, norm)
+    x_SD = x_SD + _attention(weights, "layers.0.", normed_SD)
+    return x_SD + _mlp(weights, "layers.0.", x_SD)
+
+
+def eagle3_fused(weights: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Tensor:
+    """Low, middle and high features in one (section 3.1)."""
+    return F.linear(torch.cat(list(aux), -1), weights["fc.weight"])
+
+
+def eagle3_hidden(
+    weights: Mapping[str, Tensor],
+    embed_SD: Tensor,
+    fused_SD: Tensor,
+    *,
+    layer: str = "midlayer.",
+    norm_before_residual: bool = False,
+) -> Tensor:
+    normed_SD = _rms(fused_SD, weights[f"{layer}hidden_norm.weight"])
+    both_SX = torch.cat([_rms(embed_SD, weights[f"{layer}input_layernorm.weight"]), normed_SD], -1)
+    x_SD = (normed_SD if norm_before_residual else fused_SD) + _attention(weights, layer, both_SX)
+    return x_SD + _mlp(weights, layer, x_SD)
+
+
+def eagle3_logits(weights: Mapping[str, Tensor], hidden_SD: Tensor) -> Tensor:
+    """In the target's vocabulary."""
+    own_SX = F.linear(_rms(hidden_SD, weights["norm.weight"]), weights["lm_head.weight"])
+    logits_SV = torch.full((len(own_SX), VOCAB_SIZE), float("-inf"))
+    for number, offset in enumerate(weights["d2t"].tolist()):
+        logits_SV[:, number + offset] = own_SX[:, number]
+    return logits_SV
+
+
+def mtp_hidden(weights: Mapping[str, Tensor], embed_SD: Tensor, hidden_SD: Tensor) -> Tensor:
+    """MiMo's (section 2.3, figure 3)."""
+    prefix = "model.mtp_layers.0."
+    token_SD = _rms(embed_SD, weights[f"{prefix}token_layernorm.weight"])
+    before_SD = _rms(hidden_SD, weights[f"{prefix}hidden_layernorm.weight"])
+    x_SD = F.linear(torch.cat([before_SD, token_SD], -1), weights[f"{prefix}input_proj.weight"])
+    x_SD = x_SD + _attention(weights, prefix, _rms(x_SD, weights[f"{prefix}input_layernorm.weight"]))
+    x_SD = x_SD + _mlp(weights, prefix, x_SD)
+    return _rms(x_SD, weights[f"{prefix}final_layernorm.weight"])
+
+
+def _rms(x_SD: Tensor, weight_D: Tensor) -> Tensor:
+    return x_SD * torch.rsqrt(x_SD.pow(2).mean(-1, keepdim=True) + EPS) * weight_D
+
+
+def _mlp(weights: Mapping[str, Tensor], prefix: str, x_SD: Tensor) -> Tensor:
+    x_SD = _rms(x_SD, weights[f"{prefix}post_attention_layernorm.weight"])
+    gate, up = (F.linear(x_SD, weights[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+    return F.linear(F.silu(gate) * up, weights[f"{prefix}mlp.down_proj.weight"])
+
+
+def _attention(weights: Mapping[str, Tensor], prefix: str, x_SX: Tensor) -> Tensor:
+    """Causal, with rotary positions from 0 on."""
+    size = len(x_SX)
+    query, key, value = (
+        F.linear(
+            x_SX, weights[f"{prefix}self_attn.{name}_proj.weight"], weights.get(f"{prefix}self_attn.{name}_proj.bias")
+        ).view(size, -1, HEAD_SIZE)
+        for name in ("q", "k", "v")
+    )
+    query, key = _turned(query), _turned(key)
+    key, value = (heads.repeat_interleave(HEADS // KV_HEADS, 1) for heads in (key, value))
+    scores_HSS = torch.einsum("qhd,khd->hqk", query, key) / HEAD_SIZE**0.5
+    scores_HSS = scores_HSS.masked_fill(torch.ones(size, size, dtype=torch.bool).triu(1), float("-inf"))
+    mixed_SX = torch.einsum("hqk,khd->qhd", scores_HSS.softmax(-1), value).flatten(1)
+    return F.linear(mixed_SX, weights[f"{prefix}self_attn.o_proj.weight"])
+
+
+def _turned(heads_SHD: Tensor) -> Tensor:
+    inv_freq = THETA ** (-torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
+    angles = torch.outer(torch.arange(len(heads_SHD)), inv_freq)[:, None]
+    first, second = heads_SHD.chunk(2, -1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
