@@ -13,7 +13,9 @@ from penstock.config.checks import check_choice, check_flag, check_integer
 from penstock.errors import ConfigError
 
 HOST_METHODS = ("ngram", "suffix")
-MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
+# Heads on the hidden states of the model that they draft for.
+HEAD_METHODS = ("eagle", "eagle3", "mtp")
+MODEL_METHODS = ("draft_model", *HEAD_METHODS)
 METHODS = HOST_METHODS + MODEL_METHODS
 REJECTION_SAMPLE_METHODS = ("exact", "standard", "synthetic")
 # Without a number, as many as usually pay. For "suffix" it is the depth of the tree.
@@ -98,6 +100,16 @@ class SpeculativeConfig:
         check_flag("adaptive", self.adaptive)
         check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_SAMPLE_METHODS)
         self._check_synthetic()
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Positions behind a step's that the drafter's own layers may write to."""
+        return self.num_speculative_tokens if self.method in MODEL_METHODS else 0
+
+    @property
+    def reads_next_token(self) -> bool:
+        """Whether what the drafter's own layers keep at a position depends on the token after it."""
+        return self.method in HEAD_METHODS
 
     def _check_model(self) -> None:
         if self.model is None:

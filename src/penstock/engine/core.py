@@ -68,6 +68,8 @@ class EngineCore:
             max_model_len=engine.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             async_scheduling=self._runs_ahead,
+            num_lookahead_tokens=config.speculative.num_lookahead_tokens,
+            blocks_need_next_token=config.speculative.reads_next_token,
             num_speculative_tokens=engine.executor.num_speculative_tokens,
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
         )

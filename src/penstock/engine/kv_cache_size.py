@@ -29,7 +29,7 @@ def choose_max_model_len(config: EngineConfig, specs: Mapping[str, KVCacheSpec],
         group_layers(specs),
         plan.kv_cache_bytes,
         limit=config.model.longest_context,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=_most_new_tokens(config),
     )
     if fits == 0:
         raise OutOfMemory(f"Not even a context of one token fits into what is left for the KV cache.\n{plan.table()}")
@@ -44,7 +44,7 @@ def size_kv_cache(
 
     Raises OutOfMemory, with the arithmetic, when one request of `max_model_len` does not fit.
     """
-    max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+    max_num_batched_tokens = _most_new_tokens(config)
     available = plan.kv_cache_bytes
     if plan.requested_kv_cache is None:
         available = min(available, _most_useful_bytes(config, specs, max_model_len))
@@ -58,5 +58,10 @@ def size_kv_cache(
 
 def _most_useful_bytes(config: EngineConfig, specs: Mapping[str, KVCacheSpec], max_model_len: int) -> int:
     """Room for every slot at full length, once more for cached prefixes: more would never be used."""
-    one_request = bytes_to_serve(group_layers(specs), max_model_len, config.scheduler.max_num_batched_tokens)
+    one_request = bytes_to_serve(group_layers(specs), max_model_len, _most_new_tokens(config))
     return 2 * config.scheduler.max_num_seqs * one_request
+
+
+def _most_new_tokens(config: EngineConfig) -> int:
+    """Of a request in a step, those that are only guessed included."""
+    return config.scheduler.max_num_batched_tokens + config.speculative.num_lookahead_tokens

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 from torch import Tensor
 
-from penstock.attention import ForwardContext
+from penstock.attention import ForwardContext, HiddenTaps
 from penstock.contract import SampledOutput
 from penstock.device import Device
 from penstock.kernels.sampling import ChosenTokens
@@ -117,6 +118,8 @@ class Generation(AfterForward):
                 return PendingStep(errors, batch, None, None, None, chosen, context, inputs, num_drafts)
         if batch.layout.can_be_narrowed and not keeps_hidden and not self.computes_all_hidden:
             context = self._kv_cache.narrow_to_last_tokens(context, batch)
+        if self._speculator.aux_layers:
+            context = replace(context, taps=HiddenTaps(self._speculator.aux_layers))
         hidden = self._paths.forward(model, inputs, context)
         of_rows = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
         all_hidden = hidden if keeps_hidden else None
@@ -154,7 +157,8 @@ class Generation(AfterForward):
             )
         batch.step.advance(outcome)
         self._sampler.advance(layout.slots, layout.slots_np, outcome)
-        self._speculator.propose(DraftingStep(batch, context, inputs, outcome, step.num_drafts, step.all_hidden))
+        aux = None if context.taps is None else context.taps.states
+        self._speculator.propose(DraftingStep(batch, context, inputs, outcome, step.num_drafts, step.all_hidden, aux))
         return result
 
     def _sample(self, model: LanguageModel, batch: InputBatch, step: PendingStep) -> SamplerOutput:

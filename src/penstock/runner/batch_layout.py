@@ -26,6 +26,7 @@ class BatchLayout:
     req_ids, slots_np, counts_np: of the actual requests, in batch order. query_start_loc_np: int64 [rows + 1].
     is_all_decodes: every request has one token. has_one_token_each: and none is padding.
     logits_slots_np: int64, whose each logits row is. drafts: more about them, where the step checks drafts.
+    num_drafts_np: int64 [actual requests], how many of each request's tokens are drafts; None where none are.
     On the device: query_start_loc int32 [rows + 1]; slots int64 [actual requests]; logits_slots int64 [logits rows];
     logits_indices int64 [logits rows], the token of each: a request's last one, or, where drafts are checked, the last
     known one and each draft; tensors: int64, rows and tokens.
@@ -46,6 +47,7 @@ class BatchLayout:
     logits_indices: Tensor
     tensors: LayoutTensors
     drafts: DraftRows | None = None
+    num_drafts_np: np.ndarray | None = None
 
     @property
     def can_be_narrowed(self) -> bool:
@@ -170,6 +172,7 @@ def _lay_out(
             idx_mapping_R, num_scheduled_R, token_to_req_T, token_offset_T, num_reqs, num_tokens, draft_tensors
         ),
         drafts=draft_rows,
+        num_drafts_np=None if drafts is None else drafts.num_drafts,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention import StepGeometry
+from penstock.attention import ForwardContext, HiddenTaps, StepGeometry
 from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.logits_rows import LogitsRows
@@ -80,6 +81,21 @@ def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
 
     Nothing of the runner's state is touched, and so nothing but the model has to have values: no device may have any.
     """
+    context, positions = _longest_prompt(runner, num_tokens)
+    if runner.speculator.aux_layers:
+        context = replace(context, taps=HiddenTaps(runner.speculator.aux_layers))
+    input_ids = runner.device.upload(np.zeros(num_tokens, dtype=np.int32))
+    inputs = runner.model_state.dummy_inputs(input_ids, positions)
+    return runner.paths.forward(runner.model, inputs, context)
+
+
+def run_longest_prompt_of_drafter(runner: ModelRunner, num_tokens: int) -> None:
+    """What the speculator runs after such a prompt."""
+    runner.speculator.run_prompt(*_longest_prompt(runner, num_tokens))
+
+
+def _longest_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardContext, Tensor]:
+    """The context of a step that has one prompt, and its positions."""
     upload = runner.device.upload
     # What the host can read where it computes is read there, by some backends.
     place = torch.from_numpy if runner.device.kind == "cpu" else upload
@@ -99,12 +115,9 @@ def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
         )
         for block_size in runner.block_tables.block_sizes
     ]
-    input_ids = upload(np.zeros(num_tokens, dtype=np.int32))
     # A step may have more tokens than a request.
     positions = upload(np.arange(num_tokens) % runner.limits.max_model_len)
-    context = runner.kv_cache.context(geometry)
-    inputs = runner.model_state.dummy_inputs(input_ids, positions)
-    return runner.paths.forward(runner.model, inputs, context)
+    return runner.kv_cache.context(geometry), positions
 
 
 def profile_sampling(runner: ModelRunner, num_reqs: int) -> None:

@@ -88,8 +88,16 @@ class PagedKVCache:
             return context
         rows = batch.layout.logits_indices
         geometry = [of_group.of_last_tokens(rows) for of_group in batch.geometry]
-        metadata = self._metadata(geometry)
-        last = LastTokens(rows, batch.logits_rows.positions, geometry[0].query_start_loc, metadata)
+        return self.narrow(context, geometry, rows, batch.logits_rows.positions)
+
+    def narrow(
+        self, context: ForwardContext, geometry: Sequence[StepGeometry], rows: Tensor, positions: Tensor
+    ) -> ForwardContext:
+        """The context where one token of each request is the last that counts: at these rows and positions, int64.
+
+        geometry: of these alone, by group (`StepGeometry.of_last_tokens`).
+        """
+        last = LastTokens(rows, positions, geometry[0].query_start_loc, self._metadata(geometry))
         return replace(context, last=last)
 
     def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:

@@ -98,7 +98,7 @@ class ModelRunner:
         buffers = InputBuffers(device, limits.max_num_tokens, limits.max_num_reqs, self.block_tables)
         self.batcher = BatchBuilder(device, self.requests, self.block_tables, buffers, self.sampler.takes_drafts)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
-        speculator.bind(self.requests, self.kv_cache, self.sampler)
+        speculator.bind(self.requests, self.block_tables, self.kv_cache, self.sampler)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         rooms = self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache, self.sampler
         self.paths = FastPaths(*rooms) if fast_paths else PlainPath()

@@ -48,6 +48,8 @@ class KVCacheManager:
     may be written by another one in the same step. Whoever schedules steps takes back what was not computed after all.
 
     num_lookahead_tokens: tokens beyond those of a step that a speculator may write.
+    blocks_need_next_token: what a block holds of its last token depends on the token after it too, as an EAGLE head's
+        keys and values do. Of a cached prefix the last block is computed anew then: another token may follow it here.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         max_num_batched_tokens: int,
         num_lookahead_tokens: int = 0,
+        blocks_need_next_token: bool = False,
     ) -> None:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
+        self._blocks_need_next_token = blocks_need_next_token
         # There is a null block even where no layer keeps anything.
         self.pool = BlockPool(max(1, kv_cache_config.num_blocks))
         specs = [group.spec for group in kv_cache_config.groups]
@@ -92,12 +96,19 @@ class KVCacheManager:
         if not self._caches_prefixes or request.needs_all_of_prompt:
             return self._no_hit
         self._hasher.extend(request)
-        length = request.num_tokens - 1
+        hit = self._longest_hit(request.block_hashes, request.num_tokens - 1)
+        if self._blocks_need_next_token and hit.num_tokens:
+            return self._longest_hit(request.block_hashes, hit.num_tokens - 1)
+        return hit
+
+    def _longest_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> PrefixHit:
+        """The longest cached prefix of at most so many tokens."""
+        length = max_num_tokens
         hits: list[list[KVCacheBlock]] = [[] for _ in self.groups]
         # Each group may shorten the prefix, until all agree.
         num_agreeing = 0
         for index, group in cycle(enumerate(self.groups)):
-            hits[index] = group.find_hit(request.block_hashes, length)
+            hits[index] = group.find_hit(block_hashes, length)
             found = len(hits[index]) * group.block_size
             num_agreeing = num_agreeing + 1 if found == length else 1
             length = found

@@ -38,6 +38,7 @@ class Scheduler:
 
     kv_cache_config: the blocks to give out. max_model_len: longest context in tokens, prompt and output together.
     num_lookahead_tokens: tokens beyond those of a step that a speculator may write to the cache.
+    blocks_need_next_token: as in `KVCacheManager`.
     num_speculative_tokens: drafts that the device has for each request after a step that sampled for it. With
         `async_scheduling` the request's next step verifies them, but for requests whose tokens the host must see first;
         without, and for those, only drafts that `update_draft_token_ids` brings are verified.
@@ -53,6 +54,7 @@ class Scheduler:
         enable_prefix_caching: bool,
         async_scheduling: bool,
         num_lookahead_tokens: int = 0,
+        blocks_need_next_token: bool = False,
         num_speculative_tokens: int = 0,
         step_times: StepTimes | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
+            blocks_need_next_token=blocks_need_next_token,
         )
         self._requests = RequestLists(config.policy, self.kv_cache)
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)

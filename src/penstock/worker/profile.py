@@ -11,8 +11,15 @@ from penstock.config import SamplingConfig
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
-from penstock.runner.dummy_runs import num_profile_blocks, profile_prompt_logprobs, profile_sampling, run_longest_prompt
+from penstock.runner.dummy_runs import (
+    num_profile_blocks,
+    profile_prompt_logprobs,
+    profile_sampling,
+    run_longest_prompt,
+    run_longest_prompt_of_drafter,
+)
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.worker.memory_plan import StepMemory
 
 
@@ -26,6 +33,7 @@ def measure_step_memory(
     sampling: SamplingConfig,
     *,
     fast_paths: bool = True,
+    speculator: Speculator = NO_SPECULATOR,
 ) -> StepMemory:
     """The tensors of the heaviest steps, which are run at their full size, and what the runner keeps between them.
 
@@ -44,14 +52,18 @@ def measure_step_memory(
                 sampling=sampling,
                 logits_processors=(),
                 fast_paths=fast_paths,
+                speculator=speculator,
             )
             # Tables that are made when they are first needed, too.
             profile_sampling(runner, num_reqs=1)
         with device.measure_peak() as forward:
             hidden_TD = run_longest_prompt(runner, limits.max_num_tokens)
+        drafted = hidden_TD.nbytes + _peak(device, lambda: run_longest_prompt_of_drafter(runner, limits.max_num_tokens))
         sampled = _peak(device, lambda: profile_sampling(runner, limits.max_num_reqs))
         prompts = _peak(device, lambda: profile_prompt_logprobs(runner, hidden_TD))
-    return StepMemory(forward.bytes_above_start, max(sampled, prompts), made.bytes_kept - config.size_bytes)
+    return StepMemory(
+        max(forward.bytes_above_start, drafted), max(sampled, prompts), made.bytes_kept - config.size_bytes
+    )
 
 
 def _peak(device: Device, run: Callable[[], None]) -> int:

@@ -19,9 +19,11 @@ from penstock.errors import UnsupportedFeature
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer, weights_size_bytes
 from penstock.loader.loader import load_without_memory
-from penstock.models.attention_layers import cache_layers, kv_cache_specs, most_query_heads
+from penstock.models.attention_layers import cache_layers, most_query_heads
 from penstock.parallel import ParallelContext
 from penstock.runner.model_runner import RunnerLimits
+from penstock.runner.speculative.create import create_speculator
+from penstock.worker.drafter import drafted_specs, load_drafter_without_memory
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
 
@@ -61,11 +63,14 @@ def measure_unloaded(
         config.model, config.load, parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype, tensors
     )
     cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, kind)
-    layers, specs = cache_layers(model), kv_cache_specs(model, config.cache.block_size, cache_dtype)
+    drafter, num_drafter_parameters = load_drafter_without_memory(config, model, parallel, kind, dtype)
+    layers, specs = cache_layers(model), drafted_specs(model, drafter, config.cache.block_size, cache_dtype)
     backend = config.device.attention_backend
     try:
         with standing_for(kind):
             device = DeviceWithoutMemory(kind)
+            speculator = create_speculator(config.speculative, device, drafter)
+            layers = {**layers, **speculator.cache_layers()}
             step = measure_step_memory(
                 device,
                 model,
@@ -75,6 +80,7 @@ def measure_unloaded(
                 backend,
                 config.sampling,
                 fast_paths=config.scheduler.fast_paths != "off",
+                speculator=speculator,
             )
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # as operators refuse tensors
         raise NeedsValues(
@@ -82,9 +88,9 @@ def measure_unloaded(
             f"when an engine starts: {type(error).__name__}: {error}"
         ) from error
     return UnloadedModel(
-        num_parameters=num_parameters,
-        weights=weights_size_bytes(model),
-        lookups=_lookup_bytes(model),
+        num_parameters=num_parameters + num_drafter_parameters,
+        weights=sum(weights_size_bytes(part) for part in (model, drafter) if part is not None),
+        lookups=sum(_lookup_bytes(part) for part in (model, drafter) if part is not None),
         step=step,
         specs=specs,
         num_heads=most_query_heads(layers),

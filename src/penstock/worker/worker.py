@@ -24,7 +24,8 @@ from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
 from penstock.loader.loader import find_stored_dtype
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
-from penstock.models.attention_layers import cache_layers, kv_cache_specs, most_query_heads
+from penstock.models.attention_layers import cache_layers, most_query_heads
+from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
@@ -37,6 +38,7 @@ from penstock.runner.speculative.create import create_speculator
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
+from penstock.worker.drafter import attach_drafter, drafted_specs, load_drafter
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan, StepMemory, check_plan
 from penstock.worker.pages_ahead import PagesAhead
@@ -66,6 +68,7 @@ class Worker(WorkerBase):
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
         self._model: nn.Module | None = None
+        self._drafter: CausalLM | None = None
         self._layers: dict[str, CacheLayer] = {}
         self._runner: ModelRunner | None = None
         self._pages: PagesAhead | None = None
@@ -88,12 +91,13 @@ class Worker(WorkerBase):
         device, dtype = self.device, self.dtype
         with device.loading_weights():
             self._model = load_for_device(self.config.model, self.config.load, self.parallel, device, dtype)
-        self._speculator = create_speculator(self.config.speculative, device)
+            self._drafter = load_drafter(self.config, self._model, self.parallel, device, dtype)
+        self._speculator = create_speculator(self.config.speculative, device, self._drafter)
         self._layers = {**cache_layers(self._model), **self._speculator.cache_layers()}
         logger.info(
             "Model: %s, %s of weights, computed in %s (%s)",
             self.config.model.architecture,
-            format_bytes(weights_size_bytes(self._model)),
+            format_bytes(self._weights_size_bytes()),
             dtype.name,
             dtype.reason,
         )
@@ -101,7 +105,7 @@ class Worker(WorkerBase):
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         cache = self.config.cache
         dtype = choose_kv_cache_dtype(cache.kv_cache_dtype, self.dtype.name, self.device.kind)
-        return kv_cache_specs(self.model, cache.block_size, dtype)
+        return drafted_specs(self.model, self._drafter, cache.block_size, dtype)
 
     def determine_available_memory(self) -> MemoryPlan:
         device, start = self.device, self._required(self._start, "init_device")
@@ -114,7 +118,7 @@ class Worker(WorkerBase):
             fraction=cache.memory_fraction or device.default_memory_fraction,
             is_default_fraction=cache.memory_fraction is None,
             process=start.used_by_process,
-            weights=weights_size_bytes(self.model),
+            weights=self._weights_size_bytes(),
             activations=step.activations,
             sampling=step.sampling,
             runner_state=step.runner_state,
@@ -247,6 +251,7 @@ class Worker(WorkerBase):
                 sorted(new.model.eos_token_ids),
                 sorted(self.config.model.eos_token_ids),
             )
+        attach_drafter(self._drafter, replacement)
         self._model = replacement
         self._layers = {**cache_layers(replacement), **self._speculator.cache_layers()}
         if self._runner is not None:
@@ -278,7 +283,8 @@ class Worker(WorkerBase):
         if self._pages is not None:
             self._pages.close()
         self._runner = self._pages = None
-        self._model, self._speculator = None, NO_SPECULATOR
+        self._model = self._drafter = None
+        self._speculator = NO_SPECULATOR
         self._layers = {}
         device, self._device = self._device, None
         if device is None:
@@ -315,6 +321,9 @@ class Worker(WorkerBase):
             )
         return part
 
+    def _weights_size_bytes(self) -> int:
+        return sum(weights_size_bytes(model) for model in (self.model, self._drafter) if model is not None)
+
     def _longest_context(self) -> int:
         """The context to plan for: what was asked for, or the model's own when that is to be fitted later."""
         wanted = self.config.model.max_model_len
@@ -344,6 +353,7 @@ class Worker(WorkerBase):
                 backend,
                 sampling,
                 fast_paths=self.config.scheduler.fast_paths != "off",
+                speculator=self._speculator,
             )
         # What those steps left free is not the next owner's, the KV cache's.
         self.device.return_unused_memory()

@@ -139,6 +139,25 @@ class Sampler:
             return True
         return not self._shaped_slots and self._draw.is_all_greedy(rows) and self._logprobs.most(rows) is None
 
+    def is_all_greedy(self, rows: LogitsRows) -> bool:
+        """Whether these requests draw no numbers."""
+        return self._draw.is_all_greedy(rows)
+
+    def guess(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        """What a drafter's logits [rows, vocabulary] choose, by the numbers that the rows' own tokens are drawn with.
+
+        int64 [rows]. A request's temperature and truncation count, which shapes its logits does not: the better the
+        two distributions agree, the more often the tokens do. The logits may be overwritten.
+        """
+        parts = [slice(start, start + self.max_rows) for start in range(0, logits.shape[0], self.max_rows)]
+        return torch.cat([self._guess(logits[part], rows.part(part)) for part in parts])
+
+    def _guess(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        for stage in self.truncating:
+            if stage.is_needed(rows.slots_np):
+                logits = stage.apply(logits, rows)
+        return self._draw.sample(logits, rows).token_ids_R
+
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
         """Choose one token per row from float32 logits [rows, vocabulary], which stay as they are."""
         num_rows, num_logprobs = logits.shape[0], self._logprobs.most(rows)

@@ -5,14 +5,24 @@ from __future__ import annotations
 from penstock.config import SpeculativeConfig
 from penstock.device import Device
 from penstock.errors import UnsupportedFeature
+from penstock.models.causal_lm import CausalLM
+from penstock.models.draft_head import DraftHead
+from penstock.runner.speculative.model_drafter import DraftingHead, DraftModel
 from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
 from penstock.runner.speculative.speculator import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.suffix import SuffixSpeculator
 from penstock.runner.speculative.verification import create_verification
 
 
-def create_speculator(config: SpeculativeConfig, device: Device) -> Speculator:
-    """The speculator that the options ask for. Raises UnsupportedFeature for what is not there."""
+def create_speculator(config: SpeculativeConfig, device: Device, drafter: CausalLM | None = None) -> Speculator:
+    """The speculator that the options ask for. drafter: the model, loaded, of a method that has one.
+
+    Raises UnsupportedFeature for what is not there.
+    """
+    if isinstance(drafter, DraftHead):
+        return DraftingHead(drafter, config.num_speculative_tokens, device)
+    if drafter is not None:
+        return DraftModel(drafter, config.num_speculative_tokens, device)
     if config.method is None:
         return NO_SPECULATOR
     speculator = _create(config, device)

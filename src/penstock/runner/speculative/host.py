@@ -10,6 +10,7 @@ import numpy as np
 from penstock.config import SpeculativeConfig
 from penstock.contract import DraftTokenIds, SamplingParams
 from penstock.kernels.prompt_lookup import NO_DRAFT
+from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
@@ -32,7 +33,9 @@ class HostSpeculator(Speculator):
         self._num_tokens: np.ndarray
         self._drafts: np.ndarray
 
-    def bind(self, requests: RequestStates, kv_cache: PagedKVCache, sampler: Sampler) -> None:
+    def bind(
+        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
+    ) -> None:
         self.requests, self._sampler = requests, sampler
         self._silent_slots.clear()
         self._proposed = None

@@ -12,6 +12,7 @@ from penstock.config import SpeculativeConfig
 from penstock.contract import DraftTokenIds, SamplingParams
 from penstock.device import Device
 from penstock.kernels.prompt_lookup import NO_DRAFT, look_up, look_up_reference
+from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
@@ -41,7 +42,9 @@ class NgramOnDevice(Speculator):
         self._sampler: Sampler
         self._proposed: tuple[list[str], Tensor] | None = None
 
-    def bind(self, requests: RequestStates, kv_cache: PagedKVCache, sampler: Sampler) -> None:
+    def bind(
+        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
+    ) -> None:
         self._requests, self._sampler, self._proposed = requests, sampler, None
 
     def add_request(

@@ -12,6 +12,7 @@ from penstock.attention import CacheLayer, ForwardContext
 from penstock.contract import DraftTokenIds, SamplingParams
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
+from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
@@ -53,7 +54,7 @@ class Speculator(ABC):
     aux_layers: tuple[int, ...] = ()
 
     def bind(  # noqa: B027 - a speculator may have everything it needs
-        self, requests: RequestStates, kv_cache: PagedKVCache, sampler: Sampler
+        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
     ) -> None:
         """Belong to the runner that has these; whatever was kept for another one is forgotten."""
 
@@ -87,6 +88,14 @@ class Speculator(ABC):
     @abstractmethod
     def dummy_run(self) -> None:
         """Run what `propose` runs, for no request: to warm up, to measure memory, and on ranks that are idle."""
+
+    def run_prompt(  # noqa: B027 - most have no model
+        self, context: ForwardContext, positions: Tensor
+    ) -> None:
+        """Run what `propose` runs for one prompt at these positions, int64, to see what it takes.
+
+        Nothing but the weights has to have values.
+        """
 
     def cache_layers(self) -> Mapping[str, CacheLayer]:
         """Its own layers that keep something in the KV cache, by name; the names begin with "draft."."""

@@ -1,0 +1,151 @@
+"""The model that drafts, of the methods that have one: found, checked against its target, and loaded beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from penstock.config import EngineConfig, LoadConfig, ModelConfig
+from penstock.config.load import SHARDED_STATE
+from penstock.config.model import AUTO_LENGTH
+from penstock.config.speculative import MODEL_METHODS
+from penstock.contract import KVCacheSpec
+from penstock.device import Device, DtypeChoice
+from penstock.errors import ConfigError, ModelError, UnsupportedFeature
+from penstock.loader.loader import load_model, load_without_memory, open_weights
+from penstock.models.attention_layers import kv_cache_specs, prefix_layers
+from penstock.models.causal_lm import CausalLM
+from penstock.models.draft_head import STORED_NAMES, DraftHead
+from penstock.parallel import ParallelContext
+
+# What begins the names of its layers, among those of the target.
+PREFIX = "draft."
+_EAGLE_HEADS = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
+# By the architecture of the model whose checkpoint has them.
+_MTP_HEADS = {"MiMoForCausalLM": "MiMoMTP"}
+
+
+def load_drafter(
+    config: EngineConfig, target: nn.Module, parallel: ParallelContext, device: Device, dtype: DtypeChoice
+) -> CausalLM | None:
+    """The drafter, computed in the target's dtype; None for a method without a model.
+
+    Raises ConfigError, ModelError or UnsupportedFeature for one that cannot draft for this target, and what loading
+    raises.
+    """
+    model_config = _drafter_config(config)
+    if model_config is None:
+        return None
+    drafter = load_model(
+        model_config, _load_config(config), parallel, device.torch_device, dtype.torch_dtype, dtype.weights_torch_dtype
+    )
+    return _prepared(drafter, target)
+
+
+def load_drafter_without_memory(
+    config: EngineConfig, target: nn.Module, parallel: ParallelContext, kind: str, dtype: DtypeChoice
+) -> tuple[CausalLM | None, int]:
+    """The same for a device of this kind, without values, and the number of its parameters."""
+    model_config = _drafter_config(config)
+    if model_config is None:
+        return None, 0
+    drafter, num_parameters = load_without_memory(
+        model_config, _load_config(config), parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype
+    )
+    return _prepared(drafter, target), num_parameters
+
+
+def attach_drafter(drafter: CausalLM | None, target: nn.Module) -> None:
+    """Let it draft for this target from now on, whose parts it may share."""
+    if isinstance(drafter, DraftHead):
+        drafter.attach(target)
+
+
+def drafted_specs(target: nn.Module, drafter: CausalLM | None, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
+    """What the layers of both keep. dtype: of the cache."""
+    models = [target] if drafter is None else [target, drafter]
+    return {name: spec for model in models for name, spec in kv_cache_specs(model, block_size, dtype).items()}
+
+
+def _prepared(drafter: CausalLM, target: nn.Module) -> CausalLM:
+    prefix_layers(drafter, PREFIX)
+    attach_drafter(drafter, target)
+    return drafter
+
+
+def _drafter_config(config: EngineConfig) -> ModelConfig | None:
+    method, target = config.speculative.method, config.model
+    if method not in MODEL_METHODS:
+        return None
+    wanted = target.max_model_len
+    length = target.longest_context if wanted is None or wanted == AUTO_LENGTH else int(wanted)
+    if method == "draft_model":
+        return _standalone(_named(config), target, length)
+    if method == "mtp":
+        return _mtp(config, length)
+    return _head(_named(config), _EAGLE_HEADS[method], length, _stored_names(_named(config), config))
+
+
+def _named(config: EngineConfig) -> ModelConfig:
+    """The configuration of the model that the options name."""
+    name = config.speculative.model
+    if name is None:
+        raise ConfigError(
+            f"speculative_config has the method {config.speculative.method!r} and no model. Give the drafter's folder "
+            "or hub id as its model."
+        )
+    return ModelConfig.load(name, model_impl="penstock", dtype=config.model.dtype)
+
+
+def _standalone(drafter: ModelConfig, target: ModelConfig, length: int) -> ModelConfig:
+    if drafter.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"The draft model {drafter.model} has vocab_size={drafter.vocab_size}, but {target.model} has "
+            f"{target.vocab_size}. Use a draft model with the same tokens."
+        )
+    if drafter.longest_context < length:
+        raise ConfigError(
+            f"The draft model {drafter.model} was made for {drafter.longest_context} positions "
+            f"(max_position_embeddings), but this engine serves {length}. Start with --max-model-len "
+            f"{drafter.longest_context}, or use another draft model."
+        )
+    return replace(drafter, max_model_len=length)
+
+
+def _mtp(config: EngineConfig, length: int) -> ModelConfig:
+    target = config.model
+    architecture = _MTP_HEADS.get(target.architecture)
+    if architecture is None:
+        raise UnsupportedFeature(
+            f"The method 'mtp' takes a model whose checkpoint has layers for it, which {target.architecture} has not. "
+            f"Supported: {', '.join(_MTP_HEADS)}."
+        )
+    source = target if config.speculative.model is None else _named(config)
+    return _head(replace(source, quantization=None, model_impl="penstock"), architecture, length, None)
+
+
+def _head(source: ModelConfig, architecture: str, length: int, stored_names: list[str] | None) -> ModelConfig:
+    """A head's own `config.json` may name another class, and fewer positions: its rotary embedding goes on."""
+    fields: dict[str, Any] = {
+        **source.hf_config,
+        "architectures": [architecture],
+        "max_position_embeddings": max(length, int(source.hf_config.get("max_position_embeddings") or 0)),
+        STORED_NAMES: stored_names,
+    }
+    return replace(source, hf_config=fields, max_model_len=length)
+
+
+def _stored_names(source: ModelConfig, config: EngineConfig) -> list[str] | None:
+    load_config = _load_config(config)
+    if load_config.load_format == "dummy":
+        return None
+    quiet = replace(load_config, use_tqdm_on_load=False)
+    return [name for name, _ in open_weights(source.folder, quiet, ParallelContext())]
+
+
+def _load_config(config: EngineConfig) -> LoadConfig:
+    """As the target is loaded, whose sharded state holds no drafter."""
+    load = config.load
+    return replace(load, load_format="auto") if load.load_format == SHARDED_STATE else load
