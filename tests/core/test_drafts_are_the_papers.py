@@ -1,0 +1,240 @@
+"""What heads draft inside an engine is what their papers say for the whole text, however the engine came to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.attention import HiddenTaps
+from penstock.config import LoadConfig, ModelConfig
+from penstock.contract import SamplingParams
+from penstock.engine.core import EngineCore
+from penstock.kernels.sampling import draw_tokens_reference
+from penstock.loader.loader import load_model
+from penstock.models.decoder import DecoderForCausalLM
+from penstock.parallel import ParallelContext
+from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
+from support.draft_heads import (
+    eagle3_fused,
+    eagle3_hidden,
+    eagle3_logits,
+    eagle3_weights,
+    eagle_hidden,
+    eagle_weights,
+    mtp_hidden,
+    mtp_weights,
+    write_head,
+)
+from support.engines import Result, add, greedy, make_core, random_prompts
+from support.plain_attention import plain_context
+
+NUM_DRAFTS = 3
+BLOCK_SIZE = 4
+METHODS = ["eagle", "eagle3", "mtp"]
+Next = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A head over a whole text, in plain torch. layers: of the target, before which it reads hidden states."""
+
+    target: DecoderForCausalLM
+    layers: tuple[int, ...]
+    start: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    next_hidden: Next
+    logits: Callable[[Tensor], Tensor]
+
+    def drafts(self, tokens: Sequence[int], params: SamplingParams, num_drafts: int = NUM_DRAFTS) -> list[int]:
+        ids, length = torch.tensor(tokens), len(tokens)
+        with torch.inference_mode():
+            taps = HiddenTaps(self.layers)
+            context = replace(plain_context(self.target, [length]), taps=taps)
+            hidden_SD = self.target(ids.int(), torch.arange(length), context)
+            states_SD = self.start(hidden_SD, taps.states)[:-1]
+            embed_SD = self.target.model.embed_tokens.weight[ids[1:]]
+            drafts: list[int] = []
+            for number in range(num_drafts):
+                next_SD = self.next_hidden(embed_SD, states_SD)
+                drafts.append(self._choose(self.logits(next_SD[-1:]), params, length - 1 + number))
+                states_SD = torch.cat([states_SD, next_SD[-1:]])
+                embed_SD = torch.cat([embed_SD, self.target.model.embed_tokens.weight[drafts[-1:]]])
+        return drafts
+
+    def _choose(self, logits: Tensor, params: SamplingParams, position: int) -> int:
+        if params.is_greedy:
+            return int(logits.argmax())
+        assert params.seed is not None
+        where = torch.tensor([params.seed]), torch.tensor([position])
+        return int(draw_tokens_reference(logits / params.temperature, *where).token_ids_R)
+
+
+def load_target(folder: Path) -> DecoderForCausalLM:
+    model = load_model(
+        ModelConfig.load(str(folder)), LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32
+    )
+    assert isinstance(model, DecoderForCausalLM)
+    return model
+
+
+def make(folder: Path, method: str) -> tuple[Path, dict[str, Any], Oracle]:
+    """A target, the options that draft for it, and what must be drafted."""
+    options: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    if method == "mtp":
+        tiny_checkpoint(folder, "qwen2")
+        weights = mtp_weights()
+        save_file({**load_file(folder / "model.safetensors"), **weights}, folder / "model.safetensors")
+        edit_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+        target = load_target(folder)
+        oracle = Oracle(
+            target, (2,), lambda _, aux: aux[0], lambda *args: mtp_hidden(weights, *args), target.compute_logits
+        )
+        return folder, options, oracle
+    tiny_checkpoint(folder / "target", num_hidden_layers=5)
+    target = load_target(folder / "target")
+    options["model"] = str(folder / "head")
+    if method == "eagle":
+        weights = eagle_weights()
+        write_head(folder / "head", weights)
+        oracle = Oracle(
+            target, (), lambda hidden, _: hidden, lambda *args: eagle_hidden(weights, *args), target.compute_logits
+        )
+        return folder / "target", options, oracle
+    weights = eagle3_weights()
+    write_head(folder / "head", weights, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+    oracle = Oracle(
+        target,
+        (1, 2, 4),
+        lambda _, aux: eagle3_fused(weights, aux),
+        lambda *args: eagle3_hidden(weights, *args),
+        lambda hidden: eagle3_logits(weights, hidden),
+    )
+    return folder / "target", options, oracle
+
+
+class Watched:
+    """An engine whose drafts are compared with the oracle's whenever it makes some."""
+
+    def __init__(self, core: EngineCore, oracle: Oracle) -> None:
+        self.core, self.num_compared = core, 0
+        self._oracle = oracle
+        self._requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.results: dict[str, Result] = {}
+        take = core.scheduler.update_draft_token_ids
+
+        def note(drafts: dict[str, list[int]]) -> None:
+            self._noted = drafts
+            take(drafts)
+
+        self._noted: dict[str, list[int]] = {}
+        core.scheduler.update_draft_token_ids = note  # type: ignore[method-assign]
+
+    def add(self, req_id: str, prompt: list[int], params: SamplingParams) -> None:
+        self._requests[req_id] = prompt, params
+        add(self.core, req_id, prompt, params)
+
+    def step(self) -> None:
+        self._noted = {}
+        for output in self.core.step():
+            self.results.setdefault(output.req_id, Result()).take(output)
+        for req_id, drafts in self._noted.items():
+            prompt, params = self._requests[req_id]
+            tokens = self.results[req_id].tokens
+            assert params.max_tokens is not None
+            # Those that the request may have before its last token; nobody verifies others.
+            num_useful = max(0, min(NUM_DRAFTS, params.max_tokens - len(tokens) - 1))
+            assert drafts[:num_useful] == self._oracle.drafts([*prompt, *tokens], params, num_useful)
+            self.num_compared += num_useful
+
+    def finish(self) -> None:
+        while self.core.has_unfinished_requests():
+            self.step()
+        self.core.close()
+
+
+def engine(folder: Path, options: dict[str, Any], **others: Any) -> EngineCore:
+    sizes = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_model_len": 68, "async_scheduling": False}
+    return make_core(folder, **{**sizes, **others}, speculative_config=options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 7}, {"fast_paths": "off"}, {"attention_backend": "cpu_paged"}],
+    ids=str,
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_are_those_of_the_whole_text(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
+    folder, speculative, oracle = make(tmp_path, method)
+    watched = Watched(engine(folder, speculative, **options), oracle)
+    for index, prompt in enumerate(random_prompts((5, 21, 1, 13), VOCAB_SIZE, seed=3)):
+        drawn = SamplingParams(temperature=0.8, seed=index, max_tokens=12, ignore_eos=True)
+        watched.add(f"r{index}", prompt, greedy(12) if index % 2 else drawn)
+    watched.finish()
+    assert watched.num_compared > 60
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cached_prefix_is_the_drafters_too(tmp_path: Path, method: str) -> None:
+    folder, speculative, oracle = make(tmp_path, method)
+    watched = Watched(engine(folder, speculative), oracle)
+    prompt = random_prompts((3 * BLOCK_SIZE + 2,), VOCAB_SIZE, seed=3)[0]
+    watched.add("first", prompt, greedy(6))
+    while watched.core.has_unfinished_requests():
+        watched.step()
+    # Another token follows the last of the blocks that both have in common.
+    shared = prompt[: 2 * BLOCK_SIZE]
+    for name, rest in {
+        "same": prompt[2 * BLOCK_SIZE :],
+        "other": [(prompt[2 * BLOCK_SIZE] + 1) % VOCAB_SIZE, 5],
+    }.items():
+        watched.add(name, [*shared, *rest], greedy(9))
+    num_compared = watched.num_compared
+    watched.finish()
+    assert watched.num_compared > num_compared
+    # Of the blocks that are found, all but the last are taken.
+    assert watched.results["same"].num_cached_tokens == 2 * BLOCK_SIZE
+    assert watched.results["other"].num_cached_tokens == BLOCK_SIZE
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_preempted_request_drafts_as_if_nothing_had_been(tmp_path: Path, method: str) -> None:
+    folder, speculative, oracle = make(tmp_path, method)
+    num_layers = 3 if method == "mtp" else 6
+    watched = Watched(engine(folder, speculative, kv_cache_memory_bytes=num_layers * 20 * BLOCK_SIZE * 256), oracle)
+    for index, prompt in enumerate(random_prompts((15, 21, 13), VOCAB_SIZE, seed=3)):
+        watched.add(f"r{index}", prompt, greedy(20))
+    watched.finish()
+    assert sum(result.num_preemptions for result in watched.results.values()) > 0
+    assert watched.num_compared > 60
+
+
+def test_drafts_of_a_draft_model_are_its_own_greedy_choices(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "target", num_hidden_layers=5)
+    tiny_checkpoint(tmp_path / "drafter", "qwen3", seed=7, head_dim=32, num_key_value_heads=1)
+    options = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": NUM_DRAFTS}
+    drafter = load_target(tmp_path / "drafter")
+
+    class Alone(Oracle):
+        def drafts(self, tokens: Sequence[int], params: SamplingParams, num_drafts: int = NUM_DRAFTS) -> list[int]:
+            known = list(tokens)
+            with torch.inference_mode():
+                for _ in range(num_drafts):
+                    context = plain_context(drafter, [len(known)])
+                    hidden_SD = drafter(torch.tensor(known, dtype=torch.int32), torch.arange(len(known)), context)
+                    logits = drafter.compute_logits(hidden_SD[-1:])
+                    known.append(self._choose(logits, params, len(known) - 1))
+            return known[len(tokens) :]
+
+    oracle = Alone(drafter, (), lambda hidden, _: hidden, lambda embed, hidden: hidden, drafter.compute_logits)
+    watched = Watched(engine(tmp_path / "target", options, max_num_batched_tokens=7), oracle)
+    for index, prompt in enumerate(random_prompts((5, 21, 1, 13), VOCAB_SIZE, seed=3)):
+        drawn = SamplingParams(temperature=0.8, seed=index, max_tokens=12, ignore_eos=True)
+        watched.add(f"r{index}", prompt, greedy(12) if index % 2 else drawn)
+    watched.finish()
+    assert watched.num_compared > 60
