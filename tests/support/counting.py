@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.config import EngineConfig
 from penstock.device.base import PeakMemory
 from penstock.device.cpu import CpuDevice
-from penstock.layers.linear import weights_size_bytes
 from penstock.parallel import ParallelContext
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
@@ -68,9 +67,10 @@ def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, 
         limits,
         config.device.attention_backend,
         config.sampling,
+        speculator=worker._speculator,
     )
     unloaded = measure_unloaded(config, ParallelContext(), "cpu", worker.dtype, limits)
     assert unloaded.specs == worker.get_kv_cache_spec()
-    weights = weights_size_bytes(worker.model)
+    weights = worker._weights_size_bytes()
     worker.shutdown()
     return unloaded, weights, step

@@ -1,0 +1,253 @@
+"""The model that drafts, in the worker: loaded beside its target, counted in the plan, kept over a reload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.core import EngineCore
+from penstock.engine.plan import plan_engine
+from penstock.errors import ConfigError, ModelError, ModelNotFound, PenstockError, UnsupportedFeature, UnsupportedModel
+from penstock.worker.worker import Worker
+from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
+from support.counting import plan_and_run
+from support.draft_heads import eagle3_weights, eagle_weights, write_head
+from support.engines import SMALL, add, greedy, make_core, random_prompts, run
+from support.transformers_models import save_for_fallback, tiny_transformers_model
+
+PROMPTS = random_prompts([5, 21, 40], VOCAB_SIZE)
+NUM_DRAFTS = 3
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tiny_checkpoint(tmp_path / "target", num_hidden_layers=5).folder
+
+
+def options_for(folder: Path, method: str) -> dict[str, Any]:
+    """What drafts with random weights, for `target`."""
+    drafter = folder / method
+    if method == "draft_model":
+        tiny_checkpoint(drafter, "qwen3", seed=7, head_dim=16, num_key_value_heads=4)
+    elif method == "eagle":
+        write_head(drafter, eagle_weights())
+    else:
+        write_head(drafter, eagle3_weights(), draft_vocab_size=40)
+    return {"method": method, "model": str(drafter), "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+
+
+def loaded_worker(core: EngineCore) -> Worker:
+    assert core._engine is not None
+    worker = core._engine.executor._wrapper.worker  # type: ignore[attr-defined]
+    assert isinstance(worker, Worker)
+    return worker
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_the_plan_counts_the_drafter(tmp_path: Path, target: Path, method: str) -> None:
+    options = {"max_num_seqs": 40, "max_num_batched_tokens": 600, "max_model_len": 128, "dtype": "float32"}
+    speculative = options_for(tmp_path, method)
+    alone, _, _ = plan_and_run(target, **options)
+    unloaded, weights, step = plan_and_run(target, **options, speculative_config=speculative)
+    assert unloaded.weights == weights
+    assert unloaded.weights > alone.weights
+    assert unloaded.num_parameters > alone.num_parameters
+    assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
+    assert len(unloaded.specs) > len(alone.specs)
+    assert sum(name.startswith("draft.") for name in unloaded.specs) == len(unloaded.specs) - len(alone.specs)
+
+
+def test_a_large_drafters_activations_are_counted(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "target", max_position_embeddings=1024)
+    tiny_checkpoint(tmp_path / "large", seed=7, max_position_embeddings=1024, intermediate_size=3000)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 600, "max_model_len": 601, "dtype": "float32"}
+    speculative = {"method": "draft_model", "model": str(tmp_path / "large"), "num_speculative_tokens": 2}
+    alone, _, _ = plan_and_run(tmp_path / "target", **options)
+    unloaded, _, step = plan_and_run(tmp_path / "target", **options, speculative_config=speculative)
+    assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
+    assert unloaded.step.activations > 5 * alone.step.activations
+
+
+def test_an_engines_plan_shows_it(tmp_path: Path, target: Path) -> None:
+    speculative = options_for(tmp_path, "eagle3")
+    alone = plan_engine(target, **SMALL)
+    plan = plan_engine(target, **SMALL, speculative_config=speculative)
+    assert plan.memory.weights > alone.memory.weights
+    assert plan.kv_bytes_per_token == alone.kv_bytes_per_token * 6 // 5
+    core = make_core(target, speculative_config=speculative)
+    assert core.memory_plan.weights == plan.memory.weights
+    assert core.kv_cache_config.num_blocks == plan.kv_cache.num_blocks
+    core.close()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_a_reload_of_the_target_keeps_the_drafter(tmp_path: Path, target: Path, method: str) -> None:
+    new = tiny_checkpoint(tmp_path / "new", seed=2, num_hidden_layers=5).folder
+    plain = make_core(new, dtype="float32")
+    expected = [result.tokens for result in run(plain, PROMPTS, greedy(20))]
+    plain.close()
+    core = make_core(target, dtype="float32", speculative_config=options_for(tmp_path, method))
+    run(core, PROMPTS, greedy(5))
+    worker = loaded_worker(core)
+    drafter = worker._drafter
+    core.collective_rpc("reload_weights", args=(str(new),))
+    assert core.reset_prefix_cache()
+    assert [result.tokens for result in run(core, PROMPTS, greedy(20))] == expected
+    assert worker._drafter is drafter
+    if method != "draft_model":
+        assert drafter is not None
+        assert drafter.target is worker.model  # type: ignore[union-attr]
+    core.close()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_dummy_batches_touch_nothing(tmp_path: Path, target: Path, method: str) -> None:
+    plain = make_core(target, dtype="float32")
+    expected = [result.tokens for result in run(plain, PROMPTS, greedy(12))]
+    plain.close()
+    core = make_core(target, dtype="float32", speculative_config=options_for(tmp_path, method), async_scheduling=False)
+    for index, prompt in enumerate(PROMPTS):
+        add(core, f"r{index}", prompt, greedy(12))
+    worker, results = loaded_worker(core), {}
+    for _ in range(3):
+        for output in core.step():
+            results.setdefault(output.req_id, []).extend(output.new_token_ids)
+        cache = worker.runner.kv_cache
+        before = [pages.clone() for pages in cache.memory_of_blocks(1, cache.config.num_blocks)]
+        drafts = worker.runner.requests.draft_token_ids.tensor.clone()
+        worker.execute_dummy_batch()
+        after = list(cache.memory_of_blocks(1, cache.config.num_blocks))
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert torch.equal(drafts, worker.runner.requests.draft_token_ids.tensor)
+    while core.has_unfinished_requests():
+        for output in core.step():
+            results.setdefault(output.req_id, []).extend(output.new_token_ids)
+    assert [results[f"r{index}"] for index in range(len(PROMPTS))] == expected
+    core.close()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_random_weights_draft_too(tmp_path: Path, target: Path, method: str) -> None:
+    core = make_core(target, load_format="dummy", speculative_config=options_for(tmp_path, method))
+    assert [len(result.tokens) for result in run(core, PROMPTS, greedy(8))] == [8] * len(PROMPTS)
+    core.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_the_drafters_cache_is_of_the_targets_dtype(
+    tmp_path: Path, target: Path, method: str, kv_cache_dtype: str
+) -> None:
+    plain = make_core(target, dtype="float32", kv_cache_dtype=kv_cache_dtype)
+    expected = [result.tokens for result in run(plain, PROMPTS, greedy(20))]
+    plain.close()
+    options = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
+    core = make_core(target, **options, speculative_config=options_for(tmp_path, method))
+    assert {group.spec.dtype for group in core.kv_cache_config.groups} == {kv_cache_dtype}  # type: ignore[union-attr]
+    assert [result.tokens for result in run(core, PROMPTS, greedy(20))] == expected
+    core.close()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral", "qwen3", "phi3", "olmo2", "gpt2"])
+def test_every_family_drafts_for_every_other(tmp_path: Path, family: str) -> None:
+    tiny_checkpoint(tmp_path / "target", "gemma2", sliding_window=9)
+    window = {} if family == "gpt2" else {"sliding_window": 9}
+    tiny_checkpoint(tmp_path / "drafter", family, seed=7, **(window if family in ("gemma3", "mistral") else {}))
+    plain = make_core(tmp_path / "target", dtype="float32", max_model_len=128)
+    expected = [result.tokens for result in run(plain, PROMPTS, greedy(20))]
+    plain.close()
+    speculative = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 2}
+    core = make_core(tmp_path / "target", dtype="float32", max_model_len=128, speculative_config=speculative)
+    assert [result.tokens for result in run(core, PROMPTS, greedy(20))] == expected
+    core.close()
+
+
+def test_a_head_goes_on_where_its_own_positions_end(tmp_path: Path, target: Path) -> None:
+    plain = make_core(target, dtype="float32")
+    prompts = random_prompts([60], VOCAB_SIZE)
+    expected = run(plain, prompts, greedy(60))[0].tokens
+    plain.close()
+    # Its config.json says 32.
+    core = make_core(target, dtype="float32", speculative_config=options_for(tmp_path, "eagle3"))
+    assert run(core, prompts, greedy(60))[0].tokens == expected
+    core.close()
+
+
+def _no_model(folder: Path) -> dict[str, Any]:
+    return {"method": "eagle3"}
+
+
+def _no_such_folder(folder: Path) -> dict[str, Any]:
+    return {"method": "eagle3", "model": str(folder / "nowhere")}
+
+
+def _other_vocabulary(folder: Path) -> dict[str, Any]:
+    tiny_checkpoint(folder / "drafter", vocab_size=120)
+    return {"method": "draft_model", "model": str(folder / "drafter")}
+
+
+def _too_short(folder: Path) -> dict[str, Any]:
+    tiny_checkpoint(folder / "drafter", max_position_embeddings=64)
+    return {"method": "draft_model", "model": str(folder / "drafter")}
+
+
+def _not_native(folder: Path) -> dict[str, Any]:
+    tiny_checkpoint(folder / "drafter")
+    edit_config(folder / "drafter", architectures=["FalconForCausalLM"])
+    return {"method": "draft_model", "model": str(folder / "drafter")}
+
+
+def _other_head(folder: Path) -> dict[str, Any]:
+    options = options_for(folder, "eagle3")
+    edit_config(folder / "eagle3", target_hidden_size=32)
+    return options
+
+
+def _other_pages(folder: Path) -> dict[str, Any]:
+    tiny_checkpoint(folder / "drafter", head_dim=24)
+    return {"method": "draft_model", "model": str(folder / "drafter")}
+
+
+def _no_mtp(folder: Path) -> dict[str, Any]:
+    return {"method": "mtp"}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (_no_model, ConfigError, "'eagle3' and no model"),
+        (_no_such_folder, ModelNotFound, "nowhere"),
+        (_other_vocabulary, ModelError, "vocab_size=120, but .* has 97"),
+        (_too_short, ConfigError, "64 positions .* --max-model-len 64"),
+        (_not_native, UnsupportedModel, "FalconForCausalLM"),
+        (_other_head, PenstockError, "fc.weight"),
+        (_other_pages, UnsupportedFeature, r"model.layers.0.self_attn.attn .* draft.model.layers.0"),
+        (_no_mtp, UnsupportedFeature, "LlamaForCausalLM has not. Supported: MiMoForCausalLM"),
+    ],
+)
+def test_what_cannot_draft_is_refused(
+    tmp_path: Path, target: Path, make: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_core(target, speculative_config={**make(tmp_path), "num_speculative_tokens": 2})
+
+
+def test_a_model_of_transformers_has_no_heads_but_draft_models(tmp_path: Path) -> None:
+    save_for_fallback(tiny_transformers_model("GPTNeoXForCausalLM"), tmp_path / "target")
+    write_head(tmp_path / "head", eagle3_weights(), draft_vocab_size=40)
+    with pytest.raises(UnsupportedFeature, match="TransformersForCausalLM does not give"):
+        make_core(
+            tmp_path / "target",
+            speculative_config={"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2},
+        )
+    tiny_checkpoint(tmp_path / "drafter")
+    plain = make_core(tmp_path / "target", dtype="float32", max_model_len=100)
+    expected = [result.tokens for result in run(plain, PROMPTS, greedy(8))]
+    plain.close()
+    speculative = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 2}
+    core = make_core(tmp_path / "target", dtype="float32", max_model_len=100, speculative_config=speculative)
+    assert [result.tokens for result in run(core, PROMPTS, greedy(8))] == expected
+    core.close()
