@@ -10,9 +10,9 @@ from penstock.scheduler.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.scheduler.request import Request
 
 
-def make_manager(num_blocks: int, *specs: Any, caching: bool = True) -> KVCacheManager:
+def make_manager(num_blocks: int, *specs: Any, caching: bool = True, **options: Any) -> KVCacheManager:
     config = cache_config(num_blocks, *specs)
-    return KVCacheManager(config, enable_prefix_caching=caching, max_num_batched_tokens=16)
+    return KVCacheManager(config, enable_prefix_caching=caching, max_num_batched_tokens=16, **options)
 
 
 def start(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> PrefixHit:
@@ -105,6 +105,30 @@ def test_a_prefix_is_found_in_full_blocks_and_short_of_the_last_token() -> None:
     assert hit_length(manager, [1, 2, 3, 4, 5, 6, 7, 0, 9]) == 4
     assert hit_length(manager, [0, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
     assert hit_length(manager, [1]) == 0
+
+
+def test_the_last_block_of_a_prefix_is_left_where_it_depends_on_what_follows() -> None:
+    manager = make_manager(20, blocks_need_next_token=True)
+    start(manager, make_request("a", [*range(14)]))
+
+    assert hit_length(manager, [*range(14)]) == 8
+    assert hit_length(manager, [*range(8), 99, 99]) == 4
+    assert hit_length(manager, [*range(4), 99, 99]) == 0
+    assert hit_length(manager, [99] * 14) == 0
+
+
+def test_a_prefix_without_its_last_block_is_still_covered_by_windows() -> None:
+    manager = make_manager(40, full_spec(), window_spec(6), blocks_need_next_token=True)
+    request = make_request("a", [*range(30)])
+    start(manager, request, 14)
+    run(manager, request, 10)
+
+    hit = manager.get_computed_blocks(make_request("probe", [*range(30)]))
+    full, window = hit.blocks
+    assert hit.num_tokens == 20
+    assert len(full) == len(window) == 5
+    # Those that a token at position 20 reads: 15 to 19.
+    assert all(block is not manager.pool.null_block for block in window[3:])
 
 
 def test_requests_share_the_blocks_of_a_common_prefix() -> None:
