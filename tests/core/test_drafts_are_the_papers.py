@@ -16,6 +16,7 @@ from penstock.attention import HiddenTaps
 from penstock.config import LoadConfig, ModelConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
+from penstock.kernels.native import NATIVE
 from penstock.kernels.sampling import draw_tokens_reference
 from penstock.loader.loader import load_model
 from penstock.models.decoder import DecoderForCausalLM
@@ -32,7 +33,7 @@ from support.draft_heads import (
     mtp_weights,
     write_head,
 )
-from support.engines import Result, add, greedy, make_core, random_prompts
+from support.engines import Result, add, greedy, make_core, random_prompts, run_layer_by_layer
 from support.plain_attention import plain_context
 
 NUM_DRAFTS = 3
@@ -175,6 +176,31 @@ def test_drafts_are_those_of_the_whole_text(tmp_path: Path, method: str, options
     for index, prompt in enumerate(random_prompts((5, 21, 1, 13), VOCAB_SIZE, seed=3)):
         drawn = SamplingParams(temperature=0.8, seed=index, max_tokens=12, ignore_eos=True)
         watched.add(f"r{index}", prompt, greedy(12) if index % 2 else drawn)
+    watched.finish()
+    assert watched.num_compared > 60
+
+
+@pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
+@pytest.mark.parametrize("method", METHODS)
+def test_target_and_head_run_as_programs(tmp_path: Path, method: str) -> None:
+    folder, speculative, oracle = make(tmp_path, method)
+    core = engine(folder, speculative)
+    watched = Watched(core, oracle)
+    watched.add("r", random_prompts((21,), VOCAB_SIZE)[0], greedy(9))
+    watched.step()
+    assert core._engine is not None
+    programs = core._engine.executor._wrapper.worker.runner.kv_cache.programs._recorded  # type: ignore[attr-defined]
+    assert len(programs) == 2
+    assert None not in programs.values()
+    watched.finish()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_programs_drafts_are_the_same(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_layer_by_layer(monkeypatch)
+    folder, speculative, oracle = make(tmp_path, method)
+    watched = Watched(engine(folder, speculative), oracle)
+    watched.add("r", random_prompts((21,), VOCAB_SIZE)[0], greedy(25))
     watched.finish()
     assert watched.num_compared > 60
 

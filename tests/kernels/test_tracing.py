@@ -20,6 +20,7 @@ from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import StepTokens
 from penstock.kernels.native.tracing import Role, Trace, TracedRequests, TracedTensor, Untraceable
 from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
+from penstock.kernels.rows import concatenate_rows, sum_rows
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
 
@@ -175,6 +176,34 @@ def test_a_program_gives_the_bits_of_its_kernels(trace: Trace, num_rows: int, re
     ids_T = torch.randint(NUM_IDS, (num_rows,), dtype=torch.int32)
     found = program(ids_T, StepTokens(torch.zeros(num_rows, dtype=torch.int64), num_rows, []))
     assert torch.equal(found, mixture(ids_T, weights)[result])
+
+
+def joined(ids_T: Tensor, given_TD: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
+    """What goes on from rows that are given, and sums on the way."""
+    x_TD = embedding(ids_T, weights["table"], torch.float32)
+    both_TX = concatenate_rows(x_TD, rms_norm(given_TD, weights["norm"], 1e-5))
+    hidden_TD = native().linear(both_TX, weights["down"], WIDTH, None)
+    sums = [sum_rows(hidden_TD, given_TD), sum_rows(x_TD, None)]
+    normed_TD, residual_TD = add_rms_norm(hidden_TD, x_TD, weights["norm"], 1e-5)
+    return [normed_TD, *sums, sum_rows(normed_TD, residual_TD)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 600])
+def test_a_program_takes_rows_and_gives_several(trace: Trace, num_rows: int) -> None:
+    torch.manual_seed(3)
+    weights = {
+        "table": torch.randn(NUM_IDS, WIDTH),
+        "norm": torch.randn(WIDTH),
+        "down": native().pack_weight(torch.randn(WIDTH, 2 * WIDTH)),
+    }
+    traced = joined(trace.stand_in(Role.TOKENS), trace.give(WIDTH), weights)
+    cells = [tensor.cell for tensor in traced if isinstance(tensor, TracedTensor) and tensor.cell is not None]
+    assert len(cells) == 4
+    program = NativeProgram(native(), trace, cells[0], cells[1:])
+    ids_T, given_TD = torch.randint(NUM_IDS, (num_rows,), dtype=torch.int32), torch.randn(num_rows, WIDTH)
+    found = program.run(ids_T, StepTokens(torch.zeros(num_rows, dtype=torch.int64), num_rows, []), given_TD)
+    for one, other in zip(found, joined(ids_T, given_TD, weights), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_program_alone_holds_the_weights() -> None:

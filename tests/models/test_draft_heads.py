@@ -124,7 +124,7 @@ def test_eagle3(tmp_path: Path, target: DecoderForCausalLM, layer: str, norm_bef
 
 def test_eagle3_fuses_what_comes_before_three_layers(tmp_path: Path, target: DecoderForCausalLM) -> None:
     weights = eagle3_weights()
-    write_head(tmp_path / "head", weights, draft_vocab_size=40)
+    write_head(tmp_path / "head", weights, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[0, 2, 4])
     head = load_head(tmp_path / "head", "Eagle3LlamaForCausalLM", target, weights)
     aux = [random_step(seed)[2] for seed in range(3)]
     found = head.from_target(torch.zeros(1), aux)
@@ -134,7 +134,7 @@ def test_eagle3_fuses_what_comes_before_three_layers(tmp_path: Path, target: Dec
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, (2, 2, 2)),
+        ({}, (2,)),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, (0, 1, 4)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (1, 3, 5)),
     ],
@@ -146,6 +146,16 @@ def test_eagle3_reads_from_these_layers(
     weights = eagle3_weights()
     write_head(tmp_path / "head", weights, draft_vocab_size=40, **config)
     assert load_head(tmp_path / "head", "Eagle3LlamaForCausalLM", target, weights).aux_layers == expected
+
+
+def test_eagle3_may_fuse_one_layer_twice(tmp_path: Path, target: DecoderForCausalLM) -> None:
+    weights = eagle3_weights()
+    write_head(tmp_path / "head", weights, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[1, 3, 3])
+    head = load_head(tmp_path / "head", "Eagle3LlamaForCausalLM", target, weights)
+    first, second = random_step(0)[2], random_step(1)[2]
+    assert head.aux_layers == (1, 3)
+    found = head.from_target(torch.zeros(1), [first, second])
+    torch.testing.assert_close(found, eagle3_fused(weights, [first, second, second]), rtol=0, atol=1e-4)
 
 
 def test_mtp(tmp_path: Path) -> None:
@@ -208,6 +218,7 @@ def _eagle3(
         ),
         (lambda weights: None, {"num_hidden_layers": 2}, UnsupportedFeature, "num_hidden_layers=2"),
         (lambda weights: None, {"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}, UnsupportedFeature, "layer_ids"),
+        (lambda weights: None, {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, ModelError, "1, 2, 6, but .* has 5"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.attention.base import AttentionMetadata, HeadNorm, LayerAttention
 from penstock.kernels.rotary import Rotation
+from penstock.kernels.rows import sum_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,14 @@ class BoundLayer:
 class LastTokens:
     """The last token of each of a step's requests.
 
-    rows: int64 [R], rising. positions: int64 [R]. query_start_loc: int32 [R + 1], 0 to R.
+    rows: int64 [R], rising. positions: int64 [R]. query_start_loc: int32 [R + 1], 0 to R. seq_lens: int32 [R].
     metadata: by KV-cache group, of `StepGeometry.of_last_tokens`.
     """
 
     rows: Tensor
     positions: Tensor
     query_start_loc: Tensor
+    seq_lens: Tensor
     metadata: Sequence[AttentionMetadata]
 
 
@@ -46,12 +48,12 @@ class HiddenTaps:
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
-        self._layers = frozenset(layers)
+        self.layers = frozenset(layers)
         self.states: list[Tensor] = []
 
     def note(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
-        if layer in self._layers:
-            self.states.append(hidden_TD.clone() if residual_TD is None else hidden_TD + residual_TD)
+        if layer in self.layers:
+            self.states.append(sum_rows(hidden_TD, residual_TD))
 
 
 @dataclass(frozen=True, slots=True)

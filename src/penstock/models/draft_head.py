@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from penstock.attention import ForwardContext
@@ -166,8 +165,3 @@ class DraftHead(CausalLM):
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
     ) -> None:
         super().load_weights(((plain_name(name), tensor) for name, tensor in weights), slots)
-
-
-def concatenated(first_TD: Tensor, second_TD: Tensor) -> Tensor:
-    """Side by side: [T, 2 * D]."""
-    return torch.cat((first_TD, second_TD), dim=-1)

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
+from penstock.kernels.rows import concatenate_rows, sum_rows
 from penstock.layers.linear import LinearLayer
 from penstock.layers.norm import NoNorm
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderLayer, SelfAttention
-from penstock.models.draft_head import DraftHead, StoredNames, concatenated
+from penstock.models.draft_head import DraftHead, StoredNames
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelContext
 
@@ -55,13 +56,13 @@ class EagleLlamaForCausalLM(DraftHead):
     def forward(  # type: ignore[override]
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor
     ) -> Tensor:
-        hidden_TD = self.fc(concatenated(self.embed(input_ids_T), hidden_TD))
+        hidden_TD = self.fc(concatenate_rows(self.embed(input_ids_T), hidden_TD))
         residual_TD: Tensor | None = None
         rotation = self.rotation(positions_T, hidden_TD.dtype)
         for layer, of_layer in zip(self.layers, context.by_layer(len(self.layers)), strict=True):
             hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, of_layer)
         assert residual_TD is not None, "a head has at least one layer"
-        return hidden_TD.add_(residual_TD)
+        return sum_rows(hidden_TD, residual_TD)
 
     def weight_table(self) -> WeightTable:
         norms = {

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ModelError
 from penstock.kernels.rotary import Rotation
+from penstock.kernels.rows import concatenate_rows, sum_rows
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.linear import LinearLayer
 from penstock.layers.norm import RMSNorm
 from penstock.layers.weights import WeightSlot
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderLayer, SelfAttention
-from penstock.models.draft_head import DraftHead, StoredNames, concatenated
+from penstock.models.draft_head import DraftHead, StoredNames
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelContext
 
@@ -46,9 +47,9 @@ class Eagle3Layer(DecoderLayer):
         self, embed_TD: Tensor, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         normed_TD = self.hidden_norm(hidden_TD)
-        residual_TD = context.asked_for(normed_TD if self._norm_before_residual else hidden_TD)
-        both_TX = concatenated(self.input_layernorm(embed_TD), normed_TD)
+        both_TX = concatenate_rows(self.input_layernorm(embed_TD), normed_TD)
         mixed_TD = self.self_attn(both_TX, rotation, context)
+        residual_TD = context.asked_for(normed_TD if self._norm_before_residual else hidden_TD)
         mixed_TD, residual_TD = self.post_attention_layernorm.add_and_norm(mixed_TD, residual_TD)
         return self.mlp(mixed_TD), residual_TD
 
@@ -86,7 +87,7 @@ class Eagle3LlamaForCausalLM(DraftHead):
             has_embedding=stored.has("embed_tokens.weight"),
             head_size=num_tokens if has_head else None,
         )
-        self._aux_layers = _read_aux_layers(fields)
+        self._named_layers = _read_aux_layers(fields)
         self._target_size = fields.integer("target_hidden_size", default=config.hidden_size)
         self.fc = LinearLayer(_NUM_AUX_LAYERS * self._target_size, config.hidden_size, bias=stored.has("fc.bias"))
         bias = stored.has("layers.0.self_attn.q_proj.bias")
@@ -105,18 +106,34 @@ class Eagle3LlamaForCausalLM(DraftHead):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self._fused_layers)))
+
+    @property
+    def _fused_layers(self) -> tuple[int, ...]:
+        """In their order; of a small target, two may be the same."""
         num_layers = self.target.config.num_layers
-        return self._aux_layers or (2, num_layers // 2, num_layers - 3)
+        return self._named_layers or tuple(sorted((2, num_layers // 2, max(0, num_layers - 3))))
+
+    def attach(self, target: object) -> None:
+        super().attach(target)
+        num_layers = self.target.config.num_layers
+        if max(self._fused_layers) > num_layers:
+            raise ModelError(
+                f"{self.name} goes on from what comes before the layers {', '.join(map(str, self._fused_layers))}, but "
+                f"the model that it guesses for has {num_layers}. Name others as {_AUX_LAYERS} in its config.json, or "
+                "use a drafter that was trained for this model."
+            )
 
     def from_target(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
-        return self.fc(torch.cat(list(aux), dim=-1))  # type: ignore[no-any-return]
+        of_layer = dict(zip(self.aux_layers, aux, strict=True))
+        return self.fc(torch.cat([of_layer[layer] for layer in self._fused_layers], dim=-1))  # type: ignore[no-any-return]
 
     def forward(  # type: ignore[override]
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor
     ) -> Tensor:
         rotation = self.rotation(positions_T, hidden_TD.dtype)
         hidden_TD, residual_TD = self.layers[0](self.embed(input_ids_T), hidden_TD, rotation, context)
-        return hidden_TD.add_(residual_TD)
+        return sum_rows(hidden_TD, residual_TD)
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """Minus infinity for tokens that the head does not know."""
@@ -170,6 +187,6 @@ def _read_aux_layers(fields: ConfigFields) -> tuple[int, ...]:
     if value is None:
         return ()
     is_list = isinstance(value, list) and len(value) == _NUM_AUX_LAYERS
-    if not is_list or not all(isinstance(layer, int) and layer >= 0 for layer in value) or sorted(set(value)) != value:
-        raise fields.unsupported(_AUX_LAYERS, value, f"{_NUM_AUX_LAYERS} numbers of layers that rise")
+    if not is_list or not all(isinstance(layer, int) and layer >= 0 for layer in value) or sorted(value) != value:
+        raise fields.unsupported(_AUX_LAYERS, value, f"{_NUM_AUX_LAYERS} numbers of layers that do not fall")
     return tuple(value)

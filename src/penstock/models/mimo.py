@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
+from penstock.kernels.rows import concatenate_rows
 from penstock.layers.linear import LinearLayer
 from penstock.layers.norm import RMSNorm
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, SelfAttention
-from penstock.models.draft_head import DraftHead, concatenated
+from penstock.models.draft_head import DraftHead
 from penstock.models.qwen2 import Qwen2ForCausalLM
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelContext
@@ -62,7 +63,7 @@ class MiMoMTP(DraftHead):
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor
     ) -> Tensor:
         embed_TD = self.token_layernorm(self.embed(input_ids_T))
-        hidden_TD = self.input_proj(concatenated(self.hidden_layernorm(hidden_TD), embed_TD))
+        hidden_TD = self.input_proj(concatenate_rows(self.hidden_layernorm(hidden_TD), embed_TD))
         rotation = self.rotation(positions_T, hidden_TD.dtype)
         hidden_TD, residual_TD = self.layers[0](hidden_TD, None, rotation, context)
         return self.final_layernorm.add_and_norm(hidden_TD, residual_TD)[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import AttentionBackend, BoundLayer, ForwardContext, LastTokens
+from penstock.attention import AttentionBackend, BoundLayer, ForwardContext, HiddenTaps, LastTokens
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
@@ -27,18 +27,23 @@ class ModelPrograms:
 
     def __init__(self, layers: Mapping[str, BoundLayer]) -> None:
         self._layers = layers
-        self._recorded: dict[tuple[LanguageModel, Callable[..., Any]], NativeProgram | None] = {}
+        self._recorded: dict[tuple[object, ...], NativeProgram | None] = {}
 
     def run(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         """`inputs.run(...)`: [T, D], or the rows that the context asks for.
 
-        Only plain inputs run a program, of which no hidden states between layers are wanted.
+        Only plain inputs run a program.
         """
-        program = self._program(model, trace_forward) if inputs.is_plain and context.taps is None else None
+        program = self._program(model, _Forward.of(inputs, context)) if inputs.is_plain else None
         if program is None:
             return inputs.run(model, context)
         ids_T = inputs.tokens.to(torch.int32).contiguous()
-        return program(ids_T, _step_tokens(inputs.positions.to(torch.int64).contiguous(), context))
+        step = _step_tokens(inputs.positions.to(torch.int64).contiguous(), context)
+        given_TD = None if inputs.hidden is None else inputs.hidden.contiguous()
+        hidden_TD, *states = program.run(ids_T, step, given_TD)
+        if context.taps is not None:
+            context.taps.states += states
+        return hidden_TD
 
     def bind_greedy(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> BoundChoices | None:
         """`model.compute_greedy` of its hidden states, as long as these tensors and the context stay.
@@ -47,24 +52,22 @@ class ModelPrograms:
         """
         tensors = (inputs.tokens, torch.int32), (inputs.positions, torch.int64)
         can_read = all(tensor.dtype is dtype and tensor.is_contiguous() for tensor, dtype in tensors)
-        if not can_read or not inputs.is_plain:
+        if not can_read or not inputs.is_plain or inputs.hidden is not None:
             return None
-        program = self._program(model, trace_greedy)
+        program = self._program(model, _Greedy())
         return None if program is None else program.bind(inputs.tokens, _step_tokens(inputs.positions, context))
 
     def forget(self) -> None:
         """Record anew what is run: models, or their weights, may be others."""
         self._recorded.clear()
 
-    def _program(self, model: LanguageModel, trace: Callable[..., Cell | None]) -> NativeProgram | None:
-        key = model, trace
+    def _program(self, model: LanguageModel, what: _Forward | _Greedy) -> NativeProgram | None:
+        key = model, what
         if key not in self._recorded:
-            self._recorded[key] = self._record(model, trace)
+            self._recorded[key] = self._record(model, what)
         return self._recorded[key]
 
-    def _record(
-        self, model: LanguageModel, trace_model: Callable[[Trace, LanguageModel, ForwardContext], Cell | None]
-    ) -> NativeProgram | None:
+    def _record(self, model: LanguageModel, what: _Forward | _Greedy) -> NativeProgram | None:
         if (
             NATIVE is None
             or not self._layers
@@ -74,34 +77,56 @@ class ModelPrograms:
         trace = Trace(NATIVE.instruction_set.index)
         try:
             _refuse_what_is_watched(model)
-            output = trace_model(trace, model, self._context(trace))
+            outputs = what.trace(trace, model, self._context(trace))
         except Untraceable as reason:
             logger.debug("The model runs piece by piece: %s", reason)
             return None
-        return NativeProgram(NATIVE, trace, output)
+        return NativeProgram(NATIVE, trace, *outputs)
 
     def _context(self, trace: Trace) -> ForwardContext:
         groups = range(1 + max((bound.group for bound in self._layers.values()), default=-1))
         metadata_of_last = [TracedRequests(group, is_last=True) for group in groups]
         positions_R = trace.stand_in(Role.POSITIONS)
-        last = LastTokens(trace.stand_in(Role.LAST), positions_R, positions_R, metadata_of_last)
+        last = LastTokens(trace.stand_in(Role.LAST), positions_R, positions_R, positions_R, metadata_of_last)
         return ForwardContext(self._layers, [TracedRequests(group) for group in groups], last)
 
 
-def trace_forward(trace: Trace, model: LanguageModel, context: ForwardContext) -> Cell:
-    """From tokens to where the hidden states are. Raises Untraceable."""
-    return trace.result(_run(trace, model, context))
+@dataclass(frozen=True)
+class _Forward:
+    """From tokens to hidden states. hidden_size: of those that it goes on from, 0 for none. taps: before these layers
+    they are wanted too.
+    """
+
+    hidden_size: int
+    taps: frozenset[int]
+
+    @classmethod
+    def of(cls, inputs: ModelInputs, context: ForwardContext) -> _Forward:
+        taps: frozenset[int] = frozenset() if context.taps is None else context.taps.layers
+        return cls(0 if inputs.hidden is None else inputs.hidden.shape[1], taps)
+
+    def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[Cell, list[Cell]]:
+        """Where the results are. Raises Untraceable."""
+        taps = HiddenTaps(sorted(self.taps))
+        given = (trace.give(self.hidden_size),) if self.hidden_size else ()
+        hidden = _run(trace, model, replace(context, taps=taps), *given)
+        return trace.result(hidden), [cell for state in taps.states if (cell := getattr(state, "cell", None))]
 
 
-def trace_greedy(trace: Trace, model: LanguageModel, context: ForwardContext) -> None:
-    """From tokens to tokens. Raises Untraceable."""
-    chosen = model.compute_greedy(_run(trace, model, context))
-    if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
-        raise Untraceable("tokens are not chosen by a kernel")
+@dataclass(frozen=True)
+class _Greedy:
+    """From tokens to tokens."""
+
+    def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None]:
+        """Raises Untraceable."""
+        chosen = model.compute_greedy(_run(trace, model, context))
+        if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
+            raise Untraceable("tokens are not chosen by a kernel")
+        return (None,)
 
 
-def _run(trace: Trace, model: LanguageModel, context: ForwardContext) -> Tensor:
-    return model(trace.stand_in(Role.TOKENS), trace.stand_in(Role.POSITIONS), context)
+def _run(trace: Trace, model: LanguageModel, context: ForwardContext, *hidden: Tensor) -> Tensor:
+    return model(trace.stand_in(Role.TOKENS), trace.stand_in(Role.POSITIONS), context, *hidden)
 
 
 def _refuse_what_is_watched(model: LanguageModel) -> None:
@@ -120,5 +145,5 @@ def _step_tokens(positions_T: Tensor, context: ForwardContext) -> StepTokens:
         positions_T,
         metadata[0].num_tokens,
         [group.requests for group in metadata],
-        None if last is None else (last.rows, last.positions, last.query_start_loc),
+        None if last is None else (last.rows, last.positions, last.query_start_loc, last.seq_lens),
     )

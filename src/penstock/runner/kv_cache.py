@@ -97,7 +97,8 @@ class PagedKVCache:
 
         geometry: of these alone, by group (`StepGeometry.of_last_tokens`).
         """
-        last = LastTokens(rows, positions, geometry[0].query_start_loc, self._metadata(geometry))
+        first = geometry[0]
+        last = LastTokens(rows, positions, first.query_start_loc, first.seq_lens, self._metadata(geometry))
         return replace(context, last=last)
 
     def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:

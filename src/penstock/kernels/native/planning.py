@@ -12,11 +12,12 @@ from penstock.kernels.native.tracing import Cell, Kernel, Operation
 
 class Kind(IntEnum):
     """Of a place, as the library knows it: with rows for all tokens, for those that are worked on at once between two
-    attentions, or the program's output."""
+    attentions, or the program's outputs, one after another, or its input."""
 
     WHOLE = 0
     PART = 1
     OUTPUT = 2
+    INPUT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,19 @@ class _Room:
     uses: list[_Use] = field(default_factory=list)
 
 
-def plan_buffers(operations: Sequence[Operation], output: Cell | None) -> BufferPlan:
-    """output: what is left at the end, in the caller's memory; None where nothing is."""
+def plan_buffers(
+    operations: Sequence[Operation], output: Cell | None, further: Sequence[Cell] = (), given: Cell | None = None
+) -> BufferPlan:
+    """output: what is left at the end, in the caller's memory; None where nothing is. further: what is left there too,
+    behind it. given: what the caller brings.
+    """
     uses = _uses(operations, output)
+    places: dict[Cell, Place] = {} if given is None else {given: Place(Kind.INPUT, 0)}
+    size = 0 if output is None else output.width
+    for cell in further:
+        places[cell] = Place(Kind.OUTPUT, size)
+        size += cell.width
+    uses = {cell: use for cell, use in uses.items() if cell not in places}
     attentions = [index for index, operation in enumerate(operations) if operation.kernel is Kernel.ATTENTION]
     whole: list[_Use] = []
     part: list[_Use] = []
@@ -68,7 +79,7 @@ def plan_buffers(operations: Sequence[Operation], output: Cell | None) -> Buffer
         (whole if meets_attention or use.cell is output else part).append(use)
     whole_places, whole_size = _place_whole(whole, output)
     part_places, part_size = _place_parts(part)
-    return BufferPlan(whole_places | part_places, whole_size, part_size)
+    return BufferPlan(places | whole_places | part_places, whole_size, part_size)
 
 
 def _uses(operations: Sequence[Operation], output: Cell | None) -> dict[Cell, _Use]:

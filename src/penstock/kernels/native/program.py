@@ -26,16 +26,17 @@ class NativeProgram:
     """Takes tokens to hidden states, or to tokens where the trace ends in a choice.
 
     Holds the weights and caches that were traced. Every kernel is the one that the same call would run by itself, so
-    the results have the same bits. output: what the hidden states are in; None where tokens are chosen.
+    the results have the same bits. output: what the hidden states are in; None where tokens are chosen. further: what
+    else is wanted.
     """
 
-    def __init__(self, kernels: NativeKernels, trace: Trace, output: Cell | None) -> None:
+    def __init__(self, kernels: NativeKernels, trace: Trace, output: Cell | None, further: Sequence[Cell] = ()) -> None:
         module = kernels.module
         self._program = module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
         # Takes the address of what `_arguments` makes.
         self._run: Callable[[int], None] = partial(module.program_run, self._program)
-        self._plan = plan_buffers(trace.operations, output)
-        self._hidden_size = 0 if output is None else output.width
+        self._plan = plan_buffers(trace.operations, output, further, trace.given)
+        self._widths = [cell.width for cell in (output, *further) if cell is not None]
         self._keeps_alive = trace.keeps_alive
         numbers: dict[Cell | None, int] = {None: _NO_CELL}
         for cell, place in self._plan.places.items():
@@ -45,13 +46,22 @@ class NativeProgram:
             module.program_add(self._program, operation.kernel, *cells, *operation.arguments)
 
     def __call__(self, ids_T: Tensor, step: StepTokens) -> Tensor:
-        """Hidden states, float32 [T, D], or those of the last rows. ids_T: int32, contiguous."""
+        """Hidden states alone, of a program that is given none."""
+        return self.run(ids_T, step)[0]
+
+    def run(self, ids_T: Tensor, step: StepTokens, given_TD: Tensor | None = None) -> list[Tensor]:
+        """Hidden states, float32 [T, D], or those of the last rows; then what else is wanted, of all rows.
+
+        ids_T: int32, contiguous. given_TD: float32, contiguous, where rows are given; they may be overwritten.
+        """
         num_rows = ids_T.shape[0]
-        output_TD = torch.empty(num_rows, self._hidden_size)
+        outputs = torch.empty(num_rows * sum(self._widths))
         workspace = self._workspace(num_rows)
-        arguments = self._arguments(step, (output_TD, workspace, ids_T))
+        arguments = self._arguments(step, (outputs, workspace, ids_T, None, None, given_TD))
         self._run(arguments.address)  # they stay until it is done
-        return output_TD if step.last is None else output_TD[: step.num_outputs]
+        parts = outputs.split([num_rows * width for width in self._widths]) if len(self._widths) > 1 else [outputs]
+        hidden_TD, *further = [part.view(num_rows, -1) for part in parts]
+        return [hidden_TD if step.last is None else hidden_TD[: step.num_outputs], *further]
 
     def bind(self, ids_T: Tensor, step: StepTokens) -> BoundChoices:
         """Steps from these tokens (int32, contiguous) to the next ones; all tensors stay where they are."""
@@ -65,7 +75,7 @@ class NativeProgram:
         return torch.empty(num_rows * self._plan.whole_size + min(num_rows, PROGRAM_ROWS) * self._plan.part_size)
 
     def _arguments(self, step: StepTokens, tensors: Sequence[Tensor | None]) -> StoredArguments:
-        """tensors: output, workspace, ids, and where there is a choice, index and failed."""
+        """tensors: output, workspace, ids; then index and failed where there is a choice, and rows that are given."""
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        addresses += [0] * (5 - len(addresses))
+        addresses += [0] * (6 - len(addresses))
         return StoredArguments([*addresses, *step.arguments(torch.get_num_threads())])

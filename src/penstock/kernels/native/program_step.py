@@ -21,13 +21,13 @@ class StepTokens:
 
     positions_T: int64, contiguous. num_tokens: those that are no padding, which come first. groups: by KV-cache group.
     last: of each request's last token, where no other output is asked for, the row (int64 [R], rising), the position
-    (int64 [R]), and the numbers from 0 to R (int32).
+    (int64 [R]), the numbers from 0 to R (int32), and the request's positions up to it (int32 [R]).
     """
 
     positions_T: Tensor
     num_tokens: int
     groups: Sequence[StepRequests]
-    last: tuple[Tensor, Tensor, Tensor] | None = None
+    last: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -41,7 +41,7 @@ class StepTokens:
             self.positions_T.shape[0],
             self.num_tokens,
             num_threads,
-            *([0] * 4 if self.last is None else [*[tensor.data_ptr() for tensor in self.last], self.num_outputs]),
+            *([0] * 5 if self.last is None else [*[tensor.data_ptr() for tensor in self.last], self.num_outputs]),
             len(self.groups),
             *[argument for requests in self.groups for argument in requests.arguments],
         ]

@@ -43,11 +43,13 @@ class Kernel(IntEnum):
     KEEP_LAST = 9
     GREEDY = 10
     ARGMAX = 11
+    SUM = 12
+    CONCATENATE = 13
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A kernel's call. cells: the rows that it reads and may change, those that it adds first, and what it makes."""
+    """A kernel's call. cells: the rows that it reads and may change, others that it reads, and what it makes."""
 
     kernel: Kernel
     cells: tuple[Cell | None, Cell | None, Cell | None]
@@ -112,13 +114,14 @@ class Trace:
     """What a forward pass does, in order.
 
     instruction_set: as the library knows it; of all kernels but those of quantised weights, which name their own.
-    keeps_alive: what the operations have addresses of.
+    keeps_alive: what the operations have addresses of. given: rows that the caller brings in every step, if any.
     """
 
     def __init__(self, instruction_set: int) -> None:
         self.instruction_set = instruction_set
         self.operations: list[Operation] = []
         self.keeps_alive: list[Tensor] = []
+        self.given: Cell | None = None
         # Whether an attention has left the rows of last tokens alone, and whether tokens have been chosen.
         self._is_last = False
         self._has_choice = False
@@ -130,6 +133,11 @@ class Trace:
         made.origin, made.role, made.cell, made.is_last = self, role, cell, self._is_last
         return made
 
+    def give(self, width: int) -> TracedTensor:
+        """For rows that the caller brings in every step, and that may be overwritten."""
+        self.given = Cell(width)
+        return self.stand_in(Role.ROWS, self.given)
+
     def look_up(self, kernel: Kernel, ids_T: Tensor, width: int, *arguments: Argument) -> TracedTensor:
         """An operation that makes rows of the step's tokens."""
         if not isinstance(ids_T, TracedTensor) or ids_T.role is not Role.TOKENS or self._is_last:
@@ -139,7 +147,10 @@ class Trace:
     def add(
         self, kernel: Kernel, x: Tensor, width: int, *arguments: Argument, residual: Tensor | None = None
     ) -> TracedTensor:
-        """An operation that makes rows of so many floats of other rows. residual: is added to these first, in place."""
+        """An operation that makes rows of so many floats of other rows. residual: what else it reads.
+
+        A norm adds it to the others first, in place.
+        """
         added = None if residual is None else self._cell(residual)
         return self._make(kernel, width, arguments, self._cell(x), added)
 

@@ -294,7 +294,7 @@ class DraftingHead(ModelDrafter):
         return self.run(self._next_tokens(batch), batch.positions, context, hidden_TD)
 
     def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
-        return self.head(ids_T, positions_T, context, hidden_TD)  # type: ignore[no-any-return]
+        return self.kv_cache.programs.run(self.head, ModelInputs(ids_T, positions_T, hidden=hidden_TD), context)
 
     def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
         dtype = self.head.target.model.norm.weight.dtype

@@ -102,6 +102,8 @@ int64_t read_arguments(Operation& operation, Arguments& in) {
     case Operation::Kind::kScale: operation.factor = in.real(); return 0;
     case Operation::Kind::kKeepLast: return 0;
     case Operation::Kind::kArgmax: return 0;
+    case Operation::Kind::kSum: return 0;
+    case Operation::Kind::kConcatenate: return 0;
   }
   return 0;
 }
@@ -124,9 +126,9 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   StoredArguments in(call.in.pointer<const int64_t>());
   if (!call.is_good()) return nullptr;
   ProgramStep step;
-  in.read(step.output, step.workspace, step.ids, step.index, step.failed, step.positions, step.num_rows,
+  in.read(step.output, step.workspace, step.ids, step.index, step.failed, step.input, step.positions, step.num_rows,
           step.num_tokens, step.num_threads, step.last.rows, step.last.positions, step.last.query_start,
-          step.last.count);
+          step.last.seq_lens, step.last.count);
   StepRequests groups[kMaxGroups];
   const int64_t num_groups = in.size();
   if (num_groups > kMaxGroups) return PyErr_Format(PyExc_ValueError, "more than %d KV-cache groups", kMaxGroups);

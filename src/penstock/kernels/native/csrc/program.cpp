@@ -29,6 +29,8 @@ class Runner {
       case Operation::Kind::kKeepLast: return keep_last(operation.in);
       case Operation::Kind::kGreedy: return greedy(operation);
       case Operation::Kind::kArgmax: return argmax(operation);
+      case Operation::Kind::kSum: return sum(operation);
+      case Operation::Kind::kConcatenate: return concatenate(operation);
     }
     return false;
   }
@@ -40,6 +42,7 @@ class Runner {
     if (!program_.kernels->attention(a)) return false;
     Runner(program_, step_, 0, step_.last.count).keep_last(operation.in);
     a.query_start = step_.last.query_start;
+    a.seq_lens = step_.last.seq_lens;
     a.positions = step_.last.positions;
     a.phase = AttentionPhase::kAttend;
     return program_.kernels->attention(a);
@@ -52,9 +55,10 @@ class Runner {
       const int64_t rows = step_.num_rows < program_.rows_at_once ? step_.num_rows : program_.rows_at_once;
       return step_.workspace + program_.whole_size * step_.num_rows + buffer.offset * rows;
     }
-    float* begin =
-        buffer.kind == Buffer::Kind::kOutput ? step_.output : step_.workspace + buffer.offset * step_.num_rows;
-    return begin + first_row_ * buffer.width;
+    float* begin = buffer.kind == Buffer::Kind::kOutput  ? step_.output
+                   : buffer.kind == Buffer::Kind::kInput ? step_.input
+                                                         : step_.workspace;
+    return begin + buffer.offset * step_.num_rows + first_row_ * buffer.width;
   }
   int64_t width(int number) const { return program_.buffers[number].width; }
 
@@ -104,6 +108,30 @@ class Runner {
   bool scale(const Operation& operation) const {
     float* values = at(operation.in);
     for (int64_t i = 0; i < num_rows_ * width(operation.in); ++i) values[i] *= operation.factor;
+    return true;
+  }
+
+  bool sum(const Operation& operation) const {
+    const float* x = at(operation.in);
+    float* out = at(operation.out);
+    const int64_t size = num_rows_ * width(operation.in);
+    if (operation.residual < 0) {
+      std::memcpy(out, x, size * sizeof(float));
+      return true;
+    }
+    const float* residual = at(operation.residual);
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] + residual[i];
+    return true;
+  }
+
+  bool concatenate(const Operation& operation) const {
+    const float *first = at(operation.in), *second = at(operation.residual);
+    float* out = at(operation.out);
+    const int64_t first_size = width(operation.in), second_size = width(operation.residual);
+    for (int64_t i = 0; i < num_rows_; ++i, out += first_size + second_size) {
+      std::memcpy(out, first + i * first_size, first_size * sizeof(float));
+      std::memcpy(out + first_size, second + i * second_size, second_size * sizeof(float));
+    }
     return true;
   }
 

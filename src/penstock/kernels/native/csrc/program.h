@@ -13,9 +13,10 @@ namespace penstock {
 // Their lifetimes may let them share a place.
 //
 // kWhole: a row for every token of a step. kPart: for those that are worked on at once between two attentions. kOutput:
-// the caller's output, a row for every token.
+// the caller's output, a row for every token, one result after another. kInput: rows for every token that the caller
+// gives, which may be overwritten.
 struct Buffer {
-  enum class Kind { kWhole, kPart, kOutput } kind;
+  enum class Kind { kWhole, kPart, kOutput, kInput } kind;
   int64_t width, offset;
 };
 
@@ -24,9 +25,11 @@ struct Buffer {
 struct Operation {
   // kLookup, kRows and kQuantizedRows read the step's tokens, kGreedy and kArgmax write its choices.
   enum class Kind {
-    kNorm, kGate, kLinear, kQuantizedLinear, kAttention, kLookup, kRows, kQuantizedRows, kScale, kKeepLast, kGreedy, kArgmax
+    kNorm, kGate, kLinear, kQuantizedLinear, kAttention, kLookup, kRows, kQuantizedRows, kScale, kKeepLast, kGreedy, kArgmax, kSum,
+    kConcatenate
   } kind;
-  int in, residual, out;  // residual: what a norm adds to its input first, or -1
+  // residual: what a norm adds to its input first, what kSum adds to it or -1, and what kConcatenate puts behind it.
+  int in, residual, out;
   // Of attention, the group of the KV cache, and whether the step goes on with the rows of last tokens alone, where only
   // these are asked for. kKeepLast then does the same with other rows.
   int group;
@@ -70,18 +73,21 @@ struct LastTokens {
   const int64_t* rows;  // of the step, rising
   const int64_t* positions;
   const int32_t* query_start;  // 0, 1, 2 ...
+  const int32_t* seq_lens;     // of each request, up to that token
   int64_t count;               // 0: all hidden states are asked for
 };
 
 // workspace: num_rows times the floats of whole buffers, then the rows at once times those of the others.
 // positions: int64, one per token. Of the tokens, the first num_tokens are no padding.
 // ids: of each row, its token. output, or index and failed: of each row, its hidden state, or the choice after it.
+// input: of each row, what the program goes on from besides.
 struct ProgramStep {
   float* output;
   float* workspace;
   const int32_t* ids;
   int64_t* index;
   bool* failed;
+  float* input;
   const int64_t* positions;
   int64_t num_rows, num_tokens;
   const StepRequests* groups;
