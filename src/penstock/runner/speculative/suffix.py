@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.config import SpeculativeConfig
 from penstock.contract import SamplingParams
+from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
@@ -33,8 +34,10 @@ class SuffixSpeculator(HostSpeculator):
         # By slot: where the request's output begins.
         self._prompt_lengths: dict[int, int] = {}
 
-    def bind(self, requests: RequestStates, kv_cache: PagedKVCache, sampler: Sampler) -> None:
-        super().bind(requests, kv_cache, sampler)
+    def bind(
+        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
+    ) -> None:
+        super().bind(requests, block_tables, kv_cache, sampler)
         self.earlier = EarlierOutputs(self._max_outputs)
         self._prompt_lengths.clear()
 
