@@ -21,6 +21,7 @@ from penstock.kernels.sampling import draw_tokens_reference
 from penstock.loader.loader import load_model
 from penstock.models.decoder import DecoderForCausalLM
 from penstock.parallel import ParallelContext
+from penstock.scheduler.draft_budget import DraftBudget
 from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
 from support.draft_heads import (
     eagle3_fused,
@@ -240,27 +241,50 @@ def test_a_preempted_request_drafts_as_if_nothing_had_been(tmp_path: Path, metho
     assert watched.num_compared > 60
 
 
-def test_drafts_of_a_draft_model_are_its_own_greedy_choices(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path / "target", num_hidden_layers=5)
-    tiny_checkpoint(tmp_path / "drafter", "qwen3", seed=7, head_dim=32, num_key_value_heads=1)
-    options = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": NUM_DRAFTS}
-    drafter = load_target(tmp_path / "drafter")
+class Alone(Oracle):
+    """A model that drafts by itself."""
 
-    class Alone(Oracle):
-        def drafts(self, tokens: Sequence[int], params: SamplingParams, num_drafts: int = NUM_DRAFTS) -> list[int]:
-            known = list(tokens)
-            with torch.inference_mode():
-                for _ in range(num_drafts):
-                    context = plain_context(drafter, [len(known)])
-                    hidden_SD = drafter(torch.tensor(known, dtype=torch.int32), torch.arange(len(known)), context)
-                    logits = drafter.compute_logits(hidden_SD[-1:])
-                    known.append(self._choose(logits, params, len(known) - 1))
-            return known[len(tokens) :]
+    def drafts(self, tokens: Sequence[int], params: SamplingParams, num_drafts: int = NUM_DRAFTS) -> list[int]:
+        known = list(tokens)
+        with torch.inference_mode():
+            for _ in range(num_drafts):
+                context = plain_context(self.target, [len(known)])
+                hidden_SD = self.target(torch.tensor(known, dtype=torch.int32), torch.arange(len(known)), context)
+                known.append(self._choose(self.logits(hidden_SD[-1:]), params, len(known) - 1))
+        return known[len(tokens) :]
 
-    oracle = Alone(drafter, (), lambda hidden, _: hidden, lambda embed, hidden: hidden, drafter.compute_logits)
-    watched = Watched(engine(tmp_path / "target", options, max_num_batched_tokens=7), oracle)
+
+def make_draft_model(folder: Path) -> tuple[Path, dict[str, Any], Oracle]:
+    tiny_checkpoint(folder / "target", num_hidden_layers=5)
+    tiny_checkpoint(folder / "drafter", "qwen3", seed=7, head_dim=32, num_key_value_heads=1)
+    options: dict[str, Any] = {"method": "draft_model", "model": str(folder / "drafter")}
+    drafter = load_target(folder / "drafter")
+    oracle = Alone(drafter, (), lambda hidden, _: hidden, lambda _, hidden: hidden, drafter.compute_logits)
+    return folder / "target", {**options, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}, oracle
+
+
+def test_drafts_of_a_draft_model_are_its_own_choices(tmp_path: Path) -> None:
+    folder, speculative, oracle = make_draft_model(tmp_path)
+    watched = Watched(engine(folder, speculative, max_num_batched_tokens=7), oracle)
     for index, prompt in enumerate(random_prompts((5, 21, 1, 13), VOCAB_SIZE, seed=3)):
         drawn = SamplingParams(temperature=0.8, seed=index, max_tokens=12, ignore_eos=True)
         watched.add(f"r{index}", prompt, greedy(12) if index % 2 else drawn)
     watched.finish()
     assert watched.num_compared > 60
+
+
+@pytest.mark.parametrize("method", [*METHODS, "draft_model"])
+def test_steps_after_which_nobody_wants_drafts_are_not_lost(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(budget: DraftBudget, step_id: int, requests: object) -> int:
+        budget.num_steps_planned = 1
+        return NUM_DRAFTS if step_id % 7 == 0 else 0
+
+    monkeypatch.setattr(DraftBudget, "plan", plan)
+    folder, speculative, oracle = make_draft_model(tmp_path) if method == "draft_model" else make(tmp_path, method)
+    watched = Watched(engine(folder, speculative), oracle)
+    for index, prompt in enumerate(random_prompts((5, 21, 13), VOCAB_SIZE, seed=3)):
+        watched.add(f"r{index}", prompt, greedy(40))
+    watched.finish()
+    assert watched.num_compared > 20

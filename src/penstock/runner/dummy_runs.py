@@ -91,6 +91,7 @@ def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
 
 def run_longest_prompt_of_drafter(runner: ModelRunner, num_tokens: int) -> None:
     """What the speculator runs after such a prompt."""
+    num_tokens += runner.speculator.most_extra_tokens(runner.limits.max_num_reqs)
     runner.speculator.run_prompt(*_longest_prompt(runner, num_tokens))
 
 

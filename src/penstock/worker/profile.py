@@ -40,7 +40,8 @@ def measure_step_memory(
     Custom logits processors are left out: what they keep is a term of its own.
     """
     with torch.no_grad():
-        config = throwaway_kv_cache(specs, limits.max_num_tokens)
+        num_tokens = limits.max_num_tokens + speculator.most_extra_tokens(limits.max_num_reqs)
+        config = throwaway_kv_cache(specs, num_tokens)
         with device.measure_peak() as made:
             runner = ModelRunner(
                 device,

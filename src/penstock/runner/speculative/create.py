@@ -19,27 +19,26 @@ def create_speculator(config: SpeculativeConfig, device: Device, drafter: Causal
 
     Raises UnsupportedFeature for what is not there.
     """
-    if isinstance(drafter, DraftHead):
-        return DraftingHead(drafter, config.num_speculative_tokens, device)
-    if drafter is not None:
-        return DraftModel(drafter, config.num_speculative_tokens, device)
     if config.method is None:
         return NO_SPECULATOR
-    speculator = _create(config, device)
+    speculator = _create(config, device) if drafter is None else _with_model(drafter, config, device)
     speculator.verification = create_verification(config, device)
     return speculator
+
+
+def _with_model(drafter: CausalLM, config: SpeculativeConfig, device: Device) -> Speculator:
+    if isinstance(drafter, DraftHead):
+        return DraftingHead(drafter, config.num_speculative_tokens, device)
+    return DraftModel(drafter, config.num_speculative_tokens, device)
 
 
 def _create(config: SpeculativeConfig, device: Device) -> Speculator:
     if config.method == "ngram":
         return NgramOnHost(config) if device.kind == "cpu" else NgramOnDevice(config, device)
-    if config.method == "suffix":
-        if device.kind != "cpu":
-            raise UnsupportedFeature(
-                "speculative_config: the method 'suffix' reads tokens on the host, which the device "
-                f"{device.kind!r} does not show in time. Use the method 'ngram'."
-            )
-        return SuffixSpeculator(config)
-    raise UnsupportedFeature(
-        f"speculative_config: the method {config.method!r} is not supported yet. Use 'ngram' or 'suffix'."
-    )
+    assert config.method == "suffix", "other methods have a model"
+    if device.kind != "cpu":
+        raise UnsupportedFeature(
+            "speculative_config: the method 'suffix' reads tokens on the host, which the device "
+            f"{device.kind!r} does not show in time. Use the method 'ngram'."
+        )
+    return SuffixSpeculator(config)

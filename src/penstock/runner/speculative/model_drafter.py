@@ -36,6 +36,9 @@ from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.speculator import DraftingStep, Speculator
 from penstock.runner.staging import SlotParameter
 
+# Tokens of all requests together, at most, that a draft model has still to read.
+_MOST_WAITING = 256
+
 
 class ModelDrafter(Speculator):
     """What both kinds have in common.
@@ -83,6 +86,9 @@ class ModelDrafter(Speculator):
 
     def propose(self, step: DraftingStep) -> None:
         layout, num_drafts = step.batch.layout, step.num_drafts
+        if not num_drafts and self.may_wait(layout):
+            self._proposed = None
+            return
         last_R = self.requests.num_computed_tokens.tensor.view(-1).index_select(0, layout.slots)
         hidden_RD = self.take_in(step, last_R)
         if not num_drafts:
@@ -112,6 +118,10 @@ class ModelDrafter(Speculator):
 
     def run_prompt(self, context: ForwardContext, positions: Tensor) -> None:
         self.run_all(context, positions)
+
+    def may_wait(self, layout: BatchLayout) -> bool:
+        """Whether a step after which nobody wants drafts can be taken in later."""
+        return False
 
     @abstractmethod
     def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
@@ -209,16 +219,42 @@ class DraftModel(ModelDrafter):
     """A model of its own, with the target's vocabulary, which reads what the target has read.
 
     What it guessed right it has read already, but for the last of them; so it reads of each request as many tokens as
-    were known before the step, and one more.
+    were known before the step, and one more. While nobody wants drafts, it lets a few tokens of decoding requests wait
+    and reads them together.
     """
 
     reads_ahead = 0
 
+    def bind(
+        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
+    ) -> None:
+        super().bind(requests, block_tables, kv_cache, sampler)
+        # By slot, tokens that wait.
+        self._num_waiting = np.zeros(requests.max_num_reqs + 1, dtype=np.int64)
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        super().add_request(slot, params, prompt_token_ids, output_token_ids)
+        self._num_waiting[slot] = 0
+
+    def remove_request(self, slot: int) -> None:
+        self._num_waiting[slot] = 0
+
+    def most_extra_tokens(self, max_num_reqs: int) -> int:
+        return max_num_reqs + _MOST_WAITING
+
+    def may_wait(self, layout: BatchLayout) -> bool:
+        counts = _num_known(layout)
+        if counts.max() > 1 or self._num_waiting.sum() + len(counts) > _MOST_WAITING:
+            return False
+        self._num_waiting[layout.slots_np] += 1
+        return True
+
     def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
         layout = step.batch.layout
-        counts = layout.counts_np + 1
-        if layout.num_drafts_np is not None:
-            counts = counts - layout.num_drafts_np
+        counts = _num_known(layout) + self._num_waiting[layout.slots_np] + 1
+        self._num_waiting[layout.slots_np] = 0
         num_reqs, num_tokens = len(counts), int(counts.sum())
         starts = np.zeros(num_reqs + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
@@ -260,6 +296,11 @@ class DraftModel(ModelDrafter):
 
     def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
         return self.run(positions_T.to(torch.int32) * 0, positions_T, context, positions_T)
+
+
+def _num_known(layout: BatchLayout) -> np.ndarray:
+    """int64 [R], tokens of each request in the step but for drafts."""
+    return layout.counts_np if layout.num_drafts_np is None else layout.counts_np - layout.num_drafts_np
 
 
 class DraftingHead(ModelDrafter):

@@ -89,6 +89,10 @@ class Speculator(ABC):
     def dummy_run(self) -> None:
         """Run what `propose` runs, for no request: to warm up, to measure memory, and on ranks that are idle."""
 
+    def most_extra_tokens(self, max_num_reqs: int) -> int:
+        """By how many tokens its forward pass may be longer than a step."""
+        return 0
+
     def run_prompt(  # noqa: B027 - most have no model
         self, context: ForwardContext, positions: Tensor
     ) -> None:
