@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.core import EngineCore
 from penstock.engine.plan import plan_engine
@@ -14,7 +15,7 @@ from penstock.errors import ConfigError, ModelError, ModelNotFound, PenstockErro
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
 from support.counting import plan_and_run
-from support.draft_heads import eagle3_weights, eagle_weights, write_head
+from support.draft_heads import eagle3_weights, eagle_weights, mtp_weights, write_head
 from support.engines import SMALL, add, greedy, make_core, random_prompts, run
 from support.transformers_models import save_for_fallback, tiny_transformers_model
 
@@ -147,6 +148,27 @@ def test_the_drafters_cache_is_of_the_targets_dtype(
     options = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
     core = make_core(target, **options, speculative_config=options_for(tmp_path, method))
     assert {group.spec.dtype for group in core.kv_cache_config.groups} == {kv_cache_dtype}  # type: ignore[union-attr]
+    assert [result.tokens for result in run(core, PROMPTS, greedy(20))] == expected
+    core.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
+)
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_rounded_targets_are_drafted_for(tmp_path: Path, target: Path, method: str, options: dict[str, Any]) -> None:
+    if method == "mtp":
+        target = tiny_checkpoint(tmp_path / "mimo", "qwen2").folder
+        weights = load_file(target / "model.safetensors")
+        save_file({**weights, **mtp_weights()}, target / "model.safetensors")
+        edit_config(target, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+        speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+    else:
+        speculative = options_for(tmp_path, method)
+    plain = make_core(target, **options)
+    expected = [result.tokens for result in run(plain, PROMPTS, greedy(20))]
+    plain.close()
+    core = make_core(target, **options, speculative_config=speculative)
     assert [result.tokens for result in run(core, PROMPTS, greedy(20))] == expected
     core.close()
 

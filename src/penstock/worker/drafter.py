@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
@@ -45,14 +46,28 @@ def load_drafter(
 
 
 def load_drafter_without_memory(
-    config: EngineConfig, target: nn.Module, parallel: ParallelContext, kind: str, dtype: DtypeChoice
+    config: EngineConfig,
+    target: nn.Module,
+    parallel: ParallelContext,
+    kind: str,
+    dtype: DtypeChoice,
+    tensors: Iterable[tuple[str, Tensor]] | None,
 ) -> tuple[CausalLM | None, int]:
-    """The same for a device of this kind, without values, and the number of its parameters."""
+    """The same for a device of this kind, without values, and the number of its parameters.
+
+    tensors: of the target's checkpoint, where its files are not here.
+    """
     model_config = _drafter_config(config)
     if model_config is None:
         return None, 0
     drafter, num_parameters = load_without_memory(
-        model_config, _load_config(config), parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype
+        model_config,
+        _load_config(config),
+        parallel,
+        kind,
+        dtype.torch_dtype,
+        dtype.weights_torch_dtype,
+        tensors if model_config.folder == config.model.folder else None,
     )
     return _prepared(drafter, target), num_parameters
 
