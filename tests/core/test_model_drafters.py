@@ -127,6 +127,35 @@ def test_tokens_are_those_of_an_engine_without_drafts(
         assert sum(result.num_preemptions for result in found) > 0
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.parametrize("method", METHODS)
+def test_cached_prefixes_change_nothing(models: Path, method: str, async_scheduling: bool) -> None:
+    core = drafting(models, method, async_scheduling=async_scheduling, block_size=4)
+    for _ in range(2):
+        found = run(core, PROMPTS, PARAMS)
+        assert_same(found, expected(target_of(models, method)))
+    assert sum(result.num_cached_tokens for result in found) > 50
+    core.close()
+
+
+@pytest.mark.parametrize("rejection_sample_method", ["standard", "synthetic"])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_may_be_kept_by_another_rule(models: Path, method: str, rejection_sample_method: str) -> None:
+    rule: dict[str, Any] = {"rejection_sample_method": rejection_sample_method}
+    if rejection_sample_method == "synthetic":
+        rule["synthetic_acceptance_rates"] = [1.0, 1.0, 1.0]
+    config = {"method": method, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False, **rule}
+    if method != "mtp":
+        config["model"] = str(models / method)
+    core = make_core(target_of(models, method), **ROOM, speculative_config=config)
+    drawn = SamplingParams(**DRAWN, seed=1, max_tokens=20)
+    found = run(core, PROMPTS[:2], [greedy(20), drawn])
+    core.close()
+    assert [len(result.tokens) for result in found] == [20, 20]
+    if rejection_sample_method == "standard":
+        assert found[0].tokens == expected(target_of(models, method))[0].tokens[:20]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_changes_nothing(models: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = expected(target_of(models, method))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,38 @@ def test_a_head_goes_on_where_its_own_positions_end(tmp_path: Path, target: Path
     core = make_core(target, dtype="float32", speculative_config=options_for(tmp_path, "eagle3"))
     assert run(core, prompts, greedy(60))[0].tokens == expected
     core.close()
+
+
+@pytest.mark.parametrize("form", ["speculators", "torch"])
+def test_heads_come_in_other_forms_too(tmp_path: Path, target: Path, form: str) -> None:
+    def drafts() -> list[list[int]]:
+        core = make_core(target, dtype="float32", speculative_config=options, async_scheduling=False)
+        seen: list[list[int]] = []
+        take = core.scheduler.update_draft_token_ids
+        core.scheduler.update_draft_token_ids = lambda found: (seen.extend(found.values()), take(found))[1]  # type: ignore[method-assign]
+        run(core, PROMPTS, greedy(9))
+        core.close()
+        return seen
+
+    options = options_for(tmp_path, "eagle3")
+    edit_config(tmp_path / "eagle3", eagle_aux_hidden_state_layer_ids=[0, 2, 3])
+    expected = drafts()
+    folder = tmp_path / "eagle3"
+    weights = load_file(folder / "model.safetensors")
+    if form == "torch":
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(
+            {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()},
+            folder / "model.safetensors",
+        )
+        config = json.loads((folder / "config.json").read_text())
+        outer = {"draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [0, 2, 3], "target_hidden_size": None}
+        content = {"architectures": ["Eagle3Speculator"], "transformer_layer_config": config, **outer}
+        (folder / "config.json").write_text(json.dumps(content))
+    assert drafts() == expected
+    assert len(expected) > 10
 
 
 def _no_model(folder: Path) -> dict[str, Any]:

@@ -142,11 +142,15 @@ def _mtp(config: EngineConfig, length: int) -> ModelConfig:
 
 
 def _head(source: ModelConfig, architecture: str, length: int, stored_names: list[str] | None) -> ModelConfig:
-    """A head's own `config.json` may name another class, and fewer positions: its rotary embedding goes on."""
+    """A head's own `config.json` may name another class, and fewer positions: its rotary embedding goes on.
+
+    That of the library `speculators` has what its layer is in an object of its own.
+    """
+    written = {**(source.hf_config.get("transformer_layer_config") or {}), **source.hf_config}
     fields: dict[str, Any] = {
-        **source.hf_config,
+        **written,
         "architectures": [architecture],
-        "max_position_embeddings": max(length, int(source.hf_config.get("max_position_embeddings") or 0)),
+        "max_position_embeddings": max(length, int(written.get("max_position_embeddings") or 0)),
         STORED_NAMES: stored_names,
     }
     return replace(source, hf_config=fields, max_model_len=length)
