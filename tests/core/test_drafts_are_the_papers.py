@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.attention import HiddenTaps
@@ -22,7 +21,7 @@ from penstock.loader.loader import load_model
 from penstock.models.decoder import DecoderForCausalLM
 from penstock.parallel import ParallelContext
 from penstock.scheduler.draft_budget import DraftBudget
-from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
+from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.draft_heads import (
     eagle3_fused,
     eagle3_hidden,
@@ -33,6 +32,7 @@ from support.draft_heads import (
     mtp_hidden,
     mtp_weights,
     write_head,
+    write_mimo,
 )
 from support.engines import Result, add, greedy, make_core, random_prompts, run_layer_by_layer
 from support.plain_attention import plain_context
@@ -89,11 +89,7 @@ def make(folder: Path, method: str) -> tuple[Path, dict[str, Any], Oracle]:
     """A target, the options that draft for it, and what must be drafted."""
     options: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
     if method == "mtp":
-        tiny_checkpoint(folder, "qwen2")
-        weights = mtp_weights()
-        save_file({**load_file(folder / "model.safetensors"), **weights}, folder / "model.safetensors")
-        edit_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
-        target = load_target(folder)
+        target, weights = load_target(write_mimo(folder)), mtp_weights()
         oracle = Oracle(
             target, (2,), lambda _, aux: aux[0], lambda *args: mtp_hidden(weights, *args), target.compute_logits
         )

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from penstock.contract import SamplingParams, SchedulerOutput
 from penstock.engine.core import EngineCore
 from penstock.worker.worker import Worker
-from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
-from support.draft_heads import eagle3_weights, eagle_weights, mtp_weights, write_head
+from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import Result, add, greedy, make_core, random_prompts, run
 from support.padding import pad_every_step
 
@@ -42,10 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_checkpoint(folder / "draft_model", "qwen3", seed=7, head_dim=32, num_key_value_heads=1)
     write_head(folder / "eagle", eagle_weights())
     write_head(folder / "eagle3", eagle3_weights(), draft_vocab_size=40)
-    tiny_checkpoint(folder / "mimo", "qwen2")
-    weights = load_file(folder / "mimo" / "model.safetensors")
-    save_file({**weights, **mtp_weights()}, folder / "mimo" / "model.safetensors")
-    edit_config(folder / "mimo", architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+    write_mimo(folder / "mimo")
     return folder
 
 

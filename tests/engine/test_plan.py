@@ -24,6 +24,7 @@ from penstock.runner.sampling import LogitsProcessor, LogitsRows, ProcessorConte
 from penstock.worker.resident import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
+from support.draft_heads import write_mimo
 from support.engines import SMALL, make_core
 from support.transformers_models import FAMILIES as FALLBACK_FAMILIES
 from support.transformers_models import save_for_fallback, tiny_transformers_model
@@ -88,7 +89,14 @@ def test_a_plan_is_what_the_engine_uses(tmp_path: Path, family: str, changes: di
 
 def test_every_native_family_is_compared() -> None:
     compared = {NATIVE_FAMILIES[family].architecture for family, _ in FAMILIES}
-    assert compared == set(supported_architectures())
+    assert compared | {"MiMoForCausalLM"} == set(supported_architectures())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}], ids=str
+)
+def test_a_plan_of_mimo_is_what_the_engine_uses(tmp_path: Path, options: dict[str, Any]) -> None:
+    compare(write_mimo(tmp_path), **PLANNED, **options)
 
 
 def test_a_plan_with_the_products_of_torch_is_what_the_engine_uses(

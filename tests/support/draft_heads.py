@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.checkpoints import VOCAB_SIZE
+from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
 
 HIDDEN, INNER, HEADS, KV_HEADS, EPS, THETA = 64, 112, 4, 2, 1e-5, 10000.0
 HEAD_SIZE = HIDDEN // HEADS
@@ -110,6 +110,15 @@ def mtp_weights(seed: int = 1) -> dict[str, Tensor]:
         **layer_sizes(prefix, bias=True),
     }
     return random_weights(sizes, seed)
+
+
+def write_mimo(folder: Path) -> Path:
+    """A tiny MiMo: Qwen2, as Transformers has it, with a layer for MTP."""
+    tiny_checkpoint(folder, "qwen2")
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, **mtp_weights()}, folder / "model.safetensors", {"format": "pt"})
+    edit_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+    return folder
 
 
 def eagle_hidden(weights: Mapping[str, Tensor], embed_SD: Tensor, hidden_SD: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, ModelError, ModelNotFound, PenstockErro
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
 from support.counting import plan_and_run
-from support.draft_heads import eagle3_weights, eagle_weights, mtp_weights, write_head
+from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import SMALL, add, greedy, make_core, random_prompts, run
 from support.transformers_models import save_for_fallback, tiny_transformers_model
 
@@ -159,10 +159,7 @@ def test_the_drafters_cache_is_of_the_targets_dtype(
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
 def test_rounded_targets_are_drafted_for(tmp_path: Path, target: Path, method: str, options: dict[str, Any]) -> None:
     if method == "mtp":
-        target = tiny_checkpoint(tmp_path / "mimo", "qwen2").folder
-        weights = load_file(target / "model.safetensors")
-        save_file({**weights, **mtp_weights()}, target / "model.safetensors")
-        edit_config(target, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+        target = write_mimo(tmp_path / "mimo")
         speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
     else:
         speculative = options_for(tmp_path, method)
