@@ -49,8 +49,8 @@ def target_of(models: Path, method: str) -> Path:
     return models / ("mimo" if method == "mtp" else "target")
 
 
-def drafting(models: Path, method: str, num_drafts: int = NUM_DRAFTS, **options: Any) -> EngineCore:
-    config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts, "adaptive": False}
+def drafting(models: Path, method: str, *, adaptive: bool = False, **options: Any) -> EngineCore:
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS, "adaptive": adaptive}
     if method != "mtp":
         config["model"] = str(models / method)
     worker = f"{__name__}.WatchedWorker"
@@ -131,6 +131,14 @@ def test_cached_prefixes_change_nothing(models: Path, method: str, async_schedul
         found = run(core, PROMPTS, PARAMS)
         assert_same(found, expected(target_of(models, method)))
     assert sum(result.num_cached_tokens for result in found) > 50
+    core.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafting_now_and_then_changes_nothing(models: Path, method: str, async_scheduling: bool) -> None:
+    core = drafting(models, method, async_scheduling=async_scheduling, adaptive=True)
+    assert_same(run(core, PROMPTS, PARAMS), expected(target_of(models, method)))
     core.close()
 
 
