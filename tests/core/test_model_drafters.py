@@ -224,6 +224,26 @@ def test_the_target_as_its_own_draft_model_is_right_each_time(
     assert all(len(drafts) == 3 for step in steps[3:-2] for drafts in step.scheduled_spec_decode_tokens.values())
 
 
+def test_the_rejection_rule_keeps_all_that_the_target_itself_draws(
+    models: Path, outputs: list[SchedulerOutput]
+) -> None:
+    config = {"method": "draft_model", "model": str(models / "target"), "num_speculative_tokens": 3, "adaptive": False}
+    core = make_core(
+        models / "target",
+        **ROOM,
+        speculative_config={**config, "rejection_sample_method": "standard"},
+        worker_cls=f"{__name__}.WatchedWorker",
+        async_scheduling=False,
+    )
+    params = [
+        SamplingParams(temperature=1.2, top_p=0.95, seed=seed, max_tokens=40, ignore_eos=True) for seed in range(3)
+    ]
+    assert [len(result.tokens) for result in run(core, PROMPTS[:3], params)] == [40] * 3
+    core.close()
+    # The first step samples a token, and each of the others four.
+    assert len([output for output in outputs if output.num_scheduled_tokens]) <= 3 + 10
+
+
 def test_mixed_batches_accept_all_that_the_target_drafts(models: Path, outputs: list[SchedulerOutput]) -> None:
     config = {"method": "draft_model", "model": str(models / "target"), "num_speculative_tokens": 2, "adaptive": False}
     options = {"max_num_batched_tokens": 20, "async_scheduling": False, "speculative_config": config}

@@ -73,6 +73,16 @@ def test_a_large_drafters_activations_are_counted(tmp_path: Path) -> None:
     assert unloaded.step.activations > 5 * alone.step.activations
 
 
+def test_the_plan_counts_the_distributions_that_drafts_are_drawn_from(tmp_path: Path, target: Path) -> None:
+    options = {"max_num_seqs": 40, "max_num_batched_tokens": 600, "max_model_len": 128, "dtype": "float32"}
+    speculative = options_for(tmp_path, "eagle3")
+    exact, _, _ = plan_and_run(target, **options, speculative_config=speculative)
+    speculative["rejection_sample_method"] = "standard"
+    standard, _, _ = plan_and_run(target, **options, speculative_config=speculative)
+    more = standard.step.runner_state - exact.step.runner_state
+    assert more == pytest.approx(41 * NUM_DRAFTS * VOCAB_SIZE * 4, rel=0.1)
+
+
 def test_an_engines_plan_shows_it(tmp_path: Path, target: Path) -> None:
     speculative = options_for(tmp_path, "eagle3")
     alone = plan_engine(target, **SMALL)

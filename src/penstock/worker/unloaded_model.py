@@ -69,7 +69,7 @@ def measure_unloaded(
     try:
         with standing_for(kind):
             device = DeviceWithoutMemory(kind)
-            speculator = create_speculator(config.speculative, device, drafter)
+            speculator = create_speculator(config.speculative, device, config.model.vocab_size, drafter)
             layers = {**layers, **speculator.cache_layers()}
             step = measure_step_memory(
                 device,

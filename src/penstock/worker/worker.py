@@ -92,7 +92,9 @@ class Worker(WorkerBase):
         with device.loading_weights():
             self._model = load_for_device(self.config.model, self.config.load, self.parallel, device, dtype)
             self._drafter = load_drafter(self.config, self._model, self.parallel, device, dtype)
-        self._speculator = create_speculator(self.config.speculative, device, self._drafter)
+        self._speculator = create_speculator(
+            self.config.speculative, device, self.config.model.vocab_size, self._drafter
+        )
         self._layers = {**cache_layers(self._model), **self._speculator.cache_layers()}
         logger.info(
             "Model: %s, %s of weights, computed in %s (%s)",

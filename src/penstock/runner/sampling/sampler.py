@@ -143,19 +143,23 @@ class Sampler:
         """Whether these requests draw no numbers."""
         return self._draw.is_all_greedy(rows)
 
-    def guess(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+    def guess(self, logits: Tensor, rows: LogitsRows, probs: Tensor | None = None) -> Tensor:
         """What a drafter's logits [rows, vocabulary] choose, by the numbers that the rows' own tokens are drawn with.
 
         int64 [rows]. A request's temperature and truncation count, which shapes its logits does not: the better the
         two distributions agree, the more often the tokens do. The logits may be overwritten.
+        probs: [rows, vocabulary], is filled with the distributions.
         """
         parts = [slice(start, start + self.max_rows) for start in range(0, logits.shape[0], self.max_rows)]
-        return torch.cat([self._guess(logits[part], rows.part(part)) for part in parts])
+        tokens = [self._guess(logits[part], rows.part(part), None if probs is None else probs[part]) for part in parts]
+        return torch.cat(tokens)
 
-    def _guess(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+    def _guess(self, logits: Tensor, rows: LogitsRows, probs: Tensor | None) -> Tensor:
         for stage in self.truncating:
             if stage.is_needed(rows.slots_np):
                 logits = stage.apply(logits, rows)
+        if probs is not None:
+            torch.softmax(logits, dim=-1, out=probs)
         return self._draw.sample(logits, rows).token_ids_R
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:

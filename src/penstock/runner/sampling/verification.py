@@ -14,10 +14,12 @@ from penstock.runner.logits_rows import LogitsRows
 class Verification:
     """A draft is kept if it is the token that is drawn anyhow: no token ever changes.
 
-    judges_greedy: whether a greedy request's tokens, too, are others than the largest logits.
+    judges_greedy: whether a greedy request's tokens, too, are others than the largest logits. goes_by_probs: whether it
+    makes a difference to know from which distributions drafts were drawn.
     """
 
     judges_greedy = False
+    goes_by_probs = False
 
     def bind(self, draft_token_ids: Tensor, draft_probs: Callable[[], Tensor | None]) -> None:
         """draft_token_ids: int32 [slots, drafts], what a step verifies.

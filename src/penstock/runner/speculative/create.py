@@ -14,22 +14,24 @@ from penstock.runner.speculative.suffix import SuffixSpeculator
 from penstock.runner.speculative.verification import create_verification
 
 
-def create_speculator(config: SpeculativeConfig, device: Device, drafter: CausalLM | None = None) -> Speculator:
+def create_speculator(
+    config: SpeculativeConfig, device: Device, vocab_size: int, drafter: CausalLM | None = None
+) -> Speculator:
     """The speculator that the options ask for. drafter: the model, loaded, of a method that has one.
 
     Raises UnsupportedFeature for what is not there.
     """
     if config.method is None:
         return NO_SPECULATOR
-    speculator = _create(config, device) if drafter is None else _with_model(drafter, config, device)
+    speculator = _create(config, device) if drafter is None else _with_model(drafter, config, vocab_size, device)
     speculator.verification = create_verification(config, device)
     return speculator
 
 
-def _with_model(drafter: CausalLM, config: SpeculativeConfig, device: Device) -> Speculator:
+def _with_model(drafter: CausalLM, config: SpeculativeConfig, vocab_size: int, device: Device) -> Speculator:
     if isinstance(drafter, DraftHead):
-        return DraftingHead(drafter, config.num_speculative_tokens, device)
-    return DraftModel(drafter, config.num_speculative_tokens, device)
+        return DraftingHead(drafter, config, vocab_size, device)
+    return DraftModel(drafter, config, vocab_size, device)
 
 
 def _create(config: SpeculativeConfig, device: Device) -> Speculator:

@@ -9,6 +9,7 @@ Suffixes: T tokens, R requests of the step, D hidden size, K drafts, V vocabular
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention import CacheLayer, ForwardContext, StepGeometry
+from penstock.config import SpeculativeConfig
 from penstock.contract import DraftTokenIds, SamplingParams
 from penstock.device import Device
 from penstock.kernels.prompt_lookup import NO_DRAFT
@@ -48,8 +50,9 @@ class ModelDrafter(Speculator):
 
     reads_ahead: int
 
-    def __init__(self, model: CausalLM, num_speculative_tokens: int, device: Device) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
+    def __init__(self, model: CausalLM, config: SpeculativeConfig, vocab_size: int, device: Device) -> None:
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self._vocab_size = vocab_size
         self.model = model
         self.device = device
         self.requests: RequestStates
@@ -70,6 +73,10 @@ class ModelDrafter(Speculator):
         self._numbers = self.device.upload(np.arange(requests.max_num_reqs + 1))
         self._starts = self._numbers.int()
         self._proposed = None
+        self.draft_probs = None
+        if self.verification.goes_by_probs:
+            sizes = requests.max_num_reqs + 1, self.num_speculative_tokens, self._vocab_size
+            self.draft_probs = self.device.allocate(4 * math.prod(sizes)).view(torch.float32).view(sizes)
 
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -140,7 +147,7 @@ class ModelDrafter(Speculator):
 
     def _guess(self, layout: BatchLayout, hidden_RD: Tensor, last_R: Tensor, num_drafts: int) -> Iterator[Tensor]:
         """The drafts: int64 [R] each."""
-        token_R = self._choose(hidden_RD, layout, last_R)
+        token_R = self._choose(hidden_RD, layout, last_R, 0)
         yield token_R
         if num_drafts == 1:
             return
@@ -151,17 +158,23 @@ class ModelDrafter(Speculator):
         contexts = map(self.kv_cache.context, self._single_tokens(layout, positions_KR))
         for number, (positions_R, context) in enumerate(zip(positions_KR, contexts, strict=True), start=1):
             hidden_RD = self.run(token_R.to(torch.int32), positions_R, context, hidden_RD)
-            token_R = self._choose(hidden_RD, layout, last_R + number)
+            token_R = self._choose(hidden_RD, layout, last_R + number, number)
             yield token_R
 
-    def _choose(self, hidden_RD: Tensor, layout: BatchLayout, positions_R: Tensor) -> Tensor:
-        """The token after these positions: int64 [R]."""
+    def _choose(self, hidden_RD: Tensor, layout: BatchLayout, positions_R: Tensor, number: int) -> Tensor:
+        """The token after these positions: int64 [R]. number: which draft it is."""
         rows = LogitsRows(layout.slots, layout.slots_np, positions_R)
         if self._sampler.is_all_greedy(rows):
             chosen = self.model.compute_greedy(hidden_RD)
             if chosen is not None:
                 return chosen.token_ids_R
-        return self._sampler.guess(self.model.compute_logits(hidden_RD), rows)
+        logits_RV = self.model.compute_logits(hidden_RD)
+        if self.draft_probs is None:
+            return self._sampler.guess(logits_RV, rows)
+        probs_RV = torch.empty_like(logits_RV)
+        token_R = self._sampler.guess(logits_RV, rows, probs_RV)
+        self.draft_probs[:, number].index_copy_(0, layout.slots, probs_RV)
+        return token_R
 
     def _single_tokens(self, layout: BatchLayout, positions_KR: Tensor) -> Iterator[list[StepGeometry]]:
         """Where the tokens of steps lie in which each request has one, by KV-cache group."""
@@ -313,8 +326,8 @@ class DraftingHead(ModelDrafter):
     reads_ahead = 1
     needs_hidden = True
 
-    def __init__(self, model: DraftHead, num_speculative_tokens: int, device: Device) -> None:
-        super().__init__(model, num_speculative_tokens, device)
+    def __init__(self, model: DraftHead, config: SpeculativeConfig, vocab_size: int, device: Device) -> None:
+        super().__init__(model, config, vocab_size, device)
         self.head = model
 
     @property

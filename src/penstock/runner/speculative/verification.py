@@ -39,6 +39,8 @@ class _OfDrafts(Verification):
 class StandardVerification(_OfDrafts):
     """The rejection rule: outputs have the distribution that they would have without drafts, and other tokens."""
 
+    goes_by_probs = True
+
     def choose(
         self, drawn: ChosenTokens, logits: Tensor, rows: LogitsRows, seeds: Tensor, is_greedy_np: np.ndarray
     ) -> ChosenTokens:
