@@ -136,7 +136,15 @@ def test_eagle3_fuses_what_comes_before_three_layers(tmp_path: Path, target: Dec
     [
         ({}, (2,)),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, (0, 1, 4)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (1, 3, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}, (1, 3, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2,)),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]},
+            },
+            (1, 3, 5),
+        ),
     ],
     ids=str,
 )

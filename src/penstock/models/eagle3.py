@@ -181,12 +181,18 @@ class Eagle3LlamaForCausalLM(DraftHead):
 
 
 def _read_aux_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """The target's layers that `config.json` names, in either of two places; () where it names none."""
+    """The target's layers that `config.json` names; () where it names none.
+
+    As vLLM has them, by the layers that the hidden states enter; else as SGLang has them, in an object of their own, by
+    those that they leave.
+    """
     nested = fields.hf_config.get("eagle_config")
-    value = (nested if isinstance(nested, Mapping) else {}).get(_AUX_LAYERS, fields.hf_config.get(_AUX_LAYERS))
-    if value is None:
+    value, more = fields.hf_config.get(_AUX_LAYERS), 0
+    if not value and isinstance(nested, Mapping):
+        value, more = nested.get(_AUX_LAYERS), 1
+    if not value:
         return ()
     is_list = isinstance(value, list) and len(value) == _NUM_AUX_LAYERS
     if not is_list or not all(isinstance(layer, int) and layer >= 0 for layer in value) or sorted(value) != value:
         raise fields.unsupported(_AUX_LAYERS, value, f"{_NUM_AUX_LAYERS} numbers of layers that do not fall")
-    return tuple(value)
+    return tuple(layer + more for layer in value)
