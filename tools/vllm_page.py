@@ -44,9 +44,8 @@ meant.
 `None`, and an empty text or collection, ask for nothing anywhere. For a command line, `max_num_seqs=4` is
 `--max-num-seqs 4`, and `enable_lora=True` is `--enable-lora`. Sizes in bytes may be texts such as `1GiB`.
 
-Three habits differ. An engine is closed: use it in a `with` block, or call `close()`, or `shutdown()` of an
-`AsyncEngine`. How a stream is put together (`output_kind`) is an argument of `AsyncEngine.generate`. `AsyncLLM` is
-another name of `AsyncEngine`, and `EngineArgs(...)` gives a configuration, for `AsyncEngine.from_engine_args`.
+Two habits differ. An engine is closed: use it in a `with` block, or call `close()`, or `shutdown()` of an
+`AsyncEngine`. `AsyncLLM` is another name of `AsyncEngine`, and `EngineArgs(...)` gives a configuration, for `AsyncEngine.from_engine_args`.
 """
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
-    from penstock.contract import SamplingParams, StructuredOutputsParams
+    from penstock.contract import RequestOutputKind, SamplingParams, StructuredOutputsParams
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
-    from penstock.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+    from penstock.engine.outputs import CompletionOutput, RequestOutput
     from penstock.engine.prompts import PromptDict
     from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
@@ -48,7 +48,7 @@ _HOMES = {
     "EngineConfig": "penstock.config",
     "PromptDict": "penstock.engine.prompts",
     "RequestOutput": "penstock.engine.outputs",
-    "RequestOutputKind": "penstock.engine.outputs",
+    "RequestOutputKind": "penstock.contract",
     "SamplingParams": "penstock.contract",
     "StreamingInput": "penstock.engine.streaming_input",
     "StructuredOutputsParams": "penstock.contract",

@@ -77,6 +77,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("spaces_between_special_tokens", 1),
     ("truncate_prompt_tokens", 0),
     ("truncate_prompt_tokens", -2),
+    ("output_kind", "DELTA"),
 ]
 
 
@@ -202,3 +203,15 @@ def test_tiny_temperatures_are_raised_and_zero_is_greedy() -> None:
     assert SamplingParams(temperature=1e-6).temperature == 0.01
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
+
+
+def test_a_field_that_is_set_later_is_checked_like_a_new_one() -> None:
+    params = SamplingParams(max_tokens=8)
+    params.stop = "end"
+    params.min_tokens = 8
+    assert params == SamplingParams(max_tokens=8, min_tokens=8, stop=["end"])
+    with pytest.raises(InvalidParameter, match="max_tokens=4|min_tokens=8.*at most max_tokens=4"):
+        params.max_tokens = 4
+    with pytest.raises(InvalidParameter, match="'max_token'.*Did you mean max_tokens"):
+        params.max_token = 4  # type: ignore[attr-defined]
+    assert params.max_tokens == 8

@@ -119,14 +119,31 @@ def test_outputs_grow_until_the_last_is_finished(engine: AsyncEngine, core: Fake
     assert_nothing_is_left(engine, core)
 
 
-def test_deltas_add_up_to_the_whole(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"output_kind": RequestOutputKind.DELTA},
+        {"params": PARAMS.clone(output_kind=RequestOutputKind.DELTA)},
+        {"params": PARAMS.clone(output_kind=RequestOutputKind.FINAL_ONLY), "output_kind": RequestOutputKind.DELTA},
+    ],
+    ids=["argument", "parameter", "argument before parameter"],
+)
+def test_deltas_add_up_to_the_whole(held: tuple[AsyncEngine, HeldCore], wanted: dict[str, Any]) -> None:
+    engine, core = held
+
     async def both() -> tuple[list[RequestOutput], RequestOutput]:
-        deltas = await collect(engine, output_kind=RequestOutputKind.DELTA)
-        return deltas, (await collect(engine))[-1]
+        task = asyncio.create_task(collect(engine, **wanted))
+        await until(lambda: core.num_steps == 1, "a step hangs")
+        core.allow(2)
+        await until(lambda: core.num_steps == 3, "a step hangs")
+        await asyncio.sleep(0.01)
+        core.allow(100)
+        return await task, (await collect(engine))[-1]
 
     deltas, whole = asyncio.run(both())
     assert [id for delta in deltas for id in delta.outputs[0].token_ids] == whole.outputs[0].token_ids
     assert "".join(delta.outputs[0].text for delta in deltas) == whole.outputs[0].text
+    assert len(deltas) > 1
 
 
 def test_only_the_final_output_comes_when_asked(held: tuple[AsyncEngine, HeldCore]) -> None:

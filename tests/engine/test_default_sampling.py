@@ -53,6 +53,16 @@ def test_requests_without_parameters_take_those_of_the_file(tmp_path: Path) -> N
         assert asked_of(llm) == [OF_FILE] * 3
 
 
+def test_what_a_caller_sets_changes_neither_defaults_nor_requests(tmp_path: Path) -> None:
+    with LLM(model_with(tmp_path / "model", FILE)) as llm:
+        params = llm.get_default_sampling_params()
+        params.max_tokens = 3
+        llm.generate("a", params)
+        params.max_tokens = 2
+        assert asked_of(llm) == [OF_FILE.clone(max_tokens=3)]
+        assert llm.get_default_sampling_params() == OF_FILE
+
+
 def test_parameters_that_are_given_are_taken_as_they_are(tmp_path: Path) -> None:
     with LLM(model_with(tmp_path / "model", FILE)) as llm:
         llm.generate("a", SamplingParams(max_tokens=3))

@@ -24,6 +24,7 @@ _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__) - {
     "logprobs",
     "prompt_logprobs",
     "detokenize",
+    "output_kind",
     "bad_words_token_ids",
     "all_stop_token_ids",
 }

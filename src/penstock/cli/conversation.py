@@ -24,6 +24,7 @@ _MEANINGLESS = {
     "truncate_prompt_tokens": "a chat forgets its oldest messages by itself, and whole ones",
     "bad_words_token_ids": "the engine makes it of bad_words",
     "all_stop_token_ids": "the engine makes it of stop_token_ids",
+    "output_kind": "an answer is shown as it comes",
 }
 
 # Tokens that an answer should have room for before the oldest messages are forgotten for it.

@@ -19,7 +19,8 @@ from penstock.errors import InvalidRequest
 
 STANDARD_INPUT = "-"
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
-_SAMPLING_FIELDS = SamplingParams.__struct_fields__
+# Nothing is streamed into a file.
+_SAMPLING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "output_kind")
 _ALL_FIELDS = (*_PROMPT_FIELDS, "messages", *TEMPLATE_FIELDS, "id", *_SAMPLING_FIELDS)
 
 

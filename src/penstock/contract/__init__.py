@@ -21,7 +21,7 @@ from penstock.contract.runner_output import (
     SampledOutput,
     StepResult,
 )
-from penstock.contract.sampling_params import SamplingParams
+from penstock.contract.sampling_params import RequestOutputKind, SamplingParams
 from penstock.contract.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
@@ -49,6 +49,7 @@ __all__ = [
     "NewRequestData",
     "PooledOutput",
     "RecurrentStateSpec",
+    "RequestOutputKind",
     "SampledOutput",
     "SamplingParams",
     "SchedulerOutput",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from penstock.errors import InvalidParameter
@@ -32,6 +33,12 @@ def check_flag(name: str, value: Any) -> None:
     """Raise InvalidParameter unless `value` is True or False."""
     if not isinstance(value, bool):
         raise invalid(name, value, "True or False")
+
+
+def check_member(name: str, value: Any, choices: type[Enum]) -> None:
+    """Raise InvalidParameter unless `value` is one of the enum's."""
+    if not isinstance(value, choices):
+        raise invalid(name, value, ", ".join(map(str, choices)))
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, Self
 
 import msgspec
@@ -22,8 +23,18 @@ ALL_LOGPROBS = -1
 THINKING_BUDGET = "thinking_budget"
 
 
-class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestOutputKind(Enum):
+    """What a stream's outputs hold: everything so far, only what is new, or nothing before the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request, with the names and defaults that users of vLLM know.
+
+    A field can be set later; it is checked like a new one, and requests that were given keep what they were given.
 
     Which tokens:
     n: number of outputs for the prompt.
@@ -59,6 +70,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
     detokenize: whether the output has text. skip_special_tokens: whether the text leaves out special tokens.
     spaces_between_special_tokens: whether the text has spaces between special tokens.
     truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1 keeps as many as fit.
+    output_kind: of a stream, what each output holds (see `RequestOutputKind`).
 
     What the engine fills in when it accepts the request, besides the seed (what is given is kept):
     bad_words_token_ids: the sequences of tokens that write the bad words.
@@ -96,6 +108,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     all_stop_token_ids: Sequence[int] = ()
 
@@ -104,6 +117,10 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
         self._check_ending()
         self._check_returned()
         self._check_together()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        checked = self.clone(**{name: value})
+        self._set(name, getattr(checked, name))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
@@ -179,6 +196,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_
                 check.check_integer(name, value, ALL_LOGPROBS, None, "0 or more, -1 (all tokens), or None")
         for name in ("detokenize", "skip_special_tokens", "spaces_between_special_tokens"):
             check.check_flag(name, getattr(self, name))
+        check.check_member("output_kind", self.output_kind, RequestOutputKind)
         kept = self.truncate_prompt_tokens
         if kept is not None:
             allowed = "at least 1, -1 (as many as fit), or None"

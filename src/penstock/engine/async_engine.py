@@ -12,16 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
 from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
-from penstock.contract import SamplingParams
+from penstock.contract import RequestOutputKind, SamplingParams
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_thread import CoreThread
 from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest
 from penstock.engine.output_stream import OutputStream, StreamLock
-from penstock.engine.outputs import RequestOutput, RequestOutputKind
+from penstock.engine.outputs import RequestOutput
+from penstock.engine.params_processor import check_is_params
 from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import load_tokenizer
@@ -83,7 +86,7 @@ class AsyncEngine(RefusesMethods):
         request_id: str | None = None,
         *,
         priority: int = 0,
-        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        output_kind: RequestOutputKind | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream what is generated for a prompt; the last output is `finished`.
 
@@ -91,8 +94,8 @@ class AsyncEngine(RefusesMethods):
         sampling_params: None takes those of `get_default_sampling_params`.
         request_id: None makes one up; two requests that run at once cannot share one.
         priority: lower runs first, under the "priority" policy.
-        output_kind: whether each output has everything so far or only what is new, or only the final one comes.
-            A reader that is slower than the engine gets several steps' news in one output.
+        output_kind: whether each output has everything so far or only what is new, or only the final one comes;
+            None takes `SamplingParams.output_kind`. A reader that is slower than the engine gets several steps' news in one output.
 
         Cancelling the task, or closing the generator, aborts the request and frees its blocks.
         A request that fails while it runs ends with finish_reason "error", and `RequestOutput.error` says why.
@@ -100,13 +103,17 @@ class AsyncEngine(RefusesMethods):
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter; EngineDead when the
         engine died, with the cause; WaitTimeout when a step of it hangs; LifecycleError after `shutdown`.
         """
+        params = self._default_sampling_params if sampling_params is None else sampling_params
+        check_is_params(params)
+        if output_kind is not None:
+            params = msgspec.structs.replace(params, output_kind=output_kind)
         if isinstance(prompt, AsyncIterable):
-            parts = self._generate_in_turns(prompt, sampling_params, request_id, priority, output_kind)
+            parts = self._generate_in_turns(prompt, params, request_id, priority)
             async with aclosing(parts):
                 async for output in parts:
                     yield output
             return
-        stream = self._open(prompt, sampling_params, request_id, priority, output_kind)
+        stream = self._open(prompt, params, request_id, priority)
         try:
             while not stream.is_over:
                 yield await stream.next()
@@ -151,7 +158,7 @@ class AsyncEngine(RefusesMethods):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling parameters take; see `LLM.get_default_sampling_params`."""
-        return self._default_sampling_params
+        return self._default_sampling_params.clone()
 
     @also_from_vllm
     def shutdown(self) -> None:
@@ -173,20 +180,17 @@ class AsyncEngine(RefusesMethods):
     def _generate_in_turns(
         self,
         inputs: AsyncIterable[StreamingInput],
-        sampling_params: SamplingParams | None,
+        params: SamplingParams,
         request_id: str | None,
         priority: int,
-        output_kind: RequestOutputKind,
     ) -> AsyncGenerator[RequestOutput, None]:
         name = _checked_id(request_id)
 
-        def run_turn(prompt_token_ids: list[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        def run_turn(prompt_token_ids: list[int], turn: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
             prompt: Prompt = {"prompt_token_ids": prompt_token_ids}
-            return self.generate(prompt, params, name, priority=priority, output_kind=output_kind)
+            return self.generate(prompt, turn, name, priority=priority, output_kind=params.output_kind)
 
-        params = self._default_sampling_params if sampling_params is None else sampling_params
-        encode_part = self._input_processor.encode_part
-        return generate_in_turns(inputs, params, _checked_kind(output_kind), encode_part, run_turn)
+        return generate_in_turns(inputs, params, self._input_processor.encode_part, run_turn)
 
     def _call(self, what: str, action: Callable[[], Any]) -> Coroutine[None, None, Any]:
         """Let the core's thread call `action` before its next step; what comes of it is to be waited for."""
@@ -203,20 +207,14 @@ class AsyncEngine(RefusesMethods):
         return future.result()
 
     def _open(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        output_kind: RequestOutputKind,
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
     ) -> OutputStream:
         """Check the request and send it on its way."""
         self._thread.check_running()
         name = _checked_id(request_id)
-        params = self._default_sampling_params if sampling_params is None else sampling_params
         with self._intake:
             accepted = self._input_processor.process(prompt, params, request_id=name, priority=priority)
-        stream = OutputStream(_checked_kind(output_kind), self._lock)
+        stream = OutputStream(params.output_kind, self._lock)
         with self._lock:
             self._streams.add(stream)
         try:
@@ -281,10 +279,3 @@ def _checked_id(request_id: Any) -> str:
     if not isinstance(request_id, str) or not request_id:
         raise InvalidParameter(f"request_id={request_id!r} is not valid. Allowed: a text that is not empty, or None.")
     return request_id
-
-
-def _checked_kind(kind: Any) -> RequestOutputKind:
-    if not isinstance(kind, RequestOutputKind):
-        names = ", ".join(str(one) for one in RequestOutputKind)
-        raise InvalidParameter(f"output_kind={kind!r} is not valid. Allowed: {names}.")
-    return kind

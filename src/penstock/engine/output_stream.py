@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from penstock.contract import RequestOutputKind
 from penstock.engine.output_processor import Progress
-from penstock.engine.outputs import RequestOutput, RequestOutputKind
+from penstock.engine.outputs import RequestOutput
 from penstock.errors import PenstockError
 
 

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 import msgspec
 
 from penstock.scheduler.acceptance import SpecDecodeMetrics
-
-
-class RequestOutputKind(Enum):
-    """What a stream's outputs hold: everything so far, only what is new, or nothing before the end."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -18,6 +18,14 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
 
 
+def check_is_params(params: Any) -> None:
+    """Raise InvalidParameter for anything but sampling parameters."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidParameter(
+            f"sampling_params is a {type(params).__name__}: {params!r}. Allowed: SamplingParams, or None."
+        )
+
+
 class ParamsProcessor:
     """vocab_size: of the model; all token ids of a request must be below it."""
 
@@ -43,10 +51,7 @@ class ParamsProcessor:
 
         Raises InvalidParameter.
         """
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameter(
-                f"sampling_params is a {type(params).__name__}: {params!r}. Allowed: SamplingParams, or None."
-            )
+        check_is_params(params)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_num_logprobs(name, getattr(params, name))
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "all_stop_token_ids"):
@@ -63,7 +68,8 @@ class ParamsProcessor:
             changes["all_stop_token_ids"] = tuple(sorted(stops))
         if params.thinking_token_budget is not None:
             changes["extra_args"] = {**(params.extra_args or {}), THINKING_BUDGET: self._thinking_budget(params)}
-        params = msgspec.structs.replace(params, **changes) if changes else params
+        # Its caller may set fields of the original meanwhile.
+        params = msgspec.structs.replace(params, **changes)
         self._logits_processors.check(params)
         return params
 

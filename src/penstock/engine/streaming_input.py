@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing
 from typing import NamedTuple, TypeAlias
 
-from penstock.contract import SamplingParams
-from penstock.engine.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
+from penstock.contract import RequestOutputKind, SamplingParams
+from penstock.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from penstock.engine.prompts import Prompt
 from penstock.errors import InvalidParameter, InvalidRequest
 
@@ -31,30 +31,29 @@ Turn: TypeAlias = Callable[[list[int], SamplingParams], AsyncGenerator[RequestOu
 
 async def generate_in_turns(
     inputs: AsyncIterable[StreamingInput],
-    default_params: SamplingParams,
-    output_kind: RequestOutputKind,
+    params: SamplingParams,
     encode_part: Callable[[Prompt, bool], list[int]],
     run_turn: Turn,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Answer each part when the one before has been answered; the last output, when no more parts come, is `finished`.
 
-    encode_part: tokens of a part, given it and whether it is the first. run_turn: must give cumulative outputs for
+    params: for parts that bring none; its output_kind is the whole request's. encode_part: tokens of a part, given it and whether it is the first. run_turn: must give cumulative outputs for
     cumulative or final ones, and deltas for deltas.
     Raises InvalidRequest for a bad part, or when there is none.
     """
     context: list[int] = []
-    said = _Said(output_kind)
+    said = _Said(params.output_kind)
     last: RequestOutput | None = None
     async for part in inputs:
         if not isinstance(part, StreamingInput):
             raise InvalidRequest(f"The prompt's stream gave a {type(part).__name__}. Allowed: StreamingInput.")
-        params = default_params if part.sampling_params is None else part.sampling_params
-        _check(params)
+        turn_params = params if part.sampling_params is None else part.sampling_params
+        _check(turn_params)
         context = context + encode_part(part.prompt, last is None)
-        async with aclosing(run_turn(context, params)) as outputs:
+        async with aclosing(run_turn(context, turn_params)) as outputs:
             async for output in outputs:
                 last = said.add(output)
-                if output_kind is not RequestOutputKind.FINAL_ONLY:
+                if params.output_kind is not RequestOutputKind.FINAL_ONLY:
                     yield last
         context = context + said.end_turn()[:-1]
         if last is not None and last.outputs[0].finish_reason in ("abort", "error"):
