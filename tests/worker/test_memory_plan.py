@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import OutOfMemory
-from penstock.worker.memory_plan import MemoryPlan, check_plan
+from penstock.worker.memory_plan import MemoryPlan, affordable_fraction, check_plan
 
 GIB = 1 << 30
 PLAN = MemoryPlan(
@@ -87,3 +87,13 @@ def test_a_plan_that_does_not_work_out_is_refused_with_the_table(changes: dict[s
     with pytest.raises(OutOfMemory, match=message) as caught:
         check_plan(replace(PLAN, **changes))
     assert "= left for the KV cache" in str(caught.value)
+
+
+def test_a_share_that_is_not_free_is_the_default_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    """Where others take and give memory all the time; a GPU's is refused by its plan."""
+    sizes = {"total": 80 * GIB, "available": 40 * GIB}
+    assert affordable_fraction(None, "cpu", **sizes) == affordable_fraction(0.9, "cpu", **sizes) == (0.5, True)
+    (record,) = caplog.records
+    assert "memory_fraction=0.9 asks for 72.00 GiB, but only 40.00 GiB are free" in record.getMessage()
+    assert affordable_fraction(0.5, "cpu", **sizes) == (0.5, False)
+    assert affordable_fraction(0.9, "cuda", **sizes) == (0.9, False)

@@ -15,7 +15,7 @@ class CacheConfig:
     """block_size: positions per block.
     memory_fraction: share of the device's memory that weights, activations and KV cache may take together;
         None bounds the KV cache alone by a default (0.9 of a GPU, half of what a process may use of a CPU machine), and
-        all together by 0.9 of what is free.
+        all together by 0.9 of what is free, as does a share of a CPU machine that is not free.
     kv_cache_memory_bytes: size of the KV cache in bytes, or as a text such as "1GiB", instead of what
         `memory_fraction` leaves.
     enable_prefix_caching: reuse the KV of prompts that begin alike.

@@ -69,7 +69,6 @@ class Device(ABC):
     kind: str
     torch_device: torch.device
     overlaps_with_host: bool
-    default_memory_fraction: float
     attention_backends: tuple[str, ...]
 
     @abstractmethod

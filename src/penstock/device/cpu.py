@@ -17,7 +17,7 @@ from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
 from penstock.device.forks import keep_forks_computing
 from penstock.device.fresh_memory import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
 from penstock.device.host_allocator import FREED_MEMORY, GIVE_BACK, KEEP, return_free_pages
-from penstock.device.limits import DEFAULT_MEMORY_FRACTION, cpu_quota, memory_limit
+from penstock.device.limits import cpu_quota, memory_limit
 from penstock.device.process_setting import ProcessSetting
 from penstock.device.tensor_memory import TensorMemory
 from penstock.device.threads import BINDING, plan_threads
@@ -46,7 +46,6 @@ class CpuDevice(Device):
 
     kind = "cpu"
     overlaps_with_host = False
-    default_memory_fraction = DEFAULT_MEMORY_FRACTION["cpu"]
     attention_backends = ("cpu_native", "cpu_paged", "reference")
 
     def __init__(self, num_threads: int | None = None) -> None:

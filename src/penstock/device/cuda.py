@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cuda_dtype
-from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit
+from penstock.device.limits import MemoryLimit
 from penstock.errors import UnsupportedFeature
 
 _BF16_CAPABILITY = (8, 0)
@@ -48,7 +48,6 @@ class CudaDevice(Device):
 
     kind = "cuda"
     overlaps_with_host = True
-    default_memory_fraction = DEFAULT_MEMORY_FRACTION["cuda"]
     attention_backends = ("torch_varlen", "reference")
 
     def __init__(self, index: int = 0) -> None:

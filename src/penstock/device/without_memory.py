@@ -37,7 +37,6 @@ class DeviceWithoutMemory(Device):
         stands_for = CpuDevice if kind == "cpu" else CudaDevice
         self.kind = kind
         self.torch_device = META
-        self.default_memory_fraction = stands_for.default_memory_fraction
         self.attention_backends = stands_for.attention_backends
 
     def describe(self) -> str:

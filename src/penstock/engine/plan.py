@@ -20,7 +20,7 @@ from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, Sliding
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import gpu_memory
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
-from penstock.device.limits import DEFAULT_MEMORY_FRACTION, MemoryLimit, cpu_quota, memory_limit
+from penstock.device.limits import MemoryLimit, cpu_quota, memory_limit
 from penstock.device.threads import plan_threads
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
@@ -33,7 +33,7 @@ from penstock.parallel import ParallelContext
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.sampling.load_processors import installed
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
-from penstock.worker.memory_plan import MemoryPlan, check_plan
+from penstock.worker.memory_plan import MemoryPlan, affordable_fraction, check_plan
 from penstock.worker.processor_memory import measure_processors
 from penstock.worker.resident import PROCESS_BYTES, resident_step
 from penstock.worker.split_contexts import split_context_bytes
@@ -208,11 +208,15 @@ def _plan_memory(config: EngineConfig, model: UnloadedModel, limits: RunnerLimit
         device=device,
     )
     step = resident_step(model.step, device, split)
+    available = limit.free_bytes + PROCESS_BYTES[device]
+    fraction, is_default = affordable_fraction(
+        cache.memory_fraction, device, total=limit.total_bytes, available=available
+    )
     return MemoryPlan(
         total=limit.total_bytes,
         free_at_start=limit.free_bytes,
-        fraction=cache.memory_fraction or DEFAULT_MEMORY_FRACTION[device],
-        is_default_fraction=cache.memory_fraction is None,
+        fraction=fraction,
+        is_default_fraction=is_default,
         process=PROCESS_BYTES[device],
         weights=model.weights,
         activations=step.activations,

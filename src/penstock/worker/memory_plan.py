@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
+from penstock.device.limits import DEFAULT_MEMORY_FRACTION
 from penstock.errors import OutOfMemory
 from penstock.observability.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 # Share of the memory that is free, or its own already, that an engine takes at most when it was not told how much.
 _SHARE_OF_FREE = 0.9
@@ -98,6 +102,28 @@ class MemoryPlan:
             rows.append((f"KV cache at most ({self.fraction:g} of memory)", self.most_for_kv_cache))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in rows)
+
+
+def affordable_fraction(asked: float | None, device: str, *, total: int, available: int) -> tuple[float, bool]:
+    """The plan's `fraction`, and whether it is the default.
+
+    asked: memory_fraction. available: bytes that are free, or the engine's already. The memory of a CPU is shared with
+    whatever else runs on the machine, so there a share that is not free is a warning, and the default. On a GPU it
+    stays, for `check_plan` to refuse.
+    """
+    default = DEFAULT_MEMORY_FRACTION[device]
+    if asked is None:
+        return default, True
+    if device == "cpu" and asked * total > available:
+        logger.warning(
+            "memory_fraction=%g asks for %s, but only %s are free: this engine takes %g of those at most.",
+            asked,
+            format_bytes(int(asked * total)),
+            format_bytes(available),
+            _SHARE_OF_FREE,
+        )
+        return default, True
+    return asked, False
 
 
 def check_plan(plan: MemoryPlan) -> None:

@@ -40,7 +40,7 @@ from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
 from penstock.worker.drafter import attach_drafter, drafted_specs, load_drafter
 from penstock.worker.inspection import inspect_model
-from penstock.worker.memory_plan import MemoryPlan, StepMemory, check_plan
+from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan
 from penstock.worker.pages_ahead import PagesAhead
 from penstock.worker.processor_memory import measure_processors
 from penstock.worker.profile import measure_step_memory
@@ -114,11 +114,15 @@ class Worker(WorkerBase):
         limits = self._limits(self._longest_context())
         step = self._measure_step(limits)
         cache = self.config.cache
+        available = start.free + start.used_by_process
+        fraction, is_default = affordable_fraction(
+            cache.memory_fraction, device.kind, total=start.total, available=available
+        )
         plan = MemoryPlan(
             total=start.total,
             free_at_start=start.free,
-            fraction=cache.memory_fraction or device.default_memory_fraction,
-            is_default_fraction=cache.memory_fraction is None,
+            fraction=fraction,
+            is_default_fraction=is_default,
             process=start.used_by_process,
             weights=self._weights_size_bytes(),
             activations=step.activations,
