@@ -206,8 +206,10 @@ class LLM(WorkerCalls, RefusesMethods):
         return self._session.tokenizer.for_callers()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of what requests without sampling parameters take: the model's own defaults, where its generation_config.json
-        (or the options generation_config and override_generation_config) names any, else those of `SamplingParams`.
+        """What requests without sampling parameters take, as a copy.
+
+        The model's own defaults, where its generation_config.json (or the options generation_config and
+        override_generation_config) names any, else those of `SamplingParams`.
         """
         return self._session.default_sampling_params.clone()
 

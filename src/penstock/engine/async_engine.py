@@ -95,7 +95,8 @@ class AsyncEngine(RefusesMethods):
         request_id: None makes one up; two requests that run at once cannot share one.
         priority: lower runs first, under the "priority" policy.
         output_kind: whether each output has everything so far or only what is new, or only the final one comes;
-            None takes `SamplingParams.output_kind`. A reader that is slower than the engine gets several steps' news in one output.
+            None takes `SamplingParams.output_kind`. A reader that is slower than the engine gets several steps' news
+            in one output.
 
         Cancelling the task, or closing the generator, aborts the request and frees its blocks.
         A request that fails while it runs ends with finish_reason "error", and `RequestOutput.error` says why.
@@ -206,9 +207,7 @@ class AsyncEngine(RefusesMethods):
             raise
         return future.result()
 
-    def _open(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
-    ) -> OutputStream:
+    def _open(self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int) -> OutputStream:
         """Check the request and send it on its way."""
         self._thread.check_running()
         name = _checked_id(request_id)

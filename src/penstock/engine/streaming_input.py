@@ -37,8 +37,9 @@ async def generate_in_turns(
 ) -> AsyncGenerator[RequestOutput, None]:
     """Answer each part when the one before has been answered; the last output, when no more parts come, is `finished`.
 
-    params: for parts that bring none; its output_kind is the whole request's. encode_part: tokens of a part, given it and whether it is the first. run_turn: must give cumulative outputs for
-    cumulative or final ones, and deltas for deltas.
+    params: for parts that bring none; its output_kind is the whole request's.
+    encode_part: tokens of a part, given it and whether it is the first.
+    run_turn: must give cumulative outputs for cumulative or final ones, and deltas for deltas.
     Raises InvalidRequest for a bad part, or when there is none.
     """
     context: list[int] = []
