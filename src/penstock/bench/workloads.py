@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config import vllm
 from penstock.errors import ConfigError
 
 LONG_CONTEXTS = (8192, 16_384)
@@ -54,6 +55,7 @@ def make_settings(workload: str, seed: int, **given: int | None) -> Settings:
     Raises ConfigError for an unknown workload, a setting that it does not have, or a value that is not allowed.
     """
     if workload not in WORKLOADS:
+        vllm.command_as_ours(f"bench {workload}")
         raise ConfigError(f"There is no workload {workload!r}. Allowed: {', '.join(WORKLOADS)}.")
     settings: dict[str, Any] = dict(WORKLOADS[workload])
     for name, value in given.items():
