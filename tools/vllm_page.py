@@ -44,8 +44,10 @@ meant.
 `None`, and an empty text or collection, ask for nothing anywhere. For a command line, `max_num_seqs=4` is
 `--max-num-seqs 4`, and `enable_lora=True` is `--enable-lora`. Sizes in bytes may be texts such as `1GiB`.
 
-Two habits differ. An engine is closed: use it in a `with` block, or call `close()`, or `shutdown()` of an
-`AsyncEngine`. `AsyncLLM` is another name of `AsyncEngine`, and `EngineArgs(...)` gives a configuration, for `AsyncEngine.from_engine_args`.
+Three habits differ. An engine is closed: use it in a `with` block, or call `close()`, or `shutdown()` of an
+`AsyncEngine`. All names are in `penstock` itself: `from penstock import TokensPrompt`, not `from penstock.inputs`.
+`AsyncLLM` is another name of `AsyncEngine`, and `EngineArgs(...)` gives a configuration, for
+`AsyncEngine.from_engine_args`.
 """
 
 
@@ -109,6 +111,8 @@ def _asking(feature: Mapping[str, Any]) -> list[str]:
             asking.append(f"{kind}`{name}`" + (f" other than `{'`, `'.join(harmless)}`" if harmless else ""))
     for option, values in feature.get("values", {}).items():
         asking.append(_names(f"{option}={value!r}" for value in values))
+    asking += [f"prompts with {_names(feature['fields'])}"] if "fields" in feature else []
+    asking += [f"parts of messages of type {_names(feature['parts'])}"] if "parts" in feature else []
     asking += [_names(f"{name}()" for name in feature.get("methods", ()))] if feature.get("methods") else []
     asking += [_names(feature["names"])] if "names" in feature else []
     asking += [_names(f"penstock {name}" for name in feature["commands"])] if "commands" in feature else []

@@ -19,7 +19,7 @@ from penstock import LLM, AsyncEngine, BeamSearchParams, EngineConfig, SamplingP
 from penstock.cli.app import app
 from penstock.cli.engine_flags import read_engine_flags
 from penstock.cli.options import parse_options
-from penstock.config import vllm
+from penstock.config import env, vllm
 from penstock.config.engine import option_is_flag, option_names
 from penstock.contract.named_parameters import NamedParameters
 from penstock.errors import ConfigError, InvalidParameter, PenstockError, UnknownOption, UnsupportedFeature
@@ -277,7 +277,7 @@ def test_an_unknown_flag_says_what_it_may_mean() -> None:
 @pytest.mark.parametrize("name", TABLE.entries["commands"])
 def test_commands_are_refused_by_feature(name: str) -> None:
     for spelled in (name, name.replace("-", "_")):
-        result = CliRunner().invoke(app, [spelled, "model", "--port", "80"])
+        result = CliRunner().invoke(app, [*spelled.split(), "--port", "80"])
         assert result.exit_code == 2
         assert f"The command {name} asks for {TABLE.entries['commands'][name].feature.name}" in result.stderr
 
@@ -353,6 +353,38 @@ def test_reading_parameters_from_a_message_takes_no_notice(monkeypatch: pytest.M
     monkeypatch.setattr(NamedParameters, "__call__", fail)
     assert msgspec.msgpack.decode(data, type=SamplingParams) == params
     assert msgspec.structs.replace(params, top_k=4).top_k == 4
+
+
+@pytest.mark.parametrize("name", TABLE.entries["fields"])
+def test_fields_of_a_prompt_are_harmless_or_refused(name: str) -> None:
+    assert vllm.fields_as_ours({"prompt": "x", name: None}, ["prompt"]) == {"prompt": "x"}
+    with pytest.raises(InvalidParameter, match=f"^{name}='{ASKS}' asks for") as raised:
+        vllm.fields_as_ours({name: ASKS}, ["prompt"])
+    assert isinstance(raised.value, UnsupportedFeature)
+
+
+def test_parts_of_a_message_are_refused_by_feature() -> None:
+    for kind in TABLE.entries["parts"]:
+        with pytest.raises(UnsupportedFeature, match=f"^here of type '{kind}' asks for images, audio and video"):
+            vllm.check_kind_of_part("here", kind)
+    for other in ("text", "zebra", None, 7):
+        vllm.check_kind_of_part("here", other)
+
+
+def test_variables_of_vllm_are_named_with_what_is_read_instead(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock")
+    EngineConfig.create(model)
+    assert not caplog.records
+    for name in ("VLLM_USE_V1", *TABLE.other_names["environment"]):
+        monkeypatch.setenv(name, "1")
+    EngineConfig.create(model)
+    (record,) = caplog.records
+    assert "VLLM_CPU_KVCACHE_SPACE (here: kv_cache_memory_bytes), " in record.getMessage()
+    assert record.getMessage().endswith(", VLLM_USE_V1.")
+    known = [*option_names(), *env._REPORTED]
+    assert set(TABLE.other_names["environment"].values()) <= set(known)
 
 
 # Methods and names.

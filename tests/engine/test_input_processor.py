@@ -77,7 +77,7 @@ def test_a_dictionary_may_bring_text_and_salt(processor: InputProcessor) -> None
         ({}, "neither text nor tokens"),
         ({"prompt": 7}, "prompt=7 is a int"),
         ({"prompt": "x", "cache_salt": 3}, "cache_salt=3 is a int"),
-        ({"prompt": "x", "multi_modal_data": {}}, "'multi_modal_data'.*prompt, prompt_token_ids, cache_salt"),
+        ({"prompt": "x", "salt": "y"}, "'salt'.*prompt, prompt_token_ids, cache_salt"),
         ("lone \udcff", "not valid text.*position 5"),
     ],
 )

@@ -51,8 +51,8 @@ NOT_IDS: list[tuple[Any, str]] = [
     (numpy.array([5, -1]), "token id -1.*0 to 399"),
     ({"prompt_token_ids": torch.tensor([[5, 6]])}, "a list at position 0 of its token ids, so it has several rows"),
     ({"prompt_token_ids": {5, 6}}, "is a set"),
-    ({"prompt": "x", "multi_modal_data": {"image": 1}}, "'multi_modal_data': images, audio and video are not supp"),
-    ({"prompt_embeds": torch.zeros(2, 3)}, "'prompt_embeds': embeddings in place of tokens are not supported"),
+    ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data={'image': 1} asks for images"),
+    ({"prompt_embeds": torch.zeros(2, 3)}, "prompt_embeds=tensor.* asks for embeddings as"),
     (UserDict(input_ids=[5]), "'input_ids'. A tokenizer's result is no prompt; give its input_ids as prompt_token_ids"),
     ({"role": "user", "content": "x"}, "'role'. Messages are for chat. Allowed: prompt, prompt_token_ids, cache_salt"),
 ]

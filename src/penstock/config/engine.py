@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.config import vllm
+from penstock.config import env, vllm
 from penstock.config.cache import CacheConfig
 from penstock.config.device import DeviceConfig
 from penstock.config.load import LoadConfig
@@ -48,6 +48,8 @@ class EngineConfig:
         Raises UnknownOption for a name that no concern has, ConfigError for a value that is not allowed, and
         UnsupportedArgument (both a ConfigError and an UnsupportedFeature) for what vLLM has and Penstock has not.
         """
+        if variables := env.variables_of_vllm():
+            vllm.log_variables(variables)
         with suppress(ConfigError):
             return cls._sorted(model, options)
         # What is not right here may be how vLLM says it.

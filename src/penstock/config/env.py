@@ -64,6 +64,11 @@ def hub_is_offline() -> bool:
     )
 
 
+def variables_of_vllm() -> list[str]:
+    """Names of the variables that are set for vLLM; nothing here reads them."""
+    return sorted(name for name in os.environ if name.startswith("VLLM_"))
+
+
 def reported_variables() -> dict[str, str]:
     """The variables that a report of a bug should show, as far as they are set."""
     return {name: os.environ[name] for name in _REPORTED if name in os.environ}

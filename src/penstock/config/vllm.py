@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 from penstock.errors import UnsupportedArgument, UnsupportedMethod, UnsupportedName, UnsupportedParameter
 
 _TABLE = Path(__file__).with_suffix(".toml")
-_KINDS = ("options", "parameters", "arguments", "methods", "names", "commands")
+_KINDS = ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts")
 # Keys of a feature with names that ask for it, and the kind of those names.
 _ASKING = {**{kind: kind for kind in _KINDS}, "flags": "options", "defaults": "options"}
 # Keys of which any value is accepted.
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
 class Table(NamedTuple):
     """same, other_names: our names, by kind of name. values: ours, by option and vLLM's value.
-    entries: by kind of name ("options", "parameters", "arguments", "methods", "names", "commands").
+    entries: by kind of name ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts").
     refused_values: by option of ours.
     """
 
@@ -128,6 +128,20 @@ def parameters_as_ours(parameters: Mapping[str, Any], known: Iterable[str]) -> d
     return _without_harmless("parameters", parameters, known)
 
 
+def fields_as_ours(prompt: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """A prompt's fields, otherwise as `parameters_as_ours`."""
+    return _without_harmless("fields", prompt, known)
+
+
+def check_kind_of_part(name: str, kind: Any) -> None:
+    """Raises UnsupportedParameter if parts of messages of this type ask for a feature.
+
+    name: what errors call the part.
+    """
+    if isinstance(kind, str) and (entry := table().entries["parts"].get(kind)) is not None:
+        raise UnsupportedParameter(entry.feature.refusal(f"{name} of type {kind!r}"))
+
+
 def also_from_vllm(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Let a method take the arguments that vLLM's has and ours has not, where they ask for nothing.
 
@@ -183,6 +197,14 @@ def command_as_ours(name: str) -> str:
     return table().other_names["commands"].get(name, name)
 
 
+def log_variables(names: Iterable[str]) -> None:
+    """Say that these variables of vLLM's change nothing here, and what does, if there are any."""
+    ours = table().other_names["environment"]
+    said = [f"{name} (here: {ours[name]})" if name in ours else name for name in names]
+    if said:
+        _log(f"Variables that are set for vLLM change nothing here: {', '.join(said)}.")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the names that look like this one, after a space; empty where there are none."""
     close = difflib.get_close_matches(name, dict.fromkeys(known), n=3)
@@ -232,5 +254,5 @@ def _plain(value: Any) -> Any:
 
 
 def _said(name: str, value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{name}={text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '…'}"

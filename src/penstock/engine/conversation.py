@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from penstock.config import vllm
 from penstock.engine.prompts import PromptDict, as_list
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
@@ -101,7 +102,8 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
 def _text_of_part(part: Any, name: str) -> str:
     if isinstance(part, str):
         return part
-    is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    if not is_text:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        vllm.check_kind_of_part(name, kind)
         raise InvalidRequest(f'{name} is {part!r}. Allowed: {{"type": "text", "text": "..."}}; models here read text.')
     return str(part["text"])

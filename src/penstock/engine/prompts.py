@@ -8,20 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Protocol, TypeAlias, TypedDict
 
+from penstock.config import vllm
 from penstock.errors import InvalidRequest
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_MEDIA = "images, audio and video are not supported"
-_ENCODERS = "models with an encoder are not supported"
-# What else prompts have elsewhere, and what to say about it. A field that is None says nothing and is allowed.
-_OTHER_KEYS = {
-    "multi_modal_data": _MEDIA,
-    "multi_modal_uuids": _MEDIA,
-    "mm_processor_kwargs": _MEDIA,
-    "prompt_embeds": "embeddings in place of tokens are not supported",
-    "encoder_prompt": _ENCODERS,
-    "decoder_prompt": _ENCODERS,
-}
 _HINTS = {
     "input_ids": "A tokenizer's result is no prompt; give its input_ids as prompt_token_ids",
     "role": "Messages are for chat",
@@ -107,13 +97,15 @@ def list_of_ids(token_ids: Any) -> list[int]:
 
 
 def check_fields(prompt: Mapping[Any, Any]) -> None:
-    """Raises InvalidRequest for a field that a prompt cannot have, or one that is missing."""
-    for key, value in prompt.items():
-        if key in PROMPT_KEYS or (key in _OTHER_KEYS and value is None):
-            continue
-        why = f": {_OTHER_KEYS[key]}" if key in _OTHER_KEYS else ""
-        hint = f" {_HINTS[key]}." if key in _HINTS else ""
-        raise InvalidRequest(f"The prompt has a field {key!r}{why}.{hint} Allowed: {', '.join(PROMPT_KEYS)}.")
+    """Raises InvalidRequest for a field that a prompt cannot have, or one that is missing.
+
+    UnsupportedParameter (an InvalidRequest, too) names the feature of a field that vLLM has.
+    """
+    if not prompt.keys() <= set(PROMPT_KEYS):
+        for key in vllm.fields_as_ours(prompt, PROMPT_KEYS):
+            if key not in PROMPT_KEYS:
+                hint = f" {_HINTS[key]}." if key in _HINTS else ""
+                raise InvalidRequest(f"The prompt has a field {key!r}.{hint} Allowed: {', '.join(PROMPT_KEYS)}.")
     if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
         raise InvalidRequest("The prompt has neither text nor tokens. Give prompt or prompt_token_ids.")
     for key in ("prompt", "cache_salt"):
