@@ -1,0 +1,569 @@
+"""Programs as vLLM's documentation and common tutorials write them, but for the model's name.
+
+RUNNING leave something in `result`, and assert what their readers would see. REFUSED are by the feature that they ask
+for. What is asked for by a command line is in COMMANDS.
+"""
+
+from __future__ import annotations
+
+RUNNING = {
+    "quickstart": """
+        from vllm import LLM, SamplingParams
+
+        prompts = [
+            "Hello, my name is",
+            "The president of the United States is",
+            "The capital of France is",
+            "The future of AI is",
+        ]
+        sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+        def main():
+            llm = LLM(model="demo")
+            outputs = llm.generate(prompts, sampling_params)
+            for output in outputs:
+                prompt = output.prompt
+                generated_text = output.outputs[0].text
+                print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
+            assert [output.prompt for output in outputs] == prompts
+            return outputs
+
+        if __name__ == "__main__":
+            result = main()
+    """,
+    "options of a GPU": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", tensor_parallel_size=1, gpu_memory_utilization=0.95, dtype="float", enforce_eager=True,
+                  trust_remote_code=True, swap_space=4, disable_log_stats=True, max_num_seqs=8, seed=0,
+                  enable_chunked_prefill=True, compilation_config={"level": 0}, tokenizer_mode="auto")
+        result = [llm.generate("Hello", SamplingParams(max_tokens=4))]
+        llm.close()
+    """,
+    "a shorter context": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", tokenizer="demo", max_model_len=512, gpu_memory_utilization=0.9, max_num_seqs=16,
+                  max_num_batched_tokens=512, load_format="auto", revision=None, quantization=None)
+        result = llm.generate(["Hello"], SamplingParams(temperature=0.7, top_k=50, max_tokens=8), use_tqdm=False)
+    """,
+    "dtypes of torch": """
+        import torch
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", dtype=torch.bfloat16, max_model_len=256, kv_cache_memory_bytes=16 << 20)
+        result = llm.generate("Hello", SamplingParams(max_tokens=4))
+    """,
+    "token ids and log-probabilities": """
+        from vllm import LLM, SamplingParams
+        from vllm.inputs import TokensPrompt
+        llm = LLM(model="demo")
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1, stop=None, seed=None)
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=[1, 5, 9])], params, use_tqdm=False)
+        assert outputs[0].prompt_token_ids == [1, 5, 9]
+        result = [outputs[0].outputs[0].logprobs[0]]
+    """,
+    "log-probabilities of outputs": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        output = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=4, logprobs=5))[0]
+        completion = output.outputs[0]
+        chosen = []
+        for token_id, candidates in zip(completion.token_ids, completion.logprobs):
+            assert len(candidates) == 5 and candidates[token_id].rank == 1
+            for candidate, logprob in candidates.items():
+                print(candidate, logprob.decoded_token, logprob.logprob, logprob.rank)
+            chosen.append(candidates[token_id].logprob)
+        assert abs(completion.cumulative_logprob - sum(chosen)) < 1e-6
+        result = chosen
+    """,
+    "the likelihood of a prompt": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+        output = llm.generate(["To be, or not to be"], sampling_params)[0]
+        assert output.prompt_logprobs[0] is None
+        total = 0.0
+        for token_id, logprobs in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:]):
+            total += logprobs[token_id].logprob
+        assert total < 0
+        result = [total]
+    """,
+    "how outputs end": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        first = llm.generate("ROMEO:", SamplingParams(temperature=0, max_tokens=16))[0].outputs[0]
+        assert (first.finish_reason, first.stop_reason) == ("length", None)
+        word = first.text.split()[1]
+        stopped = llm.generate("ROMEO:", SamplingParams(temperature=0, max_tokens=16, stop=[word]))[0].outputs[0]
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", word)
+        assert word not in stopped.text
+        token = first.token_ids[2]
+        by_token = llm.generate("ROMEO:", SamplingParams(temperature=0, stop_token_ids=[token]))[0].outputs[0]
+        assert by_token.stop_reason == token
+        kept = SamplingParams(temperature=0, max_tokens=16, stop=word, include_stop_str_in_output=True)
+        assert llm.generate("ROMEO:", kept)[0].outputs[0].text.endswith(word)
+        result = [first.index, first.text]
+    """,
+    "several outputs": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        params = SamplingParams(n=3, temperature=1.0, top_p=0.9, seed=42, max_tokens=6, logprobs=0)
+        outputs = llm.generate("ROMEO:", params)[0].outputs
+        assert [output.index for output in outputs] == [0, 1, 2]
+        best = max(outputs, key=lambda output: output.cumulative_logprob)
+        again = llm.generate("ROMEO:", params)[0].outputs
+        assert [output.text for output in again] == [output.text for output in outputs]
+        result = [best.text]
+    """,
+    "parameters per prompt": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        prompts = ["Hello, my name is", "The capital of France is"]
+        params = [SamplingParams(temperature=0.0, max_tokens=2), SamplingParams(temperature=0.9, max_tokens=5)]
+        result = llm.generate(prompts, params)
+        assert [len(output.outputs[0].token_ids) for output in result] == [2, 5]
+    """,
+    "choices of tokens": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        tokenizer = llm.get_tokenizer()
+        yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in (" yes", " no"))
+        allowed = SamplingParams(max_tokens=3, allowed_token_ids=[yes, no], ignore_eos=True)
+        assert set(llm.generate("Is it?", allowed)[0].outputs[0].token_ids) <= {yes, no}
+        biased = SamplingParams(temperature=0, max_tokens=3, logit_bias={no: 100.0}, min_tokens=3)
+        assert llm.generate("Is it?", biased)[0].outputs[0].token_ids == [no] * 3
+        without = SamplingParams(max_tokens=8, bad_words=["the"], repetition_penalty=1.1, frequency_penalty=0.5)
+        result = llm.generate("Is it?", without)
+        assert "the" not in result[0].outputs[0].text.split()
+    """,
+    "arguments without use": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", enable_lora=False, speculative_config=None, quantization=None)
+        params = SamplingParams(max_tokens=4, structured_outputs=None, skip_clone=True)
+        result = llm.generate("Hello", params, lora_request=None, priority=None, tokenization_kwargs=None)
+        result += llm.generate(prompts=["Hello"], sampling_params=[params])
+    """,
+    "beam search": """
+        from vllm import LLM
+        from vllm.sampling_params import BeamSearchParams
+        llm = LLM(model="demo")
+        params = BeamSearchParams(beam_width=4, max_tokens=5)
+        outputs = llm.beam_search([{"prompt": "Hello, my name is"}, {"prompt": "The capital is"}], params)
+        for output in outputs:
+            assert len(output.sequences) == 4
+            scores = [sequence.cum_logprob / len(sequence.tokens) for sequence in output.sequences]
+            assert scores == sorted(scores, reverse=True)
+            generated_text = output.sequences[0].text
+            print(f"Generated text: {generated_text!r}, tokens: {output.sequences[0].tokens}")
+        result = llm.beam_search([{"prompt": "Hello"}], BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)
+    """,
+    "chat": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        sampling_params = SamplingParams(temperature=0.5, max_tokens=8)
+        conversation = [
+            {"role": "system", "content": "You are a helpful assistant"},
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Hello! How can I assist you today?"},
+            {"role": "user", "content": "Write an essay about the importance of higher education."},
+        ]
+        outputs = llm.chat(conversation, sampling_params=sampling_params, use_tqdm=False)
+        for output in outputs:
+            print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+        assert "higher education" in outputs[0].prompt
+        result = outputs
+    """,
+    "a batch of chats": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        conversation = [{"role": "user", "content": "What is 47 + 38?"}]
+        conversations = [conversation for _ in range(10)]
+        outputs = llm.chat(messages=conversations, sampling_params=SamplingParams(temperature=0), use_tqdm=True)
+        assert len(outputs) == 10 and len({output.outputs[0].text for output in outputs}) == 1
+        result = outputs
+    """,
+    "a chat in parts, with a template": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        chat_template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\\n{% endfor %}"
+        messages = [{"role": "user", "content": [{"type": "text", "text": "Who are you?"}]}]
+        result = llm.chat(messages, SamplingParams(max_tokens=4), chat_template=chat_template,
+                          add_generation_prompt=False, chat_template_content_format="auto", tools=None)
+        assert result[0].prompt == "user: Who are you?\\n"
+    """,
+    "an answer that is begun": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        messages = [{"role": "user", "content": "What is 47 + 38?"}, {"role": "assistant", "content": "It is"}]
+        result = llm.chat(messages, SamplingParams(max_tokens=4), add_generation_prompt=False,
+                          continue_final_message=True)
+        assert result[0].prompt.endswith("It is")
+    """,
+    "the tokenizer's chat template": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        tokenizer = llm.get_tokenizer()
+        messages = [{"role": "user", "content": "What is 47 + 38?"}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[tokenizer.eos_token_id])
+        token_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        result = llm.generate([{"prompt_token_ids": token_ids}], params)
+        assert result[0].outputs[0].text == llm.chat(messages, params)[0].outputs[0].text
+    """,
+    "what a tokenizer does": """
+        from vllm import LLM
+        llm = LLM(model="demo")
+        tokenizer = llm.get_tokenizer()
+        input_ids = tokenizer("Hello world")["input_ids"]
+        assert tokenizer.decode(input_ids, skip_special_tokens=True) == "Hello world"
+        assert len(tokenizer) >= tokenizer.vocab_size > max(input_ids)
+        assert tokenizer.batch_decode([input_ids], skip_special_tokens=True) == ["Hello world"]
+        padded = tokenizer(["a", "a b c"], truncation=True, max_length=16)
+        result = tokenizer.convert_ids_to_tokens(input_ids) + padded.input_ids
+    """,
+    "a model's own defaults": """
+        from vllm import LLM
+        llm = LLM(model="demo", generation_config="auto")
+        sampling_params = llm.get_default_sampling_params()
+        sampling_params.max_tokens = 4
+        sampling_params.temperature = 0.5
+        sampling_params.top_p = 0.9
+        outputs = llm.generate(["Hello, my name is"], sampling_params)
+        assert len(outputs[0].outputs[0].token_ids) == 4
+        assert llm.get_default_sampling_params().max_tokens != 4
+        result = outputs
+    """,
+    "defaults of the engine": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", generation_config="vllm", override_generation_config={"temperature": 0.6})
+        assert llm.get_default_sampling_params().temperature == 0.6
+        params = SamplingParams.from_optional(temperature=None, max_tokens=3)
+        copied = params.clone()
+        copied.max_tokens = 2
+        assert (params.temperature, params.max_tokens) == (1.0, 3)
+        result = llm.generate("Hello") + llm.generate("Hello", copied)
+    """,
+    "a prefix that is shared": """
+        import time
+        from vllm import LLM, SamplingParams
+        prefix = "You are an expert school principal, skilled in managing staff. " * 8
+        prompts = [prefix + rest for rest in ("Hello, my name is", "The capital is", "The future is")]
+        sampling_params = SamplingParams(temperature=0.0, max_tokens=4)
+        regular_llm = LLM(model="demo", gpu_memory_utilization=0.4, enable_prefix_caching=False)
+        expected = [output.outputs[0].text for output in regular_llm.generate(prompts, sampling_params)]
+        del regular_llm
+        llm = LLM(model="demo", enable_prefix_caching=True, gpu_memory_utilization=0.4)
+        llm.generate(prompts[0], sampling_params)
+        start_time = time.time()
+        outputs = llm.generate(prompts, sampling_params)
+        print(f"Took {time.time() - start_time:.2f} s")
+        assert [output.outputs[0].text for output in outputs] == expected
+        assert all(output.num_cached_tokens > 0 for output in outputs)
+        assert llm.reset_prefix_cache()
+        result = outputs
+    """,
+    "tokens per second": """
+        import time
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo")
+        sampling_params = SamplingParams(temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=8, detokenize=False)
+        prompts = [{"prompt_token_ids": [index + 5] * 12} for index in range(6)]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, sampling_params, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        total = sum(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in outputs)
+        print(f"{len(prompts) / elapsed:.2f} requests/s, {total / elapsed:.2f} tokens/s")
+        assert total == 6 * (12 + 8)
+        result = outputs
+    """,
+    "priorities": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", scheduling_policy="priority", max_model_len=256)
+        result = llm.generate(["Hello", "Good bye"], SamplingParams(max_tokens=2), priority=[1, 0])
+    """,
+    "the model itself": """
+        from vllm import LLM
+        llm = LLM(model="demo")
+        names = llm.apply_model(lambda model: type(model).__name__)
+        result = names
+        assert names == ["LlamaForCausalLM"]
+    """,
+    "metrics of a request": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", disable_log_stats=False)
+        metrics = llm.generate("Hello", SamplingParams(max_tokens=3))[0].metrics
+        assert metrics.first_token_time >= metrics.arrival_time
+        result = [metrics.finished_time - metrics.arrival_time]
+    """,
+    "memory that is given back": """
+        import gc
+        import torch
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", max_model_len=128)
+        result = llm.generate("Hello", SamplingParams(max_tokens=2))
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    """,
+    "an asynchronous engine": """
+        import asyncio
+        from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+        async def main():
+            engine_args = AsyncEngineArgs(model="demo", max_model_len=256, enforce_eager=True, disable_log_stats=True)
+            engine = AsyncLLMEngine.from_engine_args(engine_args)
+            params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8, seed=1)
+            results_generator = engine.generate("Hello, my name is", params, "request-0")
+            final_output, lengths = None, []
+            async for request_output in results_generator:
+                final_output = request_output
+                lengths.append(len(request_output.outputs[0].token_ids))
+            assert final_output.finished and lengths == sorted(lengths) and lengths[-1] == 8
+            text = ""
+            deltas = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8, seed=1)
+            from vllm.sampling_params import RequestOutputKind
+            deltas = deltas.clone()
+            deltas.output_kind = RequestOutputKind.DELTA
+            async for output in engine.generate(request_id="request-1", prompt="Hello, my name is",
+                                                sampling_params=deltas):
+                for completion in output.outputs:
+                    text += completion.text
+                if output.finished:
+                    break
+            assert text == final_output.outputs[0].text
+            finals = SamplingParams(max_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY)
+            outputs = [output async for output in engine.generate("Hello", finals, request_id="request-2")]
+            assert len(outputs) == 1
+            engine.shutdown()
+            return text
+        result = asyncio.run(main())
+    """,
+    "an asynchronous engine with many callers": """
+        import asyncio
+        import uuid
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        async def generate(engine, prompt):
+            count = 0
+            params = SamplingParams(max_tokens=4, ignore_eos=True)
+            async for output in engine.generate(prompt, params, str(uuid.uuid4()), lora_request=None, priority=0):
+                count = len(output.outputs[0].token_ids)
+            return count
+        async def aborted(engine):
+            stream = engine.generate("Hello", SamplingParams(max_tokens=200, ignore_eos=True), request_id="long")
+            async for output in stream:
+                if not output.finished:
+                    await engine.abort("long")
+                last = output
+            return last.outputs[0].finish_reason
+        async def main():
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="demo", max_model_len=256))
+            try:
+                await engine.check_health()
+                counts = await asyncio.gather(*(generate(engine, f"Number {index}") for index in range(4)))
+                assert counts == [4] * 4
+                assert await aborted(engine) == "abort"
+                tokenizer = engine.get_tokenizer()
+                return tokenizer.encode("Hello")
+            finally:
+                engine.shutdown()
+        result = asyncio.run(main())
+    """,
+    "features that may be there": """
+        from vllm import LLM
+        llm = LLM(model="demo")
+        result = [name for name in ("generate", "chat", "embed", "sleep") if hasattr(llm, name)]
+        assert result == ["generate", "chat"]
+    """,
+    "one import for all": """
+        import vllm
+        llm = vllm.LLM("demo", max_model_len=-1, model_impl="vllm", worker_extension_cls="")
+        result = llm.generate(vllm.TextPrompt(prompt="Hello"), vllm.SamplingParams(max_tokens=2))
+    """,
+}
+
+REFUSED = {
+    "LoRA adapters": [
+        """
+        from vllm import LLM
+        LLM(model="demo", enable_lora=True, max_lora_rank=64)
+        """,
+        """
+        from vllm import LLM, SamplingParams
+        from vllm.lora.request import LoRARequest
+        """,
+        """
+        from vllm import LLM
+        LLM(model="demo").list_loras()
+        """,
+    ],
+    "pooling, embeddings, classification and scoring": [
+        """
+        from vllm import LLM
+        LLM(model="demo", runner="pooling", convert="embed")
+        """,
+        """
+        from vllm import LLM
+        llm = LLM(model="demo", task="embed", enforce_eager=True)
+        """,
+        """
+        from vllm import LLM
+        outputs = LLM(model="demo").embed(["Hello, my name is", "The capital of France is"])
+        """,
+        """
+        from vllm import LLM
+        (output,) = LLM(model="demo").classify("Hello, my name is")
+        """,
+        """
+        from vllm import LLM
+        scores = LLM(model="demo").score("What is the capital of France?", ["Paris.", "Berlin."])
+        """,
+        """
+        from vllm import LLM, PoolingParams
+        """,
+    ],
+    "sleep mode": [
+        """
+        from vllm import LLM
+        LLM(model="demo", enable_sleep_mode=True)
+        """,
+        """
+        from vllm import LLM
+        LLM(model="demo").sleep(level=1)
+        """,
+    ],
+    "several devices, processes or machines": [
+        """
+        from vllm import LLM
+        LLM(model="demo", distributed_executor_backend="ray")
+        """,
+        """
+        from vllm import LLM
+        LLM(model="demo", data_parallel_size=2, enable_expert_parallel=True)
+        """,
+    ],
+    "more than one worker": [
+        """
+        from vllm import LLM
+        LLM(model="demo", tensor_parallel_size=2)
+        """,
+        """
+        from vllm import LLM
+        LLM("demo", pipeline_parallel_size=2)
+        """,
+    ],
+    "other kinds of quantization while loading": [
+        """
+        from vllm import LLM
+        LLM(model="demo", quantization="fp8")
+        """,
+        """
+        import torch
+        from vllm import LLM
+        LLM(model="demo", dtype=torch.bfloat16, quantization="bitsandbytes")
+        """,
+    ],
+    "an FP8 KV cache": [
+        """
+        from vllm import LLM
+        LLM(model="demo", kv_cache_dtype="fp8", calculate_kv_scales=True)
+        """,
+    ],
+    "other formats and ways of loading": [
+        """
+        from vllm import LLM
+        LLM(model="demo", load_format="gguf")
+        """,
+    ],
+    "weights or KV cache in the host's memory": [
+        """
+        from vllm import LLM
+        LLM(model="demo", cpu_offload_gb=10)
+        """,
+    ],
+    "images, audio and video": [
+        """
+        from vllm import LLM
+        LLM(model="demo").generate("Hello", mm_processor_kwargs={"num_crops": 4})
+        """,
+        """
+        from vllm import LLM
+        llm = LLM(model="demo", limit_mm_per_prompt={"image": 1})
+        llm.generate({"prompt": "USER: <image>", "multi_modal_data": {"image": object()}})
+        """,
+        """
+        from vllm import LLM
+        url = {"url": "https://example.com/image.png"}
+        content = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": url}]
+        LLM(model="demo").chat([{"role": "user", "content": content}])
+        """,
+    ],
+    "embeddings as prompts": [
+        """
+        import torch
+        from vllm import LLM
+        LLM(model="demo").generate({"prompt_embeds": torch.zeros(4, 64)})
+        """,
+    ],
+    "models with an encoder": [
+        """
+        from vllm import LLM
+        LLM(model="demo").generate({"encoder_prompt": "A", "decoder_prompt": "B"})
+        """,
+    ],
+    "the best of more outputs": [
+        """
+        from vllm import SamplingParams
+        SamplingParams(n=1, best_of=4)
+        """,
+    ],
+    "beam search among the sampling parameters": [
+        """
+        from vllm import SamplingParams
+        SamplingParams(n=4, use_beam_search=True, temperature=0, early_stopping=True)
+        """,
+    ],
+    "logits processors that come with a request": [
+        """
+        from vllm import SamplingParams
+        SamplingParams(logits_processors=[lambda token_ids, logits: logits])
+        """,
+    ],
+    "metrics and traces of requests": [
+        """
+        from vllm import LLM
+        for metric in LLM(model="demo", disable_log_stats=False).get_metrics():
+            print(metric)
+        """,
+    ],
+    "an engine of steps": [
+        """
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+        engine = LLMEngine.from_engine_args(EngineArgs(model="demo"))
+        """,
+    ],
+    "transfer of keys and values between engines": [
+        """
+        from vllm import LLM
+        LLM(model="demo", kv_transfer_config={"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"})
+        """,
+    ],
+    "vLLM's own helpers": [
+        """
+        from vllm.utils import random_uuid
+        """,
+    ],
+}
+
+# With vLLM's name of the program, each with what it prints or is refused with.
+COMMANDS = {
+    "vllm serve demo --port 8000": "asks for the HTTP server",
+    "vllm run-batch -i in.jsonl -o out.jsonl --model demo": "asks for the HTTP server",
+    "vllm complete --quick Hello": "asks for the HTTP server",
+    "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",
+    "vllm bench latency --model demo --tensor-parallel-size 2": "more than one worker",
+    "vllm bench throughput --model demo --enable-lora": "asks for LoRA adapters",
+    "vllm bench serve --model demo": "asks for the HTTP server",
+    "vllm collect-env": "Penstock",
+    "vllm --version": "penstock",
+    "vllm bench throughput --model demo --input-len 8 --output_len=4 --num-prompts 2 --max_model_len 64 --enforce-eager"
+    " --gpu-memory-utilization 0.9 --trust-remote-code": "throughput, 2 requests at once, 8 in, 4 out",
+}
