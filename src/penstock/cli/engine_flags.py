@@ -82,10 +82,10 @@ def _engine_option(flag: str) -> tuple[str, str | None] | None:
 
 
 def _refuse(ctx: Any, flag: str, own: dict[str, bool]) -> None:
-    from penstock.config import vllm
+    from penstock.config.checks import did_you_mean
     from penstock.config.engine import option_names
 
-    hint = vllm.did_you_mean(flag, [*own, *(f"--{with_dashes(name)}" for name in option_names())])
+    hint = did_you_mean(flag, [*own, *(f"--{with_dashes(name)}" for name in option_names())])
     ctx.fail(f"No such option: {flag}.{hint} docs/options.md explains all options.")
 
 

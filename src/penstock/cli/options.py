@@ -13,7 +13,6 @@ from typer.models import OptionInfo
 
 from penstock.cli.failures import readable_errors
 from penstock.cli.flags import Flags
-from penstock.config.checks import size_in_bytes
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
@@ -110,8 +109,6 @@ def _as_created(*, option: list[str] | None, **engine: Any) -> dict[str, Any]:
     """The options by the engine's names."""
     if "engine_seed" in engine:
         engine["seed"] = engine.pop("engine_seed")
-    if engine["kv_cache_memory_bytes"] is not None:
-        engine["kv_cache_memory_bytes"] = size_in_bytes("kv_cache_memory_bytes", engine["kv_cache_memory_bytes"])
     engine["max_model_len"] = parse_max_model_len(engine["max_model_len"])
     if engine.get("speculative_config") is not None:
         engine["speculative_config"] = parse_json("--speculative-config", engine["speculative_config"])

@@ -15,13 +15,13 @@ from penstock.cli.results import OwnFormat
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, with_parameters
 from penstock.contract import SamplingParams
 from penstock.engine.input_processor import located
+from penstock.engine.prompts import PROMPT_KEYS
 from penstock.errors import InvalidRequest
 
 STANDARD_INPUT = "-"
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 # Nothing is streamed into a file.
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "output_kind")
-_ALL_FIELDS = (*_PROMPT_FIELDS, "messages", *TEMPLATE_FIELDS, "id", *_SAMPLING_FIELDS)
+_ALL_FIELDS = (*PROMPT_KEYS, "messages", *TEMPLATE_FIELDS, "id", *_SAMPLING_FIELDS)
 
 
 def read_prompt(argument: str | None) -> str:
@@ -84,7 +84,7 @@ def _read_line(where: str, fields: dict[str, Any] | InvalidRequest, defaults: Sa
 
 
 def _take_prompt(fields: dict[str, Any]) -> Any:
-    prompt = {key: fields.pop(key) for key in _PROMPT_FIELDS if key in fields}
+    prompt = {key: fields.pop(key) for key in PROMPT_KEYS if key in fields}
     has_prompt = not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
     if "messages" in fields:
         if has_prompt:

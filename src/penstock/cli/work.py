@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import msgspec
 
 from penstock.cli.results import OwnFormat, ResultFormat
 from penstock.config import vllm
+from penstock.config.checks import did_you_mean
 from penstock.contract import SamplingParams
 from penstock.engine.conversation import render_prompt
 from penstock.engine.input_processor import AcceptedRequest, located
@@ -82,9 +82,8 @@ def raise_refusals(refused: Mapping[int, InvalidRequest], num_requests: int) -> 
 
 def unknown_field(name: str, value: Any, allowed: Sequence[str]) -> InvalidParameter:
     """The error for a field that does not exist, with the one that was meant, perhaps, or else all."""
-    close = difflib.get_close_matches(name, allowed, n=1)
-    advice = f"Did you mean {close[0]}?" if close else f"Allowed: {', '.join(allowed)}."
-    return InvalidParameter(f"There is no field {name} (given: {value!r}). {advice}")
+    advice = did_you_mean(name, allowed, most=1) or f" Allowed: {', '.join(allowed)}."
+    return InvalidParameter(f"There is no field {name} (given: {value!r}).{advice}")
 
 
 def with_parameters(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -31,6 +32,12 @@ def check_flag(name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is not valid. Allowed: True or False.")
+
+
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 3) -> str:
+    """A sentence with the names that look like this one, `most` at most, after a space; empty where there are none."""
+    close = difflib.get_close_matches(name, dict.fromkeys(known), n=most)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def size_in_bytes(name: str, value: Any) -> int:

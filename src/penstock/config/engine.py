@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.config import env, vllm
 from penstock.config.cache import CacheConfig
+from penstock.config.checks import did_you_mean
 from penstock.config.device import DeviceConfig
 from penstock.config.load import LoadConfig
 from penstock.config.model import MODEL_OPTIONS, ModelConfig
@@ -104,7 +105,7 @@ def _take(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def _refuse_unknown(options: Mapping[str, Any], known: list[str]) -> None:
     for name, value in options.items():
         if name not in known:
-            hint = vllm.did_you_mean(name, known)
+            hint = did_you_mean(name, known)
             raise UnknownOption(
                 f"There is no option {name} (given: {value!r}).{hint} docs/options.md explains all options."
             )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.config.checks import did_you_mean
 from penstock.errors import ConfigError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -58,10 +58,6 @@ def check_override(override: Any) -> None:
     for name, value in override.items():
         if name in SAMPLING_FIELDS or name == DO_SAMPLE:
             continue
-        meant = "max_new_tokens" if name == "max_tokens" else next(iter(_close_to(name)), None)
-        hint = "" if meant is None else f" Did you mean {meant}?"
+        meant = "max_new_tokens" if name == "max_tokens" else str(name)
+        hint = did_you_mean(meant, (*SAMPLING_FIELDS, DO_SAMPLE), most=1)
         raise ConfigError(f"override_generation_config has {name!r} (given: {value!r}).{hint} Allowed: {allowed}.")
-
-
-def _close_to(name: Any) -> list[str]:
-    return difflib.get_close_matches(str(name), (*SAMPLING_FIELDS, DO_SAMPLE), n=1)

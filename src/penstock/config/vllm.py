@@ -5,13 +5,13 @@ The table is read where a name or a value is not our own, so that those who writ
 
 from __future__ import annotations
 
-import difflib
 import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
+from penstock.config.checks import did_you_mean
 from penstock.errors import UnsupportedArgument, UnsupportedMethod, UnsupportedName, UnsupportedParameter
 
 _TABLE = Path(__file__).with_suffix(".toml")
@@ -203,12 +203,6 @@ def log_variables(names: Iterable[str]) -> None:
     said = [f"{name} (here: {ours[name]})" if name in ours else name for name in names]
     if said:
         _log(f"Variables that are set for vLLM change nothing here: {', '.join(said)}.")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the names that look like this one, after a space; empty where there are none."""
-    close = difflib.get_close_matches(name, dict.fromkeys(known), n=3)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _named(names: Any, harmless: tuple[Any, ...]) -> list[tuple[str, tuple[Any, ...]]]:

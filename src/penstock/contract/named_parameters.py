@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.config import vllm
+from penstock.config.checks import did_you_mean
 from penstock.errors import InvalidParameter
 
 
@@ -32,6 +33,6 @@ def _own_parameters(given: dict[str, Any], known: tuple[str, ...]) -> dict[str, 
     parameters = vllm.parameters_as_ours(given, known)
     for name, value in parameters.items():
         if name not in known:
-            hint = vllm.did_you_mean(name, known) or f" Allowed: {', '.join(known)}."
+            hint = did_you_mean(name, known) or f" Allowed: {', '.join(known)}."
             raise InvalidParameter(f"There is no parameter {name!r} (given: {value!r}).{hint}")
     return parameters
