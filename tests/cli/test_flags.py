@@ -37,6 +37,14 @@ FLAGS = Flags(
         ),
         ("name another with the option tokenizer.", "name another with --option tokenizer=...."),
         ("seed=-1 is not valid", "--engine-seed -1 is not valid"),
+        # What vLLM has, and Penstock has not.
+        ("enable_lora=True asks for LoRA", "--enable-lora asks for LoRA"),
+        (
+            "enable_chunked_prefill=False asks for it. Set max_model_len",
+            "--no-enable-chunked-prefill asks for it. Set --max-model-len",
+        ),
+        ("max_model_len='fp8' asks for it", "--max-model-len fp8 asks for it"),
+        ("spec_config={'a': {'b': 1}} asks for it", "--spec-config asks for it"),
         # What is no option of the engine's, or no mention of one.
         ("the model runs on this device", "the model runs on this device"),
         ("has no meaning for quantization=None", "has no meaning for quantization=None"),

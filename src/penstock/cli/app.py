@@ -9,8 +9,9 @@ import typer
 from penstock import __version__
 from penstock.cli.bench import bench
 from penstock.cli.chat import chat
-from penstock.cli.engine_flags import CommandGroup, EngineCommand, with_dashes
+from penstock.cli.engine_flags import CommandGroup, EngineCommand
 from penstock.cli.env import env
+from penstock.cli.flags import with_dashes
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 

@@ -9,11 +9,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.failures import readable_errors
-
-
-def with_dashes(name: str) -> str:
-    """How options are spelled here, which people also write with underscores."""
-    return name.replace("_", "-")
+from penstock.cli.flags import with_dashes
 
 
 class EngineCommand(TyperCommand):

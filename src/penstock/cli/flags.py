@@ -12,7 +12,13 @@ _OPTION = "--option"
 _VALUE = r"""\[[^\]]*\]|\{[^}]*\}|'[^']*'|"[^"]*"|[^\s()]*[^\s().,;:]"""
 # Names after it are to choose from, and not advice.
 _LIST = "Known options:"
+_REFUSED = re.compile(r"^(?P<name>\w+)=(?P<value>.+?)(?= asks for )")
 _IN_A_FILE = re.compile(r"^[^\n]+, line \d+: ")
+
+
+def with_dashes(name: str) -> str:
+    """How options are spelled here, which people also write with underscores."""
+    return name.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +32,8 @@ class Flags:
     own: Mapping[str, str] = field(default_factory=dict)
 
     def of_engine(self, message: str) -> str:
-        """A message about the engine and its options."""
-        return _in_flags(message, self._engine_flags())
+        """A message about the engine and its options, or about one of vLLM's that it has not."""
+        return _REFUSED.sub(_refused_flag, _in_flags(message, self._engine_flags()))
 
     def of_request(self, message: str) -> str:
         """A message about a request, whose parameters are flags unless a file has them."""
@@ -60,6 +66,16 @@ def _in_flags(message: str, flags: Mapping[str, str]) -> str:
     # Lines of a table stay as wide as they are.
     lines = [line if line.startswith("  ") else re.sub(pattern, flag, line) for line in told.split("\n")]
     return "\n".join(lines) + heading + names_to_choose
+
+
+def _refused_flag(match: re.Match[str]) -> str:
+    flag, value = with_dashes(match["name"]), match["value"]
+    if value == "False":
+        return f"--no-{flag}"
+    # A dictionary reads otherwise in Python than what was typed.
+    if value == "True" or value[0] in "{[":
+        return f"--{flag}"
+    return f"--{flag} {shlex.quote(_plain(value))}"
 
 
 def _plain(value: str | None) -> str:

@@ -12,7 +12,7 @@ import typer
 from typer.models import OptionInfo
 
 from penstock.cli.failures import readable_errors
-from penstock.cli.flags import Flags
+from penstock.cli.flags import Flags, with_dashes
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
@@ -102,7 +102,7 @@ def _own_flags(parameters: list[inspect.Parameter]) -> dict[str, str]:
 def _flag(name: str, option: OptionInfo) -> str:
     # The first declaration is where a default would be.
     declared = [str(one) for one in (option.default, *(option.param_decls or ())) if str(one).startswith("--")]
-    return declared[0] if declared else f"--{name.replace('_', '-')}"
+    return declared[0] if declared else f"--{with_dashes(name)}"
 
 
 def _as_created(*, option: list[str] | None, **engine: Any) -> dict[str, Any]:
