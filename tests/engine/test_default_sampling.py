@@ -57,6 +57,7 @@ def test_what_a_caller_sets_changes_neither_defaults_nor_requests(tmp_path: Path
     with LLM(model_with(tmp_path / "model", FILE)) as llm:
         params = llm.get_default_sampling_params()
         params.max_tokens = 3
+        params.seed = 7  # without one it would be a copy with a seed
         llm.generate("a", params)
         params.max_tokens = 2
         assert asked_of(llm) == [OF_FILE.clone(max_tokens=3)]
