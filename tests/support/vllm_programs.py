@@ -355,7 +355,8 @@ RUNNING = {
                 last = output
             return last.outputs[0].finish_reason
         async def main():
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="demo", max_model_len=256))
+            engine_args = AsyncEngineArgs(model="demo", max_model_len=256)
+            engine = AsyncLLM.from_engine_args(engine_args, start_engine_loop=True, usage_context=None)
             try:
                 await engine.check_health()
                 counts = await asyncio.gather(*(generate(engine, f"Number {index}") for index in range(4)))
@@ -364,7 +365,7 @@ RUNNING = {
                 tokenizer = engine.get_tokenizer()
                 return tokenizer.encode("Hello")
             finally:
-                engine.shutdown()
+                engine.shutdown(timeout=None)
         result = asyncio.run(main())
     """,
     "features that may be there": """

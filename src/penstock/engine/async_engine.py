@@ -51,6 +51,7 @@ class AsyncEngine(RefusesMethods):
         self._set_up(EngineConfig.create(model, **options), start_core)
 
     @classmethod
+    @also_from_vllm
     def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> Self:
         """An engine of this configuration."""
         engine = cls.__new__(cls)
