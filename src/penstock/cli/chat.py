@@ -22,13 +22,9 @@ def chat(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most  [default: 512]")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token  [default: 0.7]")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Likeliest tokens of this total probability  [default: 1.0]")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="This many likeliest; 0: all  [default: 0]")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Tokens this likely, next to the likeliest  [default: 0.0]")
-    ] = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every answer")] = None,
     model: options.Model = "demo",
     *,

@@ -32,13 +32,9 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Write JSONL instead of text")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most  [default: 128]")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token  [default: 1.0]")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Likeliest tokens of this total probability  [default: 1.0]")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="This many likeliest; 0: all  [default: 0]")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Tokens this likely, next to the likeliest  [default: 0.0]")
-    ] = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every request")] = None,
     n: Annotated[int, typer.Option("--n", help="Outputs per prompt; several imply --json")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable")] = None,

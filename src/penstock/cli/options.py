@@ -17,6 +17,9 @@ from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
 Model = Annotated[str, typer.Option("--model", "-m", help="demo, a folder, or a hub id")]
+TopP = Annotated[float | None, typer.Option(help="Likeliest tokens of this total probability  [default: 1.0]")]
+TopK = Annotated[int | None, typer.Option(help="This many likeliest; 0: all  [default: 0]")]
+MinP = Annotated[float | None, typer.Option(help="Tokens this likely, next to the likeliest  [default: 0.0]")]
 # The options of commands that have an engine, by parameter: type, default, and how the command line has them.
 _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     "revision": (str | None, None, typer.Option(help="Of a hub id: branch, tag or commit")),
