@@ -6,20 +6,18 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.contract import GrammarOutput, SchedulerOutput, StructuredOutputsParams
+from penstock.contract import StructuredOutputsParams
 from penstock.engine.beam_search import BeamSearchParams
 from penstock.errors import InvalidParameter
-from penstock.runner.model_runner import RunnerLimits
 from penstock.scheduler.outputs import FinishReason
-from penstock.worker.worker import Worker
 from support.constraints import END, VOCAB_SIZE, demo_tokenizer
+from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, make_core
 
 PERSON = {
@@ -56,32 +54,6 @@ REQUESTS: list[SamplingParams] = [
     params(8, structured_outputs={"json_object": True}, min_tokens=12, all_stop_token_ids=[END]),
 ]
 TOKENS = [demo_tokenizer().encode(PROMPTS[index % len(PROMPTS)]) for index in range(len(REQUESTS))]
-
-
-class FailingWorker(Worker):
-    """Fails when it executes or samples certain steps, once each."""
-
-    fails_at: set[tuple[str, int]]
-
-    def execute_model(self, output: SchedulerOutput) -> None:
-        self._fail("execute", output.step_id)
-        super().execute_model(output)
-
-    def sample_tokens(self, grammar: GrammarOutput) -> Any:
-        self._fail("sample", grammar.step_id)
-        return super().sample_tokens(grammar)
-
-    def _fail(self, *event: Any) -> None:
-        if event in self.fails_at:
-            self.fails_at.remove(event)
-            raise RuntimeError("gone")
-
-
-class DraftingWorker(Worker):
-    """Takes drafts."""
-
-    def _limits(self, max_model_len: int) -> RunnerLimits:
-        return replace(super()._limits(max_model_len), max_drafts=3)
 
 
 def serve(core: Any, requests: Sequence[SamplingParams] = REQUESTS) -> list[Result]:
@@ -169,7 +141,7 @@ def test_with_workers_that_fail_requests_go_on_in_their_form(
 ) -> None:
     events = {("execute", 3), ("sample", 9), ("sample", 17), ("execute", 30)}
     monkeypatch.setattr(FailingWorker, "fails_at", events, raising=False)
-    core = make_core("demo", async_scheduling=async_scheduling, worker_cls=f"{__name__}.FailingWorker")
+    core = make_core("demo", async_scheduling=async_scheduling, worker_cls="support.disturbed_workers.FailingWorker")
     assert [result.tokens for result in serve(core)] == undisturbed
     assert not events, "every failure happened"
     core.close()
@@ -188,7 +160,7 @@ def test_with_workers_that_fail_requests_go_on_in_their_form(
 def test_drafts_change_nothing_whether_they_have_the_form_or_not(
     undisturbed: list[list[int]], options: dict[str, Any]
 ) -> None:
-    core = make_core("demo", worker_cls=f"{__name__}.DraftingWorker", **options)
+    core = make_core("demo", worker_cls="support.disturbed_workers.DraftingWorker", **options)
     rng = random.Random(7)
     for index, one in enumerate(REQUESTS):
         add(core, f"r{index}", TOKENS[index], one, eos_token_ids=frozenset({END}))

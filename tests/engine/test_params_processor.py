@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config import SamplingConfig
+from penstock.config import SamplingConfig, StructuredOutputsConfig
 from penstock.contract import SamplingParams
 from penstock.engine.params_processor import ParamsProcessor
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
@@ -60,6 +60,18 @@ def test_a_thinking_budget_takes_the_tokens_of_its_texts_along(tokenizer: Tokeni
         }
     }
     assert process(SamplingParams(thinking_token_budget=-1)).extra_args is None
+
+
+def test_a_thinking_budget_goes_by_the_markers_of_the_reasoning_parser(tokenizer: Tokenizer) -> None:
+    processor = ParamsProcessor(
+        SamplingConfig(),
+        tokenizer,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({1, 9}),
+        structured=StructuredOutputsConfig(reasoning_parser="seed_oss"),
+    )
+    arguments = (processor.process(SamplingParams(thinking_token_budget=5)).extra_args or {})["thinking_budget"]
+    assert tokenizer.decode(arguments["end_token_ids"]) == "</seed:think>"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from penstock.config.load import LoadConfig
 from penstock.config.model import MODEL_OPTIONS, ModelConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
+from penstock.config.reasoning import ReasoningMarkers, reasoning_markers
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
@@ -41,6 +42,30 @@ class EngineConfig:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+    def __post_init__(self) -> None:
+        markers, texts = self.reasoning_markers, (self.sampling.reasoning_start_str, self.sampling.reasoning_end_str)
+        defaults = SamplingConfig()
+        for name, known, text in zip(("reasoning_start_str", "reasoning_end_str"), markers, texts, strict=False):
+            if text not in (known, getattr(defaults, name)):
+                raise ConfigError(
+                    f"{name}={text!r} is not valid with reasoning_parser={self.structured.reasoning_parser!r}, which "
+                    f"has {known!r}. Leave it out, or say reasoning_parser='custom'."
+                )
+
+    @property
+    def reasoning_markers(self) -> ReasoningMarkers:
+        """Between which texts the model reasons, if it does."""
+        sampling = self.sampling
+        return reasoning_markers(
+            self.structured.reasoning_parser, sampling.reasoning_start_str, sampling.reasoning_end_str
+        )
+
+    @property
+    def constraints_wait_for(self) -> ReasoningMarkers | None:
+        """The reasoning behind which constraints begin; None where they begin with the output."""
+        has_reasoning = self.structured.reasoning_parser is not None and not self.structured.enable_in_reasoning
+        return self.reasoning_markers if has_reasoning else None
 
     @classmethod
     def create(cls, model: str | Path, **options: Any) -> EngineConfig:

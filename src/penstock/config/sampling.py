@@ -27,7 +27,8 @@ class SamplingConfig:
         "processed_logprobs" (after penalties, masks, temperature and truncation), or the "raw_logits" or
         "processed_logits" themselves. Those of prompts are always raw log-probabilities.
     logits_processors: custom logits processors, as classes or as their qualified names ("module:Class").
-    reasoning_start_str, reasoning_end_str: the texts between which a model thinks, for `thinking_token_budget`.
+    reasoning_start_str, reasoning_end_str: the texts between which a model thinks, for `thinking_token_budget` and
+        where `reasoning_parser` is "custom". Other parsers know theirs.
     """
 
     max_logprobs: int = 20

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from penstock.config.checks import check_choice, check_integer
+from penstock.config.checks import check_choice, check_flag, check_integer
+from penstock.config.reasoning import CUSTOM, REASONING_PARSERS
 from penstock.errors import ConfigError
 
 BACKENDS = ("llguidance",)
@@ -17,12 +18,17 @@ class StructuredOutputsConfig:
     max_grammar_compile_s: seconds that compiling one may take; its requests end with an error then.
     max_grammar_bytes: of a constraint as text.
     max_cached_grammars: constraints that are kept compiled.
+    reasoning_parser: how the model reasons: a constraint begins behind that. "custom" is for reasoning between
+        `reasoning_start_str` and `reasoning_end_str`. None for models that do not reason.
+    enable_in_reasoning: constrain reasoning too.
     """
 
     structured_outputs_backend: str = "llguidance"
     max_grammar_compile_s: float = 10.0
     max_grammar_bytes: int = 1 << 20
     max_cached_grammars: int = 128
+    reasoning_parser: str | None = None
+    enable_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
         check_choice("structured_outputs_backend", self.structured_outputs_backend, BACKENDS)
@@ -31,3 +37,8 @@ class StructuredOutputsConfig:
             raise ConfigError(f"max_grammar_compile_s={limit!r} is not valid. Allowed: seconds, more than 0.")
         check_integer("max_grammar_bytes", self.max_grammar_bytes, 1)
         check_integer("max_cached_grammars", self.max_cached_grammars, 1)
+        if self.reasoning_parser == "":
+            object.__setattr__(self, "reasoning_parser", None)
+        if self.reasoning_parser is not None:
+            check_choice("reasoning_parser", self.reasoning_parser, (*REASONING_PARSERS, CUSTOM))
+        check_flag("enable_in_reasoning", self.enable_in_reasoning)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import SamplingConfig, StructuredOutputsConfig
+from penstock.config.reasoning import reasoning_markers
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
 from penstock.engine.logits_processor_checks import LogitsProcessorChecks
@@ -79,6 +80,8 @@ class ParamsProcessor:
             raise InvalidParameter("structured_outputs cannot be kept: this model has no token that ends a text.")
         if not self._tokenizer.is_fast:
             raise InvalidParameter("structured_outputs cannot be kept: this model's tokenizer has no fast version.")
+        if self._structured.reasoning_parser is not None and not self._structured.enable_in_reasoning:
+            self._reasoning_tokens("structured_outputs")
         if constraint == self._last_checked:
             return
         # Only who constrains outputs pays for the import.
@@ -112,16 +115,25 @@ class ParamsProcessor:
 
     def _thinking_budget(self, params: SamplingParams) -> dict[str, Any]:
         """What the logits processor of that name is given."""
-        markers = {}
-        for name, key in (("reasoning_start_str", "start_token_ids"), ("reasoning_end_str", "end_token_ids")):
-            text = getattr(self._config, name)
-            markers[key] = self._tokenizer.encode(text, add_special_tokens=False)
-            if not markers[key]:
+        start, end = self._reasoning_tokens(f"thinking_token_budget={params.thinking_token_budget}")
+        return {"budget": params.thinking_token_budget, "start_token_ids": start, "end_token_ids": end}
+
+    def _reasoning_tokens(self, needed_for: str) -> tuple[list[int], list[int]]:
+        """The markers of reasoning, as tokens."""
+        config = self._config
+        markers = reasoning_markers(
+            self._structured.reasoning_parser, config.reasoning_start_str, config.reasoning_end_str
+        )
+        encoded = []
+        for name, text in (("reasoning_start_str", markers.start), ("reasoning_end_str", markers.end)):
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            if not token_ids:
                 raise InvalidParameter(
-                    f"thinking_token_budget={params.thinking_token_budget} cannot be kept: {name}={text!r} has no "
-                    f"tokens. Start the engine with another {name}."
+                    f"{needed_for} cannot be kept: {name}={text!r} has no tokens. Start the engine with another {name}."
                 )
-        return {"budget": params.thinking_token_budget, **markers}
+            self._check_ids(name, token_ids)
+            encoded.append(token_ids)
+        return encoded[0], encoded[1]
 
     def _spell(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The bad words as tokens: as a word that begins a text, and as one after a space."""

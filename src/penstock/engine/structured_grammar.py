@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from penstock.config import ModelConfig, StructuredOutputsConfig
+from penstock.config.reasoning import ReasoningMarkers
 from penstock.contract import GrammarOutput, SchedulerOutput, StructuredOutputsParams
 from penstock.engine.messages import EngineRequest
-from penstock.engine.tokenizer import load_tokenizer
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import GrammarError, UnsupportedFeature
 from penstock.scheduler.outputs import EngineCoreOutput
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 from penstock.structured.compiler import Compiled, GrammarCompiler
+from penstock.structured.reasoning import ReasoningBackend, ReasoningTokens
 
 # Where a draft is not known to the host, nothing can be said of what comes after it.
 _UNKNOWN_DRAFT = -1
@@ -30,6 +33,7 @@ class _Followed:
 
     params: StructuredOutputsParams
     num_tokens: int
+    prompt_token_ids: Sequence[int] = ()
     output_token_ids: list[int] = field(default_factory=list)
     matcher: Matcher | None = None
 
@@ -38,13 +42,14 @@ class StructuredGrammar:
     """The `Grammar` of an engine. Matchers live here, beside the core, so that no worker has any of their state.
 
     One thread calls it, apart from those that compile, which wake the core when `take_ready` has news.
-    A parser of reasoning would decide in `accept` and `bitmask` from which token on a request's matcher counts.
+    reasoning: what constraints wait for; None where they begin with the output.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         config: StructuredOutputsConfig,
+        reasoning: ReasoningMarkers | None = None,
         *,
         make_backend: Callable[[], GrammarBackend] | None = None,
     ) -> None:
@@ -56,7 +61,7 @@ class StructuredGrammar:
         self._compiled: deque[tuple[StructuredOutputsParams, Compiled]] = deque()
         self._failures: deque[GrammarError] = deque()
         self._compiler = GrammarCompiler(
-            make_backend or (lambda: _backend_for(model)),
+            make_backend or (lambda: _backend_for(model, reasoning)),
             timeout_s=config.max_grammar_compile_s,
             max_cached=config.max_cached_grammars,
         )
@@ -69,7 +74,8 @@ class StructuredGrammar:
         if params is None:
             return True
         outputs = request.output_token_ids
-        followed = _Followed(params, len(request.prompt_token_ids) + len(outputs), list(outputs))
+        prompt = request.prompt_token_ids
+        followed = _Followed(params, len(prompt) + len(outputs), prompt, list(outputs))
         self._followed[request.req_id] = followed
         grammar = self._compiler.find(params)
         if grammar is not None:
@@ -150,7 +156,7 @@ class StructuredGrammar:
     def _start(self, req_id: str, grammar: CompiledGrammar) -> bool:
         """Follow a request from the tokens on that it has. False where they are none of its grammar's."""
         followed = self._followed[req_id]
-        followed.matcher = grammar.start()
+        followed.matcher = grammar.start(followed.prompt_token_ids)
         try:
             if followed.matcher.accept(followed.output_token_ids) == len(followed.output_token_ids):
                 return True
@@ -206,7 +212,7 @@ def _failure(cause: Exception, req_ids: list[str]) -> GrammarError:
     return error
 
 
-def _backend_for(model: ModelConfig) -> GrammarBackend:
+def _backend_for(model: ModelConfig, reasoning: ReasoningMarkers | None) -> GrammarBackend:
     """Reads the tokenizer anew: the core has none, and may be in a process of its own."""
     from penstock.structured.llguidance_backend import LLGuidanceBackend
 
@@ -215,4 +221,15 @@ def _backend_for(model: ModelConfig) -> GrammarBackend:
     if as_json is None:
         raise UnsupportedFeature("The model's tokenizer has no fast version, which structured outputs need.")
     eos_token_ids = model.eos_token_ids | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
-    return LLGuidanceBackend(as_json, model.vocab_size, eos_token_ids)
+    backend = LLGuidanceBackend(as_json, model.vocab_size, eos_token_ids)
+    if reasoning is None:
+        return backend
+    tokens = reasoning_tokens(tokenizer, reasoning)
+    return ReasoningBackend(backend, tokens, model.vocab_size, eos_token_ids)
+
+
+def reasoning_tokens(tokenizer: Tokenizer, markers: ReasoningMarkers) -> ReasoningTokens:
+    start, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (markers.start, markers.end))
+    return ReasoningTokens(
+        start, end, markers.starts_in_reasoning, partial(tokenizer.decode, skip_special_tokens=False)
+    )

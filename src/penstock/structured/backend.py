@@ -33,8 +33,9 @@ class Matcher(Protocol):
 class CompiledGrammar(Protocol):
     """A constraint that is ready to be followed, by any number of matchers, from any thread."""
 
-    def start(self) -> Matcher:
-        """A matcher at the begin of an output."""
+    def start(self, prompt_token_ids: Sequence[int] = ()) -> Matcher:
+        """A matcher at the begin of an output. prompt_token_ids: what the output follows, which may decide what counts
+        as its begin."""
 
 
 class GrammarBackend(Protocol):

@@ -105,7 +105,7 @@ class LLGuidanceGrammar:
         self._eos_token_ids = eos_token_ids
         self._end_words = end_words
 
-    def start(self) -> LLGuidanceMatcher:
+    def start(self, prompt_token_ids: Sequence[int] = ()) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._end_words)
 
 

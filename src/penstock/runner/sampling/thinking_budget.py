@@ -18,6 +18,7 @@ from penstock.contract.sampling_params import THINKING_BUDGET
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.staging import SlotParameter, StagedTensor
+from penstock.structured.reasoning import after_last
 
 _NOT_THINKING = -1
 _NO_TOKEN = -1
@@ -139,14 +140,5 @@ def _ends_with(tail: Tensor, marker: Sequence[int]) -> Tensor:
 
 def _thinking_since(token_ids: Sequence[int], start: Sequence[int], end: Sequence[int]) -> int:
     """The position after the last start marker, _NOT_THINKING if there is none or an end comes after it."""
-    last_start, last_end = _after_last(token_ids, start), _after_last(token_ids, end)
+    last_start, last_end = after_last(token_ids, start), after_last(token_ids, end)
     return last_start if last_start > last_end else _NOT_THINKING
-
-
-def _after_last(token_ids: Sequence[int], marker: Sequence[int]) -> int:
-    """The position after the marker's last occurrence; -1 if there is none."""
-    wanted = list(marker)
-    for position in range(len(token_ids), len(wanted) - 1, -1):
-        if token_ids[position - 1] == wanted[-1] and list(token_ids[position - len(wanted) : position]) == wanted:
-            return position
-    return -1

@@ -1,0 +1,35 @@
+"""Between which texts models reason, by the names that vLLM has for its reasoning parsers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Reasoning between reasoning_start_str and reasoning_end_str, which are options.
+CUSTOM = "custom"
+
+
+class ReasoningMarkers(NamedTuple):
+    """start, end: the texts around reasoning.
+    starts_in_reasoning: whether a model reasons from the first token on without saying so, unless its prompt has
+        ended that. Others begin with `start`, in the prompt or in the output, or do not reason.
+    """
+
+    start: str
+    end: str
+    starts_in_reasoning: bool = False
+
+
+REASONING_PARSERS = {
+    "deepseek_r1": ReasoningMarkers("<think>", "</think>", starts_in_reasoning=True),
+    "minimax_m2": ReasoningMarkers("<think>", "</think>", starts_in_reasoning=True),
+    "qwen3": ReasoningMarkers("<think>", "</think>"),
+    "glm45": ReasoningMarkers("<think>", "</think>"),
+    "ernie45": ReasoningMarkers("<think>", "</think>"),
+    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+}
+
+
+def reasoning_markers(parser: str | None, start: str, end: str) -> ReasoningMarkers:
+    """Of a parser; start, end: what the options say, for a model that has none of these parsers."""
+    return REASONING_PARSERS.get(parser or CUSTOM, ReasoningMarkers(start, end))

@@ -1,0 +1,196 @@
+"""Constraints that begin behind reasoning: until its end marker has come, an output is free of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+
+from penstock.contract import StructuredOutputsParams
+from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
+
+# What a chat template writes behind the end of reasoning is no longer than that.
+_MOST_BLANK_TOKENS = 16
+
+
+class _Stage(Enum):
+    """Where a prompt leaves its output: it may begin to reason, reasons, or is constrained."""
+
+    MAY_REASON = auto()
+    REASONS = auto()
+    CONSTRAINED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTokens:
+    """start, end: the markers, one token or several. starts_in_reasoning: as `ReasoningMarkers` has it.
+    decode: tokens as text, special ones included.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    starts_in_reasoning: bool
+    decode: Callable[[Sequence[int]], str]
+
+    def stage_after(self, prompt_token_ids: Sequence[int]) -> tuple[_Stage, tuple[int, ...]]:
+        """Where a prompt leaves its output, and the last tokens of the reasoning that it began.
+
+        An end marker with text behind it is of an earlier answer: it says nothing of this one.
+        """
+        reasons_from = after_last(prompt_token_ids, self.start)
+        ended_at = after_last(prompt_token_ids, self.end)
+        if reasons_from > ended_at:
+            return _Stage.REASONS, tuple(prompt_token_ids[max(reasons_from, len(prompt_token_ids) - len(self.end)) :])
+        if ended_at >= 0 and self._is_blank(prompt_token_ids[ended_at:]):
+            return _Stage.CONSTRAINED, ()
+        return (_Stage.REASONS if self.starts_in_reasoning else _Stage.MAY_REASON), ()
+
+    def _is_blank(self, token_ids: Sequence[int]) -> bool:
+        return len(token_ids) <= _MOST_BLANK_TOKENS and not self.decode(token_ids).strip()
+
+
+class ReasoningBackend:
+    """A backend whose constraints begin behind reasoning. eos_token_ids: reasoning does not end an output."""
+
+    def __init__(
+        self, backend: GrammarBackend, tokens: ReasoningTokens, vocab_size: int, eos_token_ids: Iterable[int]
+    ) -> None:
+        self._backend = backend
+        self._tokens = tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        allowed = np.zeros((vocab_size + 31) // 32 * 32, bool)
+        allowed[:vocab_size] = True
+        allowed[list(self._eos_token_ids)] = False
+        self._free_words = np.packbits(allowed, bitorder="little").view("<i4")
+
+    def compile(self, params: StructuredOutputsParams) -> ReasoningGrammar:
+        return ReasoningGrammar(self._backend.compile(params), self._tokens, self._eos_token_ids, self._free_words)
+
+
+class ReasoningGrammar:
+    """A compiled constraint that begins behind reasoning."""
+
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        tokens: ReasoningTokens,
+        eos_token_ids: frozenset[int],
+        free_words: np.ndarray,
+    ) -> None:
+        self._grammar = grammar
+        self._tokens = tokens
+        self._eos_token_ids = eos_token_ids
+        self._free_words = free_words
+
+    def start(self, prompt_token_ids: Sequence[int] = ()) -> ReasoningMatcher:
+        matcher = self._grammar.start(prompt_token_ids)
+        return ReasoningMatcher(matcher, self._tokens, self._eos_token_ids, self._free_words, prompt_token_ids)
+
+
+class ReasoningMatcher:
+    """Follows an output through its reasoning, and then through its constraint.
+
+    While an output may still begin to reason, it is the start marker or a part of it, and may be the constraint's
+    as well: what comes next decides. All that is known follows from the prompt and the output, so that drafts are taken
+    back as they came.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        tokens: ReasoningTokens,
+        eos_token_ids: frozenset[int],
+        free_words: np.ndarray,
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        self._matcher = matcher
+        self._start, self._end = tokens.start, tokens.end
+        self._eos_token_ids = eos_token_ids
+        self._free_words = free_words
+        stage, self._before = tokens.stage_after(prompt_token_ids)
+        self._output: list[int] = []
+        # Numbers of output tokens: from which on it reasons, from which on it is constrained, and by which that was
+        # known.
+        self._reasons_from = 0 if stage is _Stage.REASONS else None
+        self._constrained_from = 0 if stage is _Stage.CONSTRAINED else None
+        self._decided_at = 0
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        for num_accepted, token_id in enumerate(token_ids):
+            if not self._accept_one(token_id):
+                return num_accepted
+            self._output.append(token_id)
+        return len(token_ids)
+
+    def _accept_one(self, token_id: int) -> bool:
+        if self._constrained_from is not None:
+            return self._matcher.accept([token_id]) == 1
+        if self._reasons_from is None:
+            return self._begin(token_id)
+        if token_id in self._eos_token_ids:
+            return False
+        num_known = len(self._output)
+        tail = self._output[max(self._reasons_from, num_known - len(self._end)) :]
+        known = (*self._before, *tail, token_id) if self._reasons_from == 0 else (*tail, token_id)
+        if known[-len(self._end) :] == self._end:
+            self._constrained_from = self._decided_at = num_known + 1
+        return True
+
+    def _begin(self, token_id: int) -> bool:
+        """Take in a token while the output is a part of the start marker."""
+        num_known = len(self._output)
+        if token_id == self._start[num_known]:
+            if num_known + 1 == len(self._start):
+                self._reasons_from = num_known + 1
+            return True
+        num_accepted = self._matcher.accept([*self._output, token_id])
+        if num_accepted <= num_known:
+            self._matcher.rollback(num_accepted)
+            return False
+        self._constrained_from, self._decided_at = 0, num_known + 1
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        num_left = len(self._output) - num_tokens
+        if self._constrained_from is not None:
+            if num_left < self._decided_at:
+                self._matcher.rollback(len(self._output) - self._constrained_from)
+                self._constrained_from = None
+            else:
+                self._matcher.rollback(num_tokens)
+        if self._reasons_from is not None and num_left < self._reasons_from:
+            self._reasons_from = None
+        del self._output[num_left:]
+
+    def fill(self, words: np.ndarray) -> None:
+        if self._constrained_from is not None:
+            self._matcher.fill(words)
+        elif self._reasons_from is not None:
+            words[:] = self._free_words
+        else:
+            self._fill_either(words)
+
+    def _fill_either(self, words: np.ndarray) -> None:
+        """What goes on with the start marker, or with the constraint."""
+        words[:] = 0
+        num_accepted = self._matcher.accept(self._output)
+        if num_accepted == len(self._output):
+            self._matcher.fill(words)
+        self._matcher.rollback(num_accepted)
+        marker = self._start[len(self._output)]
+        words.view(np.uint32)[marker // 32] |= np.uint32(1 << marker % 32)
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._constrained_from is not None and self._matcher.is_terminated
+
+
+def after_last(token_ids: Sequence[int], marker: Sequence[int]) -> int:
+    """The position after the marker's last occurrence; -1 if there is none."""
+    wanted = list(marker)
+    for position in range(len(token_ids), len(wanted) - 1, -1):
+        if token_ids[position - 1] == wanted[-1] and list(token_ids[position - len(wanted) : position]) == wanted:
+            return position
+    return -1

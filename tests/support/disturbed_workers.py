@@ -1,0 +1,36 @@
+"""Workers to whom something happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from penstock.contract import GrammarOutput, SchedulerOutput
+from penstock.runner.model_runner import RunnerLimits
+from penstock.worker.worker import Worker
+
+
+class FailingWorker(Worker):
+    """Fails when it executes or samples certain steps, once each."""
+
+    fails_at: set[tuple[str, int]]
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        self._fail("execute", output.step_id)
+        super().execute_model(output)
+
+    def sample_tokens(self, grammar: GrammarOutput) -> Any:
+        self._fail("sample", grammar.step_id)
+        return super().sample_tokens(grammar)
+
+    def _fail(self, *event: Any) -> None:
+        if event in self.fails_at:
+            self.fails_at.remove(event)
+            raise RuntimeError("gone")
+
+
+class DraftingWorker(Worker):
+    """Takes drafts."""
+
+    def _limits(self, max_model_len: int) -> RunnerLimits:
+        return replace(super()._limits(max_model_len), max_drafts=3)
