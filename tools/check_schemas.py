@@ -51,6 +51,8 @@ class Check:
         self.num_outputs = num_outputs
         self.shows = shows
         self.counts: Counter[str] = Counter()
+        # (outcome, schema, instance or output) of everything that is not as the file says.
+        self.differences: list[tuple[str, str, str]] = []
         self.refused: Counter[str] = Counter()
         self.not_compiled: Counter[str] = Counter()
         self.mask_times: list[float] = []
@@ -91,7 +93,7 @@ class Check:
             outcome = f"{'valid' if test['valid'] else 'invalid'}, {'passes' if passes else 'does not pass'}"
         self.counts[outcome] += 1
         if passes != test["valid"]:
-            self._show(outcome, name, json.dumps(test["data"], ensure_ascii=False))
+            self._differs(outcome, name, json.dumps(test["data"], ensure_ascii=False))
 
     def _passes(self, matcher: Matcher, instance: Any) -> bool:
         text = json.dumps(instance, ensure_ascii=False)
@@ -122,7 +124,7 @@ class Check:
         is_valid = validator(schema).is_valid(json.loads(text))
         self.counts["outputs, valid" if is_valid else "outputs, invalid"] += 1
         if not is_valid:
-            self._show("invalid output", name, text)
+            self._differs("invalid output", name, text)
 
     def _draw(self, matcher: Matcher) -> str | None:
         """A text drawn from whatever may come, with a liking for what ends things once it is long."""
@@ -146,6 +148,10 @@ class Check:
             assert matcher.accept(token_ids[-1:]) == 1
         matcher.rollback(len(token_ids))
         return text
+
+    def _differs(self, outcome: str, name: str, text: str) -> None:
+        self.differences.append((outcome, name, text))
+        self._show(outcome, name, text)
 
     def _show(self, what: str, name: str, details: str) -> None:
         if self.shows:

@@ -202,6 +202,12 @@ FORMATS = {
     "ipv4": (["127.0.0.1"], ["256.0.0.1", "1.2.3"]),
     "email": (["joe@example.com"], ["joe", "joe@"]),
     "int32": ([0, 2**31 - 1, -(2**31)], [2**31, -(2**31) - 1]),
+    "int64": ([0, 2**53, -(2**53)], [2**53 + 2]),
+    "float": ([0.5, -(2**53)], [2**53 + 2, 1e300]),
+    "double": ([0.5, 2**53], [2**53 + 2, 1e300]),
+    "byte": (["", "QQ==", "QUI=", "QUJD", "a+/9QUJD"], ["Q", "QR==", "QUJ=", "QUJDQ", "QQ==QQ==", "Q Q="]),
+    "json-pointer": (["", "/", "/a~0b/~1/ c"], ["a", "/~", "/~2"]),
+    "relative-json-pointer": (["0", "10#", "1/a~1b"], ["", "01", "-1", "0##", "/a", "1a"]),
 }
 
 # What is refused: the schema, the pointer that is named, and a part of what is said of it.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.structured.schema_constants import LARGEST_INTEGER
+
 # Years are 0001 to 9999: some libraries know no year 0.
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -28,6 +30,9 @@ _LABEL = (
     "|[0-9A-Za-z-]-[0-9A-Za-z](?:[0-9A-Za-z-]{0,58}[0-9A-Za-z])?)?"
 )
 _HOSTNAME = f"{_LABEL}(?:\\.{_LABEL})*"
+_BASE64 = "[A-Za-z0-9+/]"
+_BYTES = f"(?:{_BASE64}{{4}})*(?:{_BASE64}{{2}}[AEIMQUYcgkosw048]=|{_BASE64}[AQgw]==)?"
+_POINTER = "(?:/(?:[^/~]|~[01])*)*"
 
 FORMATS: dict[str, dict[str, Any]] = {
     "date": {"pattern": f"^{_DATE}$"},
@@ -35,6 +40,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
     "hostname": {"pattern": f"^{_HOSTNAME}$", "maxLength": 253},
     "int32": {"minimum": -(2**31), "maximum": 2**31 - 1},
+    **{name: {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER} for name in ("int64", "float", "double")},
+    "byte": {"pattern": f"^{_BYTES}$"},
+    "json-pointer": {"pattern": f"^{_POINTER}$"},
+    "relative-json-pointer": {"pattern": f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$"},
     # These backends know, and get right.
     **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
 }

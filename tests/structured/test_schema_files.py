@@ -1,0 +1,102 @@
+"""Schemas of real use and of the official suite, from files beside the checkout: what is accepted is enforced exactly.
+
+The files are not part of the repository. Where they are is said by PENSTOCK_TEST_DATA, or they are in ../shared/data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tools.check_schemas import Check, read
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_SUITE, _REAL = "json-schema-test-suite-2020-12", "maskbench-sample"
+_NUMBER = "it spells a whole number with a fraction or an exponent, and outputs do not"
+_FORMAT = "it is valid because that validator passes over formats, which outputs have"
+_ECMASCRIPT = "dialects of regular expressions do not agree here, and outputs have what all agree on"
+_NARROW = "its format is enforced more narrowly, without leap seconds, quoted names, punycode, or control characters"
+_ORDER = "its properties come in another order than the schema's"
+
+# At least this share of the schemas is accepted. The suite asks for everything that there is.
+ACCEPTED = {_SUITE: 0.5, _REAL: 0.9}
+# Valid instances that do not pass: by schema, why, and how many of each.
+NOT_PASSING: dict[str, tuple[str, int]] = {
+    "const: const with 0 does not match other zero-like types": (_NUMBER, 1),
+    "const: const with 1 does not match true": (_NUMBER, 1),
+    "const: const with -2.0 matches integer and float types": (_NUMBER, 1),
+    "const: float and integers are equal up to 64-bit representation limits": (_NUMBER, 1),
+    "enum: enum with 0 does not match false": (_NUMBER, 1),
+    "enum: enum with [0] does not match [false]": (_NUMBER, 1),
+    "enum: enum with 1 does not match true": (_NUMBER, 1),
+    "enum: enum with [1] does not match [true]": (_NUMBER, 1),
+    "type: integer type matches integers": (_NUMBER, 1),
+    "optional/float-overflow: all integers are multiples of 0.5, if overflow is handled": (_NUMBER, 1),
+    "format: email format": (_FORMAT, 1),
+    "format: ipv4 format": (_FORMAT, 1),
+    "format: ipv6 format": (_FORMAT, 1),
+    "format: hostname format": (_FORMAT, 1),
+    "format: date format": (_FORMAT, 1),
+    "format: date-time format": (_FORMAT, 1),
+    "format: time format": (_FORMAT, 1),
+    "format: json-pointer format": (_FORMAT, 1),
+    "format: relative-json-pointer format": (_FORMAT, 1),
+    "format: uri format": (_FORMAT, 1),
+    "format: uuid format": (_FORMAT, 1),
+    "format: duration format": (_FORMAT, 1),
+    "Kubernetes---kb_76_Normalized": (_FORMAT, 1),
+    "MCPspec---CallToolResult": (_FORMAT, 1),
+    "MCPspec---GetPromptResult": (_FORMAT, 1),
+    "MCPspec---ServerRequest": (_FORMAT, 1),
+    "optional/ecmascript-regex: ECMA 262 \\D matches everything but ascii digits": (_ECMASCRIPT, 2),
+    "optional/ecmascript-regex: ECMA 262 \\W matches everything but ascii letters": (_ECMASCRIPT, 1),
+    "optional/ecmascript-regex: ECMA 262 \\s matches whitespace": (_ECMASCRIPT, 2),
+    "optional/ecmascript-regex: ECMA 262 \\S matches everything but whitespace": (_ECMASCRIPT, 1),
+    "optional/format/date-time: validation of date-time strings": (_NARROW, 1),
+    "optional/format/email: validation of e-mail addresses": (_NARROW, 4),
+    "optional/format/hostname: validation of A-label (punycode) host names": (_NARROW, 15),
+    "optional/format/ipv6: validation of IPv6 addresses": (_NARROW, 4),
+    "optional/format/json-pointer: validation of JSON-pointers (JSON String Representation)": (_NARROW, 1),
+    "optional/format/time: validation of time strings": (_NARROW, 4),
+    "allOf: allOf": (_ORDER, 1),
+    "allOf: allOf with base schema": (_ORDER, 1),
+    "const: const with object": (_ORDER, 1),
+    "JsonSchemaStore---debugsettings": (_ORDER, 2),
+    "Snowplow---sp_163_Normalized": (_ORDER, 1),
+}
+
+
+def file_of(name: str) -> Path:
+    folder = Path(os.environ.get("PENSTOCK_TEST_DATA") or _CHECKOUT.parent / "shared" / "data")
+    path = folder / "json_schemas" / f"{name}.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"{path} does not exist: the data of this test is not part of the repository")
+    return path
+
+
+def check_part(name: str, every: int, num_outputs: int) -> None:
+    """Every so many schemas of a file: what passes is what is valid, apart from what is listed."""
+    check = Check(num_outputs=num_outputs, shows=False)
+    cases = list(read([file_of(name)]))[::every]
+    for case in cases:
+        check.add(case)
+    not_passing = Counter(schema for outcome, schema, _ in check.differences if outcome.startswith("valid, "))
+    wrong = [one for one in check.differences if not one[0].startswith("valid, ")]
+    assert not wrong, "nothing is accepted wrongly, and what is drawn is valid"
+    names = {case.get("name") or f"{case['file']}: {case['description']}" for case in cases}
+    assert not_passing == {schema: number for schema, (_, number) in NOT_PASSING.items() if schema in names}
+    assert check.counts["accepted"] > ACCEPTED[name] * len(cases)
+    assert check.counts["valid, passes"] > len(cases) / 2
+
+
+@pytest.mark.parametrize("name", [_SUITE, _REAL])
+def test_a_fifth_of_a_file(name: str) -> None:
+    check_part(name, every=5, num_outputs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [_SUITE, _REAL])
+def test_a_whole_file_and_an_output_drawn_for_each_schema(name: str) -> None:
+    check_part(name, every=1, num_outputs=1)
