@@ -163,6 +163,10 @@ def test_several_outputs_of_a_prompt_reason_each_for_itself(in_reasoning: bool) 
         ({"reasoning_parser": "qwen"}, "reasoning_parser='qwen'.*deepseek_r1.*qwen3.*custom"),
         ({"reasoning_parser": "qwen3", "reasoning_end_str": "x"}, "reasoning_end_str='x'.*qwen3.*'</think>'.*custom"),
         ({"enable_in_reasoning": "yes"}, "enable_in_reasoning='yes'"),
+        (
+            {"structured_outputs_backend": "xgrammar"},
+            "backend='xgrammar' is not supported.*llguidance",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:

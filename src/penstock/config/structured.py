@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from penstock.config.checks import check_choice, check_flag, check_integer
 from penstock.config.reasoning import CUSTOM, REASONING_PARSERS
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnsupportedArgument
 
 BACKENDS = ("llguidance",)
+# Of vLLM's; what each enforces would have to be found out keyword by keyword, as it was for ours.
+_BACKENDS_NOT_HERE = ("xgrammar", "outlines", "lm-format-enforcer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,11 @@ class StructuredOutputsConfig:
     enable_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
+        if self.structured_outputs_backend in _BACKENDS_NOT_HERE:
+            raise UnsupportedArgument(
+                f"structured_outputs_backend={self.structured_outputs_backend!r} is not supported, and no extra "
+                f"installs it. Leave it out: {BACKENDS[0]} enforces every kind of constraint."
+            )
         check_choice("structured_outputs_backend", self.structured_outputs_backend, BACKENDS)
         limit = self.max_grammar_compile_s
         if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 < limit < threading.TIMEOUT_MAX:
