@@ -283,7 +283,7 @@ def _no_mtp(folder: Path) -> dict[str, Any]:
         (_no_model, ConfigError, "'eagle3' and no model"),
         (_no_such_folder, ModelNotFound, "nowhere"),
         (_other_vocabulary, ModelError, "vocab_size=120, but .* has 97"),
-        (_too_short, ConfigError, "64 positions .* --max-model-len 64"),
+        (_too_short, ConfigError, "64 positions .* max_model_len=64"),
         (_not_native, UnsupportedModel, "FalconForCausalLM"),
         (_other_head, PenstockError, "fc.weight"),
         (_other_pages, UnsupportedFeature, r"model.layers.0.self_attn.attn .* draft.model.layers.0"),

@@ -10,6 +10,8 @@ from penstock.config import env
 from penstock.errors import ModelNotFound
 
 SHIPPED_MODELS = ("demo",)
+# By the shipped model that it drafts for: an EAGLE-3 head.
+SHIPPED_HEADS = {"demo": "demo-eagle3"}
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _METADATA_FILES = ["*.json"]
 _WANTED_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
@@ -41,7 +43,7 @@ def _local_folder(model: Any, option: str) -> Path | None:
             f"{option}={model!r} is a {type(model).__name__}. Allowed: {', '.join(SHIPPED_MODELS)}, a folder, or a hub "
             "id, as text; or a Path to a folder."
         )
-    if model in SHIPPED_MODELS:
+    if model in (*SHIPPED_MODELS, *SHIPPED_HEADS.values()):
         return _ASSETS / model
     name = os.fspath(model)
     folder = Path(model).expanduser()

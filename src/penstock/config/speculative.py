@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from penstock.config.checks import check_choice, check_flag, check_integer
+from penstock.config.checks import check_choice, check_flag, check_integer, did_you_mean
 from penstock.errors import ConfigError
 
 HOST_METHODS = ("ngram", "suffix")
@@ -28,7 +27,8 @@ _DEFAULT_TREE_DEPTH = 24
 class SpeculativeConfig:
     """Speculative decoding, by the names that users of vLLM know; without `method` there is none.
 
-    method: one of `METHODS`. model: folder or hub id of the drafter, for those that have a model.
+    method: one of `METHODS`. model: folder or hub id of the drafter, for those that have a model; "mtp"
+        takes the target's own, and "eagle3" the head that ships with the demo model.
     num_speculative_tokens: drafts of a request in a step, at most.
     adaptive: draft as many as are measured to pay, down to none; False always drafts num_speculative_tokens.
     prompt_lookup_min, prompt_lookup_max: "ngram" looks for an earlier place in the request's own tokens that agrees
@@ -75,8 +75,7 @@ class SpeculativeConfig:
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in given.items():
             if name not in names:
-                close = difflib.get_close_matches(str(name), names, n=1)
-                hint = f" Did you mean {close[0]}?" if close else f" Allowed: {', '.join(names)}."
+                hint = did_you_mean(str(name), names) or f" Allowed: {', '.join(names)}."
                 raise ConfigError(f"speculative_config has {name!r} (given: {value!r}).{hint}")
         # As vLLM has it, None stands for the default.
         options = {name: value for name, value in given.items() if value is not None}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import AUTO_LENGTH
+from penstock.config.resolve import SHIPPED_HEADS
 from penstock.config.speculative import MODEL_METHODS
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice
@@ -104,8 +105,10 @@ def _drafter_config(config: EngineConfig) -> ModelConfig | None:
 
 
 def _named(config: EngineConfig) -> ModelConfig:
-    """The configuration of the model that the options name."""
+    """The configuration of the model that the options name; of a shipped model, the head that ships with it."""
     name = config.speculative.model
+    if name is None and config.speculative.method == "eagle3":
+        name = SHIPPED_HEADS.get(config.model.model)
     if name is None:
         raise ConfigError(
             f"speculative_config has the method {config.speculative.method!r} and no model. Give the drafter's folder "
@@ -123,8 +126,8 @@ def _standalone(drafter: ModelConfig, target: ModelConfig, length: int) -> Model
     if drafter.longest_context < length:
         raise ConfigError(
             f"The draft model {drafter.model} was made for {drafter.longest_context} positions "
-            f"(max_position_embeddings), but this engine serves {length}. Start with --max-model-len "
-            f"{drafter.longest_context}, or use another draft model."
+            f"(max_position_embeddings), but this engine serves {length}. Start with "
+            f"max_model_len={drafter.longest_context}, or use another draft model."
         )
     return replace(drafter, max_model_len=length)
 
