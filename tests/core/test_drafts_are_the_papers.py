@@ -177,6 +177,7 @@ def test_drafts_are_those_of_the_whole_text(tmp_path: Path, method: str, options
     assert watched.num_compared > 60
 
 
+@pytest.mark.one_path(reason="looks at what is recorded of models, which on the plain path is nothing")
 @pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
 @pytest.mark.parametrize("method", METHODS)
 def test_target_and_head_run_as_programs(tmp_path: Path, method: str) -> None:

@@ -30,6 +30,8 @@ FIELDS: dict[str, Any] = {
     "cause_type": "RuntimeError",
     "req_ids": ["a", "b"],
     "breaks_device": True,
+    "pointers": ["/properties/a"],
+    "keywords": ["not"],
 }
 
 
