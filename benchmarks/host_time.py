@@ -118,7 +118,7 @@ def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[s
 
 
 def _wrap_stages(session: Session, clock: StageClock) -> None:
-    core, runner = _parts(session)
+    core, runner = parts_of(session)
     clock.wrap(core.scheduler, "schedule", "schedule")
     clock.wrap(runner.paths, "repeat", "inputs")
     _wrap_model(session, clock)
@@ -128,7 +128,7 @@ def _wrap_stages(session: Session, clock: StageClock) -> None:
 
 
 def _wrap_model(session: Session, clock: StageClock) -> None:
-    _, runner = _parts(session)
+    _, runner = parts_of(session)
     clock.wrap(runner.kv_cache.programs, "run", "model forward")
     clock.wrap_method_of_class(runner.model, "compute_logits", "logits")
     clock.wrap_method_of_class(runner.model, "compute_greedy", "logits")
@@ -137,7 +137,7 @@ def _wrap_model(session: Session, clock: StageClock) -> None:
     clock.wrap(session, "_turn", _WHOLE, ends_step=True)
 
 
-def _parts(session: Session) -> tuple[EngineCore, ModelRunner]:
+def parts_of(session: Session) -> tuple[EngineCore, ModelRunner]:
     core = session._core
     assert isinstance(core, EngineCore)
     (runner,) = core.collective_rpc(lambda worker: worker.runner)
