@@ -73,7 +73,7 @@ class EngineCore:
             num_speculative_tokens=engine.executor.num_speculative_tokens,
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
         )
-        # Where steps run ahead, drafts stay on the device.
+        # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
         self._draft_log = DraftLog(self.scheduler.spec_decode_metrics)
 
@@ -158,7 +158,7 @@ class EngineCore:
         if self._in_flight:
             self._read_oldest()
         if executed is not None:
-            self._sample(executed, self._bitmask(executed))
+            self._sample(executed, self._bitmask(self._with_drafts(executed)))
             if not self._runs_ahead:
                 self._read_oldest()
                 if self._takes_drafts:
@@ -203,6 +203,25 @@ class EngineCore:
         drafts = self._executor.take_draft_token_ids()
         if drafts is not None:
             self.scheduler.update_draft_token_ids(dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)))
+
+    def _with_drafts(self, output: SchedulerOutput) -> SchedulerOutput:
+        """An executed step whose constrained requests have their drafts told, which only the device knew before.
+
+        They were made after the step before it, which has been read, so that what the grammar allows after each can
+        be said. -1 stays where there is none.
+        """
+        scheduled = output.scheduled_spec_decode_tokens
+        if not self._runs_ahead or not any(map(self._grammar.constrains, scheduled)):
+            return output
+        drafts = self._executor.take_draft_token_ids()
+        if drafts is None:
+            return output
+        known = {
+            req_id: [*token_ids, *scheduled[req_id]][: len(scheduled[req_id])]
+            for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+            if req_id in scheduled
+        }
+        return msgspec.structs.replace(output, scheduled_spec_decode_tokens={**scheduled, **known})
 
     def _bitmask(self, output: SchedulerOutput) -> GrammarOutput:
         """What an executed step may choose from, which it must, for those whose grammar does not fail."""

@@ -100,7 +100,10 @@ class Executor(ABC):
         """Launch the sampling of a step that was executed."""
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts for the next step, once the last one was read; None where the workers' speculators have none."""
+        """The drafts for the next step to be sampled, once the one before it was read.
+
+        None where the workers' speculators have none.
+        """
         drafts: DraftTokenIds | None = self.collective_rpc("take_draft_token_ids")[0]
         return drafts
 
