@@ -22,6 +22,7 @@ from penstock.engine.messages import EngineRequest
 from penstock.engine.structured_grammar import StructuredGrammar
 from penstock.errors import GrammarError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.structured.backend import MatcherError
 from support.constraints import END, NUM_WORDS, allowed_tokens, demo_backend, encode, matcher_for, tokens_of
 
 PROMPT = [5, 6, 7]
@@ -266,4 +267,48 @@ def test_an_engine_without_constrained_requests_reads_no_tokenizer(model: ModelC
     assert grammar.add(request("a"))
     assert grammar.take_ready() == []
     grammar.accept([new_tokens("a", X)])
+    grammar.close()
+
+
+def test_a_matcher_that_fails_at_a_draft_fails_no_request(model: ModelConfig) -> None:
+    """It is replaced by another one that knows the request's tokens."""
+
+    class FailsOnce:
+        """Wraps a backend, its grammars, and the first matcher, which fails when it is asked about drafts."""
+
+        def __init__(self, wrapped: Any) -> None:
+            self._wrapped = wrapped
+            self._num_accepted = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._wrapped, name)
+
+        def compile(self, params: StructuredOutputsParams) -> Any:
+            return FailsOnce(self._wrapped.compile(params))
+
+        def start(self, prompt_token_ids: Sequence[int] = ()) -> Any:
+            started.append(prompt_token_ids)
+            matcher = self._wrapped.start(prompt_token_ids)
+            return FailsOnce(matcher) if len(started) == 1 else matcher
+
+        def accept(self, token_ids: Sequence[int]) -> int:
+            self._num_accepted += len(token_ids)
+            return int(self._wrapped.accept(token_ids))
+
+        def fill(self, words: np.ndarray) -> None:
+            self._wrapped.fill(words)
+            if self._num_accepted > 2:
+                raise MatcherError("it is at a limit")
+
+    started: list[Sequence[int]] = []
+    grammar = StructuredGrammar(model, StructuredOutputsConfig(), make_backend=lambda: FailsOnce(demo_backend()))
+    added(grammar, request("a", [ONE], **DIGITS))
+    grammar.accept([new_tokens("a", TWO)])
+    rows = rows_of(grammar.bitmask(decode_step({"a": [ONE, TWO]}, a=4)))
+    assert rows == [after([ONE, TWO], **DIGITS), [], []]
+    assert started == [PROMPT, PROMPT]
+    assert rows_of(grammar.bitmask(decode_step({"a": [TWO]}, a=4))) == [
+        after([ONE, TWO], **DIGITS),
+        after([ONE, TWO, TWO], **DIGITS),
+    ]
     grammar.close()

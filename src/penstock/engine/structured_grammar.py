@@ -26,16 +26,26 @@ _UNKNOWN_DRAFT = -1
 
 @dataclass(slots=True)
 class _Followed:
-    """A request that is followed. matcher: None while its grammar is compiled.
+    """A request that is followed. grammar, matcher: None while it is compiled.
 
-    num_tokens: of its prompt and its output, as far as the matcher knows it.
+    output_token_ids: as far as the matcher knows them.
     """
 
     params: StructuredOutputsParams
-    num_tokens: int
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: list[int] = field(default_factory=list)
+    grammar: CompiledGrammar | None = None
     matcher: Matcher | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def start(self) -> bool:
+        """Begin with the tokens that there are. False where they are none of the grammar's."""
+        assert self.grammar is not None, "a request has no matcher before its grammar is there"
+        self.matcher = self.grammar.start(self.prompt_token_ids)
+        return self.matcher.accept(self.output_token_ids) == len(self.output_token_ids)
 
 
 class StructuredGrammar:
@@ -73,10 +83,7 @@ class StructuredGrammar:
         params = request.sampling_params.structured_outputs
         if params is None:
             return True
-        outputs = request.output_token_ids
-        prompt = request.prompt_token_ids
-        followed = _Followed(params, len(prompt) + len(outputs), prompt, list(outputs))
-        self._followed[request.req_id] = followed
+        self._followed[request.req_id] = _Followed(params, request.prompt_token_ids, list(request.output_token_ids))
         grammar = self._compiler.find(params)
         if grammar is not None:
             return self._start(request.req_id, grammar)
@@ -156,9 +163,9 @@ class StructuredGrammar:
     def _start(self, req_id: str, grammar: CompiledGrammar) -> bool:
         """Follow a request from the tokens on that it has. False where they are none of its grammar's."""
         followed = self._followed[req_id]
-        followed.matcher = grammar.start(followed.prompt_token_ids)
+        followed.grammar = grammar
         try:
-            if followed.matcher.accept(followed.output_token_ids) == len(followed.output_token_ids):
+            if followed.start():
                 return True
             error = GrammarError("it came with tokens that it does not allow", req_ids=[req_id])
         except Exception as cause:
@@ -181,25 +188,40 @@ class StructuredGrammar:
         """Write what may come next, and after each draft. Rows after a draft that cannot be stay without any token:
         nothing that is drawn there is looked at, or may be.
         """
-        matcher = self._followed[req_id].matcher
+        followed = self._followed[req_id]
+        matcher = followed.matcher
         assert matcher is not None, "a request does not run before its grammar is there"
-        num_taken = 0
         try:
             matcher.fill(rows[0])
-            for row, draft in zip(rows[1:], drafts, strict=True):
-                if draft == _UNKNOWN_DRAFT or not matcher.accept([draft]):
-                    break
-                num_taken += 1
-                matcher.fill(row)
-            matcher.rollback(num_taken)
+            if not _fill_after_drafts(matcher, drafts, rows[1:]):
+                followed.start()
         except Exception as error:
             raise _failure(error, [req_id]) from error
+
+
+def _fill_after_drafts(matcher: Matcher, drafts: Sequence[int], rows: np.ndarray) -> bool:
+    """False where the matcher is of no use any more, because it failed at a draft.
+
+    A request must not end for what it perhaps never says: no draft is accepted then.
+    """
+    num_taken = 0
+    try:
+        for row, draft in zip(rows, drafts, strict=True):
+            if draft == _UNKNOWN_DRAFT or not matcher.accept([draft]):
+                break
+            num_taken += 1
+            matcher.fill(row)
+        matcher.rollback(num_taken)
+    except Exception:
+        rows[:] = 0
+        return False
+    return True
 
 
 def _advance(followed: _Followed, token_ids: Sequence[int]) -> bool:
     matcher = followed.matcher
     assert matcher is not None, "a request has no tokens before its grammar is there"
-    followed.num_tokens += len(token_ids)
+    followed.output_token_ids += token_ids
     try:
         return matcher.accept(token_ids) == len(token_ids)
     except Exception:
