@@ -229,6 +229,31 @@ def test_ends_of_outputs_and_of_reasoning_within_drafts(async_scheduling: bool) 
     assert any(last in step[:-1] for step in again.steps)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"rejection_sample_method": "standard"},
+        {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0},
+    ],
+    ids=lambda rule: rule["rejection_sample_method"],
+)
+def test_no_rule_keeps_a_draft_that_has_not_the_form(rule: dict[str, Any], async_scheduling: bool) -> None:
+    asked, plain = few()
+    arranged = options("suffix", reasoning=True, async_scheduling=async_scheduling, is_tight=False)
+    arranged["speculative_config"] = {**arranged["speculative_config"], **rule}
+    served = serve(asked, **arranged)
+    assert check(asked, served) > 0
+    if rule["rejection_sample_method"] == "synthetic":
+        # It could keep anything, and so has nothing to decide.
+        assert served.num_accepted == 0
+        for number, one in enumerate(asked):
+            if one.schema is not None:
+                assert served.results[f"r{number}"].tokens == plain.results[f"r{number}"].tokens
+    else:
+        assert served.num_accepted > 0
+
+
 @pytest.mark.slow
 @pytest.mark.one_path(reason="both paths run with the few schemas; here it is the many that count")
 @pytest.mark.parametrize("method", SPECULATIVE)

@@ -38,6 +38,9 @@ class GrammarMask(SamplingStage):
     def remove_request(self, slot: int) -> None:
         self._is_constrained[slot] = False
 
+    def constrains(self, slot: int) -> bool:
+        return bool(self._is_constrained[slot])
+
     def take(self, grammar: GrammarOutput, slots: Mapping[str, int]) -> None:
         """The bitmask of the step that is sampled next. slots: of the requests that are here; others are left out."""
         if not grammar.structured_output_request_ids:

@@ -205,7 +205,10 @@ class Sampler:
 
     def takes_drafts(self, slot: int) -> bool:
         """Whether the request's tokens after drafts can be told; if not, none of its drafts may be accepted."""
-        return slot not in self._shaped_slots or self._custom.takes_drafts(slot)
+        if slot not in self._shaped_slots:
+            return True
+        leaves_form = self._verification.keeps_what_cannot_be and self.grammar.constrains(slot)
+        return self._custom.takes_drafts(slot) and not leaves_form
 
     def advance(self, slots: Tensor, slots_np: np.ndarray, outcome: StepOutcome) -> None:
         """Let the stages take note of a step's outcome; nothing is waited for. slots: of its requests, int64."""

@@ -15,11 +15,13 @@ class Verification:
     """A draft is kept if it is the token that is drawn anyhow: no token ever changes.
 
     judges_greedy: whether a greedy request's tokens, too, are others than the largest logits. goes_by_probs: whether it
-    makes a difference to know from which distributions drafts were drawn.
+    makes a difference to know from which distributions drafts were drawn. keeps_what_cannot_be: whether it may keep a
+    draft that the request's parameters forbid.
     """
 
     judges_greedy = False
     goes_by_probs = False
+    keeps_what_cannot_be = False
 
     def bind(self, draft_token_ids: Tensor, draft_probs: Callable[[], Tensor | None]) -> None:
         """draft_token_ids: int32 [slots, drafts], what a step verifies.

@@ -68,6 +68,7 @@ class SyntheticVerification(_OfDrafts):
     """Keeps drafts at a rate, for load tests. rates: the share of steps that keep the first draft, the second, …"""
 
     judges_greedy = True
+    keeps_what_cannot_be = True
 
     def __init__(self, device: Device, rates: Sequence[float]) -> None:
         super().__init__(device)
