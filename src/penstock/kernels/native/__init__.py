@@ -337,6 +337,11 @@ def describe_kernels() -> str:
     return f"torch's kernels only ({_why_not or 'as asked for'})"
 
 
+def meetings_library() -> Library | None:
+    """The functions that processes of this machine meet by; None where nothing was built."""
+    return None if _module is None else Library(_module)
+
+
 def bind_native_step(state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> NativeStep | None:
     """A step's bookkeeping in C++; None where it was not built or is not wanted."""
     return None if _module is None or NATIVE is None else NativeStep(_module, state, layout, buffers)

@@ -10,6 +10,7 @@
 #include <new>
 
 #include "kernels.h"
+#include "meeting.h"
 #include "parallel.h"
 #include "program.h"
 #include "quantized.h"
@@ -251,6 +252,7 @@ PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
 #include "module_quantized.inl"
 #include "module_program.inl"
 #include "module_step.inl"
+#include "module_meeting.inl"
 
 namespace {
 
@@ -284,6 +286,8 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(program_buffer),
     PENSTOCK_FUNCTION(program_add),
     PENSTOCK_FUNCTION(program_run),
+    PENSTOCK_FUNCTION(meeting_bytes),
+    PENSTOCK_FUNCTION(meet),
     {nullptr, nullptr, 0, nullptr},
 };
 

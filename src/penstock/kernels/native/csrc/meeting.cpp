@@ -1,0 +1,189 @@
+// Every rank writes a piece of what it gives into a place of its own, counts up its arrivals, waits until the others
+// have arrived as often, and reads theirs. There are two places per rank, used in turn: whoever has seen all arrive at
+// the next piece knows that all have read the one before, so that a piece takes one wait.
+#include "meeting.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#else
+#include <thread>
+#endif
+
+namespace penstock {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+// What a rank tells the others of a piece: if theirs is another, they are not in the same call.
+struct Announcement {
+  int64_t together, num_bytes, rows;
+
+  bool operator==(const Announcement& other) const {
+    return together == other.together && num_bytes == other.num_bytes && rows == other.rows;
+  }
+};
+
+// Written by its rank alone, but for the number of those who sleep until it arrives.
+struct alignas(128) Place {
+  std::atomic<uint32_t> arrivals;
+  std::atomic<uint32_t> sleepers;
+  Announcement announcements[2];
+};
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "other processes know no lock of this one");
+
+#if defined(__linux__)
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value, microseconds longest) {
+  const auto count = longest.count();
+  const timespec limit{static_cast<time_t>(count / 1000000), static_cast<long>(count % 1000000 * 1000)};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+#else
+void sleep_while(std::atomic<uint32_t>&, uint32_t, microseconds) { std::this_thread::sleep_for(microseconds(50)); }
+
+void wake_all(std::atomic<uint32_t>&) {}
+#endif
+
+bool has_arrived(const Place& place, uint32_t arrival, std::memory_order order = std::memory_order_acquire) {
+  // Counts go round.
+  return static_cast<int32_t>(place.arrivals.load(order) - arrival) >= 0;
+}
+
+bool spin_until(const Place& place, uint32_t arrival, microseconds longest) {
+  if (has_arrived(place, arrival)) return true;
+  const auto end = Clock::now() + longest;
+  do {
+    for (int turn = 0; turn < 64; ++turn) {
+      if (has_arrived(place, arrival)) return true;
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    }
+  } while (Clock::now() < end);
+  return false;
+}
+
+bool wait_until(Place& place, uint32_t arrival, Clock::time_point deadline, microseconds spin) {
+  if (spin_until(place, arrival, spin)) return true;
+  // Either the rank that arrives sees this, or its arrival is seen here.
+  place.sleepers.fetch_add(1);
+  bool is_there;
+  for (;;) {
+    const uint32_t seen = place.arrivals.load();
+    is_there = has_arrived(place, arrival);
+    const auto left = std::chrono::duration_cast<microseconds>(deadline - Clock::now());
+    if (is_there || left.count() <= 0) break;
+    sleep_while(place.arrivals, seen, left);
+  }
+  place.sleepers.fetch_sub(1);
+  return is_there;
+}
+
+class Meeting {
+ public:
+  explicit Meeting(const MeetingArgs& args)
+      : args_(args),
+        places_(static_cast<Place*>(args.memory)),
+        slots_(static_cast<char*>(args.memory) + args.size * static_cast<int64_t>(sizeof(Place))),
+        deadline_(Clock::now() + microseconds(args.timeout_us)) {}
+
+  int64_t run() {
+    int64_t start = 0;
+    do {
+      const int64_t left = args_.num_bytes - start, count = left < args_.slot_bytes ? left : args_.slot_bytes;
+      const int64_t status = exchange(start, count);
+      if (status != 0) return status;
+      take(start, count);
+      start += count;
+    } while (start < args_.num_bytes);
+    return 0;
+  }
+
+ private:
+  char* slot(int64_t rank) const { return slots_ + (2 * rank + turn_) * args_.slot_bytes; }
+
+  bool is_broadcast() const { return args_.together >= static_cast<int64_t>(Together::kBroadcast); }
+
+  int64_t source() const { return args_.together - static_cast<int64_t>(Together::kBroadcast); }
+
+  // Gives the bytes from start on, and waits for those of all others.
+  int64_t exchange(int64_t start, int64_t count) {
+    Place& own = places_[args_.rank];
+    const uint32_t arrival = own.arrivals.load(std::memory_order_relaxed) + 1;
+    turn_ = arrival & 1;
+    if (!is_broadcast() || source() == args_.rank)
+      std::memcpy(slot(args_.rank), static_cast<const char*>(args_.in) + start, count);
+    const Announcement announcement{args_.together, args_.num_bytes, args_.rows};
+    own.announcements[turn_] = announcement;
+    own.arrivals.store(arrival);
+    if (own.sleepers.load() != 0) wake_all(own.arrivals);
+    for (int64_t rank = 0; rank < args_.size; ++rank) {
+      if (rank == args_.rank) continue;
+      if (!wait_until(places_[rank], arrival, deadline_, microseconds(args_.spin_us))) return 1 + rank;
+      if (!(places_[rank].announcements[turn_] == announcement)) return -1 - rank;
+    }
+    return 0;
+  }
+
+  void take(int64_t start, int64_t count) {
+    if (is_broadcast()) {
+      std::memcpy(static_cast<char*>(args_.out) + start, slot(source()), count);
+    } else if (args_.together == static_cast<int64_t>(Together::kSum)) {
+      sum(reinterpret_cast<float*>(static_cast<char*>(args_.out) + start), count / static_cast<int64_t>(sizeof(float)));
+    } else {
+      for (int64_t rank = 0; rank < args_.size; ++rank) scatter(rank, start, count);
+    }
+  }
+
+  void sum(float* out, int64_t count) {
+    const float* first = reinterpret_cast<const float*>(slot(0));
+    const float* second = reinterpret_cast<const float*>(slot(1));
+    for (int64_t i = 0; i < count; ++i) out[i] = first[i] + second[i];
+    for (int64_t rank = 2; rank < args_.size; ++rank) {
+      const float* next = reinterpret_cast<const float*>(slot(rank));
+      for (int64_t i = 0; i < count; ++i) out[i] += next[i];
+    }
+  }
+
+  // One rank's bytes from start on, to where they are in the rows of all ranks.
+  void scatter(int64_t rank, int64_t start, int64_t count) {
+    const int64_t width = args_.num_bytes / args_.rows;
+    const char* from = slot(rank);
+    while (count > 0) {
+      const int64_t row = start / width, column = start % width;
+      const int64_t piece = count < width - column ? count : width - column;
+      std::memcpy(static_cast<char*>(args_.out) + (row * args_.size + rank) * width + column, from, piece);
+      from += piece;
+      start += piece;
+      count -= piece;
+    }
+  }
+
+  const MeetingArgs& args_;
+  Place* places_;
+  char* slots_;
+  Clock::time_point deadline_;
+  uint32_t turn_ = 0;
+};
+
+}  // namespace
+
+int64_t meeting_bytes(int64_t size, int64_t slot_bytes) {
+  return size * (static_cast<int64_t>(sizeof(Place)) + 2 * slot_bytes);
+}
+
+int64_t meet(const MeetingArgs& args) { return Meeting(args).run(); }
+
+}  // namespace penstock

@@ -1,0 +1,33 @@
+// What ranks do together, each a process of this machine, in memory that all of them have.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+enum class Together : int64_t {
+  kGather = 0,     // all ranks' rows side by side
+  kSum = 1,        // of float32, added in the ranks' order
+  kBroadcast = 2,  // and the number of the rank whose bytes all get, on top
+};
+
+// memory: `meeting_bytes` of zeros at first, the same for all ranks.
+// in: num_bytes in `rows` rows of equal size. out: as many, or for kGather as many from every rank, a row of each rank
+// after the other. Only kSum may have both in the same place.
+struct MeetingArgs {
+  void* memory;
+  int64_t rank, size, slot_bytes;
+  int64_t together;
+  const void* in;
+  int64_t num_bytes, rows;
+  void* out;
+  int64_t timeout_us, spin_us;
+};
+
+int64_t meeting_bytes(int64_t size, int64_t slot_bytes);
+
+// Waits for all ranks to make the same call. Returns 0; 1 + the rank that did not come in time; or -1 - the rank that
+// makes another call. After either of the two, nothing more can be done in this memory.
+int64_t meet(const MeetingArgs& args);
+
+}  // namespace penstock

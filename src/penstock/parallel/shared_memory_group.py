@@ -1,0 +1,129 @@
+"""A group whose ranks are processes of one machine, and meet in memory that they share."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RanksDisagree, UnsupportedFeature, WaitTimeout
+from penstock.kernels.native import meetings_library
+from penstock.kernels.native.library import Library
+from penstock.kernels.native.meetings import Meetings, Together
+from penstock.parallel.group import Group
+from penstock.parallel.shared_memory import SharedMemory
+
+_Value = TypeVar("_Value")
+# What a rank gives at a time: of all ranks together it should stay in a core's own cache.
+SLOT_BYTES = 256 << 10
+# How long others are waited for.
+GROUP_TIMEOUT_S = 240.0
+# How long a rank that waits keeps its core, where each has one of its own: longer than others are late in most layers.
+SPIN_US = 20
+# Plain data up to this size takes one meeting.
+_SHORT_BYTES = 248
+_LENGTH_BYTES = 8
+
+
+class SharedMemoryGroup(Group):
+    """rank, size: of this process in the group. memory: `group_bytes` that all of them have.
+
+    The calls of all ranks are compared: what does not match is RanksDisagree, with the rank. A rank that does not come
+    is WaitTimeout after `timeout_s`, with the rank and the call. The group is of no use after either.
+    """
+
+    def __init__(
+        self, rank: int, size: int, memory: SharedMemory, *, timeout_s: float = GROUP_TIMEOUT_S, spin_us: int = SPIN_US
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._memory = memory
+        self._timeout_s = timeout_s
+        self._meetings = Meetings(_library(), memory.address, rank, size, SLOT_BYTES, spin_us)
+        self._num_calls = 0
+        self._failed_in: str | None = None
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype is not torch.float32:
+            return self._sum_of_gathered(tensor)
+        tensor = tensor.contiguous()
+        self._meet("all_reduce", Together.SUM, tensor, 1, tensor)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        tensor = tensor.contiguous()
+        shape = list(tensor.shape)
+        rows = math.prod(shape[: dim % len(shape)])
+        shape[dim] *= self.size
+        gathered = tensor.new_empty(shape)
+        self._meet("all_gather", Together.GATHER, tensor, max(rows, 1), gathered)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        tensor = tensor.contiguous()
+        self._meet("broadcast", Together.BROADCAST + source, tensor, 1, tensor)
+        return tensor
+
+    def gather_values(self, value: _Value) -> list[_Value]:
+        data = pickle.dumps(value)
+        heads = self._gather_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_SHORT_BYTES], _SHORT_BYTES + 8)
+        lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+        longest = max(lengths)
+        wholes = (
+            [head[_LENGTH_BYTES:] for head in heads] if longest <= _SHORT_BYTES else self._gather_bytes(data, longest)
+        )
+        return [pickle.loads(whole[:length]) for whole, length in zip(wholes, lengths, strict=True)]
+
+    def _gather_bytes(self, data: bytes, num_bytes: int) -> list[bytes]:
+        """Of every rank so many, which its data is filled up to."""
+        given = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
+        gathered = torch.empty(self.size, num_bytes, dtype=torch.uint8)
+        self._meet("gather_values", Together.GATHER, given, 1, gathered)
+        return [row.numpy().tobytes() for row in gathered]
+
+    def _sum_of_gathered(self, tensor: Tensor) -> Tensor:
+        """Narrow numbers are added in float32, in the ranks' order too, and rounded once."""
+        first, *others = self.all_gather(tensor.unsqueeze(0), dim=0).unbind()
+        if not tensor.dtype.is_floating_point:
+            return torch.stack([first, *others]).sum(0, dtype=tensor.dtype)
+        total = first.to(torch.float32)
+        for other in others:
+            total += other
+        return total.to(tensor.dtype)
+
+    def _meet(self, name: str, together: int, given: Tensor, rows: int, result: Tensor) -> None:
+        if self._failed_in is not None:
+            raise RanksDisagree(f"Rank {self.rank} cannot go on in {name}, since {self._failed_in} failed before.")
+        self._num_calls += 1
+        status = self._meetings.meet(together, given.data_ptr(), given.nbytes, rows, result.data_ptr(), self._timeout_s)
+        if status:
+            self._fail(f"{name} (call {self._num_calls} of its group of {self.size})", given, status)
+
+    def _fail(self, call: str, given: Tensor, status: int) -> None:
+        self._failed_in = call
+        if status > 0:
+            raise WaitTimeout(
+                f"Rank {self.rank} waited {self._timeout_s:g} s in {call} for rank {status - 1}, "
+                "which hangs or is gone."
+            )
+        raise RanksDisagree(
+            f"Rank {self.rank} is in {call} with {given.dtype} {list(given.shape)}, while rank {-1 - status} makes "
+            "another call. Every rank must make the same calls in the same order, with tensors of the same size."
+        )
+
+
+def group_bytes(size: int) -> int:
+    """Shared memory of a group of so many ranks. Raises UnsupportedFeature where the C++ kernels were not built."""
+    return int(_library().meeting_bytes(size, SLOT_BYTES))
+
+
+def _library() -> Library:
+    library = meetings_library()
+    if library is None:
+        raise UnsupportedFeature(
+            "Several ranks on a CPU meet in shared memory through Penstock's C++ kernels, which were not built with "
+            "this installation. Install it again with a C++ compiler, or use tensor_parallel_size=1."
+        )
+    return library

@@ -1,0 +1,157 @@
+"""What ranks do together in shared memory is what their tensors say as a whole, and who takes no part is named."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import RanksDisagree, WaitTimeout
+from penstock.parallel.local_ranks import join_local_ranks, share_memory
+from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
+from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup, group_bytes
+from support.ranks import run_ranks
+
+SIZES = (2, 3, 4)
+# A few numbers; more than a rank gives at a time, and not a whole number of times.
+SHAPES = ((0, 4), (1, 1), (3, 5), (2, SLOT_BYTES // 8 + 3))
+
+
+def groups(size: int, **options: Any) -> list[SharedMemoryGroup]:
+    """Of ranks that each have a mapping of their own, as processes do."""
+    descriptor = create_shared_memory(group_bytes(size))
+    try:
+        return [SharedMemoryGroup(rank, size, SharedMemory(descriptor), **options) for rank in range(size)]
+    finally:
+        os.close(descriptor)
+
+
+def together(size: int, run: Callable[[SharedMemoryGroup], Any], **options: Any) -> list[Any]:
+    ranks = groups(size, **options)
+    return run_ranks(size, lambda rank: run(ranks[rank]))
+
+
+def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).mul_(100).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sum_has_the_bits_of_adding_in_the_ranks_order(size: int, shape: tuple[int, ...]) -> None:
+    expected = of_rank(0, shape)
+    for rank in range(1, size):
+        expected = expected + of_rank(rank, shape)
+    # More often than there are places in memory.
+    for sums in together(size, lambda group: [group.all_reduce(of_rank(group.rank, shape)) for _ in range(5)]):
+        assert all(torch.equal(found, expected) for found in sums), sums
+
+
+def test_narrow_numbers_are_rounded_once() -> None:
+    given = [of_rank(rank, (7, 9), torch.bfloat16) for rank in range(3)]
+    expected = ((given[0].float() + given[1].float()) + given[2].float()).to(torch.bfloat16)
+    for found in together(3, lambda group: group.all_reduce(given[group.rank])):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("size", SIZES)
+def test_gathered_tensors_are_side_by_side(size: int, dim: int, shape: tuple[int, ...]) -> None:
+    expected = torch.cat([of_rank(rank, shape) for rank in range(size)], dim)
+    for found in together(size, lambda group: group.all_gather(of_rank(group.rank, shape), dim)):
+        assert torch.equal(found, expected)
+    strided = torch.cat([of_rank(rank, shape).T for rank in range(size)], dim)
+    for found in together(size, lambda group: group.all_gather(of_rank(group.rank, shape).T, dim)):
+        assert torch.equal(found, strided)
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_all_get_what_one_rank_gives(source: int) -> None:
+    for found in together(3, lambda group: group.broadcast(of_rank(group.rank, SHAPES[-1]), source)):
+        assert torch.equal(found, of_rank(source, SHAPES[-1]))
+
+
+@pytest.mark.parametrize("length", [0, 200, 300, 10**6])
+def test_values_of_any_size_are_gathered(length: int) -> None:
+    values = [{"rank": rank, "text": "ä" * (length * rank)} for rank in range(3)]
+    assert together(3, lambda group: group.gather_values(values[group.rank])) == [values] * 3
+
+
+def test_calls_of_all_kinds_follow_each_other_on_ranks_that_are_late_in_turn() -> None:
+    def run(group: SharedMemoryGroup) -> list[float]:
+        found = []
+        for number in range(60):
+            if number % 3 == group.rank:
+                time.sleep(0.002)
+            own = torch.full((2, 3), float(group.rank + number))
+            found.append(float(group.all_reduce(own.clone())[0, 0]))
+            found.append(float(group.all_gather(own, 0).sum()))
+            found.append(sum(group.gather_values(group.rank * number)))
+        return found
+
+    expected = [x for n in range(60) for x in (3.0 * n + 3, 6 * (3.0 * n + 3), 3 * n)]
+    for spin_us in (0, 200):
+        assert together(3, run, spin_us=spin_us) == [expected] * 3
+
+
+def test_a_rank_that_does_not_come_is_named_with_the_call() -> None:
+    def run(group: SharedMemoryGroup) -> Any:
+        group.all_reduce(torch.zeros(3))
+        if group.rank == 1:
+            return None
+        begin = time.monotonic()
+        with pytest.raises(WaitTimeout, match=rf"Rank {group.rank} waited 0.2 s in all_gather \(call 2 .* for rank 1,"):
+            group.all_gather(torch.zeros(3), 0)
+        assert 0.2 <= time.monotonic() - begin < 5
+        with pytest.raises(RanksDisagree, match="cannot go on in broadcast"):
+            group.broadcast(torch.zeros(3))
+        return None
+
+    assert together(3, run, timeout_s=0.2) == [None] * 3
+
+
+def test_whoever_waits_long_sleeps() -> None:
+    ranks = groups(2)
+    waiting = threading.Thread(target=lambda: ranks[0].all_reduce(torch.zeros(1)))
+    waiting.start()
+    time.sleep(0.1)
+    begin = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - begin < 0.2
+    ranks[1].all_reduce(torch.zeros(1))
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda group: group.all_gather(torch.zeros(4), 0),
+        lambda group: group.all_reduce(torch.zeros(5)),
+        lambda group: group.broadcast(torch.zeros(4)),
+    ],
+)
+def test_ranks_in_different_calls_are_told(other: Callable[[SharedMemoryGroup], Any]) -> None:
+    def run(group: SharedMemoryGroup) -> Any:
+        return group.all_reduce(torch.zeros(4)) if group.rank == 0 else other(group)
+
+    for rank, error in enumerate(together(2, run)):
+        assert isinstance(error, RanksDisagree)
+        assert f"while rank {1 - rank} makes another call" in str(error)
+
+
+def test_ranks_of_a_machine_have_a_group_and_one_alone_has_none() -> None:
+    descriptor = share_memory(2)
+    contexts = [join_local_ranks(rank, 2, descriptor) for rank in range(2)]
+    os.close(descriptor)
+    assert [(context.rank, context.world_size, context.tensor.rank) for context in contexts] == [(0, 2, 0), (1, 2, 1)]
+    sums = run_ranks(2, lambda rank: contexts[rank].tensor.all_reduce(torch.ones(2)))
+    assert all(torch.equal(found, torch.full((2,), 2.0)) for found in sums)  # type: ignore[arg-type]
+    alone = share_memory(1)
+    assert join_local_ranks(0, 1, alone).tensor.size == 1
+    os.close(alone)
