@@ -13,6 +13,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature, WorkerError
 from penstock.parallel import ParallelContext
 from penstock.worker import WorkerWrapperBase
+from penstock.worker.capabilities import check_options
 from penstock.worker.plugins import load_plugins
 from penstock.worker.worker import Worker
 
@@ -125,8 +126,11 @@ def test_what_is_not_built_is_refused_by_the_features_name(method: str) -> None:
 
 
 def test_options_that_cannot_be_combined_are_refused_at_start() -> None:
-    with pytest.raises(UnsupportedFeature, match="tensor_parallel_size=2"):
-        _wrapper(tensor_parallel_size=2)
+    with pytest.raises(UnsupportedFeature, match="pipeline_parallel_size=2: layers cannot be spread"):
+        _wrapper(pipeline_parallel_size=2)
+    config = EngineConfig.create("demo", device="cuda", tensor_parallel_size=2)
+    with pytest.raises(UnsupportedFeature, match="tensor_parallel_size=2: .*not supported with device='cuda' yet"):
+        check_options(config)
 
 
 def test_environment_variables_of_the_own_rank_are_set(

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from penstock.config.checks import check_choice, check_integer
 from penstock.errors import ConfigError
 
-EXECUTORS = ("uni",)
+EXECUTORS = ("uni", "mp")
 DEFAULT_WORKER = "penstock.worker.worker.Worker"
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """tensor_parallel_size, pipeline_parallel_size: workers that share a model; engines refuse more than one so far.
-    distributed_executor_backend: "uni" runs the worker in this process.
+    """tensor_parallel_size: workers that have a part of every layer each, on one CPU machine so far.
+    pipeline_parallel_size: workers that have layers of their own; engines refuse more than one so far.
+    distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own; None takes
+        "mp" for several workers.
     worker_cls: qualified name of the worker class.
     worker_extension_cls: qualified name of a class whose methods become callable on the worker.
     max_restarts: how often a failed worker is replaced without progress before the engine gives up.
@@ -22,7 +24,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    distributed_executor_backend: str = "uni"
+    distributed_executor_backend: str | None = None
     worker_cls: str = DEFAULT_WORKER
     worker_extension_cls: str | None = None
     max_restarts: int = 3
@@ -30,7 +32,13 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_integer("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
+        if self.distributed_executor_backend is not None:
+            check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
+        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend='uni' runs one worker, and {self.world_size} are asked for. "
+                "Leave it out, or use 'mp'."
+            )
         check_integer("max_restarts", self.max_restarts, 0)
         for name in ("worker_cls", "worker_extension_cls"):
             value = getattr(self, name)
@@ -44,3 +52,8 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def executor(self) -> str:
+        """Of `EXECUTORS`, the one that is meant."""
+        return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")

@@ -42,16 +42,20 @@ class HostCopy(PendingCopy):
 
 
 class CpuDevice(Device):
-    """num_threads: for all computing; None takes one per core that this process may use, on one NUMA node."""
+    """num_threads: for all computing; None takes one per core that this process may use, on one NUMA node.
+
+    rank, num_ranks: of processes that share threads, cores and memory.
+    """
 
     kind = "cpu"
     overlaps_with_host = False
     attention_backends = ("cpu_native", "cpu_paged", "reference")
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, rank: int = 0, num_ranks: int = 1) -> None:
         keep_forks_computing()
         self.torch_device = torch.device("cpu")
-        self.threads = plan_threads(num_threads, quota=cpu_quota())
+        self.threads = plan_threads(num_threads, quota=cpu_quota(), rank=rank, num_ranks=num_ranks)
+        self._num_ranks = num_ranks
         # Before the threads are made, which inherit it. Weights are packed later, so their memory is on the same node.
         BINDING.bind(self, self.threads.cpus)
         self.num_threads = self.threads.num_threads
@@ -68,7 +72,9 @@ class CpuDevice(Device):
     def memory_snapshot(self) -> MemorySnapshot:
         limit = memory_limit()
         return MemorySnapshot(
-            total=limit.total_bytes, free=limit.free_bytes, used_by_process=psutil.Process().memory_info().rss
+            total=limit.total_bytes // self._num_ranks,
+            free=limit.free_bytes // self._num_ranks,
+            used_by_process=psutil.Process().memory_info().rss,
         )
 
     @contextmanager

@@ -9,8 +9,8 @@ from penstock.device.base import Device
 from penstock.errors import UnsupportedFeature
 
 
-def create_device(config: DeviceConfig, local_rank: int = 0) -> Device:
-    """The device that the options ask for.
+def create_device(config: DeviceConfig, local_rank: int = 0, num_local_ranks: int = 1) -> Device:
+    """The device that the options ask for, or this rank's of those on this machine, which share a CPU.
 
     Raises UnsupportedFeature when it is not there.
     """
@@ -29,4 +29,4 @@ def create_device(config: DeviceConfig, local_rank: int = 0) -> Device:
         return CudaDevice(local_rank)
     from penstock.device.cpu import CpuDevice
 
-    return CpuDevice(config.num_threads)
+    return CpuDevice(config.num_threads, local_rank, num_local_ranks)

@@ -27,6 +27,8 @@ def plan_threads(
     cpus: frozenset[int] | None = None,
     quota: int | None = None,
     devices: Path = limits.DEVICES,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> ThreadPlan:
     """Threads for products that all take part in.
 
@@ -34,8 +36,12 @@ def plan_threads(
     quota of CPU time. Where those cores are on several NUMA nodes, one node's are taken and kept to, the one with the
     most: every thread reads its share of the weights in each product, and at another node's memory all wait for the
     slowest. A number that was asked for is taken as it is, and kept to one node if it fits there.
+
+    rank, num_ranks: of processes that share all this; each gets cores of its own, where there are enough.
     """
     cpus = limits.usable_cpus() if cpus is None else cpus
+    if num_ranks > 1:
+        return _plan_share(requested, cpus, quota, devices, rank, num_ranks)
     nodes = limits.memory_nodes(cpus, devices)
     bound: frozenset[int] | None = None
     place = ""
@@ -51,6 +57,22 @@ def plan_threads(
     if quota is not None and quota < cores:
         return ThreadPlan(quota, bound, f"the quota of CPU time, {cores} cores{place}")
     return ThreadPlan(cores, bound, f"one per core{place}")
+
+
+def _plan_share(
+    requested: int | None, cpus: frozenset[int], quota: int | None, devices: Path, rank: int, num_ranks: int
+) -> ThreadPlan:
+    """One rank's: as many cores as the others have, next to each other, so that most ranks are on one node."""
+    nodes = limits.memory_nodes(cpus, devices) or {0: cpus}
+    cores = [core for node in nodes.values() for core in limits.physical_cores(node, devices)]
+    size = len(cores) // num_ranks
+    own = cores[rank * size : (rank + 1) * size]
+    if requested is not None:
+        num_threads, why = max(1, requested // num_ranks), f"{requested} as asked for, of {num_ranks} ranks"
+    else:
+        available = len(cores) if quota is None else min(quota, len(cores))
+        num_threads, why = max(1, available // num_ranks), f"{available} cores of {num_ranks} ranks"
+    return ThreadPlan(num_threads, frozenset().union(*own) if 0 < num_threads <= size else None, why)
 
 
 class Binding:

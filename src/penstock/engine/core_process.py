@@ -7,9 +7,6 @@ import multiprocessing
 import os
 import pickle
 import queue
-import signal
-import socket
-import struct
 import threading
 import time
 import weakref
@@ -46,6 +43,7 @@ from penstock.errors import (
     error_from_data,
     same_error,
 )
+from penstock.executor.processes import describe_end, limit_waits
 from penstock.scheduler.outputs import EngineCoreOutput
 
 logger = logging.getLogger(__name__)
@@ -239,7 +237,7 @@ class CoreProcess:
 
     def _died(self, name: str) -> EngineDead:
         self._process.join(_EXIT_CODE_TIMEOUT_S)
-        end = _describe_end(self._process.exitcode)
+        end = describe_end(self._process.exitcode)
         self._ended_by = EngineDead(f"The core's process {self.pid} {end} while {name} waited for it.")
         return EngineDead(*self._ended_by.args)
 
@@ -278,25 +276,9 @@ def _start_process(
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     for connection in (ours, theirs):
-        _limit_sends(connection, send_timeout_s)
+        limit_waits(connection, send_s=send_timeout_s)
     process = context.Process(target=run_core, args=(theirs, load_core, config), name="penstock-core", daemon=True)
     process.start()
     # Or the end of the process would not be the end of the connection.
     theirs.close()
     return process, ours
-
-
-def _limit_sends(connection: Connection, timeout_s: float) -> None:
-    """Let a send that the other side does not take in fail as a read would."""
-    seconds, fraction = divmod(timeout_s, 1)
-    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
-        limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
-        shared.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-
-def _describe_end(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "closed its connection"
-    if exit_code < 0:
-        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
-    return f"ended with exit code {exit_code}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.executor.base import Executor
+from penstock.executor.multiprocess import MultiprocessExecutor
 from penstock.executor.uni import UniProcExecutor
 
-_EXECUTORS: dict[str, type[Executor]] = {"uni": UniProcExecutor}
+_EXECUTORS: dict[str, type[Executor]] = {"uni": UniProcExecutor, "mp": MultiprocessExecutor}
 
 
 def create_executor(config: EngineConfig) -> Executor:
     """The executor that the options ask for, its workers started and their models loaded."""
-    return _EXECUTORS[config.parallel.distributed_executor_backend](config)
+    return _EXECUTORS[config.parallel.executor](config)

@@ -5,6 +5,7 @@ A method of the table raises UnsupportedFeature when it is called; an option of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig
@@ -35,6 +36,24 @@ MISSING = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class NotWithRanks:
+    """What several workers that share every layer cannot do yet."""
+
+    feature: str
+    is_asked_for: Callable[[EngineConfig], bool]
+    instead: str
+
+
+def _is_on_cuda(config: EngineConfig) -> bool:
+    import torch
+
+    return config.device.device == "cuda" or (config.device.device == "auto" and torch.cuda.is_available())
+
+
+NOT_WITH_RANKS = (NotWithRanks("device='cuda'", _is_on_cuda, "Use device='cpu', or tensor_parallel_size=1."),)
+
+
 def require(method: str) -> None:
     """Raise UnsupportedFeature if `method` belongs to a missing feature."""
     for missing in MISSING:
@@ -44,7 +63,15 @@ def require(method: str) -> None:
 
 def check_options(config: EngineConfig) -> None:
     """Refuse, at start and by name, what this combination of options cannot do."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        value = getattr(config.parallel, name)
-        if value != 1:
-            raise UnsupportedArgument(f"{name}={value}: more than one worker is not supported yet. Use {name}=1.")
+    size = config.parallel.pipeline_parallel_size
+    if size != 1:
+        raise UnsupportedArgument(
+            f"pipeline_parallel_size={size}: layers cannot be spread over workers yet. Use pipeline_parallel_size=1."
+        )
+    size = config.parallel.tensor_parallel_size
+    for cannot in NOT_WITH_RANKS if size != 1 else ():
+        if cannot.is_asked_for(config):
+            raise UnsupportedArgument(
+                f"tensor_parallel_size={size}: more than one worker is not supported with {cannot.feature} yet. "
+                f"{cannot.instead}"
+            )

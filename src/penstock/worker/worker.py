@@ -19,7 +19,7 @@ from penstock.config.model import AUTO_LENGTH
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.device.dtypes import choose_kv_cache_dtype
-from penstock.errors import LifecycleError
+from penstock.errors import ConfigError, LifecycleError
 from penstock.kernels.native import describe_kernels
 from penstock.layers.linear import weights_size_bytes
 from penstock.loader.loader import find_stored_dtype
@@ -61,6 +61,12 @@ class Worker(WorkerBase):
     def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
         super().__init__(config, parallel)
         check_options(config)
+        size = config.parallel.tensor_parallel_size
+        if parallel.tensor.size != size:
+            raise ConfigError(
+                f"tensor_parallel_size={size} needs a worker in a group of as many ranks, and this one is in a group "
+                f"of {parallel.tensor.size}. An executor for several workers makes the group."
+            )
         # Options for the next reload; `config` has those of the weights that serve.
         self._next_config = config
         self._profiler = create_profiler(config.profiler, parallel)
@@ -78,7 +84,7 @@ class Worker(WorkerBase):
 
     def init_device(self) -> None:
         refuse_unsuitable(self.config.model)
-        self._device = create_device(self.config.device, self.parallel.rank)
+        self._device = create_device(self.config.device, self.parallel.rank, self.parallel.world_size)
         model = self.config.model
         stored = find_stored_dtype(model.folder, self.config.load, self.parallel)
         self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)

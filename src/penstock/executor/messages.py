@@ -1,0 +1,81 @@
+"""What an executor and its workers in other processes say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.config import EngineConfig
+from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from penstock.errors import ErrorData
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """The first that a worker is told, pickled. main_path: of the program, which functions that are sent may be of."""
+
+    config: EngineConfig
+    rank: int
+    main_path: str | None
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Calls are numbered, and each gets one `Answer` from every worker."""
+
+
+class ExecuteStep(_Message, frozen=True, kw_only=True, tag="execute"):
+    output: SchedulerOutput
+
+
+class SampleStep(_Message, frozen=True, kw_only=True, tag="sample"):
+    """Choose the tokens of an executed step; the worker with the results answers by `StepDone`."""
+
+    grammar: GrammarOutput
+
+
+class CallWorker(_Message, frozen=True, kw_only=True, tag="call"):
+    """call: pickled (method, args, kwargs), since workers take anything."""
+
+    call_id: int
+    call: bytes
+
+
+class CloseWorker(_Message, frozen=True, kw_only=True, tag="close"):
+    """Give everything back and end."""
+
+
+class WorkerStarted(_Message, frozen=True, kw_only=True, tag="started"):
+    """The worker exists; its device and its model are called for next."""
+
+    num_speculative_tokens: int
+
+
+class StepDone(_Message, frozen=True, kw_only=True, tag="done"):
+    output: ModelRunnerOutput
+
+
+class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
+    """What a call came to. result: pickled. error: what it raised."""
+
+    call_id: int
+    result: bytes = b""
+    error: ErrorData | None = None
+
+
+class WorkerFailed(_Message, frozen=True, kw_only=True, tag="failed"):
+    """The worker did not start, or a step failed."""
+
+    error: ErrorData
+
+
+class ToWorker(msgspec.Struct, frozen=True):
+    """Anything that an executor says after `WorkerStart`."""
+
+    message: ExecuteStep | SampleStep | CallWorker | CloseWorker
+
+
+class FromWorker(msgspec.Struct, frozen=True):
+    """Anything that a worker says."""
+
+    message: WorkerStarted | StepDone | Answer | WorkerFailed

@@ -1,0 +1,350 @@
+"""One process per rank, on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from penstock.config import EngineConfig
+from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput, decode, encode
+from penstock.device.limits import cpu_quota
+from penstock.device.threads import plan_threads
+from penstock.errors import (
+    ConfigError,
+    LifecycleError,
+    PenstockError,
+    WaitTimeout,
+    WorkerError,
+    error_from_data,
+    same_error,
+)
+from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
+from penstock.executor.messages import (
+    Answer,
+    CallWorker,
+    CloseWorker,
+    ExecuteStep,
+    FromWorker,
+    SampleStep,
+    StepDone,
+    ToWorker,
+    WorkerFailed,
+    WorkerStart,
+    WorkerStarted,
+)
+from penstock.executor.processes import ProcessStarter, describe_end, limit_waits
+from penstock.executor.worker_process import PROGRAM
+from penstock.parallel.local_ranks import share_memory
+from penstock.worker.capabilities import check_options
+
+logger = logging.getLogger(__name__)
+# How long workers may take to import what they need.
+START_TIMEOUT_S = 600.0
+# How long one may take to read a message, or to finish one of its own.
+_MESSAGE_TIMEOUT_S = 60.0
+# How long the others are waited for after one has failed in a call, and all when they are to end.
+_GRACE_S = 10.0
+_EXIT_CODE_TIMEOUT_S = 0.5
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A worker's process. answers: by call. has_started: its worker exists."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    has_started: bool = False
+    num_speculative_tokens: int = 0
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
+class _Handle:
+    """A step whose tokens some worker sends."""
+
+    def __init__(self, executor: MultiprocessExecutor, step_id: int) -> None:
+        self.step_id = step_id
+        self._executor = executor
+
+    def get_output(self, timeout_s: float = STEP_TIMEOUT_S) -> ModelRunnerOutput:
+        return self._executor.output_of(self.step_id, timeout_s)
+
+
+class MultiprocessExecutor(Executor):
+    """Starts processes that run no script again, so a program needs no guard around its start.
+
+    All workers get every step, in order, and make the same choice of tokens; the first one sends them. What any worker
+    raises, and the end of any process, ends the wait of whoever waits for a worker, at once. After that, or after a
+    call that some workers made and others failed in, no step runs: all workers are to be replaced together.
+
+    Their processes end with this one, however it ends, and leave nothing behind.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        check_options(config)
+        self._config = config
+        self._ranks: list[_Rank] = []
+        self._failure: PenstockError | None = None
+        self._is_closed = False
+        self._num_calls = 0
+        self._outputs: dict[int, ModelRunnerOutput] = {}
+        self._selector = selectors.DefaultSelector()
+        self._starter = ProcessStarter()
+        begin = time.monotonic()
+        try:
+            self._start_processes()
+            self._wait("start", START_TIMEOUT_S, lambda: [rank for rank in self._ranks if not rank.has_started])
+            logger.info(
+                "Workers: %d, in processes %s, after %.1f s",
+                len(self._ranks),
+                ", ".join(str(rank.process.pid) for rank in self._ranks),
+                time.monotonic() - begin,
+            )
+            self.collective_rpc("init_device")
+            self.collective_rpc("load_model")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the workers' processes, by rank."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
+
+        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere.
+        """
+        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+        self._check_usable()
+        call = _pickled(name, (method, tuple(args), kwargs or {}))
+        self._num_calls += 1
+        call_id = self._num_calls
+        self._send(CallWorker(call_id=call_id, call=call), name)
+        self._wait(name, timeout_s, lambda: [] if self._failed_in(call_id) else self._without_answer(call_id))
+        if self._failed_in(call_id):
+            self._raise_failed(name, call_id)
+        return [pickle.loads(rank.answers[call_id].result) for rank in self._ranks]
+
+    @property
+    def overlaps_with_host(self) -> bool:
+        return True
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return self._ranks[0].num_speculative_tokens
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        self._check_usable()
+        self._send(ExecuteStep(output=output), "execute_model")
+
+    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
+        self._check_usable()
+        self._send(SampleStep(grammar=grammar), "sample_tokens")
+        return _Handle(self, grammar.step_id)
+
+    def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:
+        """The result of a step that was launched; each can be had once."""
+        self._check_usable()
+        self._wait(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else self._ranks[:1])
+        return self._outputs.pop(step_id)
+
+    def check_health(self) -> None:
+        self._check_usable()
+        self._receive("check_health", 0.0)
+
+    def why_not_restart(self) -> str | None:
+        return None
+
+    def shutdown(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._failure is None:
+            # Who does not hear it is killed.
+            self._tell_all_to_end()
+        for rank in self._ranks:
+            if rank.process.poll() is None:
+                logger.debug("Rank %d, process %d, is killed", rank.rank, rank.process.pid)
+                rank.process.kill()
+            rank.process.wait()
+            rank.connection.close()
+        self._selector.close()
+        self._starter.close()
+
+    def _start_processes(self) -> None:
+        size = self._config.parallel.world_size
+        memory = share_memory(size)
+        try:
+            for rank in range(size):
+                self._start_process(rank, size, memory)
+        finally:
+            os.close(memory)
+        for started in self._ranks:
+            message = WorkerStart(config=self._config, rank=started.rank, main_path=_main_path())
+            self._send_to(started, pickle.dumps(message), "start")
+
+    def _start_process(self, rank: int, size: int, memory: int) -> None:
+        ours, theirs = Pipe()
+        limit_waits(ours, send_s=_MESSAGE_TIMEOUT_S, receive_s=_MESSAGE_TIMEOUT_S)
+        threads = plan_threads(self._config.device.num_threads, quota=cpu_quota(), rank=rank, num_ranks=size)
+        descriptors = [theirs.fileno(), memory]
+        # The end of the process is to be the end of the connection, so nobody else keeps that end.
+        with theirs:
+            process = self._starter.start(
+                PROGRAM, [os.getpid(), *descriptors], descriptors, {"OMP_NUM_THREADS": str(threads.num_threads)}
+            )
+        self._ranks.append(_Rank(rank, process, ours))
+        self._selector.register(ours, selectors.EVENT_READ, self._ranks[-1])
+
+    def _tell_all_to_end(self) -> None:
+        deadline = time.monotonic() + _GRACE_S
+        data = encode(ToWorker(CloseWorker()))
+        for rank in self._ranks:
+            try:
+                rank.connection.send_bytes(data)
+            except OSError:
+                logger.debug("Rank %d had ended before it was told to", rank.rank)
+        for rank in self._ranks:
+            try:
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("Rank %d did not end within %g s", rank.rank, _GRACE_S)
+
+    def _send(self, message: ExecuteStep | SampleStep | CallWorker, name: str) -> None:
+        data = encode(ToWorker(message))
+        for rank in self._ranks:
+            self._send_to(rank, data, name)
+
+    def _send_to(self, rank: _Rank, data: bytes, name: str) -> None:
+        try:
+            rank.connection.send_bytes(data)
+        except BlockingIOError:
+            # A part of it may have been sent, so that nothing can follow.
+            self._fail(_timed_out(name, _MESSAGE_TIMEOUT_S, [rank], "to read it"))
+        except OSError:
+            self._died(rank, name)
+
+    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], list[_Rank]]) -> None:
+        """Take in what comes until nothing is missing. missing: from which ranks there is."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while late := missing():
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._receive(name, left_s):
+                assert timeout_s is not None, "without a limit nothing but a message ends the wait"
+                raise _timed_out(name, timeout_s, late)
+
+    def _receive(self, name: str, timeout_s: float | None) -> bool:
+        """Take in what workers have said by then, at least something unless the time is over."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            rank: _Rank = key.data
+            try:
+                data = rank.connection.recv_bytes()
+            except BlockingIOError:
+                self._fail(_timed_out(name, _MESSAGE_TIMEOUT_S, [rank], "to finish what it says"))
+            except (EOFError, OSError):
+                self._died(rank, name)
+            self._take(rank, decode(data, FromWorker).message)
+        return bool(ready)
+
+    def _take(self, rank: _Rank, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
+        if isinstance(message, WorkerFailed):
+            self._fail(error_from_data(message.error))
+        if isinstance(message, StepDone):
+            self._outputs[message.output.step_id] = message.output
+        elif isinstance(message, Answer):
+            # Answers to earlier calls come late, when nobody waits for them any more.
+            if message.call_id == self._num_calls:
+                rank.answers = {message.call_id: message}
+        else:
+            rank.has_started, rank.num_speculative_tokens = True, message.num_speculative_tokens
+
+    def _without_answer(self, call_id: int) -> list[_Rank]:
+        return [rank for rank in self._ranks if call_id not in rank.answers]
+
+    def _failed_in(self, call_id: int) -> list[_Rank]:
+        return [rank for rank in self._ranks if call_id in rank.answers and rank.answers[call_id].error is not None]
+
+    def _raise_failed(self, name: str, call_id: int) -> NoReturn:
+        """Raise what a worker raised first; if others did not, the workers are no longer alike."""
+        first, *_ = self._failed_in(call_id)
+        data = first.answers[call_id].error
+        assert data is not None, "it has failed"
+        error = error_from_data(data)
+        with contextlib.suppress(WaitTimeout):
+            self._wait(name, _GRACE_S, lambda: self._without_answer(call_id))
+        num_failed = len(self._failed_in(call_id))
+        if num_failed < len(self._ranks):
+            self._failure = WorkerError(
+                f"Rank {first.rank} failed in {name}, and {len(self._ranks) - num_failed} of {len(self._ranks)} ranks "
+                f"did not, so they must be replaced: {error}",
+                method=name,
+                rank=first.rank,
+                cause_type=type(error).__name__,
+            )
+        raise error
+
+    def _died(self, rank: _Rank, name: str) -> NoReturn:
+        try:
+            exit_code: int | None = rank.process.wait(_EXIT_CODE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        self._fail(
+            WorkerError(
+                f"Rank {rank.rank}, process {rank.process.pid}, {describe_end(exit_code)} while {name} waited for it.",
+                method=name,
+                rank=rank.rank,
+                cause_type="ProcessEnded",
+            )
+        )
+
+    def _fail(self, error: PenstockError) -> NoReturn:
+        self._failure = error
+        raise same_error(error)
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise LifecycleError("These workers were shut down.")
+        if self._failure is not None:
+            raise same_error(self._failure)
+
+
+def _timed_out(name: str, timeout_s: float, ranks: Sequence[_Rank], what: str = "") -> WaitTimeout:
+    whom = ", ".join(f"rank {rank.rank} (process {rank.process.pid})" for rank in ranks)
+    return WaitTimeout(f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {whom} {what}".rstrip() + ".")
+
+
+def _pickled(name: str, call: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps(call)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{name} cannot be sent to the workers' processes: {error}. Functions must be defined at the top of a "
+            "module, and arguments must be plain data or tensors."
+        ) from error
+
+
+def _main_path() -> str | None:
+    """The file of the program that runs, if it is one that can be run again."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return None if path is None else os.path.abspath(path)

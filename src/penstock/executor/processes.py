@@ -1,0 +1,77 @@
+"""Processes that end when they are told to, when they are let go of, and when whoever started them dies."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.spawn import get_executable
+
+# Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessStarter:
+    """Starts fresh interpreters, whose programs begin with `end_with_parent`.
+
+    It has a thread for that which lives as long as it does: Linux takes a process's parent for dead when the thread
+    that started it ends, and callers' threads come and go.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-processes")
+
+    def start(
+        self, program: str, arguments: Sequence[object], descriptors: Sequence[int], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Run Python source with these arguments. It imports from where this process does, and runs no script again.
+
+        descriptors: that it inherits, under the same numbers. environment: changes to this process's.
+        """
+        command = [os.fsdecode(get_executable()), "-P", "-c", program, *map(str, arguments)]
+        variables = {
+            **os.environ,
+            **environment,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
+        started = self._thread.submit(
+            subprocess.Popen, command, env=variables, pass_fds=descriptors, stdin=subprocess.DEVNULL
+        )
+        return started.result()
+
+    def close(self) -> None:
+        """What it has started and is not over by now, ends."""
+        self._thread.shutdown()
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Let this process be killed when its parent dies, even while it is stopped, or ends without a word if it has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def limit_waits(connection: Connection, *, send_s: float | None = None, receive_s: float | None = None) -> None:
+    """Let what the other side does not take in, or does not finish saying, fail with BlockingIOError after a while."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        for option, timeout_s in ((socket.SO_SNDTIMEO, send_s), (socket.SO_RCVTIMEO, receive_s)):
+            if timeout_s is not None:
+                seconds, fraction = divmod(timeout_s, 1)
+                shared.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(fraction * 1e6)))
+
+
+def describe_end(exit_code: int | None) -> str:
+    """How a process ended, as the rest of a sentence; None for one that has not, as far as is known."""
+    if exit_code is None:
+        return "closed its connection"
+    if exit_code < 0:
+        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    return f"ended with exit code {exit_code}"

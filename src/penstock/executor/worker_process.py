@@ -1,0 +1,198 @@
+"""The life of a process that is one rank's worker. It has its environment and its rank before it imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import pickle
+import queue
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from penstock.contract import decode, encode
+from penstock.errors import ConfigError, error_as_data
+from penstock.executor.messages import (
+    Answer,
+    CallWorker,
+    CloseWorker,
+    ExecuteStep,
+    FromWorker,
+    SampleStep,
+    StepDone,
+    ToWorker,
+    WorkerFailed,
+    WorkerStart,
+    WorkerStarted,
+)
+from penstock.executor.processes import end_with_parent
+from penstock.observability.logging import LOGGER_NAME, configure_logging
+
+if TYPE_CHECKING:
+    from penstock.parallel import ParallelContext
+    from penstock.worker import WorkerWrapperBase
+
+PROGRAM = "from penstock.executor.worker_process import main; main()"
+# What a connection's buffers take in without being read, on every system.
+_SMALL_BYTES = 4096
+
+
+def main() -> None:
+    """Arguments: the process that starts this one, and descriptors of the connection to it and of shared memory."""
+    parent, connection_descriptor, memory_descriptor = map(int, sys.argv[1:])
+    end_with_parent(parent)
+    # Ctrl-C goes to the parent too, which says what follows from it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(connection_descriptor)
+    outbox = _Outbox(connection)
+    try:
+        start: WorkerStart = pickle.loads(connection.recv_bytes())
+        _configure_logging(start.rank)
+        _run(start, memory_descriptor, connection, outbox)
+    except (EOFError, ConnectionError):
+        return
+    except BaseException as error:
+        outbox.put(WorkerFailed(error=error_as_data(error)))
+        outbox.close()
+        raise SystemExit(1) from error
+    outbox.close()
+
+
+class _Outbox:
+    """Sends in order, and never waits: whoever is to read may be sending, too."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        # What must wait for its turn is sent by a thread, which is made for the first of it.
+        self._waiting: queue.Queue[bytes] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
+        data = encode(FromWorker(message))
+        if len(data) <= _SMALL_BYTES and self._waiting.unfinished_tasks == 0:
+            self._connection.send_bytes(data)
+            return
+        self._waiting.put(data)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send_waiting, daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._waiting.join()
+
+    def _send_waiting(self) -> None:
+        while True:
+            data = self._waiting.get()
+            # Whoever does not read any more is noticed by reading.
+            with contextlib.suppress(OSError):
+                self._connection.send_bytes(data)
+            self._waiting.task_done()
+
+
+class _WorkerLoop:
+    """Does what the executor says, in order."""
+
+    def __init__(self, start: WorkerStart, wrapper: WorkerWrapperBase, outbox: _Outbox) -> None:
+        self._start = start
+        self._wrapper = wrapper
+        self._outbox = outbox
+        self._has_results = start.rank == 0
+
+    def run(self, connection: Connection) -> None:
+        while True:
+            message = decode(connection.recv_bytes(), ToWorker).message
+            if isinstance(message, CloseWorker):
+                return
+            if isinstance(message, CallWorker):
+                self._call(message)
+            else:
+                self._step(message)
+
+    def _step(self, message: ExecuteStep | SampleStep) -> None:
+        from penstock.executor.base import STEP_TIMEOUT_S
+
+        try:
+            if isinstance(message, ExecuteStep):
+                self._wrapper.execute_method("execute_model", message.output)
+                return
+            handle = self._wrapper.execute_method("sample_tokens", message.grammar)
+            if self._has_results:
+                output = self._reporting("get_output", lambda: handle.get_output(STEP_TIMEOUT_S))
+                self._outbox.put(StepDone(output=output))
+        except Exception as error:
+            self._outbox.put(WorkerFailed(error=error_as_data(error)))
+
+    def _call(self, message: CallWorker) -> None:
+        try:
+            method, args, kwargs = self._reporting("a call that was sent", lambda: self._load(message.call))
+            result = self._wrapper.execute_method(method, *args, **kwargs)
+            answer = Answer(call_id=message.call_id, result=self._reporting("its result", lambda: pickle.dumps(result)))
+        except BaseException as error:
+            answer = Answer(call_id=message.call_id, error=error_as_data(error))
+        self._outbox.put(answer)
+
+    def _load(self, call: bytes) -> Any:
+        return _Unpickler(io.BytesIO(call), self._start.main_path).load()
+
+    def _reporting(self, name: str, run: Callable[[], Any]) -> Any:
+        """What this comes to, or an error that names the rank."""
+        try:
+            return run()
+        except Exception as error:
+            self._wrapper.report(name, error)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds what the program itself defines, by running it under another name than `__main__`, at the first need."""
+
+    def __init__(self, data: io.BytesIO, main_path: str | None) -> None:
+        super().__init__(data)
+        self._main_path = main_path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module != "__main__":
+            return super().find_class(module, name)
+        if self._main_path is None:
+            raise ConfigError(f"{name} is defined in a program without a file: import it from a module instead.")
+        return _names_of_program(self._main_path)[name]
+
+
+_programs: dict[str, dict[str, Any]] = {}
+
+
+def _names_of_program(path: str) -> dict[str, Any]:
+    if path not in _programs:
+        _programs[path] = runpy.run_path(path, run_name="__mp_main__")
+    return _programs[path]
+
+
+def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, outbox: _Outbox) -> None:
+    from penstock.worker import WorkerWrapperBase
+
+    wrapper = WorkerWrapperBase(rpc_rank=start.rank)
+    wrapper.init_worker(start.config, _join_ranks(start, memory_descriptor))
+    try:
+        outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
+        _WorkerLoop(start, wrapper, outbox).run(connection)
+    finally:
+        wrapper.shutdown()
+
+
+def _join_ranks(start: WorkerStart, memory_descriptor: int) -> ParallelContext:
+    from penstock.parallel.local_ranks import join_local_ranks
+
+    return join_local_ranks(start.rank, start.config.parallel.world_size, memory_descriptor)
+
+
+def _configure_logging(rank: int) -> None:
+    """The first rank tells what all do."""
+    configure_logging()
+    logger = logging.getLogger(LOGGER_NAME)
+    if rank != 0 and logger.level == logging.INFO:
+        logger.setLevel(logging.WARNING)
