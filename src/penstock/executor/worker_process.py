@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from penstock.contract import decode, encode
-from penstock.errors import ConfigError, error_as_data
+from penstock.errors import ConfigError, LifecycleError, error_as_data
 from penstock.executor.messages import (
     Answer,
     CallWorker,
@@ -164,11 +164,26 @@ class _Unpickler(pickle.Unpickler):
 
 
 _programs: dict[str, dict[str, Any]] = {}
+_is_running_program = False
+
+
+def refuse_in_program() -> None:
+    """Raise LifecycleError where a worker is only looking for what its program defines: no engine must start again."""
+    if _is_running_program:
+        raise LifecycleError(
+            "A worker's process runs the program again for a function of it that was sent there, and the program "
+            'starts an engine. Let it do so under `if __name__ == "__main__":`, or define the function in a module.'
+        )
 
 
 def _names_of_program(path: str) -> dict[str, Any]:
+    global _is_running_program
     if path not in _programs:
-        _programs[path] = runpy.run_path(path, run_name="__mp_main__")
+        _is_running_program = True
+        try:
+            _programs[path] = runpy.run_path(path, run_name="__mp_main__")
+        finally:
+            _is_running_program = False
     return _programs[path]
 
 

@@ -1,0 +1,286 @@
+"""Workers in processes of their own: what they answer, how their end is noticed, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError, LifecycleError, ModelError, UnsupportedFeature, WaitTimeout, WorkerError
+from penstock.executor import MultiprocessExecutor, create_executor
+from penstock.executor import multiprocess as module
+from penstock.worker import WorkerBase
+from support.checkpoints import tiny_checkpoint
+
+OPTIONS = {"device": "cpu", "num_threads": 2, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+def rank_of(worker: WorkerBase) -> int:
+    return worker.rank
+
+
+def sum_of_ranks(worker: WorkerBase) -> list[int]:
+    return worker.parallel.tensor.gather_values(worker.rank)
+
+
+def start_of_rank(worker: WorkerBase) -> tuple[str, int, int, list[int]]:
+    import torch
+
+    cpus = sorted(os.sched_getaffinity(0))
+    return os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), worker.parallel.world_size, cpus
+
+
+def pid_of(worker: WorkerBase) -> int:
+    return os.getpid()
+
+
+def failing_on_last(worker: WorkerBase) -> int:
+    if worker.rank == 1:
+        raise ZeroDivisionError("of all things")
+    return worker.rank
+
+
+def failing(worker: WorkerBase) -> None:
+    raise ModelError(f"rank {worker.rank} says no")
+
+
+def sleeping_on_last(worker: WorkerBase, duration_s: float) -> None:
+    if worker.rank == 1:
+        time.sleep(duration_s)
+
+
+def echo(worker: WorkerBase, data: bytes) -> bytes:
+    return data
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_checkpoint(folder, vocab_size=96)
+    return EngineConfig.create(str(folder), tensor_parallel_size=2, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def shared(config: EngineConfig) -> Iterator[MultiprocessExecutor]:
+    """For tests that leave the workers as they are."""
+    executor = MultiprocessExecutor(config)
+    yield executor
+    executor.check_health()
+    executor.shutdown()
+
+
+@pytest.fixture
+def start(config: EngineConfig) -> Iterator[Callable[[], MultiprocessExecutor]]:
+    """Starts workers of which nothing may be left."""
+    before = open_descriptors(), threads(), children()
+    started: list[MultiprocessExecutor] = []
+
+    def start_one() -> MultiprocessExecutor:
+        started.append(MultiprocessExecutor(config))
+        return started[-1]
+
+    yield start_one
+    for executor in started:
+        executor.shutdown()
+        executor.shutdown()
+        assert not any(psutil.pid_exists(pid) for pid in executor.process_ids)
+    assert (open_descriptors(), threads(), children()) == before
+
+
+def open_descriptors() -> int:
+    return psutil.Process().num_fds()
+
+
+def threads() -> int:
+    return psutil.Process().num_threads()
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def test_every_worker_answers_in_the_ranks_order(shared: MultiprocessExecutor) -> None:
+    assert shared.collective_rpc(rank_of) == [0, 1]
+    assert shared.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
+    assert shared.collective_rpc(pid_of) == shared.process_ids
+    with pytest.raises(ConfigError, match="has no method 'dance'"):
+        shared.collective_rpc("dance")
+    with pytest.raises(UnsupportedFeature, match="sleep mode"):
+        shared.collective_rpc("sleep")
+
+
+def test_each_has_its_share_of_threads_before_torch_counts_them(shared: MultiprocessExecutor) -> None:
+    ranks = shared.collective_rpc(start_of_rank)
+    assert [(variable, num_threads, size) for variable, num_threads, size, _ in ranks] == [("1", 1, 2)] * 2
+    if len(os.sched_getaffinity(0)) >= 2:
+        assert not set(ranks[0][3]) & set(ranks[1][3])
+
+
+def test_an_error_that_all_raise_keeps_its_type_and_harms_nobody(shared: MultiprocessExecutor) -> None:
+    with pytest.raises(ModelError, match=r"^rank [01] says no$"):
+        shared.collective_rpc(failing)
+    shared.check_health()
+
+
+def test_large_answers_and_calls_do_not_wait_for_each_other(shared: MultiprocessExecutor) -> None:
+    data = bytes(range(256)) * 20_000
+    assert shared.collective_rpc(echo, args=(data,)) == [data, data]
+    assert shared.collective_rpc(rank_of) == [0, 1]
+
+
+def test_a_function_that_cannot_be_sent_is_refused(shared: MultiprocessExecutor) -> None:
+    with pytest.raises(ConfigError, match="cannot be sent to the workers' processes"):
+        shared.collective_rpc(lambda worker: worker.rank)
+
+
+def test_workers_that_differ_after_a_call_must_be_replaced(start: Callable[[], MultiprocessExecutor]) -> None:
+    executor = start()
+    with pytest.raises(WorkerError, match="Rank 1 failed in failing_on_last: ZeroDivisionError: of all things"):
+        executor.collective_rpc(failing_on_last)
+    with pytest.raises(WorkerError, match=r"Rank 1 failed in failing_on_last, and 1 of 2 ranks did not"):
+        executor.check_health()
+    assert executor.why_not_restart() is None
+
+
+def test_who_has_not_answered_is_named_and_its_late_answer_goes_nowhere(
+    start: Callable[[], MultiprocessExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GRACE_S", 0.5)
+    executor = start()
+    executor.collective_rpc(rank_of)
+    with pytest.raises(WaitTimeout, match=r"waited 2 s in sleeping_on_last for rank 1 \(process \d+\)\.$"):
+        executor.collective_rpc(sleeping_on_last, args=(4.0,), timeout_s=2)
+    assert executor.collective_rpc(rank_of, timeout_s=60) == [0, 1]
+
+
+def test_a_killed_worker_ends_the_wait_at_once(start: Callable[[], MultiprocessExecutor]) -> None:
+    executor = start()
+    victim = executor.process_ids[1]
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"Rank 1, process {victim}, was killed by signal 9 \(SIGKILL\)") as caught:
+        executor.collective_rpc(sum_of_ranks)
+    assert time.monotonic() - begin < 1
+    assert caught.value.rank == 1
+    with pytest.raises(WorkerError, match="Rank 1"):
+        executor.check_health()
+
+
+def test_health_tells_of_a_death_that_nobody_waited_for(start: Callable[[], MultiprocessExecutor]) -> None:
+    executor = start()
+    executor.check_health()
+    os.kill(executor.process_ids[0], signal.SIGKILL)
+    time.sleep(0.1)
+    with pytest.raises(WorkerError, match=r"Rank 0, process \d+, was killed"):
+        executor.check_health()
+
+
+def test_a_stopped_worker_is_ended_too(
+    start: Callable[[], MultiprocessExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GRACE_S", 0.5)
+    executor = start()
+    executor.collective_rpc(rank_of)
+    os.kill(executor.process_ids[1], signal.SIGSTOP)
+    with pytest.raises(WaitTimeout, match=r"in rank_of for rank 1 \(process"):
+        executor.collective_rpc(rank_of, timeout_s=2)
+    executor.shutdown()
+
+
+def test_what_keeps_a_worker_from_starting_is_raised_and_nothing_is_left(config: EngineConfig, tmp_path: Path) -> None:
+    before = open_descriptors(), threads(), children()
+    tiny_checkpoint(tmp_path, vocab_size=97)
+    odd = EngineConfig.create(str(tmp_path), tensor_parallel_size=2, **OPTIONS)
+    with pytest.raises(UnsupportedFeature, match=r"97 .*tensor_parallel_size=2"):
+        create_executor(odd)
+    wrong = EngineConfig.create(str(tmp_path), distributed_executor_backend="mp", worker_cls="no.Such", **OPTIONS)
+    with pytest.raises(ConfigError, match=r"worker_cls='no.Such' cannot be found"):
+        create_executor(wrong)
+    assert (open_descriptors(), threads(), children()) == before
+
+
+def test_a_worker_that_never_comes_up_is_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROGRAM", "import time; time.sleep(600)")
+    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "_GRACE_S", 0.5)
+    before = children()
+    with pytest.raises(WaitTimeout, match=r"in start for rank 0 \(process \d+\), rank 1 \(process \d+\)"):
+        MultiprocessExecutor(config)
+    assert children() == before
+
+
+def test_after_shutdown_calls_are_refused(start: Callable[[], MultiprocessExecutor]) -> None:
+    executor = start()
+    executor.shutdown()
+    with pytest.raises(LifecycleError, match="shut down"):
+        executor.collective_rpc(rank_of)
+
+
+PARENT = """
+import os, signal, sys, time
+from penstock.config import EngineConfig
+from penstock.executor import create_executor
+
+def of_this_program(worker):
+    return worker.rank + 10
+
+config = EngineConfig.create(FOLDER, tensor_parallel_size=2, device="cpu", num_threads=2)
+if GUARD:
+    executor = create_executor(config)
+    print(*executor.process_ids, flush=True)
+    print(executor.collective_rpc(of_this_program), flush=True)
+    if sys.argv[1] == "stopped":
+        os.kill(executor.process_ids[1], signal.SIGSTOP)
+    if sys.argv[1] == "exit":
+        sys.exit()
+    time.sleep(600)
+"""
+
+
+def start_program(config: EngineConfig, folder: Path, guard: str, how: str) -> Any:
+    program = folder / "program.py"
+    program.write_text(
+        textwrap.dedent(PARENT).replace("FOLDER", repr(str(config.model.folder))).replace("GUARD", guard)
+    )
+    return subprocess.Popen(
+        [sys.executable, str(program), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "exit"])
+def test_workers_are_gone_within_a_second_of_their_parent(config: EngineConfig, tmp_path: Path, how: str) -> None:
+    with start_program(config, tmp_path, '__name__ == "__main__"', how) as parent:
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        assert parent.stdout.readline() == "[10, 11]\n"
+        if how != "exit":
+            time.sleep(0.2)
+            parent.kill()
+        parent.wait(20)
+        begin = time.monotonic()
+        while any(map(is_running, workers)):
+            assert time.monotonic() - begin < 1, "they outlive their parent"
+            time.sleep(0.01)
+
+
+def test_a_program_that_would_start_its_engine_again_in_a_worker_is_told(config: EngineConfig, tmp_path: Path) -> None:
+    with start_program(config, tmp_path, "True", "exit") as parent:
+        _, errors = parent.communicate(timeout=100)
+    assert "Let it do so under `if __name__" in errors
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
