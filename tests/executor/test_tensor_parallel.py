@@ -1,0 +1,192 @@
+"""Several workers that share every layer give the tokens and log-probabilities of one, whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM
+from penstock.contract import SamplingParams
+from penstock.engine.core import EngineCore
+from penstock.errors import EngineDead, UnsupportedFeature
+from penstock.executor import MultiprocessExecutor
+from penstock.worker import WorkerBase
+from support.checkpoints import tiny_checkpoint
+from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+
+VOCAB_SIZE = 96
+# Several chunks of one prompt, a prompt that begins as another does, and short ones.
+PROMPTS = random_prompts((5, 21, 40, 90), VOCAB_SIZE, seed=4)
+PROMPTS += [[*PROMPTS[2], 7, 8], PROMPTS[1][:16]]
+# A block of all ranks: keys and values of 16 positions and two heads in two layers.
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+
+
+def sampled(seed: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.9, seed=seed, max_tokens=16, ignore_eos=True, **fields)
+
+
+PARAMS = [
+    greedy(16, logprobs=3),
+    sampled(1, top_k=20, logprobs=2),
+    sampled(2, top_p=0.8, presence_penalty=0.5, prompt_logprobs=2),
+    greedy(16),
+    sampled(3, min_p=0.05, frequency_penalty=0.3, logit_bias={5: 2.0}),
+    greedy(16, repetition_penalty=1.2, prompt_logprobs=1),
+]
+
+
+def make(folder: Path, size: int, **options: Any) -> EngineCore:
+    """With room for a few of the requests, so that others are preempted."""
+    room = {"kv_cache_memory_bytes": 13 * BLOCK_BYTES // min(size, 2), "max_model_len": 128}
+    return make_core(folder, **{"tensor_parallel_size": size, "num_threads": size, **room, **options})
+
+
+def process_ids(core: EngineCore) -> list[int]:
+    executor = core._executor
+    assert isinstance(executor, MultiprocessExecutor)
+    return executor.process_ids
+
+
+def assert_same(found: list[Result], expected: list[Result]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.tokens, ours.finish_reason, ours.error) == (theirs.tokens, theirs.finish_reason, theirs.error)
+        assert len(ours.logprobs) == len(theirs.logprobs)
+        for row, other in zip(
+            [*ours.logprobs, *(ours.prompt_logprobs or [])],
+            [*theirs.logprobs, *(theirs.prompt_logprobs or [])],
+            strict=True,
+        ):
+            assert row == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "async_scheduling"),
+    [("llama", 2, False), ("llama", 2, True), ("llama", 4, None), ("qwen3", 2, None), ("gemma3", 2, None)],
+)
+def test_ranks_give_the_tokens_of_one_worker(
+    family: str, size: int, async_scheduling: bool | None, tmp_path: Path
+) -> None:
+    tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
+    results = []
+    for ranks in (1, size):
+        core = make(tmp_path, ranks, async_scheduling=async_scheduling)
+        try:
+            first = run(core, PROMPTS, PARAMS)
+            again = run(core, PROMPTS, PARAMS)
+        finally:
+            core.close()
+        assert sum(result.num_preemptions for result in first) > 0
+        assert sum(result.num_cached_tokens for result in again) > 0
+        results.append(first + again)
+    assert_same(results[1], results[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_checkpoint(folder, vocab_size=VOCAB_SIZE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> list[Result]:
+    core = make(folder, 1)
+    try:
+        return run(core, PROMPTS, PARAMS)
+    finally:
+        core.close()
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
+def core(folder: Path, request: pytest.FixtureRequest) -> Iterator[EngineCore]:
+    core = make(folder, 2, async_scheduling=request.param)
+    yield core
+    core.close()
+
+
+def failing_in_next_step(worker: WorkerBase) -> None:
+    if worker.rank == 1:
+        worker.runner.model_state.inputs = lambda batch: 1 / 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["killed", "failing"])
+def test_requests_go_on_with_their_tokens_when_a_rank_is_lost(
+    how: str, core: EngineCore, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
+) -> None:
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        add(core, f"r{index}", prompt, params)
+    results: dict[str, Result] = {}
+    before = process_ids(core)
+    for _ in range(8):
+        for output in core.step():
+            results.setdefault(output.req_id, Result()).take(output)
+    if how == "killed":
+        os.kill(before[1], signal.SIGKILL)
+    else:
+        core.collective_rpc(failing_in_next_step)
+    finish(core, results)
+    assert not set(before) & set(process_ids(core))
+    assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
+    cause = "was killed by signal 9" if how == "killed" else "failed in execute_model: ZeroDivisionError"
+    assert any("Rank 1" in record.message and cause in record.message for record in caplog.records)
+
+
+def test_ranks_that_are_lost_again_and_again_end_the_engine(folder: Path) -> None:
+    core = make(folder, 2, max_restarts=0)
+    add(core, "a", PROMPTS[0], greedy(50))
+    core.step()
+    os.kill(process_ids(core)[0], signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"Rank 0, process \d+, was killed"):
+        finish(core, {})
+    core.close()
+
+
+def test_one_worker_in_a_process_of_its_own_is_replaced_too(folder: Path, undisturbed: list[Result]) -> None:
+    core = make(folder, 1, distributed_executor_backend="mp")
+    add(core, "r0", PROMPTS[0], PARAMS[0])
+    core.step()
+    (process,) = process_ids(core)
+    os.kill(process, signal.SIGKILL)
+    results: dict[str, Result] = {}
+    finish(core, results)
+    core.close()
+    assert results["r0"].tokens == undisturbed[0].tokens[-len(results["r0"].tokens) :]
+
+
+def test_what_workers_are_asked_for_works_with_several(folder: Path, tmp_path: Path) -> None:
+    """Weights written by rank and read again, new weights, and a profile per rank."""
+    other = tmp_path / "other"
+    tiny_checkpoint(other, vocab_size=VOCAB_SIZE, seed=5)
+    results = []
+    for size in (1, 2):
+        core = make(folder, size, profiler_dir=str(tmp_path / f"traces{size}"))
+        core.collective_rpc("profile", kwargs={"is_start": True})
+        tokens = [result.tokens for result in run(core, PROMPTS[:2], greedy(8))]
+        assert len(set(core.collective_rpc("profile", kwargs={"is_start": False}))) == size
+        core.collective_rpc("save_sharded_state", args=(str(tmp_path / f"saved{size}"),))
+        core.collective_rpc("reload_weights", args=(str(other),))
+        tokens += [result.tokens for result in run(core, PROMPTS[:2], greedy(8))]
+        core.close()
+        core = make(tmp_path / f"saved{size}", size, load_format="sharded_state")
+        tokens += [result.tokens for result in run(core, PROMPTS[:2], greedy(8))]
+        core.close()
+        results.append(tokens)
+    assert results[0] == results[1]
+    assert results[0][:2] == results[0][4:] != results[0][2:4]
+
+
+def test_an_offline_engine_is_used_as_ever() -> None:
+    texts = []
+    for size in (1, 2):
+        with LLM("demo", tensor_parallel_size=size, num_threads=2, kv_cache_memory_bytes="16MiB") as llm:
+            outputs = llm.generate(["ROMEO:", "The cat"], greedy(12))
+            texts.append([output.outputs[0].text for output in outputs])
+    assert texts[0] == texts[1]
+    with pytest.raises(UnsupportedFeature, match=r"tensor_parallel_size=3"):
+        LLM("demo", tensor_parallel_size=3)
