@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from penstock import LLM
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.errors import EngineDead, UnsupportedFeature
 from penstock.executor import MultiprocessExecutor
+from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
 from support.checkpoints import tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
@@ -179,6 +181,41 @@ def test_what_workers_are_asked_for_works_with_several(folder: Path, tmp_path: P
         results.append(tokens)
     assert results[0] == results[1]
     assert results[0][:2] == results[0][4:] != results[0][2:4]
+
+
+class Nudge(LogitsProcessor):
+    """Makes the token likelier that a request names, and fails where there is none."""
+
+    name = "nudge"
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.tokens: dict[int, int] = {}
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> bool:
+        self.tokens[slot] = (params.extra_args or {}).get(self.name, 0)
+        return self.tokens[slot] != 0
+
+    def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
+        for row, slot in enumerate(rows.slots_np.tolist()):
+            if self.tokens[slot] < 0:
+                raise ValueError("no such token")
+            logits[row, self.tokens[slot]] += 8.0
+        return logits
+
+
+def test_custom_logits_processors_do_the_same_on_every_rank(folder: Path) -> None:
+    params = [sampled(4, extra_args={"nudge": 7}), sampled(5, extra_args={"nudge": -1}), sampled(6)]
+    results = []
+    for size in (1, 2):
+        core = make(folder, size, logits_processors=[f"{__name__}:Nudge"])
+        results.append(run(core, PROMPTS[:3], params))
+        core.close()
+    assert_same(results[1], results[0])
+    assert 7 in results[1][0].tokens
+    assert "Logits processor 'nudge' failed" in (results[1][1].error or "")
 
 
 def test_an_offline_engine_is_used_as_ever() -> None:

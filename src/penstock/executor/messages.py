@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from penstock.errors import ErrorData
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The first that a worker is told, pickled. main_path: of the program, which functions that are sent may be of."""
+    """The first that a worker is told, pickled.
 
-    config: EngineConfig
+    config: pickled by itself. main_path: of the program, whose own functions and classes may be sent.
+    """
+
+    config: bytes
     rank: int
     main_path: str | None
 

@@ -198,8 +198,9 @@ class MultiprocessExecutor(Executor):
                 self._start_process(rank, size, memory)
         finally:
             os.close(memory)
+        config = _pickled("The configuration", self._config)
         for started in self._ranks:
-            message = WorkerStart(config=self._config, rank=started.rank, main_path=_main_path())
+            message = WorkerStart(config=config, rank=started.rank, main_path=_main_path())
             self._send_to(started, pickle.dumps(message), "start")
 
     def _start_process(self, rank: int, size: int, memory: int) -> None:
@@ -333,13 +334,13 @@ def _timed_out(name: str, timeout_s: float, ranks: Sequence[_Rank], what: str = 
     return WaitTimeout(f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {whom} {what}".rstrip() + ".")
 
 
-def _pickled(name: str, call: tuple[Any, ...]) -> bytes:
+def _pickled(name: str, sent: Any) -> bytes:
     try:
-        return pickle.dumps(call)
+        return pickle.dumps(sent)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{name} cannot be sent to the workers' processes: {error}. Functions must be defined at the top of a "
-            "module, and arguments must be plain data or tensors."
+            f"{name} cannot be sent to the workers' processes: {error}. Functions and classes must be defined at the "
+            "top of a module, and arguments must be plain data or tensors."
         ) from error
 
 

@@ -34,7 +34,7 @@ from penstock.executor.processes import end_with_parent
 from penstock.observability.logging import LOGGER_NAME, configure_logging
 
 if TYPE_CHECKING:
-    from penstock.parallel import ParallelContext
+    from penstock.config import EngineConfig
     from penstock.worker import WorkerWrapperBase
 
 PROGRAM = "from penstock.executor.worker_process import main; main()"
@@ -138,7 +138,7 @@ class _WorkerLoop:
         self._outbox.put(answer)
 
     def _load(self, call: bytes) -> Any:
-        return _Unpickler(io.BytesIO(call), self._start.main_path).load()
+        return _load(call, self._start.main_path)
 
     def _reporting(self, name: str, run: Callable[[], Any]) -> Any:
         """What this comes to, or an error that names the rank."""
@@ -146,6 +146,10 @@ class _WorkerLoop:
             return run()
         except Exception as error:
             self._wrapper.report(name, error)
+
+
+def _load(data: bytes, main_path: str | None) -> Any:
+    return _Unpickler(io.BytesIO(data), main_path).load()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -188,21 +192,17 @@ def _names_of_program(path: str) -> dict[str, Any]:
 
 
 def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, outbox: _Outbox) -> None:
+    from penstock.parallel.local_ranks import join_local_ranks
     from penstock.worker import WorkerWrapperBase
 
     wrapper = WorkerWrapperBase(rpc_rank=start.rank)
-    wrapper.init_worker(start.config, _join_ranks(start, memory_descriptor))
+    config: EngineConfig = _load(start.config, start.main_path)
+    wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel.world_size, memory_descriptor))
     try:
         outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
         _WorkerLoop(start, wrapper, outbox).run(connection)
     finally:
         wrapper.shutdown()
-
-
-def _join_ranks(start: WorkerStart, memory_descriptor: int) -> ParallelContext:
-    from penstock.parallel.local_ranks import join_local_ranks
-
-    return join_local_ranks(start.rank, start.config.parallel.world_size, memory_descriptor)
 
 
 def _configure_logging(rank: int) -> None:
