@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from penstock.errors import ConfigError
 
@@ -67,6 +68,11 @@ def hub_is_offline() -> bool:
 def variables_of_vllm() -> list[str]:
     """Names of the variables that are set for vLLM; nothing here reads them."""
     return sorted(name for name in os.environ if name.startswith("VLLM_"))
+
+
+def with_changes(changes: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment, for a process that is to have it with these changes."""
+    return {**os.environ, **changes}
 
 
 def reported_variables() -> dict[str, str]:

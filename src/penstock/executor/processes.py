@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 
+from penstock.config import env
+
 # Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
 
@@ -36,11 +38,8 @@ class ProcessStarter:
         descriptors: that it inherits, under the same numbers. environment: changes to this process's.
         """
         command = [os.fsdecode(get_executable()), "-P", "-c", program, *map(str, arguments)]
-        variables = {
-            **os.environ,
-            **environment,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        }
+        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        variables = env.with_changes({"PYTHONPATH": search_path, **environment})
         started = self._thread.submit(
             subprocess.Popen, command, env=variables, pass_fds=descriptors, stdin=subprocess.DEVNULL
         )

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 PROGRAM = "from penstock.executor.worker_process import main; main()"
 # What a connection's buffers take in without being read, on every system.
 _SMALL_BYTES = 4096
+# The program's `__name__` while a worker looks for what it defines; runpy makes a module of it for as long.
+_PROGRAM_IN_WORKER = "__penstock_worker__"
 
 
 def main() -> None:
@@ -98,11 +100,11 @@ class _Outbox:
 class _WorkerLoop:
     """Does what the executor says, in order."""
 
-    def __init__(self, start: WorkerStart, wrapper: WorkerWrapperBase, outbox: _Outbox) -> None:
-        self._start = start
+    def __init__(self, wrapper: WorkerWrapperBase, program: _Program, outbox: _Outbox, *, has_results: bool) -> None:
         self._wrapper = wrapper
+        self._program = program
         self._outbox = outbox
-        self._has_results = start.rank == 0
+        self._has_results = has_results
 
     def run(self, connection: Connection) -> None:
         while True:
@@ -130,15 +132,12 @@ class _WorkerLoop:
 
     def _call(self, message: CallWorker) -> None:
         try:
-            method, args, kwargs = self._reporting("a call that was sent", lambda: self._load(message.call))
+            method, args, kwargs = self._reporting("a call that was sent", lambda: self._program.load(message.call))
             result = self._wrapper.execute_method(method, *args, **kwargs)
             answer = Answer(call_id=message.call_id, result=self._reporting("its result", lambda: pickle.dumps(result)))
         except BaseException as error:
             answer = Answer(call_id=message.call_id, error=error_as_data(error))
         self._outbox.put(answer)
-
-    def _load(self, call: bytes) -> Any:
-        return _load(call, self._start.main_path)
 
     def _reporting(self, name: str, run: Callable[[], Any]) -> Any:
         """What this comes to, or an error that names the rank."""
@@ -148,47 +147,41 @@ class _WorkerLoop:
             self._wrapper.report(name, error)
 
 
-def _load(data: bytes, main_path: str | None) -> Any:
-    return _Unpickler(io.BytesIO(data), main_path).load()
+class _Program:
+    """What the program that started the workers defines itself, found by running it under another name."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._names: dict[str, Any] | None = None
+
+    def load(self, data: bytes) -> Any:
+        """What was pickled there. Raises ConfigError where the program has no file."""
+        return _Unpickler(io.BytesIO(data), self).load()
+
+    def find(self, name: str) -> Any:
+        if self._path is None:
+            raise ConfigError(f"{name} is defined in a program without a file: import it from a module instead.")
+        if self._names is None:
+            self._names = runpy.run_path(self._path, run_name=_PROGRAM_IN_WORKER)
+        return self._names[name]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what the program itself defines, by running it under another name than `__main__`, at the first need."""
-
-    def __init__(self, data: io.BytesIO, main_path: str | None) -> None:
+    def __init__(self, data: io.BytesIO, program: _Program) -> None:
         super().__init__(data)
-        self._main_path = main_path
+        self._program = program
 
     def find_class(self, module: str, name: str) -> Any:
-        if module != "__main__":
-            return super().find_class(module, name)
-        if self._main_path is None:
-            raise ConfigError(f"{name} is defined in a program without a file: import it from a module instead.")
-        return _names_of_program(self._main_path)[name]
-
-
-_programs: dict[str, dict[str, Any]] = {}
-_is_running_program = False
+        return self._program.find(name) if module == "__main__" else super().find_class(module, name)
 
 
 def refuse_in_program() -> None:
     """Raise LifecycleError where a worker is only looking for what its program defines: no engine must start again."""
-    if _is_running_program:
+    if _PROGRAM_IN_WORKER in sys.modules:
         raise LifecycleError(
             "A worker's process runs the program again for a function of it that was sent there, and the program "
             'starts an engine. Let it do so under `if __name__ == "__main__":`, or define the function in a module.'
         )
-
-
-def _names_of_program(path: str) -> dict[str, Any]:
-    global _is_running_program
-    if path not in _programs:
-        _is_running_program = True
-        try:
-            _programs[path] = runpy.run_path(path, run_name="__mp_main__")
-        finally:
-            _is_running_program = False
-    return _programs[path]
 
 
 def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, outbox: _Outbox) -> None:
@@ -196,11 +189,12 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
     from penstock.worker import WorkerWrapperBase
 
     wrapper = WorkerWrapperBase(rpc_rank=start.rank)
-    config: EngineConfig = _load(start.config, start.main_path)
+    program = _Program(start.main_path)
+    config: EngineConfig = program.load(start.config)
     wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel.world_size, memory_descriptor))
     try:
         outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
-        _WorkerLoop(start, wrapper, outbox).run(connection)
+        _WorkerLoop(wrapper, program, outbox, has_results=start.rank == 0).run(connection)
     finally:
         wrapper.shutdown()
 
