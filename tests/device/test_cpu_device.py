@@ -11,6 +11,7 @@ import torch
 
 from penstock.config import DeviceConfig
 from penstock.device import Device, create_device
+from penstock.device.limits import MemoryLimit
 from penstock.errors import UnsupportedFeature
 
 DEVICE = create_device(DeviceConfig(device="cpu"))
@@ -86,3 +87,11 @@ def test_counting_tensors_does_not_import_the_compiler() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stderr.strip() == "(64, False)"
+
+
+def test_ranks_of_a_machine_have_a_share_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.device.cpu.memory_limit", lambda: MemoryLimit(total_bytes=900, free_bytes=600))
+    device = create_device(DeviceConfig(device="cpu", num_threads=3), 1, 3)
+    snapshot = device.memory_snapshot()
+    device.close()
+    assert (snapshot.total, snapshot.free) == (300, 200)

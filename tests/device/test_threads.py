@@ -92,6 +92,29 @@ def test_more_threads_than_a_node_has_cores_are_not_kept_to_it(server: Path) -> 
     assert plan_threads(5, cpus=cpus, devices=server).cpus is None
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "num_threads", "cpus"),
+    [
+        (2, {}, 4, [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]),
+        (4, {}, 2, [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}]),
+        (4, {"quota": 4}, 1, [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}]),
+        (2, {"requested": 3}, 1, [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]),
+        (2, {"requested": 10}, 5, [None, None]),
+        (16, {}, 1, [None] * 16),
+    ],
+)
+def test_ranks_share_threads_and_have_cores_of_their_own(
+    num_ranks: int, options: dict[str, int], num_threads: int, cpus: list[set[int] | None], server: Path
+) -> None:
+    asked = {"requested": None, **options}
+    plans = [
+        plan_threads(**asked, cpus=frozenset(range(16)), devices=server, rank=rank, num_ranks=num_ranks)  # type: ignore[arg-type]
+        for rank in range(num_ranks)
+    ]
+    assert [plan.cpus for plan in plans] == cpus
+    assert {plan.num_threads for plan in plans} == {num_threads}
+
+
 def test_without_a_description_every_cpu_is_a_core(tmp_path: Path) -> None:
     plan = plan_threads(None, cpus=frozenset({0, 1, 2}), devices=tmp_path)
     assert (plan.num_threads, plan.cpus) == (3, None)

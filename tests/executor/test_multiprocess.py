@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,7 +83,7 @@ def shared(config: EngineConfig) -> Iterator[MultiprocessExecutor]:
 @pytest.fixture
 def start(config: EngineConfig) -> Iterator[Callable[[], MultiprocessExecutor]]:
     """Starts workers of which nothing may be left."""
-    before = open_descriptors(), threads(), children()
+    before = open_descriptors(), num_threads(), children()
     started: list[MultiprocessExecutor] = []
 
     def start_one() -> MultiprocessExecutor:
@@ -94,14 +95,14 @@ def start(config: EngineConfig) -> Iterator[Callable[[], MultiprocessExecutor]]:
         executor.shutdown()
         executor.shutdown()
         assert not any(psutil.pid_exists(pid) for pid in executor.process_ids)
-    assert (open_descriptors(), threads(), children()) == before
+    assert (open_descriptors(), num_threads(), children()) == before
 
 
 def open_descriptors() -> int:
     return psutil.Process().num_fds()
 
 
-def threads() -> int:
+def num_threads() -> int:
     return psutil.Process().num_threads()
 
 
@@ -197,8 +198,22 @@ def test_a_stopped_worker_is_ended_too(
     executor.shutdown()
 
 
+def test_workers_outlive_the_thread_that_started_them_and_a_fork(config: EngineConfig) -> None:
+    started: list[MultiprocessExecutor] = []
+    thread = threading.Thread(target=lambda: started.append(MultiprocessExecutor(config)))
+    thread.start()
+    thread.join()
+    (executor,) = started
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert executor.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
+    executor.shutdown()
+
+
 def test_what_keeps_a_worker_from_starting_is_raised_and_nothing_is_left(config: EngineConfig, tmp_path: Path) -> None:
-    before = open_descriptors(), threads(), children()
+    before = open_descriptors(), num_threads(), children()
     tiny_checkpoint(tmp_path, vocab_size=97)
     odd = EngineConfig.create(str(tmp_path), tensor_parallel_size=2, **OPTIONS)
     with pytest.raises(UnsupportedFeature, match=r"97 .*tensor_parallel_size=2"):
@@ -206,7 +221,7 @@ def test_what_keeps_a_worker_from_starting_is_raised_and_nothing_is_left(config:
     wrong = EngineConfig.create(str(tmp_path), distributed_executor_backend="mp", worker_cls="no.Such", **OPTIONS)
     with pytest.raises(ConfigError, match=r"worker_cls='no.Such' cannot be found"):
         create_executor(wrong)
-    assert (open_descriptors(), threads(), children()) == before
+    assert (open_descriptors(), num_threads(), children()) == before
 
 
 def test_a_worker_that_never_comes_up_is_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
