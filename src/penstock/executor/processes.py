@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 
@@ -41,7 +40,10 @@ class ProcessStarter:
         command = [os.fsdecode(get_executable()), "-P", "-c", program, *map(str, arguments)]
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         variables = env.with_changes({"PYTHONPATH": search_path, **environment})
-        launch = partial(subprocess.Popen, command, env=variables, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+
+        def launch() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(command, env=variables, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+
         return self._thread.submit(launch).result()
 
     def close(self) -> None:
