@@ -441,11 +441,7 @@ REFUSED = {
         LLM(model="demo", data_parallel_size=2, enable_expert_parallel=True)
         """,
     ],
-    "more than one worker": [
-        """
-        from vllm import LLM
-        LLM(model="demo", tensor_parallel_size=2)
-        """,
+    "layers cannot be spread over workers": [
         """
         from vllm import LLM
         LLM("demo", pipeline_parallel_size=2)
@@ -560,7 +556,7 @@ COMMANDS = {
     "vllm run-batch -i in.jsonl -o out.jsonl --model demo": "asks for the HTTP server",
     "vllm complete --quick Hello": "asks for the HTTP server",
     "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",
-    "vllm bench latency --model demo --tensor-parallel-size 2": "more than one worker",
+    "vllm bench latency --model demo --pipeline-parallel-size 2": "spread over workers",
     "vllm bench throughput --model demo --enable-lora": "asks for LoRA adapters",
     "vllm bench serve --model demo": "asks for the HTTP server",
     "vllm collect-env": "Penstock",
