@@ -34,6 +34,7 @@ from penstock.errors import (
 )
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.fake_engine import FakeCore, load_fake_core, write_model
+from support.threads import num_threads
 
 PARAMS = SamplingParams(max_tokens=6, seed=5)
 
@@ -313,7 +314,7 @@ def test_closing_gives_process_thread_and_pipe_back(config: EngineConfig) -> Non
     core.close()
     core.close()
     assert not psutil.pid_exists(core.pid)
-    assert (this.num_threads(), this.num_fds()) == before
+    assert (num_threads(before[0]), this.num_fds()) == before
     with pytest.raises(LifecycleError, match="closed"):
         core.step()
 

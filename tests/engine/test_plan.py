@@ -75,8 +75,10 @@ def compare(folder: Path | str, **options: Any) -> None:
     if memory.requested_kv_cache is not None:
         assert (plan.kv_cache.num_blocks, plan.kv_cache.size_bytes) == (kv_cache.num_blocks, kv_cache.size_bytes)
     else:
-        assert plan.kv_cache.size_bytes == pytest.approx(kv_cache.size_bytes, rel=TOLERANCE)
-        assert plan.memory.left_for_kv_cache == pytest.approx(memory.left_for_kv_cache, rel=TOLERANCE)
+        # This process has had other engines: it holds more than one that has just begun, which a plan is made for.
+        left = plan.memory.left_for_kv_cache - max(0, memory.process - plan.memory.process)
+        assert left == pytest.approx(memory.left_for_kv_cache, rel=TOLERANCE)
+        assert min(plan.kv_cache.size_bytes, left) == pytest.approx(kv_cache.size_bytes, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
