@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.structured.schema_values import count
-from penstock.structured.schema_walk import APPLIED_IN_PLACE, NEWEST_DRAFT, Handler, Place, Walk, is_number, shown
+from penstock.structured.schema_walk import NEWEST_DRAFT, Handler, Place, Walk, is_number, shown, unevaluated
 
 
 def _items(walk: Walk, value: Any, place: Place) -> None:
@@ -39,15 +39,9 @@ def _additional_items(walk: Walk, _: Any, place: Place) -> None:
 
 
 def _unevaluated_items(walk: Walk, value: Any, place: Place) -> None:
-    """Without schemas that are applied in place, it says what items says."""
     is_decided = "items" in place.schema and not isinstance(place.schema["items"], list)
-    if value is True or value == {} or is_decided or "additionalItems" in place.schema:
-        return
-    others = [name for name in (*APPLIED_IN_PLACE, "contains") if name in place.schema]
-    if others:
-        walk.refuse(place.at, f"unevaluatedItems together with {', '.join(others)}; use items")
-        return
-    place.out["items"] = walk.inner(value, place)
+    if not is_decided and "additionalItems" not in place.schema:
+        unevaluated(walk, value, place, "items", also="contains")
 
 
 def _count(walk: Walk, value: Any, place: Place) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from penstock.structured.schema_values import count, translated
 from penstock.structured.schema_walk import (
-    APPLIED_IN_PLACE,
     Handler,
     Place,
     Walk,
@@ -14,6 +13,7 @@ from penstock.structured.schema_walk import (
     escaped,
     is_list_of_texts,
     shown,
+    unevaluated,
 )
 
 _CANNOT_BE_WRITTEN = "a name with control characters cannot be written"
@@ -50,14 +50,8 @@ def _additional_properties(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _unevaluated_properties(walk: Walk, value: Any, place: Place) -> None:
-    """Without schemas that are applied in place, it says what additionalProperties says."""
-    if value is True or value == {} or "additionalProperties" in place.schema:
-        return
-    others = [name for name in (*APPLIED_IN_PLACE, "propertyNames") if name in place.schema]
-    if others:
-        walk.refuse(place.at, f"unevaluatedProperties together with {', '.join(others)}; use additionalProperties")
-        return
-    place.out["additionalProperties"] = walk.inner(value, place)
+    if "additionalProperties" not in place.schema:
+        unevaluated(walk, value, place, "additionalProperties", also="propertyNames")
 
 
 def _property_names(walk: Walk, value: Any, place: Place) -> None:

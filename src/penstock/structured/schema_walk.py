@@ -129,3 +129,16 @@ def shown(value: Any) -> str:
 
 def _draft_of(declared: Any) -> str | None:
     return next((draft for draft in _DRAFTS if isinstance(declared, str) and f"/{draft}/schema" in declared), None)
+
+
+def unevaluated(walk: Walk, value: Any, place: Place, instead: str, *, also: str) -> None:
+    """What a keyword says of the rest that others have not judged: without schemas that are applied in place, the same
+    as `instead`. also: what else it cannot be together with.
+    """
+    if value is True or value == {}:
+        return
+    others = [name for name in (*APPLIED_IN_PLACE, also) if name in place.schema]
+    if others:
+        walk.refuse(place.at, f"{place.name} together with {', '.join(others)}; use {instead}")
+        return
+    place.out[instead] = walk.inner(value, place)
