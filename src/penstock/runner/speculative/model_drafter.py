@@ -35,7 +35,7 @@ from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
-from penstock.runner.speculative.speculator import DraftingStep, Speculator
+from penstock.runner.speculative.speculator import DraftingStep, Speculator, on_host
 from penstock.runner.staging import SlotParameter
 
 # Tokens of all requests together, at most, that a draft model has still to read.
@@ -85,9 +85,6 @@ class ModelDrafter(Speculator):
         wanted = longest if params.max_tokens is None else len(prompt_token_ids) + params.max_tokens
         self._length_limit.set(slot, min(wanted, longest))
 
-    def remove_request(self, slot: int) -> None:
-        """What is kept of it is overwritten by the next one."""
-
     def cache_layers(self) -> Mapping[str, CacheLayer]:
         return cache_layers(self.model)
 
@@ -112,11 +109,7 @@ class ModelDrafter(Speculator):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         proposed, self._proposed = self._proposed, None
-        if proposed is None:
-            return None
-        req_ids, drafts_RK = proposed
-        found = {req_id: row for req_id, row in zip(req_ids, drafts_RK.tolist(), strict=True) if row[0] != NO_DRAFT}
-        return DraftTokenIds(req_ids=list(found), draft_token_ids=list(found.values()))
+        return None if proposed is None else on_host(*proposed)
 
     def dummy_run(self) -> None:
         positions_T = self._numbers[:1]

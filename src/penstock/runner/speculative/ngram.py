@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.config import SpeculativeConfig
-from penstock.contract import DraftTokenIds, SamplingParams
+from penstock.contract import DraftTokenIds
 from penstock.device import Device
 from penstock.kernels.prompt_lookup import NO_DRAFT, look_up, look_up_reference
 from penstock.runner.block_tables import BlockTables
@@ -17,7 +15,7 @@ from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.host import HostSpeculator
-from penstock.runner.speculative.speculator import DraftingStep, Speculator
+from penstock.runner.speculative.speculator import DraftingStep, Speculator, on_host
 
 
 class NgramOnHost(HostSpeculator):
@@ -47,14 +45,6 @@ class NgramOnDevice(Speculator):
     ) -> None:
         self._requests, self._sampler, self._proposed = requests, sampler, None
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        return
-
-    def remove_request(self, slot: int) -> None:
-        return
-
     def propose(self, step: DraftingStep) -> None:
         self._proposed = None
         if not step.num_drafts:
@@ -71,11 +61,7 @@ class NgramOnDevice(Speculator):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         proposed, self._proposed = self._proposed, None
-        if proposed is None:
-            return None
-        req_ids, drafts_RD = proposed
-        found = [(req_id, row) for req_id, row in zip(req_ids, drafts_RD.tolist(), strict=True) if row[0] != NO_DRAFT]
-        return DraftTokenIds(req_ids=[req_id for req_id, _ in found], draft_token_ids=[drafts for _, drafts in found])
+        return None if proposed is None else on_host(*proposed)
 
     def dummy_run(self) -> None:
         """It runs operators that need no warming."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.attention import CacheLayer, ForwardContext
 from penstock.contract import DraftTokenIds, SamplingParams
 from penstock.kernels.bound_step import StepOutcome
+from penstock.kernels.prompt_lookup import NO_DRAFT
 from penstock.models.interface import ModelInputs
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_batch import InputBatch
@@ -58,8 +59,7 @@ class Speculator(ABC):
     ) -> None:
         """Belong to the runner that has these; whatever was kept for another one is forgotten."""
 
-    @abstractmethod
-    def add_request(
+    def add_request(  # noqa: B027 - most keep nothing of a request
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         """Take over a request; whatever the slot held before is overwritten.
@@ -67,8 +67,7 @@ class Speculator(ABC):
         output_token_ids: what it generated before it was preempted; else empty.
         """
 
-    @abstractmethod
-    def remove_request(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:  # noqa: B027
         """The slot's request is gone; the next one may come at once."""
 
     @abstractmethod
@@ -106,16 +105,14 @@ class Speculator(ABC):
         return {}
 
 
+def on_host(req_ids: Sequence[str], drafts_RK: Tensor) -> DraftTokenIds:
+    """The drafts of these requests, of those that have some. It waits for the device."""
+    found = {req_id: row for req_id, row in zip(req_ids, drafts_RK.tolist(), strict=True) if row[0] != NO_DRAFT}
+    return DraftTokenIds(req_ids=list(found), draft_token_ids=list(found.values()))
+
+
 class NoSpeculator(Speculator):
     """Nobody guesses anything."""
-
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        return
-
-    def remove_request(self, slot: int) -> None:
-        return
 
     def propose(self, step: DraftingStep) -> None:
         return
