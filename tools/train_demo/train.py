@@ -13,36 +13,23 @@ from .batches import Batch, BatchMaker, Mix
 from .head_start import give_head_start
 from .model import ModelShape, TrainingLlama
 from .muon import Muon
+from .schedule import Schedule
 
 REPORT_EVERY = 20
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Schedule):
     """Everything that decides what comes out of training, besides the data."""
 
     seed: int = 1616
     num_steps: int = 2600
-    tokens_per_step: int = 2048
-    row_length: int = 256
-    long_row_length: int = 1024
-    long_row_every: int = 8
     rows: Mix = field(default_factory=lambda: Mix(plays=0.25, chat=0.625, echo=0.125))
     loss_weights: Mix = field(default_factory=lambda: Mix(plays=0.3, chat=0.5, echo=0.2))
     muon_lr: float = 0.006
     adam_lr: float = 3e-3
     warmup_steps: int = 40
     decay_share: float = 0.5
-    max_grad_norm: float = 1.0
-
-    def lr_factor(self, step: int) -> float:
-        """Learning rate at a step relative to the highest: a warm-up, a plateau, then a line down to almost zero."""
-        decay_steps = self.decay_share * self.num_steps
-        return min((step + 1) / self.warmup_steps, 1.0, (self.num_steps - step) / decay_steps)
-
-    def row_length_at(self, step: int) -> int:
-        """Most steps have short rows; some have rows as long as the context, so that all positions are learnt."""
-        return self.long_row_length if step % self.long_row_every == self.long_row_every - 1 else self.row_length
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from tools.train_demo.batches import BatchMaker
 from tools.train_demo.muon import Muon
+from tools.train_demo.schedule import Schedule
 from torch import Tensor, nn
 
 from .head import Eagle3Head, warm_head
@@ -18,7 +19,7 @@ REPORT_EVERY = 20
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Schedule):
     """Everything that decides what comes out of training, besides the data.
 
     num_drafts: how many drafts in a row are learnt; the loss of each weighs `draft_decay` of the one before.
@@ -32,25 +33,11 @@ class Recipe:
     later_stride: int = 4
     draft_vocab_size: int = 1280
     num_own_rows: int = 768
-    tokens_per_step: int = 2048
-    row_length: int = 256
-    long_row_length: int = 1024
-    long_row_every: int = 8
     mix: Mix = field(default_factory=lambda: Mix(plays=0.125, chat=0.375, own=0.5))
     muon_lr: float = 0.012
     adam_lr: float = 3e-3
     warmup_steps: int = 20
     decay_share: float = 0.7
-    max_grad_norm: float = 1.0
-
-    def lr_factor(self, step: int) -> float:
-        """Learning rate at a step relative to the highest: a warm-up, a plateau, then a line down to almost zero."""
-        decay_steps = self.decay_share * self.num_steps
-        return min((step + 1) / self.warmup_steps, 1.0, (self.num_steps - step) / decay_steps)
-
-    def row_length_at(self, step: int) -> int:
-        """Most steps have short rows; some have rows as long as the context, so that all distances are learnt."""
-        return self.long_row_length if step % self.long_row_every == self.long_row_every - 1 else self.row_length
 
 
 @dataclass(frozen=True)
