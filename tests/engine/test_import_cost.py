@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 import penstock
 
+SMALL_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 200,
+}
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "msgspec", "typer")
 
 
-def run_python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+def run_python(code: str, **environment: str) -> str:
+    command, given = [sys.executable, "-c", code], {**os.environ, **environment}
+    result = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
     return result.stdout.strip()
 
 
@@ -30,6 +42,20 @@ def test_no_public_name_imports_torch_or_transformers(name: str) -> None:
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     assert run_python(code) == "[]"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_an_engine_starts_without_torchs_compiler(kernels: str, quantization: str | None, tmp_path: Path) -> None:
+    """It would import a computer algebra system: half a second, and 40 MiB."""
+    LlamaConfig(**SMALL_LLAMA).save_pretrained(tmp_path)
+    options = {"device": "cpu", "load_format": "dummy", "quantization": quantization, "num_threads": 1}
+    code = (
+        "import sys; from penstock.config import EngineConfig; from penstock.engine.core import EngineCore; "
+        f"core = EngineCore(EngineConfig.create({str(tmp_path)!r}, kv_cache_memory_bytes=1 << 24, **{options})); "
+        "print([name for name in ('sympy', 'torch._inductor') if name in sys.modules])"
+    )
+    assert run_python(code, PENSTOCK_CPU_KERNELS=kernels) == "[]"
 
 
 def test_every_public_name_exists_and_is_listed() -> None:

@@ -42,6 +42,8 @@ class SizesOfOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        if func.overloadpacket is _aten.arange and given.get("device") == META:
+            return torch.empty_like(func(*args, **{**given, "device": "cpu"}), device=META)
         if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, given))):
             return func(*args, **given)  # what has values keeps them
         if func._schema.is_mutable and len(func._schema.returns) == 1 and torch.Tag.inplace_view not in func.tags:
@@ -168,6 +170,10 @@ def _gathered(x: Tensor, *dim_and_index: Any, index: Tensor | None = None, **_: 
     return x.new_empty((dim_and_index[1] if index is None else index).shape)
 
 
+def _looked_up(indices: Tensor, table: Tensor, *_: Any, **__: Any) -> Tensor:
+    return table.new_empty([*indices.shape, table.shape[-1]])
+
+
 def _layer_norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(x)
 
@@ -179,6 +185,7 @@ _KNOWN_SIZES: dict[Any, Callable[..., Any]] = {
     Tensor.topk: _largest,
     Tensor.sort: _sorted,
     F.layer_norm: _layer_norm,
+    F.embedding: _looked_up,
     **{
         getattr(module, name): _grouped_products
         for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm"))
