@@ -52,6 +52,22 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("llama", vocab_size=96), tmp_path)
+    options = {**PLANNED, "tensor_parallel_size": 2}
+    plan, core = plan_engine(str(tmp_path), **options), make_core(tmp_path, **options)
+    memory, kv_cache = core.memory_plan, core.kv_cache_config
+    core.close()
+    assert plan.memory.weights == pytest.approx(memory.weights, rel=TOLERANCE)
+    assert plan.memory.activations == pytest.approx(memory.activations, rel=TOLERANCE)
+    assert plan.memory.sampling == pytest.approx(memory.sampling, rel=TOLERANCE)
+    assert (plan.memory.total, plan.memory.runner_state) == (memory.total, memory.runner_state)
+    assert (plan.kv_cache.num_blocks, plan.kv_cache.size_bytes) == (kv_cache.num_blocks, kv_cache.size_bytes)
+    assert plan.engine_bytes == 2 * (plan.memory.without_kv_cache + plan.kv_cache.size_bytes)
+    alone = plan_engine(str(tmp_path), **PLANNED)
+    assert (2 * plan.kv_bytes_per_token, plan.memory.total) == (alone.kv_bytes_per_token, alone.memory.total // 2)
+
+
 def compare(folder: Path | str, **options: Any) -> None:
     """Everything that follows from options is equal; what belongs to the model is close, term by term."""
     plan = plan_engine(str(folder), **options)

@@ -6,6 +6,7 @@ read.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -23,16 +24,18 @@ from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dt
 from penstock.device.limits import MemoryLimit, cpu_quota, memory_limit
 from penstock.device.threads import plan_threads
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
-from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedArgument, UnsupportedFeature
+from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.headers import fetch_headers
 from penstock.loader.loader import open_weights, stored_dtype, without_memory
 from penstock.loader.weight_files import has_weight_files
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
+from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.sampling.load_processors import installed
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
+from penstock.worker.capabilities import check_options
 from penstock.worker.memory_plan import MemoryPlan, affordable_fraction, check_plan
 from penstock.worker.processor_memory import measure_processors
 from penstock.worker.resident import PROCESS_BYTES, resident_step
@@ -42,9 +45,10 @@ from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """layers: what each keeps. memory: the arithmetic, as the worker would print it. kv_bytes_per_token: in all layers
+    """layers: what each keeps. memory: the arithmetic, as each worker would print it. kv_bytes_per_token: in all layers
     together, where none has a window. concurrency: requests of `max_model_len` tokens at once. num_tokens: in requests
-    of that length. lookup_bytes: of weights of which a step reads no more than its tokens' rows.
+    of that length. lookup_bytes: of weights of which a step reads no more than its tokens' rows. num_workers: that
+    have a share of every layer; all but `engine_bytes` is said of one of them.
     """
 
     model: str
@@ -62,17 +66,19 @@ class EnginePlan:
     max_model_len: int
     num_tokens: int
     concurrency: float
+    num_workers: int = 1
 
     def table(self) -> str:
         """All of it, for a person to check."""
         in_all = f"In all, once the KV cache is filled: {format_bytes(self.engine_bytes)}"
-        memory, cache = ["Memory", self.memory.table()], ["KV cache", *self._cache_lines()]
+        whose = "" if self.num_workers == 1 else f" of each of {self.num_workers} workers"
+        memory, cache = [f"Memory{whose}", self.memory.table()], [f"KV cache{whose}", *self._cache_lines()]
         return "\n".join([*self._model_lines(), "", *memory, "", *cache, "", in_all])
 
     @property
     def engine_bytes(self) -> int:
-        """What the engine takes in all, once its KV cache is filled and full steps have run."""
-        return self.memory.without_kv_cache + self.kv_cache.size_bytes
+        """What all workers take together, once their KV cache is filled and full steps have run."""
+        return self.num_workers * (self.memory.without_kv_cache + self.kv_cache.size_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; sizes in bytes."""
@@ -86,6 +92,7 @@ class EnginePlan:
             "weights_dtype": self.dtype.weights,
             "num_parameters": self.num_parameters,
             "max_model_len": self.max_model_len,
+            "num_workers": self.num_workers,
             "engine_bytes": self.engine_bytes,
             "memory": memory,
             "kv_cache": {
@@ -102,8 +109,9 @@ class EnginePlan:
     def _model_lines(self) -> list[str]:
         windows = sum(isinstance(layer, SlidingWindowSpec) for layer in self.layers)
         layers = f"{len(self.layers)} layers" + (f" ({windows} with a window)" if windows else "")
+        where = "" if self.num_workers == 1 else " on each worker"
         return [
-            f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters, {layers}",
+            f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters{where}, {layers}",
             f"on {self.device} in {self.dtype.name} ({self.dtype.reason})",
         ]
 
@@ -129,19 +137,15 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     Raises OutOfMemory when the engine could not start, and what loading the model raises.
     """
     folder, is_on_hub = resolve_metadata_folder(model, revision)
-    config, parallel = EngineConfig.create(str(folder), **options), ParallelContext()
-    if config.parallel.world_size > 1:
-        raise UnsupportedArgument(
-            f"tensor_parallel_size={config.parallel.tensor_parallel_size}: a plan is for one worker so far. Plan with "
-            "tensor_parallel_size=1; each of several workers has about that share of the weights and of the KV cache."
-        )
+    config = EngineConfig.create(str(folder), **options)
+    check_options(config)
     refuse_unsuitable(config.model)
     device = _choose_device(config.device.device)
     tensors = _tensors(str(model), revision, config, is_on_hub=is_on_hub)
     dtype = _choose_dtype(config, None if tensors is None else stored_dtype(tensors), device)
     kv_cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, device)
     limits = _limits(config)
-    unloaded = measure_unloaded(config, parallel, device, dtype, limits, tensors)
+    unloaded = measure_unloaded(config, _first_rank(config), device, dtype, limits, tensors)
     memory, specs = _plan_memory(config, unloaded, limits, device), unloaded.specs
     kv_bytes_per_token = sum(spec.page_size_bytes // spec.block_size for spec in specs.values())
     try:
@@ -167,7 +171,18 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
         max_model_len=max_model_len,
         num_tokens=num_tokens_that_fit(kv_cache, **lengths),
         concurrency=max_concurrency(kv_cache, **lengths),
+        num_workers=config.parallel.world_size,
     )
+
+
+def _first_rank(config: EngineConfig) -> ParallelContext:
+    """A worker's place that has an equal share of all; it meets nobody, since nothing that is planned has values."""
+    num_ranks = config.parallel.world_size
+    memory = share_memory(num_ranks)
+    try:
+        return join_local_ranks(0, num_ranks, memory)
+    finally:
+        os.close(memory)
 
 
 def _tensors(
@@ -204,12 +219,14 @@ def _choose_dtype(config: EngineConfig, stored: str | None, device: str) -> Dtyp
 
 
 def _plan_memory(config: EngineConfig, model: UnloadedModel, limits: RunnerLimits, device: str) -> MemoryPlan:
-    limit, cache = _memory_of(device), config.cache
+    num_ranks, cache = config.parallel.world_size, config.cache
+    limit = _memory_of(device, num_ranks)
+    threads = plan_threads(config.device.num_threads, quota=cpu_quota(), num_ranks=num_ranks)
     split = split_context_bytes(
         model.specs.values(),
         model.num_heads,
         max_model_len=limits.max_model_len,
-        num_threads=plan_threads(config.device.num_threads, quota=cpu_quota()).num_threads,
+        num_threads=threads.num_threads,
         device=device,
     )
     step = resident_step(model.step, device, split)
@@ -257,9 +274,11 @@ def _limits(config: EngineConfig) -> RunnerLimits:
     )
 
 
-def _memory_of(device: str) -> MemoryLimit:
+def _memory_of(device: str, num_ranks: int) -> MemoryLimit:
+    """Each rank's: ranks share the memory of a CPU machine, and have a GPU each."""
     if device == "cpu":
-        return memory_limit()
+        limit = memory_limit()
+        return MemoryLimit(limit.total_bytes // num_ranks, limit.free_bytes // num_ranks)
     memory = gpu_memory()
     if memory is None:
         raise UnsupportedFeature(
