@@ -53,7 +53,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
-    save_checkpoint(tiny_model("llama", vocab_size=96), tmp_path)
+    save_checkpoint(tiny_model("llama"), tmp_path)
     options = {**PLANNED, "tensor_parallel_size": 2}
     plan, core = plan_engine(str(tmp_path), **options), make_core(tmp_path, **options)
     memory, kv_cache = core.memory_plan, core.kv_cache_config

@@ -21,7 +21,7 @@ from penstock.worker import WorkerBase
 from support.checkpoints import tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
-VOCAB_SIZE = 96
+VOCAB_SIZE = 97
 # Several chunks of one prompt, a prompt that begins as another does, and short ones.
 PROMPTS = random_prompts((5, 21, 40, 90), VOCAB_SIZE, seed=4)
 PROMPTS += [[*PROMPTS[2], 7, 8], PROMPTS[1][:16]]

@@ -89,14 +89,16 @@ def test_every_rank_has_the_sum_of_partial_products_with_one_bias(make: Make, si
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("vocab_size", [16, 17, 18, 19])  # the last rank has fewer
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_has_the_rows_and_logits_of_all(size: int) -> None:
-    ids = torch.tensor([0, 7, 3, 15, 8, 4], dtype=torch.int32)
-    expected, outputs = by_rank(lambda parallel: VocabEmbedding(16, 6, parallel=parallel), size, ids)
+def test_every_rank_has_the_rows_and_logits_of_all(size: int, vocab_size: int) -> None:
+    ids = torch.tensor([0, 7, 3, vocab_size - 1, 8, 4], dtype=torch.int32)
+    expected, outputs = by_rank(lambda parallel: VocabEmbedding(vocab_size, 6, parallel=parallel), size, ids)
     for output in outputs:
         assert torch.equal(output, expected)
-    expected, outputs = by_rank(lambda parallel: LMHead(16, 6, parallel=parallel), size, torch.randn(3, 6))
+    expected, outputs = by_rank(lambda parallel: LMHead(vocab_size, 6, parallel=parallel), size, torch.randn(3, 6))
     for output in outputs:
+        assert output.is_contiguous()
         torch.testing.assert_close(output, expected)
 
 
@@ -120,8 +122,10 @@ def round_with(quantize: Callable[[Tensor], QuantizedWeight]) -> Callable[[nn.Mo
 CHOICES = {"int8": round_with(quantize_int8), "int4": round_with(lambda weight: quantize_int4(weight, 32))}
 
 
-@pytest.mark.parametrize("form", ["as loaded", "float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize(("size", "vocab_size"), [(2, 154), (4, 148)])  # shares are no whole number of vectors
+@pytest.mark.parametrize(
+    "form", ["as loaded", "float32", "bfloat16", "int8", "int4"]
+)  # shares are no whole number of vectors
+@pytest.mark.parametrize(("size", "vocab_size"), [(2, 154), (4, 148), (2, 155), (4, 149)])
 def test_ranks_choose_the_token_of_all_logits_and_the_first_of_equals(size: int, vocab_size: int, form: str) -> None:
     weight = torch.randint(-3, 4, (vocab_size, 40)).float()
     weight[120] = weight[9] = weight[17] = 9.0
@@ -219,5 +223,5 @@ def test_what_does_not_divide_is_refused_with_the_sizes_that_do() -> None:
         heads_of_rank(12, 6, group)
     with pytest.raises(UnsupportedFeature, match=r"6 input features.*Sizes that can: 1, 2, 3, 6\."):
         RowParallelLinear(6, 8, bias=False, parallel=ParallelContext(tensor=group))
-    with pytest.raises(UnsupportedFeature, match="10 tokens of the vocabulary"):
-        VocabEmbedding(10, 8, parallel=ParallelContext(tensor=group))
+    with pytest.raises(UnsupportedFeature, match="6 tokens of the vocabulary are too few"):
+        VocabEmbedding(6, 8, parallel=ParallelContext(tensor=group))

@@ -19,14 +19,14 @@ from support.plain_attention import sequence_logits
 from support.ranks import SilentGroup, contexts, run_ranks
 
 SEQUENCES = [[3, 14, 15, 92, 65, 35], [89, 79]]
-# Sizes that two and four ranks divide; two KV heads, which four ranks have twice.
+# Sizes that two and four ranks divide, vocabularies apart; two KV heads, which four ranks have twice.
 SIZES: dict[str, Any] = {"vocab_size": 96, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "attention_bias": True, "mlp_bias": True},
-    "qwen3": {**SIZES, "tie_word_embeddings": True},
+    "qwen3": {**SIZES, "vocab_size": 99, "tie_word_embeddings": True},
     "phi3": SIZES,
     "gemma2": SIZES,
-    "gpt2": {"vocab_size": 96, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": {"vocab_size": 97, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
 }
 
 

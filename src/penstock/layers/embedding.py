@@ -8,19 +8,20 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.kernels.embedding import embedding
 from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
 from penstock.layers.linear import ColumnParallelLinear, rows_of_rank
 from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
-from penstock.parallel import ParallelContext, share_of_rank
+from penstock.parallel import ParallelContext, rows_of_vocabulary
 
 
 class VocabEmbedding(nn.Module):
     """weight: [V, D], a row per token; empty while an output projection that is tied to it keeps it in another form.
 
-    vocab_size: of all ranks, which have equal shares of the rows and put them together.
+    vocab_size: of all ranks, which have shares of the rows and put them together.
     compute_dtype: what rows are widened to, where the weight is kept in a narrower dtype.
     """
 
@@ -30,7 +31,7 @@ class VocabEmbedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext) -> None:
         super().__init__()
         self._group = parallel.tensor
-        self._share = share_of_rank(vocab_size, parallel.tensor, "tokens of the vocabulary")
+        self._share = rows_of_vocabulary(vocab_size, parallel.tensor)
         self.weight = new_parameter(self._share.size, hidden_size)
         self.lookup: RowLookup | None = None
 
@@ -74,7 +75,10 @@ class LMHead(ColumnParallelLinear):
     def __init__(
         self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext, tied_to: VocabEmbedding | None = None
     ) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False, parallel=parallel)
+        share = rows_of_vocabulary(vocab_size, parallel.tensor)
+        super().__init__(hidden_size, vocab_size, bias=False, parallel=parallel, share=share)
+        self._vocab_size = vocab_size
+        self._most_rows = -(-vocab_size // parallel.tensor.size)
         self._group = parallel.tensor
         if tied_to is not None:
             self.weight = tied_to.weight
@@ -82,7 +86,12 @@ class LMHead(ColumnParallelLinear):
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits: [L, V]."""
-        return self._group.all_gather(self._logits_of_rank(hidden_LD), dim=-1)
+        logits_LV = self._logits_of_rank(hidden_LD)
+        if self._most_rows * self._group.size == self._vocab_size:
+            return self._group.all_gather(logits_LV, dim=-1)
+        # Ranks give equally many, and what the last one has too few of is at the end.
+        padded_LV = F.pad(logits_LV, (0, self._most_rows - logits_LV.shape[-1]))
+        return self._group.all_gather(padded_LV, dim=-1)[:, : self._vocab_size].contiguous()
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
         """`greedy_tokens` of the logits, where the product is in C++, and else None.

@@ -229,10 +229,15 @@ class LinearLayer(nn.Module):
 
 
 class ColumnParallelLinear(LinearLayer):
-    """A layer whose output features are split over the ranks. output_size: of all; the layer's own is this rank's."""
+    """A layer whose output features are split over the ranks. output_size: of all; the layer's own is this rank's.
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
-        share = share_of_rank(output_size, parallel.tensor, "output features")
+    share: of them, where it is not as large as the other ranks'.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext, share: Share | None = None
+    ) -> None:
+        share = share or share_of_rank(output_size, parallel.tensor, "output features")
         super().__init__(input_size, share.size, bias=bias)
         self._share = share
 

@@ -3,7 +3,7 @@
 from penstock.parallel.agreement import NO_AGREEMENT, Agreement, GroupAgreement, NoAgreement, StepFacts
 from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import ONE_RANK, Group, OneRank
-from penstock.parallel.share import Share, heads_of_rank, share_of_rank
+from penstock.parallel.share import Share, heads_of_rank, rows_of_vocabulary, share_of_rank
 
 __all__ = [
     "NO_AGREEMENT",
@@ -17,5 +17,6 @@ __all__ = [
     "Share",
     "StepFacts",
     "heads_of_rank",
+    "rows_of_vocabulary",
     "share_of_rank",
 ]

@@ -31,6 +31,20 @@ def share_of_rank(whole: int, group: Group, what: str) -> Share:
     return Share(group.rank * size, size, whole)
 
 
+def rows_of_vocabulary(vocab_size: int, group: Group) -> Share:
+    """This rank's: as many as each other's, but for the last one's, which may be fewer.
+
+    Raises UnsupportedFeature where one would have none.
+    """
+    size = -(-vocab_size // group.size)
+    if size * (group.size - 1) >= vocab_size:
+        raise UnsupportedFeature(
+            f"{vocab_size} tokens of the vocabulary are too few for tensor_parallel_size={group.size} ranks."
+        )
+    start = group.rank * size
+    return Share(start, min(size, vocab_size - start), vocab_size)
+
+
 def heads_of_rank(num_heads: int, num_kv_heads: int, group: Group) -> tuple[Share, Share]:
     """This rank's query heads, and the KV heads that they attend with, which several ranks have if there are too few.
 
