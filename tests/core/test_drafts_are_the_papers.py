@@ -16,10 +16,12 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.kernels.native import NATIVE
+from penstock.kernels.native.program_step import BoundChoices
 from penstock.kernels.sampling import draw_tokens_reference
 from penstock.loader.loader import load_model
 from penstock.models.decoder import DecoderForCausalLM
 from penstock.parallel import ParallelContext
+from penstock.runner.speculative import draft_model, drafting_head
 from penstock.scheduler.draft_budget import DraftBudget
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.draft_heads import (
@@ -270,18 +272,54 @@ def test_drafts_of_a_draft_model_are_its_own_choices(tmp_path: Path) -> None:
     assert watched.num_compared > 60
 
 
+@pytest.mark.parametrize("most_waiting", [5, 256])
 @pytest.mark.parametrize("method", [*METHODS, "draft_model"])
 def test_steps_after_which_nobody_wants_drafts_are_not_lost(
-    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, most_waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plan(budget: DraftBudget, step_id: int, requests: object) -> int:
-        budget.num_steps_planned = 1
+        budget.num_steps_planned = 7 - step_id % 7
         return NUM_DRAFTS if step_id % 7 == 0 else 0
 
     monkeypatch.setattr(DraftBudget, "plan", plan)
+    for module in (draft_model, drafting_head):
+        monkeypatch.setattr(module, "MOST_WAITING", most_waiting)
     folder, speculative, oracle = make_draft_model(tmp_path) if method == "draft_model" else make(tmp_path, method)
     watched = Watched(engine(folder, speculative), oracle)
-    for index, prompt in enumerate(random_prompts((5, 21, 13), VOCAB_SIZE, seed=3)):
-        watched.add(f"r{index}", prompt, greedy(40))
-    watched.finish()
+    prompts = random_prompts((5, 21, 13), VOCAB_SIZE, seed=3)
+    for index, (prompt, length) in enumerate(zip(prompts, (40, 26, 33), strict=True)):
+        watched.add(f"r{index}", prompt, greedy(length))
+    while watched.core.has_unfinished_requests():
+        watched.step()
     assert watched.num_compared > 20
+    # What it went on with while nobody wanted drafts is a prefix like any other.
+    for index, prompt in enumerate(prompts):
+        watched.add(f"again{index}", [*prompt, *watched.results[f"r{index}"].tokens, 5], greedy(9))
+    num_compared = watched.num_compared
+    watched.finish()
+    assert watched.num_compared > num_compared
+    for index, prompt in enumerate(prompts):
+        assert watched.results[f"again{index}"].num_cached_tokens > len(prompt) + BLOCK_SIZE
+
+
+@pytest.mark.one_path(reason="counts what only fast paths do")
+@pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_that_nobody_asks_leaves_a_step_one_call(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(budget: DraftBudget, step_id: int, requests: object) -> int:
+        budget.num_steps_planned = 100
+        return 0
+
+    monkeypatch.setattr(DraftBudget, "plan", plan)
+    calls = []
+    run = BoundChoices.run
+    monkeypatch.setattr(BoundChoices, "run", lambda bound: calls.append(len(bound.states)) or run(bound))
+    folder, speculative, oracle = make(tmp_path, method)
+    watched = Watched(engine(folder, speculative), oracle)
+    watched.add("r", random_prompts((21,), VOCAB_SIZE)[0], greedy(40))
+    watched.finish()
+    # But for the prompt, and the first steps after it.
+    assert len(calls) > 30
+    assert set(calls) == {1 + len(oracle.layers)}

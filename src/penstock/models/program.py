@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,16 +45,23 @@ class ModelPrograms:
             context.taps.states += states
         return hidden_TD
 
-    def bind_greedy(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> BoundChoices | None:
+    def bind_greedy(
+        self,
+        model: LanguageModel,
+        inputs: ModelInputs,
+        context: ForwardContext,
+        states_before: Sequence[int] | None = None,
+    ) -> BoundChoices | None:
         """`model.compute_greedy` of its hidden states, as long as these tensors and the context stay.
 
+        states_before: given where the hidden states are wanted too, and those before these layers, as of `HiddenTaps`.
         None where the model has no way to do it all at once, or the inputs cannot be read in place, or are not plain.
         """
         tensors = (inputs.tokens, torch.int32), (inputs.positions, torch.int64)
         can_read = all(tensor.dtype is dtype and tensor.is_contiguous() for tensor, dtype in tensors)
         if not can_read or not inputs.is_plain or inputs.hidden is not None:
             return None
-        program = self._program(model, _Greedy())
+        program = self._program(model, _Greedy(None if states_before is None else tuple(sorted(states_before))))
         return None if program is None else program.bind(inputs.tokens, _step_tokens(inputs.positions, context))
 
     def forget(self) -> None:
@@ -110,19 +117,28 @@ class _Forward:
         taps = HiddenTaps(sorted(self.taps))
         given = (trace.give(self.hidden_size),) if self.hidden_size else ()
         hidden = _run(trace, model, replace(context, taps=taps), *given)
-        return trace.result(hidden), [cell for state in taps.states if (cell := getattr(state, "cell", None))]
+        return trace.result(hidden), _cells(taps)
 
 
 @dataclass(frozen=True)
 class _Greedy:
-    """From tokens to tokens."""
+    """From tokens to tokens. states_before: given where hidden states are wanted besides, and those before layers."""
 
-    def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None]:
-        """Raises Untraceable."""
-        chosen = model.compute_greedy(_run(trace, model, context))
+    states_before: tuple[int, ...] | None
+
+    def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
+        """Where they are. Raises Untraceable."""
+        taps = HiddenTaps(self.states_before or ())
+        hidden = _run(trace, model, replace(context, taps=taps))
+        wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(taps)]
+        chosen = model.compute_greedy(hidden)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
             raise Untraceable("tokens are not chosen by a kernel")
-        return (None,)
+        return None, wanted
+
+
+def _cells(taps: HiddenTaps) -> list[Cell]:
+    return [cell for state in taps.states if (cell := getattr(state, "cell", None))]
 
 
 def _run(trace: Trace, model: LanguageModel, context: ForwardContext, *hidden: Tensor) -> Tensor:

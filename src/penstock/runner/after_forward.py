@@ -30,8 +30,8 @@ class PendingStep(msgspec.Struct, frozen=True, gc=False):
     """A step that has been run and not yet sampled. `batch` is None when no token was run.
 
     hidden: of each logits row; None where the step has `chosen` its tokens already. all_hidden: of all tokens, where
-    prompt_rows are among them, or a speculator needs them. context, inputs: of the forward pass. num_drafts: wanted for
-    the next step.
+    prompt_rows are among them, or a speculator needs them; aux: and those before its `aux_layers`. context, inputs: of
+    the forward pass. num_drafts: wanted for the next step.
     """
 
     errors: dict[str, str]
@@ -39,6 +39,7 @@ class PendingStep(msgspec.Struct, frozen=True, gc=False):
     hidden: Tensor | None = None
     prompt_rows: PromptRows | None = None
     all_hidden: Tensor | None = None
+    aux: Sequence[Tensor] = ()
     chosen: ChosenTokens | None = None
     context: ForwardContext | None = None
     inputs: ModelInputs | None = None
@@ -110,20 +111,28 @@ class Generation(AfterForward):
         is_repeated: bool,
         num_drafts: int,
     ) -> PendingStep:
+        speculator = self._speculator
         prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
-        keeps_hidden = prompt_rows is not None or self._speculator.needs_hidden
-        if is_repeated and not keeps_hidden:
-            chosen = self._paths.choose(model, inputs)
-            if chosen is not None:
-                return PendingStep(errors, batch, None, None, None, chosen, context, inputs, num_drafts)
+        if is_repeated and prompt_rows is None:
+            found = self._paths.choose(model, inputs, speculator.aux_layers if speculator.needs_hidden else None)
+            if found is not None:
+                chosen, states = found
+                all_hidden = states[0] if states else None
+                return PendingStep(
+                    errors, batch, None, None, all_hidden, states[1:], chosen, context, inputs, num_drafts
+                )
+        keeps_hidden = prompt_rows is not None or speculator.needs_hidden
         if batch.layout.can_be_narrowed and not keeps_hidden and not self.computes_all_hidden:
             context = self._kv_cache.narrow_to_last_tokens(context, batch)
-        if self._speculator.aux_layers:
-            context = replace(context, taps=HiddenTaps(self._speculator.aux_layers))
+        taps = HiddenTaps(speculator.aux_layers)
+        if taps.layers:
+            context = replace(context, taps=taps)
         hidden = self._paths.forward(model, inputs, context)
         of_rows = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
         all_hidden = hidden if keeps_hidden else None
-        return PendingStep(errors, batch, of_rows, prompt_rows, all_hidden, None, context, inputs, num_drafts)
+        return PendingStep(
+            errors, batch, of_rows, prompt_rows, all_hidden, taps.states, None, context, inputs, num_drafts
+        )
 
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
         batch, errors, context, inputs = step.batch, step.errors, step.context, step.inputs
@@ -157,8 +166,9 @@ class Generation(AfterForward):
             )
         batch.step.advance(outcome)
         self._sampler.advance(layout.slots, layout.slots_np, outcome)
-        aux = None if context.taps is None else context.taps.states
-        self._speculator.propose(DraftingStep(batch, context, inputs, outcome, step.num_drafts, step.all_hidden, aux))
+        self._speculator.propose(
+            DraftingStep(batch, context, inputs, outcome, step.num_drafts, step.all_hidden, step.aux)
+        )
         return result
 
     def _sample(self, model: LanguageModel, batch: InputBatch, step: PendingStep) -> SamplerOutput:

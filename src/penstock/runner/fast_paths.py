@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from penstock.attention import ForwardContext
@@ -40,8 +42,14 @@ class PlainPath:
         """Hidden states of these inputs, or of those that the context asks for."""
         return inputs.run(model, context)
 
-    def choose(self, model: LanguageModel, inputs: ModelInputs) -> ChosenTokens | None:
-        """The tokens of the step that `repeat` gave, in one call; None where that cannot be, or logits are wanted."""
+    def choose(
+        self, model: LanguageModel, inputs: ModelInputs, states_before: Sequence[int] | None
+    ) -> tuple[ChosenTokens, Sequence[Tensor]] | None:
+        """The tokens of the step that `repeat` gave, in one call; None where that cannot be, or logits are wanted.
+
+        states_before: given, the same in every step, where the hidden states are wanted too, which then come first, and
+        those before these layers. The next step overwrites all of it.
+        """
         return None
 
 
@@ -107,15 +115,20 @@ class FastPaths(PlainPath):
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         return self._kv_cache.programs.run(model, inputs, context)
 
-    def choose(self, model: LanguageModel, inputs: ModelInputs) -> ChosenTokens | None:
+    def choose(
+        self, model: LanguageModel, inputs: ModelInputs, states_before: Sequence[int] | None
+    ) -> tuple[ChosenTokens, Sequence[Tensor]] | None:
         if not self._is_bound:
-            self._is_bound, self._bound = True, self._bind(model, inputs)
-        return None if self._bound is None else self._bound.run()
+            self._is_bound, self._bound = True, self._bind(model, inputs, states_before)
+        bound = self._bound
+        return None if bound is None else (bound.run(), bound.states)
 
-    def _bind(self, model: LanguageModel, inputs: ModelInputs) -> BoundChoices | None:
+    def _bind(
+        self, model: LanguageModel, inputs: ModelInputs, states_before: Sequence[int] | None
+    ) -> BoundChoices | None:
         batch = self._batch
         assert batch is not None, "a repeated step has its inputs"
         has_padding = not batch.layout.has_one_token_each
         if has_padding or not self._sampler.is_plain_greedy(batch.logits_rows):
             return None
-        return self._kv_cache.programs.bind_greedy(model, inputs, self._context)
+        return self._kv_cache.programs.bind_greedy(model, inputs, self._context, states_before)

@@ -59,8 +59,7 @@ class NativeProgram:
         workspace = self._workspace(num_rows)
         arguments = self._arguments(step, (outputs, workspace, ids_T, None, None, given_TD))
         self._run(arguments.address)  # they stay until it is done
-        parts = outputs.split([num_rows * width for width in self._widths]) if len(self._widths) > 1 else [outputs]
-        hidden_TD, *further = [part.view(num_rows, -1) for part in parts]
+        hidden_TD, *further = self._split(outputs, num_rows)
         return [hidden_TD if step.last is None else hidden_TD[: step.num_outputs], *further]
 
     def bind(self, ids_T: Tensor, step: StepTokens) -> BoundChoices:
@@ -68,8 +67,17 @@ class NativeProgram:
         num_rows = ids_T.shape[0]
         workspace = self._workspace(num_rows)
         chosen = ChosenTokens(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool))
-        arguments = self._arguments(step, (None, workspace, ids_T, *chosen))
-        return BoundChoices(self._run, arguments, chosen, (self, ids_T, step, workspace))
+        outputs = torch.empty(num_rows * sum(self._widths))
+        arguments = self._arguments(step, (outputs, workspace, ids_T, *chosen))
+        states = self._split(outputs, num_rows)
+        return BoundChoices(self._run, arguments, chosen, states, (self, ids_T, step, workspace, outputs))
+
+    def _split(self, outputs: Tensor, num_rows: int) -> list[Tensor]:
+        """Each [T, width]."""
+        if len(self._widths) == 1:
+            return [outputs.view(num_rows, -1)]
+        parts = outputs.split([num_rows * width for width in self._widths])
+        return [part.view(num_rows, width) for part, width in zip(parts, self._widths, strict=True)]
 
     def _workspace(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows * self._plan.whole_size + min(num_rows, PROGRAM_ROWS) * self._plan.part_size)

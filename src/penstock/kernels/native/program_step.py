@@ -50,7 +50,7 @@ class StepTokens:
 class BoundChoices:
     """A program that takes tokens to tokens, with all that it reads and writes: it runs again without being told more.
 
-    Every run writes the choices after all tokens anew.
+    Every run writes the choices after all tokens anew, and `states`, what else is wanted: float32 [T, width] each.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class BoundChoices:
         run: Callable[[int], None],
         arguments: StoredArguments,
         chosen: ChosenTokens,
+        states: Sequence[Tensor],
         keeps_alive: tuple[object, ...],
     ) -> None:
         self._run = run
         self._address = arguments.address
         self._chosen = chosen
+        self.states = states
         self._keeps_alive = (arguments, *keeps_alive)
 
     def run(self) -> ChosenTokens:

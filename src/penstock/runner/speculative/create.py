@@ -7,7 +7,8 @@ from penstock.device import Device
 from penstock.errors import UnsupportedFeature
 from penstock.models.causal_lm import CausalLM
 from penstock.models.draft_head import DraftHead
-from penstock.runner.speculative.model_drafter import DraftingHead, DraftModel
+from penstock.runner.speculative.draft_model import DraftModel
+from penstock.runner.speculative.drafting_head import DraftingHead
 from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
 from penstock.runner.speculative.speculator import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.suffix import SuffixSpeculator

@@ -1,4 +1,4 @@
-"""Drafts of a model: a smaller one of its own, or a head that goes on from the target's hidden states.
+"""Drafts of a model: what a smaller one of its own, and a head on the target's hidden states, have in common.
 
 The drafter's layers have pages in the target's blocks. After each step it takes in what the step has settled, in one
 forward pass, and then guesses token by token, each of which it reads back. What it wrote for guesses that turn out
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,11 +25,8 @@ from penstock.kernels.prompt_lookup import NO_DRAFT
 from penstock.kernels.step_state import PAD_SLOT_ID, compute_slot_mapping
 from penstock.models.attention_layers import cache_layers
 from penstock.models.causal_lm import CausalLM
-from penstock.models.draft_head import DraftHead
-from penstock.models.interface import ModelInputs
 from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.input_batch import InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.request_states import RequestStates
@@ -38,12 +34,12 @@ from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.speculator import DraftingStep, Speculator, on_host
 from penstock.runner.staging import SlotParameter
 
-# Tokens of all requests together, at most, that a draft model has still to read.
-_MOST_WAITING = 256
+# Tokens of all requests together, at most, that a drafter has still to read.
+MOST_WAITING = 256
 
 
 class ModelDrafter(Speculator):
-    """What both kinds have in common.
+    """While nobody wants drafts, it lets a few tokens of decoding requests wait, and reads them together.
 
     reads_ahead: how many positions the token that is read at a position is ahead of it.
     """
@@ -90,7 +86,7 @@ class ModelDrafter(Speculator):
 
     def propose(self, step: DraftingStep) -> None:
         layout, num_drafts = step.batch.layout, step.num_drafts
-        if not num_drafts and self.may_wait(layout):
+        if not num_drafts and self.lets_wait(step):
             self._proposed = None
             return
         last_R = self.requests.num_computed_tokens.tensor.view(-1).index_select(0, layout.slots)
@@ -119,9 +115,9 @@ class ModelDrafter(Speculator):
     def run_prompt(self, context: ForwardContext, positions: Tensor) -> None:
         self.run_all(context, positions)
 
-    def may_wait(self, layout: BatchLayout) -> bool:
-        """Whether a step after which nobody wants drafts can be taken in later."""
-        return False
+    @abstractmethod
+    def lets_wait(self, step: DraftingStep) -> bool:
+        """Take note of a step after which nobody wants drafts, to take it in later; False where it must be now."""
 
     @abstractmethod
     def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
@@ -195,6 +191,48 @@ class ModelDrafter(Speculator):
                 for table_RB, block_size in zip(tables, self._block_tables.block_sizes, strict=True)
             ]
 
+    def ragged(
+        self,
+        slots_R: Tensor,
+        starts_np: np.ndarray,
+        starts_R: Tensor,
+        request_of_T: Tensor,
+        positions_T: Tensor,
+    ) -> ForwardContext:
+        """Of requests with rising positions each, whose last tokens' hidden states are wanted.
+
+        starts_np, starts_R: [R + 1], where each one's tokens begin among all, and their number. request_of_T: whose
+        each is.
+        """
+        num_reqs, num_tokens = len(starts_np) - 1, int(starts_np[-1])
+        rows_R = starts_R[1:] - 1
+        last_R = positions_T.index_select(0, rows_R)
+        seq_lens_R, starts_R = (last_R + 1).to(torch.int32), starts_R.to(torch.int32)
+        geometry = [
+            StepGeometry(
+                query_start_loc=starts_R,
+                query_start_loc_np=starts_np,
+                seq_lens=seq_lens_R,
+                block_table=table_RB,
+                slot_mapping=compute_slot_mapping(
+                    table_RB, self._numbers[:num_reqs], request_of_T, positions_T, block_size, num_tokens
+                ),
+                num_actual_tokens=num_tokens,
+                num_actual_reqs=num_reqs,
+                max_query_len=int(np.diff(starts_np).max()),
+                max_seq_len_upper_bound=table_RB.shape[1] * block_size,
+                block_size=block_size,
+            )
+            for table_RB, block_size in zip(self.tables_of(slots_R), self._block_tables.block_sizes, strict=True)
+        ]
+        of_last = [of_group.of_last_tokens(rows_R) for of_group in geometry]
+        return self.kv_cache.narrow(self.kv_cache.context(geometry), of_last, rows_R, last_R)
+
+    def tokens_at(self, slots_T: Tensor, positions_T: Tensor) -> Tensor:
+        """int32 [T]: known tokens of these slots' requests."""
+        token_ids_SL = self.requests.all_token_ids.tensor
+        return token_ids_SL.view(-1).index_select(0, slots_T * token_ids_SL.shape[1] + positions_T)
+
     def tables_of(self, slots_R: Tensor) -> list[Tensor]:
         """The requests' rows of the block tables, by KV-cache group."""
         tables = self._block_tables
@@ -219,140 +257,3 @@ class ModelDrafter(Speculator):
                 max_seq_len_upper_bound=0,
                 block_size=block_size,
             )
-
-
-class DraftModel(ModelDrafter):
-    """A model of its own, with the target's vocabulary, which reads what the target has read.
-
-    What it guessed right it has read already, but for the last of them; so it reads of each request as many tokens as
-    were known before the step, and one more. While nobody wants drafts, it lets a few tokens of decoding requests wait
-    and reads them together.
-    """
-
-    reads_ahead = 0
-
-    def bind(
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
-        super().bind(requests, block_tables, kv_cache, sampler)
-        # By slot, tokens that wait.
-        self._num_waiting = np.zeros(requests.max_num_reqs + 1, dtype=np.int64)
-
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        super().add_request(slot, params, prompt_token_ids, output_token_ids)
-        self._num_waiting[slot] = 0
-
-    def remove_request(self, slot: int) -> None:
-        self._num_waiting[slot] = 0
-
-    def most_extra_tokens(self, max_num_reqs: int) -> int:
-        return max_num_reqs + _MOST_WAITING
-
-    def may_wait(self, layout: BatchLayout) -> bool:
-        counts = _num_known(layout)
-        if counts.max() > 1 or self._num_waiting.sum() + len(counts) > _MOST_WAITING:
-            return False
-        self._num_waiting[layout.slots_np] += 1
-        return True
-
-    def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
-        layout = step.batch.layout
-        counts = _num_known(layout) + self._num_waiting[layout.slots_np] + 1
-        self._num_waiting[layout.slots_np] = 0
-        num_reqs, num_tokens = len(counts), int(counts.sum())
-        starts = np.zeros(num_reqs + 1, dtype=np.int64)
-        np.cumsum(counts, out=starts[1:])
-        request_of = np.repeat(np.arange(num_reqs), counts)
-        # From each request's last token backwards, so that none comes to lie behind its end.
-        offsets = np.arange(num_tokens) - starts[1:][request_of] + 1
-        parts = (starts, request_of, offsets, starts[1:] - 1)
-        uploaded = self.device.upload(np.concatenate(parts)).split([len(part) for part in parts])
-        starts_R, request_of_T, offsets_T, rows_R = uploaded
-        last_R = torch.minimum(last_R, self._length_limit.tensor.index_select(0, layout.slots) - 1)
-        positions_T = last_R.index_select(0, request_of_T) + offsets_T
-        token_ids_SL = self.requests.all_token_ids.tensor
-        cells_T = layout.slots.index_select(0, request_of_T) * token_ids_SL.shape[1] + positions_T
-        ids_T = token_ids_SL.view(-1).index_select(0, cells_T)
-        seq_lens_R, starts_R = (last_R + 1).to(torch.int32), starts_R.to(torch.int32)
-        geometry = [
-            StepGeometry(
-                query_start_loc=starts_R,
-                query_start_loc_np=starts,
-                seq_lens=seq_lens_R,
-                block_table=table_RB,
-                slot_mapping=compute_slot_mapping(
-                    table_RB, self._numbers[:num_reqs], request_of_T, positions_T, block_size, num_tokens
-                ),
-                num_actual_tokens=num_tokens,
-                num_actual_reqs=num_reqs,
-                max_query_len=int(counts.max()),
-                max_seq_len_upper_bound=table_RB.shape[1] * block_size,
-                block_size=block_size,
-            )
-            for table_RB, block_size in zip(self.tables_of(layout.slots), self._block_tables.block_sizes, strict=True)
-        ]
-        of_last = [of_group.of_last_tokens(rows_R) for of_group in geometry]
-        context = self.kv_cache.narrow(self.kv_cache.context(geometry), of_last, rows_R, last_R)
-        return self.kv_cache.programs.run(self.model, ModelInputs(ids_T, positions_T), context)
-
-    def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
-        return self.kv_cache.programs.run(self.model, ModelInputs(ids_T, positions_T), context)
-
-    def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
-        return self.run(positions_T.to(torch.int32) * 0, positions_T, context, positions_T)
-
-
-def _num_known(layout: BatchLayout) -> np.ndarray:
-    """int64 [R], tokens of each request in the step but for drafts."""
-    return layout.counts_np if layout.num_drafts_np is None else layout.counts_np - layout.num_drafts_np
-
-
-class DraftingHead(ModelDrafter):
-    """A head on the target's hidden states, which reads at each position the token after it.
-
-    It reads all of a step's tokens again, since what it went on from before was guessed. Where drafts were rejected it
-    reads nonsense, which nobody asks for.
-    """
-
-    reads_ahead = 1
-    needs_hidden = True
-
-    def __init__(self, model: DraftHead, config: SpeculativeConfig, vocab_size: int, device: Device) -> None:
-        super().__init__(model, config, vocab_size, device)
-        self.head = model
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.head.aux_layers
-
-    def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
-        batch = step.batch
-        assert step.hidden is not None, "it needs hidden states"
-        hidden_TD = self.head.from_target(step.hidden, step.aux or ())
-        # Of a step's last known token, the row; behind it are rejected drafts.
-        rows_R = batch.layout.query_start_loc[1 : len(batch.layout.req_ids) + 1] - 1 - step.outcome.num_rejected
-        positions_R = last_R - 1
-        seq_lens_R = last_R.to(torch.int32)
-        of_last = [replace(of_group.of_last_tokens(rows_R), seq_lens=seq_lens_R) for of_group in batch.geometry]
-        whole = replace(step.context, last=None, taps=None)
-        context = self.kv_cache.narrow(whole, of_last, rows_R, positions_R)
-        return self.run(self._next_tokens(batch), batch.positions, context, hidden_TD)
-
-    def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
-        return self.kv_cache.programs.run(self.head, ModelInputs(ids_T, positions_T, hidden=hidden_TD), context)
-
-    def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
-        dtype = self.head.target.model.norm.weight.dtype
-        shape = len(positions_T), self.head.target.config.hidden_size
-        states = [torch.zeros(shape, dtype=dtype, device=positions_T.device) for _ in (0, *self.aux_layers)]
-        hidden_TD = self.head.from_target(states[0], states[1:])
-        return self.run(positions_T.to(torch.int32) * 0, positions_T, context, hidden_TD)
-
-    def _next_tokens(self, batch: InputBatch) -> Tensor:
-        """int32 [T], the token after each of the step's: of a prompt, or sampled."""
-        tensors, token_ids_SL = batch.layout.tensors, self.requests.all_token_ids.tensor
-        slots_T = tensors.idx_mapping_R.index_select(0, tensors.token_to_req_T)
-        cells_T = slots_T * token_ids_SL.shape[1] + batch.positions + 1
-        return token_ids_SL.view(-1).index_select(0, cells_T)

@@ -35,7 +35,7 @@ class DraftingStep(NamedTuple):
     outcome: StepOutcome
     num_drafts: int
     hidden: Tensor | None = None
-    aux: Sequence[Tensor] | None = None
+    aux: Sequence[Tensor] = ()
 
 
 class Speculator(ABC):

@@ -1,0 +1,95 @@
+"""Drafts of a smaller model of its own. Suffixes: T tokens, R requests of the step, D hidden size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.attention import ForwardContext
+from penstock.contract import SamplingParams
+from penstock.models.interface import ModelInputs
+from penstock.runner.batch_layout import BatchLayout
+from penstock.runner.block_tables import BlockTables
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import Sampler
+from penstock.runner.speculative.model_drafter import MOST_WAITING, ModelDrafter
+from penstock.runner.speculative.speculator import DraftingStep
+
+
+class DraftModel(ModelDrafter):
+    """A model of its own, with the target's vocabulary, which reads what the target has read.
+
+    What it guessed right it has read already, but for the last of them; so it reads of each request as many tokens as
+    were known before the step, and one more.
+    """
+
+    reads_ahead = 0
+
+    def bind(
+        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
+    ) -> None:
+        super().bind(requests, block_tables, kv_cache, sampler)
+        # By slot, tokens that wait.
+        self._num_waiting = np.zeros(requests.max_num_reqs + 1, dtype=np.int64)
+
+    def add_request(
+        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        super().add_request(slot, params, prompt_token_ids, output_token_ids)
+        self._num_waiting[slot] = 0
+
+    def remove_request(self, slot: int) -> None:
+        # Its blocks may be found as a cached prefix, and are nobody else's before this step's forward pass.
+        if self._num_waiting[slot]:
+            slots_np = np.array([slot])
+            slots_R = self.device.upload(slots_np)
+            last_R = self.requests.num_computed_tokens.tensor.view(-1).index_select(0, slots_R)
+            self._read(slots_R, self._num_waiting[slots_np], last_R)
+            self._num_waiting[slot] = 0
+
+    def most_extra_tokens(self, max_num_reqs: int) -> int:
+        return max_num_reqs + MOST_WAITING
+
+    def lets_wait(self, step: DraftingStep) -> bool:
+        layout = step.batch.layout
+        counts = _num_known(layout)
+        if counts.max() > 1 or self._num_waiting.sum() + len(counts) > MOST_WAITING:
+            return False
+        self._num_waiting[layout.slots_np] += 1
+        return True
+
+    def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
+        layout = step.batch.layout
+        counts = _num_known(layout) + self._num_waiting[layout.slots_np] + 1
+        self._num_waiting[layout.slots_np] = 0
+        return self._read(layout.slots, counts, last_R)
+
+    def _read(self, slots_R: Tensor, counts: np.ndarray, last_R: Tensor) -> Tensor:
+        """Hidden states [R, D] of these positions, after so many tokens of each request up to them."""
+        starts = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        request_of = np.repeat(np.arange(len(counts)), counts)
+        # From each request's last token backwards, so that none comes to lie behind its end.
+        offsets = np.arange(starts[-1]) - starts[1:][request_of] + 1
+        parts = (starts, request_of, offsets)
+        starts_R, request_of_T, offsets_T = self.device.upload(np.concatenate(parts)).split([*map(len, parts)])
+        last_R = torch.minimum(last_R, self._length_limit.tensor.index_select(0, slots_R) - 1)
+        positions_T = last_R.index_select(0, request_of_T) + offsets_T
+        ids_T = self.tokens_at(slots_R.index_select(0, request_of_T), positions_T)
+        context = self.ragged(slots_R, starts, starts_R, request_of_T, positions_T)
+        return self.kv_cache.programs.run(self.model, ModelInputs(ids_T, positions_T), context)
+
+    def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
+        return self.kv_cache.programs.run(self.model, ModelInputs(ids_T, positions_T), context)
+
+    def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
+        return self.run(positions_T.to(torch.int32) * 0, positions_T, context, positions_T)
+
+
+def _num_known(layout: BatchLayout) -> np.ndarray:
+    """int64 [R], tokens of each request in the step but for drafts."""
+    return layout.counts_np if layout.num_drafts_np is None else layout.counts_np - layout.num_drafts_np
