@@ -12,12 +12,12 @@ from penstock.kernels.logits_shaping import (
     add_to_tokens,
     allow_by_bits,
     allow_by_bits_reference,
+    allow_by_bytes,
     ends_with_prefix,
     forbid_tokens,
     keep_tokens,
     penalise,
     penalise_reference,
-    penalties_by_byte,
 )
 
 NUM_ROWS, VOCAB_SIZE, NUM_SLOTS = 7, 50, 9
@@ -105,5 +105,5 @@ def test_bits_allow_what_a_plain_loop_says_and_the_fast_way_equals_it(vocab_size
                 expected[row, token] = float("-inf")
     index = None if rows is None else torch.tensor(rows)
     assert torch.equal(allow_by_bits_reference(logits.clone(), index, words), expected)
-    penalties = penalties_by_byte(torch.device("cpu"))
-    assert torch.equal(allow_by_bits(logits.clone(), index, words, penalties), expected)
+    assert torch.equal(allow_by_bits(logits.clone(), index, words), expected)
+    assert torch.equal(allow_by_bytes(logits.clone(), index, words), expected)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.kernels.activation import gelu_tanh_and_mul_reference, silu_and_mul_reference
+from penstock.kernels.logits_shaping import allow_by_bits_reference
 from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
 from penstock.kernels.norm import rms_norm_reference
 from penstock.kernels.rotary import apply_rotary, gather_rotation_reference, rotary_table
@@ -382,3 +383,30 @@ def test_draws_follow_the_distribution(kernels: NativeKernels) -> None:
     expected_V = logits_V.double().softmax(-1) * num_draws
     observed_V = drawn_R.bincount(minlength=size)
     assert ((observed_V - expected_V) ** 2 / expected_V).sum() < 402
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_bits_allow_what_the_reference_allows_and_leave_the_rest_untouched(
+    kernels: NativeKernels, data: st.DataObject
+) -> None:
+    num_rows = data.draw(st.integers(1, 40), label="rows")
+    size = data.draw(st.integers(1, 200) | st.sampled_from([1536, 4001]), label="size")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x_RV = torch.randn(num_rows, size, generator=generator)
+    x_RV[torch.rand(x_RV.shape, generator=generator) < 0.05] = data.draw(
+        st.sampled_from([0.0, -0.0, torch.nan, torch.inf, -torch.inf])
+    )
+    chosen = data.draw(
+        st.none() | st.lists(st.integers(0, num_rows - 1), unique=True, min_size=1, max_size=num_rows), label="of"
+    )
+    num_words = -(-size // 32) + data.draw(st.integers(0, 1), label="words too many")
+    rows_N = None if chosen is None else torch.tensor(chosen, dtype=torch.int64)
+    shape = (num_rows if chosen is None else len(chosen), num_words)
+    words_NW = torch.randint(-(2**31), 2**31, shape, generator=generator).int()
+    # Words that forbid nothing or everything go ways of their own.
+    kind = torch.randint(0, 3, shape, generator=generator)
+    words_NW[kind == 1], words_NW[kind == 2] = 0, -1
+    expected = allow_by_bits_reference(x_RV.clone(), rows_N, words_NW)
+    with threads(data.draw(st.sampled_from([1, 2, 3, 7]))):
+        assert_same_bits(kernels.allow_by_bits(x_RV, rows_N, words_NW), expected)

@@ -294,6 +294,21 @@ class NativeKernels:
         )
         return index_R, failed_R
 
+    def allow_by_bits(self, logits_RV: Tensor, rows_N: Tensor | None, words_NW: Tensor) -> Tensor:
+        """`kernels.logits_shaping.allow_by_bits`, in place; all are contiguous."""
+        num_rows, num_words = words_NW.shape
+        self.module.allow_by_bits(
+            self._index,
+            logits_RV.data_ptr(),
+            0 if rows_N is None else rows_N.data_ptr(),
+            words_NW.data_ptr(),
+            num_rows,
+            logits_RV.shape[1],
+            num_words,
+            torch.get_num_threads(),
+        )
+        return logits_RV
+
     def _trace(self, tensor: TracedTensor) -> Trace:
         if tensor.origin.instruction_set != self._index:
             raise Untraceable("a weight is packed for other kernels")

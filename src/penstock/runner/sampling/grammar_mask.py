@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.contract import GrammarOutput, SamplingParams
 from penstock.device import Device
-from penstock.kernels.logits_shaping import allow_by_bits, penalties_by_byte
+from penstock.kernels.logits_shaping import allow_by_bits
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.stage import SamplingStage
 
@@ -28,7 +28,6 @@ class GrammarMask(SamplingStage):
         # Of the present step: the bitmask, int32 [rows, words], and each slot's first row in it.
         self._words: np.ndarray | None = None
         self._first_row = np.full(num_slots, _NOT_MASKED)
-        self._penalties: Tensor | None = None
 
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -67,7 +66,5 @@ class GrammarMask(SamplingStage):
             return logits
         numbers = 0 if rows.drafts is None else rows.drafts.numbers_np[which]
         words = self._device.upload(self._words[first_row[which] + numbers])
-        if self._penalties is None:
-            self._penalties = penalties_by_byte(logits.device)
         index = None if len(which) == len(slots) else self._device.upload(which)
-        return allow_by_bits(logits, index, words, self._penalties)
+        return allow_by_bits(logits, index, words)

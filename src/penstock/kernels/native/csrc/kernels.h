@@ -157,6 +157,15 @@ struct DrawArgs {
   int num_threads;
 };
 
+// Minus infinity for the tokens of these rows whose bit is not set: bit i of word w is that of token 32 w + i.
+struct AllowArgs {
+  float* x;             // rows of `size`
+  const int64_t* rows;  // [num_rows], different ones; nullptr for all, one after the other
+  const int32_t* words;  // [num_rows][num_words], enough of them for `size`
+  int64_t num_rows, size, num_words;
+  int num_threads;
+};
+
 struct Kernels {
   const char* name;
   // Weights are packed in panels of so many output features: [panel][in_features][panel width].
@@ -174,6 +183,7 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&);
   void (*argmax)(const ArgmaxArgs&);
   void (*draw)(const DrawArgs&);
+  void (*allow_by_bits)(const AllowArgs&);
 };
 
 // nullptr where the library was built for another architecture.

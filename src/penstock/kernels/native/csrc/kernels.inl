@@ -7,6 +7,7 @@
 #include "linear.inl"
 #include "greedy.inl"
 #include "sampling.inl"
+#include "masking.inl"
 #include "attention_cache.inl"
 #include "attention_tiles.inl"
 #include "attention_int8.inl"
@@ -18,6 +19,7 @@ namespace PENSTOCK_NAMESPACE {
 static const Kernels kTable = {
     PENSTOCK_NAME, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
     rows,          lookup,   rms_norm,     gate_and_mul,  rotary, argmax, draw,
+    allow_by_bits,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

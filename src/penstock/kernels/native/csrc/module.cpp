@@ -246,6 +246,14 @@ PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->draw, a) : nullptr;
 }
 
+PyObject* allow_by_bits(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const Kernels* kernels = in.kernels();
+  AllowArgs a;
+  in.read(a.x, a.rows, a.words, a.num_rows, a.size, a.num_words, a.num_threads);
+  return in.are_good() ? run(kernels->allow_by_bits, a) : nullptr;
+}
+
 }  // namespace
 
 #include "module_stored.inl"
@@ -273,6 +281,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(rotary),
     PENSTOCK_FUNCTION(argmax),
     PENSTOCK_FUNCTION(draw),
+    PENSTOCK_FUNCTION(allow_by_bits),
     PENSTOCK_FUNCTION(gather_step),
     PENSTOCK_FUNCTION(step_outcome),
     PENSTOCK_FUNCTION(advance_state),
