@@ -119,21 +119,25 @@ class LLGuidanceMatcher:
         self._num_end_tokens = 0
 
     def accept(self, token_ids: Sequence[int]) -> int:
+        if self._eos_token_ids.isdisjoint(token_ids):
+            return self._accept_text(token_ids)
         for num_accepted, token_id in enumerate(token_ids):
-            if not self._accept_one(token_id):
+            is_accepted = self._accept_end() if token_id in self._eos_token_ids else self._accept_text([token_id])
+            if not is_accepted:
                 return num_accepted
         return len(token_ids)
 
-    def _accept_one(self, token_id: int) -> bool:
-        if token_id in self._eos_token_ids:
-            has_ended = self._num_end_tokens > 0 or self._matcher.is_accepting()
-            self._num_end_tokens += has_ended
-            return has_ended
-        if self._num_end_tokens or self._matcher.is_stopped():
-            return False
-        accepted: int = self._matcher.try_consume_tokens([token_id])
+    def _accept_text(self, token_ids: Sequence[int]) -> int:
+        if self._num_end_tokens:
+            return 0
+        num_accepted: int = self._matcher.try_consume_tokens(token_ids)
         self._check()
-        return accepted == 1
+        return num_accepted
+
+    def _accept_end(self) -> bool:
+        has_ended = self._num_end_tokens > 0 or self._matcher.is_accepting()
+        self._num_end_tokens += has_ended
+        return has_ended
 
     def rollback(self, num_tokens: int) -> None:
         num_end_tokens = min(num_tokens, self._num_end_tokens)
@@ -159,7 +163,7 @@ class LLGuidanceMatcher:
 
 
 def _fill(matcher: LLMatcher, words: np.ndarray) -> None:
-    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    matcher.unsafe_compute_mask_ptr(words.__array_interface__["data"][0], words.nbytes)
 
 
 def _quoted(text: str) -> str:
