@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from penstock.config.checks import check_choice, check_flag, check_integer
 from penstock.config.reasoning import CUSTOM, REASONING_PARSERS
 from penstock.errors import ConfigError, UnsupportedArgument
 
-BACKENDS = ("llguidance",)
+LLGUIDANCE, XGRAMMAR = "llguidance", "xgrammar"
+BACKENDS = (LLGUIDANCE, XGRAMMAR)
 # Of vLLM's; what each enforces would have to be found out keyword by keyword, as it was for ours.
-_BACKENDS_NOT_HERE = ("xgrammar", "outlines", "lm-format-enforcer")
+_BACKENDS_NOT_HERE = ("outlines", "lm-format-enforcer")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
-    """structured_outputs_backend: the library that compiles and follows constraints.
+    """structured_outputs_backend: the library that compiles and follows constraints. xgrammar, an extra, enforces less.
     max_grammar_compile_s: seconds that compiling one may take; its requests end with an error then.
     max_grammar_bytes: of a constraint as text.
     max_cached_grammars: constraints that are kept compiled.
@@ -36,9 +38,14 @@ class StructuredOutputsConfig:
         if self.structured_outputs_backend in _BACKENDS_NOT_HERE:
             raise UnsupportedArgument(
                 f"structured_outputs_backend={self.structured_outputs_backend!r} is not supported, and no extra "
-                f"installs it. Leave it out: {BACKENDS[0]} enforces every kind of constraint."
+                f"installs it. Leave it out: {LLGUIDANCE} enforces every kind of constraint."
             )
         check_choice("structured_outputs_backend", self.structured_outputs_backend, BACKENDS)
+        if self.structured_outputs_backend == XGRAMMAR and find_spec(XGRAMMAR) is None:
+            raise ConfigError(
+                "structured_outputs_backend='xgrammar' needs a package that is not installed. Install it with "
+                f"pip install 'penstock[xgrammar]', or leave it out: {LLGUIDANCE} comes with penstock."
+            )
         limit = self.max_grammar_compile_s
         if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 < limit < threading.TIMEOUT_MAX:
             raise ConfigError(f"max_grammar_compile_s={limit!r} is not valid. Allowed: seconds, more than 0.")

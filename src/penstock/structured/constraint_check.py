@@ -8,14 +8,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.structured import LLGUIDANCE, XGRAMMAR
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.grammar_text import as_lark, check_size, is_gbnf
 from penstock.structured.patterns import PatternError, translate_full_match
-from penstock.structured.schema_check import NotEnforced, enforceable
+from penstock.structured.schema_check import Narrow, NotEnforced, enforceable
+from penstock.structured.xgrammar_patterns import as_rule
+from penstock.structured.xgrammar_schema import narrowed
 
+# A space, or a line's end and up to 20 spaces. So JSON can be written in one line or indented, and a model that likes
+# to write spaces still gets on.
+DEFAULT_WHITESPACE = r"[ ]|\x{a}[ ]{0,20}"
 _TAG_FIELDS = {"type", "structures", "triggers"}
 _SHORT_GRAMMAR = 10_000
+# What a backend that enforces less makes of a schema.
+_NARROW: dict[str, Narrow | None] = {LLGUIDANCE: None, XGRAMMAR: narrowed}
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 
 
@@ -29,10 +37,10 @@ class TaggedPart:
     end: str
 
 
-def check_constraint(params: StructuredOutputsParams, max_bytes: int) -> None:
+def check_constraint(params: StructuredOutputsParams, max_bytes: int, backend: str = LLGUIDANCE) -> None:
     """Refuse what cannot be enforced, as far as that can be known by reading.
 
-    max_bytes: of the constraint as text.
+    max_bytes: of the constraint as text. backend: that is to enforce it, by its name.
     Raises InvalidParameter.
     """
     name = params.constraint
@@ -46,30 +54,39 @@ def check_constraint(params: StructuredOutputsParams, max_bytes: int) -> None:
         )
     if params.whitespace_pattern is not None:
         whitespace(params.whitespace_pattern)
+    if backend == XGRAMMAR and params.grammar is not None and not is_gbnf(params.grammar):
+        raise InvalidParameter(
+            "structured_outputs.grammar is in Lark's notation, which structured_outputs_backend='xgrammar' does not "
+            "have. Allowed with it: GBNF."
+        )
     if params.json is not None:
-        schema_of(params)
+        schema_of(params, backend)
     elif params.regex is not None:
-        translated("regex", params.regex)
+        translated("regex", params.regex, backend)
     elif params.grammar is not None:
         # Turning GBNF into Lark takes a second per thousand rules, which no caller should wait for.
         check_size(params.grammar)
         if not is_gbnf(params.grammar) or len(params.grammar) <= _SHORT_GRAMMAR:
             as_lark(params.grammar, {})
     elif params.structural_tag is not None:
-        tagged_parts(params)
+        tagged_parts(params, backend)
 
 
-def schema_of(params: StructuredOutputsParams) -> Any:
+def schema_of(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> Any:
     """The schema of `json` or `json_object`, in what backends enforce. Raises InvalidParameter."""
     if params.json is None:
         return {"type": "object"}
-    return enforceable(json.loads(params.json), closed=params.disable_additional_properties)
+    closed = params.disable_additional_properties
+    return enforceable(json.loads(params.json), closed=closed, narrow=_NARROW[backend])
 
 
-def translated(name: str, pattern: str) -> str:
-    """A pattern that a whole text matches, as backends take it. Raises InvalidParameter."""
+def translated(name: str, pattern: str, backend: str = LLGUIDANCE) -> str:
+    """A pattern that a whole text matches, as a backend takes it. Raises InvalidParameter."""
     try:
-        return translate_full_match(pattern)
+        translation = translate_full_match(pattern)
+        if backend == XGRAMMAR:
+            as_rule(translation)
+        return translation
     except PatternError as error:
         raise InvalidParameter(f"structured_outputs.{name}: {error}. Allowed: patterns without it.") from error
 
@@ -87,7 +104,14 @@ def whitespace(pattern: str) -> str:
     return translated("whitespace_pattern", pattern)
 
 
-def tagged_parts(params: StructuredOutputsParams) -> list[TaggedPart]:
+def whitespace_of(params: StructuredOutputsParams) -> str:
+    """The pattern of what may stand where JSON may have whitespace, if anything does. Empty where nothing may."""
+    if params.disable_any_whitespace:
+        return ""
+    return DEFAULT_WHITESPACE if params.whitespace_pattern is None else whitespace(params.whitespace_pattern)
+
+
+def tagged_parts(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> list[TaggedPart]:
     """The parts of a structural tag. Raises InvalidParameter."""
     tag = json.loads(params.structural_tag or "{}")
     _check_fields("", tag, _TAG_FIELDS)
@@ -96,10 +120,10 @@ def tagged_parts(params: StructuredOutputsParams) -> list[TaggedPart]:
         raise _invalid_tag("/structures", structures, "a list of parts, each with begin, schema and end")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
         raise _invalid_tag("/triggers", triggers, "a list of texts, none of them empty")
-    return [_tagged_part(part, f"/structures/{index}", triggers) for index, part in enumerate(structures)]
+    return [_tagged_part(part, f"/structures/{index}", triggers, backend) for index, part in enumerate(structures)]
 
 
-def _tagged_part(part: Any, at: str, triggers: list[str]) -> TaggedPart:
+def _tagged_part(part: Any, at: str, triggers: list[str], backend: str) -> TaggedPart:
     if not isinstance(part, dict):
         raise _invalid_tag(at, part, "a dictionary with begin, schema and end")
     _check_fields(at, part, _STRUCTURE_FIELDS)
@@ -110,7 +134,7 @@ def _tagged_part(part: Any, at: str, triggers: list[str]) -> TaggedPart:
     if trigger is None:
         raise _invalid_tag(f"{at}/begin", begin, f"a text that begins with a trigger ({', '.join(triggers)})")
     try:
-        schema = enforceable(part.get("schema", True))
+        schema = enforceable(part.get("schema", True), narrow=_NARROW[backend])
     except NotEnforced as error:
         raise InvalidParameter(f"structured_outputs.structural_tag{at}/schema: {error}") from error
     return TaggedPart(trigger, begin, schema, end)

@@ -12,12 +12,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import MatcherError
-from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace
+from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace_of
+from penstock.structured.ending import EndingMatcher, end_mask
 from penstock.structured.grammar_text import as_lark
 
-# Where JSON may have whitespace: a space, or a line's end and up to 20 spaces. So it can be written in one line or
-# indented, and a model that likes to write spaces still gets on.
-DEFAULT_WHITESPACE = r"[ ]|\n[ ]{0,20}"
 # Escapes of characters by number are left out: they would be second spellings of a property's name.
 _ALLOWED_ESCAPES = 'nrbtf\\"'
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -37,9 +35,7 @@ class LLGuidanceBackend:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(self._eos_token_ids))
-        self._end_words = np.zeros((vocab_size + 31) // 32, np.int32)
-        for token_id in self._eos_token_ids:
-            self._end_words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._end_words = end_mask(vocab_size, self._eos_token_ids)
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceGrammar:
         name = params.constraint
@@ -67,11 +63,8 @@ class LLGuidanceBackend:
 
     def _json_options(self, params: StructuredOutputsParams) -> Any:
         options: dict[str, Any] = {"json_allowed_escapes": _ALLOWED_ESCAPES}
-        if params.disable_any_whitespace:
-            return {**options, "whitespace_flexible": False}
-        if params.whitespace_pattern is None:
-            return {**options, "whitespace_pattern": DEFAULT_WHITESPACE}
-        return {**options, "whitespace_pattern": whitespace(params.whitespace_pattern)}
+        pattern = whitespace_of(params)
+        return {**options, "whitespace_pattern": pattern} if pattern else {**options, "whitespace_flexible": False}
 
     def _tag_source(self, params: StructuredOutputsParams) -> str:
         """Any text, in which what begins with a trigger goes on as its parts do."""
@@ -109,53 +102,33 @@ class LLGuidanceGrammar:
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._end_words)
 
 
-class LLGuidanceMatcher:
-    """Follows an output. End tokens are counted here, so that they can be taken back as any other."""
+class LLGuidanceMatcher(EndingMatcher):
+    """Follows an output."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], end_words: np.ndarray) -> None:
+        super().__init__(eos_token_ids, end_words)
         self._matcher = matcher
-        self._eos_token_ids = eos_token_ids
-        self._end_words = end_words
-        self._num_end_tokens = 0
-
-    def accept(self, token_ids: Sequence[int]) -> int:
-        if self._eos_token_ids.isdisjoint(token_ids):
-            return self._accept_text(token_ids)
-        for num_accepted, token_id in enumerate(token_ids):
-            is_accepted = self._accept_end() if token_id in self._eos_token_ids else self._accept_text([token_id])
-            if not is_accepted:
-                return num_accepted
-        return len(token_ids)
 
     def _accept_text(self, token_ids: Sequence[int]) -> int:
-        if self._num_end_tokens:
-            return 0
-        num_accepted: int = self._matcher.try_consume_tokens(token_ids)
+        num_accepted: int = self._matcher.try_consume_tokens(list(token_ids))
         self._check()
         return num_accepted
 
-    def _accept_end(self) -> bool:
-        has_ended = self._num_end_tokens > 0 or self._matcher.is_accepting()
-        self._num_end_tokens += has_ended
-        return has_ended
+    def _rollback_text(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+        self._check()
 
-    def rollback(self, num_tokens: int) -> None:
-        num_end_tokens = min(num_tokens, self._num_end_tokens)
-        self._num_end_tokens -= num_end_tokens
-        if num_tokens > num_end_tokens:
-            self._matcher.rollback(num_tokens - num_end_tokens)
-            self._check()
-
-    def fill(self, words: np.ndarray) -> None:
-        if self.is_terminated:
-            words[:] = self._end_words
-            return
+    def _fill_text(self, words: np.ndarray) -> None:
         _fill(self._matcher, words)
         self._check()
 
-    @property
-    def is_terminated(self) -> bool:
-        return self._num_end_tokens > 0 or self._matcher.is_stopped()
+    def _may_end(self) -> bool:
+        may_end: bool = self._matcher.is_accepting()
+        return may_end
+
+    def _has_nothing_left(self) -> bool:
+        is_stopped: bool = self._matcher.is_stopped()
+        return is_stopped
 
     def _check(self) -> None:
         if self._matcher.is_error():

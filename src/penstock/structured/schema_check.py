@@ -6,8 +6,8 @@ neither a keyword that a backend does not know, nor one that it is known to get 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from penstock.errors import InvalidParameter
 from penstock.structured import schema_arrays, schema_combinations, schema_objects, schema_values
@@ -33,11 +33,15 @@ class NotEnforced(InvalidParameter):
         self.keywords = list(keywords)
 
 
-def enforceable(schema: Any, *, closed: bool = False) -> dict[str, Any]:
+Narrow: TypeAlias = Callable[[Any, Walk], Any]
+
+
+def enforceable(schema: Any, *, closed: bool = False, narrow: Narrow | None = None) -> dict[str, Any]:
     """The same schema in the keywords that backends enforce: an instance is valid for both or for neither.
 
     Two things are narrower: `format` is enforced, and names are written without escapes by number.
     closed: objects of which the schema lists properties have no others, unless it says so.
+    narrow: writes the result once more for a backend that enforces less, and has the walk refuse what that does not.
     Raises NotEnforced, which names what cannot be enforced by its JSON pointer.
     """
     walk = Walk(schema, _HANDLERS, closed=closed)
@@ -52,10 +56,15 @@ def enforceable(schema: Any, *, closed: bool = False) -> dict[str, Any]:
     if not walk.refusals:
         for pointer in walk.references.endless():
             walk.refuse(pointer, "nothing finite is valid for it")
+    rewritten: Any = {} if result is True else result
+    if not walk.refusals:
+        rewritten = walk.references.with_definitions(rewritten)
+        if narrow is not None:
+            rewritten = narrow(rewritten, walk)
     if walk.refusals:
         raise _not_enforced(walk.refusals)
-    rewritten: dict[str, Any] = {} if result is True else result
-    return walk.references.with_definitions(rewritten)
+    whole: dict[str, Any] = rewritten
+    return whole
 
 
 def _not_enforced(refusals: list[tuple[str, str]]) -> NotEnforced:

@@ -39,6 +39,8 @@ class Walk:
 
     def __init__(self, root: Any, handlers: Mapping[str, Handler], *, closed: bool) -> None:
         self.refusals: list[tuple[str, str]] = []
+        # Of each schema that was written anew, by its identity: itself, where it stands, and what it was.
+        self.places: dict[int, tuple[Any, str, dict[str, Any]]] = {}
         # How many times `not` stands around the present place.
         self.num_negations = 0
         self.references = References(root)
@@ -65,6 +67,7 @@ class Walk:
                 self._check_other(name, value, schema, here)
         if self._closed and ("properties" in out or "patternProperties" in out):
             out.setdefault("additionalProperties", False)
+        self.places[id(out)] = out, at, schema
         return out
 
     def definition(self, schema: Any, at: str) -> Any:
