@@ -18,6 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # What a build and an installation themselves take.
 INSTALLERS = ("pip", "setuptools")
+# Extras that no development environment has: these bring triton.
+NOT_PINNED = {"gpu", "xgrammar"}
 _HEADER = """\
 # Every package, as the tests passed with it last. `make upgrade` renews this file; pyproject.toml has the ranges that
 # are supported.
@@ -25,9 +27,9 @@ _HEADER = """\
 
 
 def resolve(torch: str) -> list[dict[str, Any]]:
-    """What pip would install for all extras that need no GPU. Raises CalledProcessError when pip finds no answer."""
+    """What pip would install for all extras that are pinned. Raises CalledProcessError when pip finds no answer."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = ",".join(sorted(set(project["optional-dependencies"]) - {"gpu"}))
+    extras = ",".join(sorted(set(project["optional-dependencies"]) - NOT_PINNED))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
     report = subprocess.run([*command, torch, *INSTALLERS, f"{ROOT}[{extras}]"], stdout=subprocess.PIPE, check=True)
     return [

@@ -164,8 +164,8 @@ def test_several_outputs_of_a_prompt_reason_each_for_itself(in_reasoning: bool) 
         ({"reasoning_parser": "qwen3", "reasoning_end_str": "x"}, "reasoning_end_str='x'.*qwen3.*'</think>'.*custom"),
         ({"enable_in_reasoning": "yes"}, "enable_in_reasoning='yes'"),
         (
-            {"structured_outputs_backend": "xgrammar"},
-            "backend='xgrammar' is not supported.*llguidance",
+            {"structured_outputs_backend": "outlines"},
+            "backend='outlines' is not supported.*llguidance",
         ),
     ],
 )

@@ -74,6 +74,7 @@ def constrained(token_ids: Sequence[int]) -> list[int]:
     return allowed_tokens(matcher) if matcher.accept(token_ids) == len(token_ids) else []
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("markers", KINDS, ids=str)
 @pytest.mark.parametrize("opened", [None, "", "so 1", "so </think 11"], ids=repr)
 def test_whatever_is_taken_in_and_back_the_next_tokens_are_those_that_the_tokens_say(

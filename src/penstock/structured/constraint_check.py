@@ -74,10 +74,8 @@ def check_constraint(params: StructuredOutputsParams, max_bytes: int, backend: s
 
 def schema_of(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> Any:
     """The schema of `json` or `json_object`, in what backends enforce. Raises InvalidParameter."""
-    if params.json is None:
-        return {"type": "object"}
-    closed = params.disable_additional_properties
-    return enforceable(json.loads(params.json), closed=closed, narrow=_NARROW[backend])
+    schema = {"type": "object"} if params.json is None else json.loads(params.json)
+    return enforceable(schema, closed=params.disable_additional_properties, narrow=_NARROW[backend])
 
 
 def translated(name: str, pattern: str, backend: str = LLGUIDANCE) -> str:

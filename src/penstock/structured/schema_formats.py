@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.structured.patterns import translate_search
 from penstock.structured.schema_constants import LARGEST_INTEGER
 
 # Years are 0001 to 9999: some libraries know no year 0.
@@ -35,15 +36,15 @@ _BYTES = f"(?:{_BASE64}{{4}})*(?:{_BASE64}{{2}}[AEIMQUYcgkosw048]=|{_BASE64}[AQg
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 
 FORMATS: dict[str, dict[str, Any]] = {
-    "date": {"pattern": f"^{_DATE}$"},
-    "time": {"pattern": f"^{_TIME}$"},
-    "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
-    "hostname": {"pattern": f"^{_HOSTNAME}$", "maxLength": 253},
+    "date": {"pattern": translate_search(f"^{_DATE}$")},
+    "time": {"pattern": translate_search(f"^{_TIME}$")},
+    "date-time": {"pattern": translate_search(f"^{_DATE}[Tt]{_TIME}$")},
+    "hostname": {"pattern": translate_search(f"^{_HOSTNAME}$"), "maxLength": 253},
     "int32": {"minimum": -(2**31), "maximum": 2**31 - 1},
     **{name: {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER} for name in ("int64", "float", "double")},
-    "byte": {"pattern": f"^{_BYTES}$"},
-    "json-pointer": {"pattern": f"^{_POINTER}$"},
-    "relative-json-pointer": {"pattern": f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$"},
+    "byte": {"pattern": translate_search(f"^{_BYTES}$")},
+    "json-pointer": {"pattern": translate_search(f"^{_POINTER}$")},
+    "relative-json-pointer": {"pattern": translate_search(f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$")},
     # These backends know, and get right.
     **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
 }

@@ -69,6 +69,7 @@ class _Limit(NamedTuple):
 class _Narrowing:
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
+        self._users = {at: schema for _, at, schema in walk.places.values()}
 
     def whole(self, schema: Schema) -> Any:
         definitions = schema.get("$defs", {})
@@ -98,7 +99,10 @@ class _Narrowing:
         return self._by_type(flat, at)
 
     def _refused(self, at: str, name: str, why: str) -> bool:
-        self._walk.refuse(f"{at}/{escaped(name)}", f"{name} {why}, with structured_outputs_backend='xgrammar'")
+        """Name what the user wrote: a keyword may come from a format, or from not."""
+        found = next((one for one in (name, "format", "not") if one in self._users.get(at, ())), None)
+        pointer = at if found is None else f"{at}/{escaped(found)}"
+        self._walk.refuse(pointer, f"{name} {why}, with structured_outputs_backend='xgrammar'")
         return True
 
     def _merged(self, schemas: Iterable[Any], at: str) -> Any:
@@ -144,11 +148,13 @@ class _Narrowing:
 
     def _alternatives(self, schema: Schema, name: str, at: str) -> Any:
         rest = {key: value for key, value in schema.items() if key != name}
-        branches = [self._merged([rest, branch], f"{at}/{name}/{index}") for index, branch in enumerate(schema[name])]
+        is_users = name in self._users.get(at, ())
+        places = [f"{at}/{name}/{index}" if is_users else at for index, _ in enumerate(schema[name])]
+        branches = [self._merged([rest, branch], place) for branch, place in zip(schema[name], places, strict=True)]
         branches = [branch for branch in branches if branch is not False]
         if name == "oneOf" and not all(_exclude_each_other(*pair) for pair in combinations(branches, 2)):
             return self._refused(at, name, "of branches that are not known to exclude each other")
-        written = [self.schema(branch, f"{at}/{name}") for branch in branches]
+        written = [self.schema(branch, f"{at}/{name}" if is_users else at) for branch in branches]
         return _any_of([branch for branch in written if branch is not False])
 
     def _constants(self, schema: Schema, at: str) -> Any:
