@@ -29,7 +29,10 @@ ONE = ReasoningMarkers("<|user|>", "<|assistant|>")
 SEVERAL = ReasoningMarkers("<think>", "</think>")
 AT_ONCE = ReasoningMarkers("<think>", "</think>", starts_in_reasoning=True)
 ALIKE = ReasoningMarkers("121", "112")
-KINDS = [ONE, SEVERAL, AT_ONCE, ALIKE]
+# Ended by what the constraint may begin with, too, by what it may not, and by what is a part of another marker.
+IMPLIED = ReasoningMarkers("<|user|>", "</think>", implied_ends=("<|assistant|>", "<1"))
+IMPLIED_ALIKE = ReasoningMarkers("121", "112", starts_in_reasoning=True, implied_ends=("x1", "<<", "<<1"))
+KINDS = [ONE, SEVERAL, AT_ONCE, ALIKE, IMPLIED, IMPLIED_ALIKE]
 REGEX = "[<0-9]{3,8}"
 
 
@@ -63,10 +66,21 @@ def oracle(markers: ReasoningMarkers, output: Sequence[int], opened: Sequence[in
     else:
         allowed = constrained(output)
         return sorted({*allowed, start[len(output)]}) if start[: len(output)] == output else allowed
-    for position in range(len(end), len(reasoning) + 1):
-        if reasoning[position - len(end) : position] == end:
+    implied = [encode(text) for text in markers.implied_ends]
+    for position in range(1, len(reasoning) + 1):
+        if reasoning[:position][-len(end) :] == end:
             return constrained(output[position - offset :])
+        for marker in implied:
+            begin = position - len(marker)
+            is_output = begin >= (0 if opened is None else len(opened))
+            if is_output and reasoning[begin:position] == marker and is_begin(marker):
+                return constrained(output[begin - offset :])
     return FREE
+
+
+def is_begin(token_ids: Sequence[int]) -> bool:
+    """Whether the constraint may begin with these tokens."""
+    return matcher_for(regex=REGEX).accept(token_ids) == len(token_ids)
 
 
 def constrained(token_ids: Sequence[int]) -> list[int]:
@@ -94,7 +108,16 @@ def test_whatever_is_taken_in_and_back_the_next_tokens_are_those_that_the_tokens
                 # Markers, a part of them, what goes on from one, what is allowed, and what is not.
                 known = [*output, *drafts][-len(end) :]
                 going_on = [end[number] for number in range(len(end)) if known[len(known) - number :] == end[:number]]
-                pool = [*going_on, *start, *end, *rng.sample(allowed, min(3, len(allowed))), END, *encode("<12")]
+                implied = [token for text in markers.implied_ends for token in encode(text)]
+                pool = [
+                    *going_on,
+                    *start,
+                    *end,
+                    *implied,
+                    *rng.sample(allowed, min(3, len(allowed))),
+                    END,
+                    *encode("<12"),
+                ]
                 drafts.append(rng.choice(pool))
                 if rng.random() < 0.1:
                     drafts += end
@@ -113,6 +136,25 @@ def test_whatever_is_taken_in_and_back_the_next_tokens_are_those_that_the_tokens
             assert allowed_tokens(matcher) == expected
             num_constrained += expected not in (FREE, [END])
     assert num_constrained > 5, "constraints were reached"
+
+
+def test_a_tool_call_ends_reasoning_where_it_may_come_and_is_a_part_of_the_answer() -> None:
+    backend = ReasoningBackend(demo_backend(), reasoning_tokens(demo_tokenizer(), IMPLIED), VOCAB_SIZE, [END])
+    tag = {"structures": [{"begin": "<1", "schema": {"type": "integer"}, "end": ">"}], "triggers": ["<1"]}
+    tagged = backend.compile(StructuredOutputsParams(structural_tag=tag)).start()
+    for token_id in encode("<|user|>hm <1"):
+        assert tagged.accept([token_id]) == 1
+    assert END not in allowed_tokens(tagged)
+    assert tagged.accept(encode("5>")) == 2
+    assert END in allowed_tokens(tagged)
+    closed = backend.compile(StructuredOutputsParams(json_object=True)).start()
+    assert closed.accept(encode("<|user|>hm <1")) == len(encode("<|user|>hm <1"))
+    assert allowed_tokens(closed) == FREE
+
+
+def test_a_tool_call_of_an_earlier_answer_has_ended_its_reasoning() -> None:
+    matcher = matcher_of(IMPLIED, encode("<|user|>hm <1 2> and a question"))
+    assert allowed_tokens(matcher) != FREE
 
 
 @pytest.mark.parametrize(

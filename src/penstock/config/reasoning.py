@@ -12,17 +12,19 @@ class ReasoningMarkers(NamedTuple):
     """start, end: the texts around reasoning.
     starts_in_reasoning: whether a model reasons from the first token on without saying so, unless its prompt has
         ended that. Others begin with `start`, in the prompt or in the output, or do not reason.
+    implied_ends: texts that end reasoning as well where what follows it may begin with them, such as a tool call.
     """
 
     start: str
     end: str
     starts_in_reasoning: bool = False
+    implied_ends: tuple[str, ...] = ()
 
 
 REASONING_PARSERS = {
     "deepseek_r1": ReasoningMarkers("<think>", "</think>", starts_in_reasoning=True),
     "minimax_m2": ReasoningMarkers("<think>", "</think>", starts_in_reasoning=True),
-    "qwen3": ReasoningMarkers("<think>", "</think>"),
+    "qwen3": ReasoningMarkers("<think>", "</think>", implied_ends=("<tool_call>",)),
     "glm45": ReasoningMarkers("<think>", "</think>"),
     "ernie45": ReasoningMarkers("<think>", "</think>"),
     "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),

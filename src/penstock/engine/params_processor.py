@@ -115,11 +115,12 @@ class ParamsProcessor:
 
     def _thinking_budget(self, params: SamplingParams) -> dict[str, Any]:
         """What the logits processor of that name is given."""
-        start, end = self._reasoning_tokens(f"thinking_token_budget={params.thinking_token_budget}")
-        return {"budget": params.thinking_token_budget, "start_token_ids": start, "end_token_ids": end}
+        start, end, *implied = self._reasoning_tokens(f"thinking_token_budget={params.thinking_token_budget}")
+        argument = {"budget": params.thinking_token_budget, "start_token_ids": start, "end_token_ids": end}
+        return {**argument, "implied_end_token_ids": implied} if implied else argument
 
-    def _reasoning_tokens(self, needed_for: str) -> tuple[list[int], list[int]]:
-        """The markers of reasoning, as tokens."""
+    def _reasoning_tokens(self, needed_for: str) -> list[list[int]]:
+        """The markers of reasoning, as tokens: what begins it, what ends it, and what else does."""
         config = self._config
         markers = reasoning_markers(
             self._structured.reasoning_parser, config.reasoning_start_str, config.reasoning_end_str
@@ -133,7 +134,8 @@ class ParamsProcessor:
                 )
             self._check_ids(name, token_ids)
             encoded.append(token_ids)
-        return encoded[0], encoded[1]
+        implied = (self._tokenizer.encode(text, add_special_tokens=False) for text in markers.implied_ends)
+        return [*encoded, *(token_ids for token_ids in implied if token_ids)]
 
     def _spell(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The bad words as tokens: as a word that begins a text, and as one after a space."""

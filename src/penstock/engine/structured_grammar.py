@@ -249,7 +249,9 @@ def _backend_for(model: ModelConfig, name: str, reasoning: ReasoningMarkers | No
 
 
 def reasoning_tokens(tokenizer: Tokenizer, markers: ReasoningMarkers) -> ReasoningTokens:
-    start, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (markers.start, markers.end))
-    return ReasoningTokens(
-        start, end, markers.starts_in_reasoning, partial(tokenizer.decode, skip_special_tokens=False)
+    start, end, *implied_ends = (
+        tuple(tokenizer.encode(text, add_special_tokens=False))
+        for text in (markers.start, markers.end, *markers.implied_ends)
     )
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return ReasoningTokens(start, end, markers.starts_in_reasoning, decode, tuple(filter(None, implied_ends)))

@@ -26,13 +26,15 @@ class _Stage(Enum):
 @dataclass(frozen=True, slots=True)
 class ReasoningTokens:
     """start, end: the markers, one token or several. starts_in_reasoning: as `ReasoningMarkers` has it.
-    decode: tokens as text, special ones included.
+    decode: tokens as text, special ones included. implied_ends: markers that end reasoning where a constraint may begin
+    with them; they are the first that it is asked for.
     """
 
     start: tuple[int, ...]
     end: tuple[int, ...]
     starts_in_reasoning: bool
     decode: Callable[[Sequence[int]], str]
+    implied_ends: tuple[tuple[int, ...], ...] = ()
 
     def stage_after(self, prompt_token_ids: Sequence[int]) -> tuple[_Stage, tuple[int, ...]]:
         """Where a prompt leaves its output, and the last tokens of the reasoning that it began.
@@ -41,9 +43,10 @@ class ReasoningTokens:
         """
         reasons_from = after_last(prompt_token_ids, self.start)
         ended_at = after_last(prompt_token_ids, self.end)
-        if reasons_from > ended_at:
+        implied_at = max((after_last(prompt_token_ids, marker) for marker in self.implied_ends), default=-1)
+        if reasons_from > max(ended_at, implied_at):
             return _Stage.REASONS, tuple(prompt_token_ids[max(reasons_from, len(prompt_token_ids) - len(self.end)) :])
-        if ended_at >= 0 and self._is_blank(prompt_token_ids[ended_at:]):
+        if ended_at > implied_at and self._is_blank(prompt_token_ids[ended_at:]):
             return _Stage.CONSTRAINED, ()
         return (_Stage.REASONS if self.starts_in_reasoning else _Stage.MAY_REASON), ()
 
@@ -106,7 +109,7 @@ class ReasoningMatcher:
         prompt_token_ids: Sequence[int],
     ) -> None:
         self._matcher = matcher
-        self._start, self._end = tokens.start, tokens.end
+        self._start, self._end, self._implied_ends = tokens.start, tokens.end, tokens.implied_ends
         self._eos_token_ids = eos_token_ids
         self._free_words = free_words
         stage, self._before = tokens.stage_after(prompt_token_ids)
@@ -136,7 +139,22 @@ class ReasoningMatcher:
         known = (*self._before, *tail, token_id) if self._reasons_from == 0 else (*tail, token_id)
         if known[-len(self._end) :] == self._end:
             self._constrained_from = self._decided_at = num_known + 1
+        else:
+            self._end_if_implied(token_id)
         return True
+
+    def _end_if_implied(self, token_id: int) -> None:
+        """Let the constraint begin with a marker that a token makes whole, if it may."""
+        assert self._reasons_from is not None, "only reasoning can be ended"
+        for marker in self._implied_ends:
+            begin = len(self._output) + 1 - len(marker)
+            if token_id != marker[-1] or begin < self._reasons_from or (*self._output[begin:], token_id) != marker:
+                continue
+            num_accepted = self._matcher.accept(marker)
+            if num_accepted == len(marker):
+                self._constrained_from, self._decided_at = begin, len(self._output) + 1
+                return
+            self._matcher.rollback(num_accepted)
 
     def _begin(self, token_id: int) -> bool:
         """Take in a token while the output is a part of the start marker."""

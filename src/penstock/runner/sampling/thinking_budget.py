@@ -22,12 +22,15 @@ from penstock.structured.reasoning import after_last
 
 _NOT_THINKING = -1
 _NO_TOKEN = -1
-_Markers = tuple[tuple[int, ...], tuple[int, ...]]
+# What begins thinking, and what ends it; a model is made to say the first of the ends.
+_Markers = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+_IMPLIED_ENDS = "implied_end_token_ids"
 _FIELDS = {"budget", "start_token_ids", "end_token_ids"}
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Its argument: {"budget": tokens, "start_token_ids": [...], "end_token_ids": [...]}.
+    """Its argument: {"budget": tokens, "start_token_ids": [...], "end_token_ids": [...]}, and perhaps
+    {"implied_end_token_ids": [[...], ...]}, other markers that end thinking.
 
     For each slot the device keeps the position at which thinking began. The prompt is searched for it on the host;
     from then on every step looks at the last tokens only, so whether the host knows them does not matter. Those are as
@@ -53,9 +56,12 @@ class ThinkingBudget(LogitsProcessor):
         argument = (params.extra_args or {}).get(cls.name)
         if argument is None:
             return
-        if not isinstance(argument, dict) or set(argument) != _FIELDS:
+        if not isinstance(argument, dict) or set(argument) - {_IMPLIED_ENDS} != _FIELDS:
             raise ValueError(f"extra_args[{cls.name!r}]={argument!r} is not valid. Allowed: a dictionary of {_FIELDS}")
-        budget, *markers = argument["budget"], argument["start_token_ids"], argument["end_token_ids"]
+        budget, implied_ends = argument["budget"], argument.get(_IMPLIED_ENDS, [])
+        if not isinstance(implied_ends, (list, tuple)):
+            raise ValueError(f"{_IMPLIED_ENDS}={implied_ends!r} is not valid. Allowed: a list of lists of token ids")
+        markers = [argument["start_token_ids"], argument["end_token_ids"], *implied_ends]
         if type(budget) is not int or budget < 0:
             raise ValueError(f"budget={budget!r} is not valid. Allowed: an integer of at least 0")
         for marker in markers:
@@ -68,13 +74,16 @@ class ThinkingBudget(LogitsProcessor):
         argument: dict[str, Any] | None = (params.extra_args or {}).get(self.name)
         if argument is None:
             return False
-        start, end = tuple(argument["start_token_ids"]), tuple(argument["end_token_ids"])
-        if max(*start, *end) >= self.context.vocab_size:
-            raise ValueError(f"The tokens {start} and {end} are not all in the vocabulary of {self.context.vocab_size}")
+        start = tuple(argument["start_token_ids"])
+        ends = tuple(map(tuple, [argument["end_token_ids"], *argument.get(_IMPLIED_ENDS, [])]))
+        if max(max(marker) for marker in (start, *ends)) >= self.context.vocab_size:
+            raise ValueError(
+                f"The tokens {start} and {ends} are not all in the vocabulary of {self.context.vocab_size}"
+            )
         known = [*prompt_token_ids, *output_token_ids]
-        self._markers[slot] = (start, end)
+        self._markers[slot] = (start, ends)
         self._began_at.discard(slot)
-        self._began_at.stage(slot, 0, [_thinking_since(known, start, end)])
+        self._began_at.stage(slot, 0, [_thinking_since(known, start, ends)])
         self._budget.set(slot, argument["budget"])
         self._num_known.set(slot, len(known))
         return True
@@ -88,26 +97,30 @@ class ThinkingBudget(LogitsProcessor):
         by_markers: dict[_Markers, list[int]] = {}
         for row, slot in enumerate(rows.slots_np.tolist()):
             by_markers.setdefault(self._markers[slot], []).append(row)
-        for (start, end), which in by_markers.items():
+        for (start, ends), which in by_markers.items():
             which_np = np.array(which)
             index = self.context.device.upload(which_np)
-            self._force(logits, index, rows.select(which_np, index), start, end)
+            self._force(logits, index, rows.select(which_np, index), start, ends)
         return logits
 
-    def _force(self, logits: Tensor, index: Tensor, rows: LogitsRows, start: Sequence[int], end: Sequence[int]) -> None:
+    def _force(
+        self, logits: Tensor, index: Tensor, rows: LogitsRows, start: Sequence[int], ends: Sequence[Sequence[int]]
+    ) -> None:
         slots, positions = rows.slots, rows.positions
         num_known = self._num_known.tensor.index_select(0, slots)
         began_at = self._began_at.tensor.view(-1).index_select(0, slots)
         for back in range(2 * self._most_drafts, -1, -1):
             last = positions - back
-            tail = self._last_tokens(slots, last, max(len(start), len(end)))
+            tail = self._last_tokens(slots, last, max(map(len, (start, *ends))))
             is_new = last >= num_known
             began_at = torch.where(is_new & _ends_with(tail, start), last + 1, began_at)
-            began_at = torch.where(is_new & _ends_with(tail, end), _NOT_THINKING, began_at)
+            for end in ends:
+                began_at = torch.where(is_new & _ends_with(tail, end), _NOT_THINKING, began_at)
         self._keep(rows, began_at)
 
         num_thought = positions + 1 - began_at
         is_over = (began_at != _NOT_THINKING) & (num_thought >= self._budget.tensor.index_select(0, slots))
+        end = ends[0]
         next_token = torch.full_like(positions, end[0])
         for num_said in range(1, len(end)):
             has_said = _ends_with(tail, end[:num_said]) & (num_thought >= num_said)
@@ -138,7 +151,7 @@ def _ends_with(tail: Tensor, marker: Sequence[int]) -> Tensor:
     return result
 
 
-def _thinking_since(token_ids: Sequence[int], start: Sequence[int], end: Sequence[int]) -> int:
+def _thinking_since(token_ids: Sequence[int], start: Sequence[int], ends: Sequence[Sequence[int]]) -> int:
     """The position after the last start marker, _NOT_THINKING if there is none or an end comes after it."""
-    last_start, last_end = after_last(token_ids, start), after_last(token_ids, end)
-    return last_start if last_start > last_end else _NOT_THINKING
+    last_start = after_last(token_ids, start)
+    return last_start if last_start > max(after_last(token_ids, end) for end in ends) else _NOT_THINKING
