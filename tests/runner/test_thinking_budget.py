@@ -16,14 +16,26 @@ from support.plain_sampling import VOCAB_SIZE, HandDriven, random_logits
 
 START, END = [7], [8]
 LONG_START, LONG_END = [7, 9], [8, 9, 8, 10]
+# What begins thinking, what ends it, and what else does.
+MARKERS: list[tuple[list[int], list[int], list[list[int]]]] = [
+    (START, END, []),
+    (LONG_START, LONG_END, []),
+    (START, LONG_END, [[11, 9], [10]]),
+]
 
 
-def params(budget: int, start: list[int] = START, end: list[int] = END, **fields: Any) -> SamplingParams:
-    argument = {"budget": budget, "start_token_ids": start, "end_token_ids": end}
+def params(
+    budget: int, start: list[int] = START, end: list[int] = END, implied: list[list[int]] | None = None, **fields: Any
+) -> SamplingParams:
+    argument: dict[str, Any] = {"budget": budget, "start_token_ids": start, "end_token_ids": end}
+    if implied:
+        argument["implied_end_token_ids"] = implied
     return SamplingParams(**{"temperature": 0, "seed": 0, "extra_args": {"thinking_budget": argument}, **fields})
 
 
-def forced_token(text: list[int], budget: int, start: list[int], end: list[int]) -> int | None:
+def forced_token(
+    text: list[int], budget: int, start: list[int], end: list[int], implied: list[list[int]]
+) -> int | None:
     """The token that must follow, None if the model is free."""
 
     def after_last(marker: list[int]) -> int:
@@ -31,7 +43,7 @@ def forced_token(text: list[int], budget: int, start: list[int], end: list[int])
         return max(ends, default=-1)
 
     began = after_last(start)
-    if began <= after_last(end) or len(text) - began < budget:
+    if began <= max(after_last(marker) for marker in (end, *implied)) or len(text) - began < budget:
         return None
     thought = text[began:]
     said = max((n for n in range(len(end)) if n == 0 or thought[-n:] == end[:n]), default=0)
@@ -41,16 +53,16 @@ def forced_token(text: list[int], budget: int, start: list[int], end: list[int])
 @settings(max_examples=80, deadline=None)
 @given(
     budgets=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    is_long=st.lists(st.booleans(), min_size=5, max_size=5),
+    kinds=st.lists(st.sampled_from(range(len(MARKERS))), min_size=5, max_size=5),
     seed=st.integers(0, 10_000),
 )
-def test_forced_tokens_are_those_of_a_restatement(budgets: list[int], is_long: list[bool], seed: int) -> None:
+def test_forced_tokens_are_those_of_a_restatement(budgets: list[int], kinds: list[int], seed: int) -> None:
     rng = random.Random(seed)
     driver = HandDriven()
     # Few different tokens, so that texts often begin and end thinking, or nearly so.
     texts = [rng.choices([7, 8, 9, 10, 11], k=rng.randint(1, 8)) for _ in budgets]
     prompt_lens = [len(text) for text in texts]
-    markers = [(LONG_START, LONG_END) if long else (START, END) for long in is_long]
+    markers = [MARKERS[kind] for kind in kinds]
 
     def add(slot: int) -> None:
         text, length = texts[slot], prompt_lens[slot]
@@ -98,6 +110,8 @@ def test_requests_without_a_budget_are_left_alone() -> None:
         {"budget": 1, "start_token_ids": [], "end_token_ids": [2]},
         {"budget": 1, "start_token_ids": [1], "end_token_ids": ["x"]},
         {"budget": 1, "start_token_ids": [1], "end_token_ids": [2], "more": 1},
+        {"budget": 1, "start_token_ids": [1], "end_token_ids": [2], "implied_end_token_ids": [3]},
+        {"budget": 1, "start_token_ids": [1], "end_token_ids": [2], "implied_end_token_ids": 3},
     ],
     ids=str,
 )

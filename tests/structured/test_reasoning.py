@@ -31,7 +31,7 @@ AT_ONCE = ReasoningMarkers("<think>", "</think>", starts_in_reasoning=True)
 ALIKE = ReasoningMarkers("121", "112")
 # Ended by what the constraint may begin with, too, by what it may not, and by what is a part of another marker.
 IMPLIED = ReasoningMarkers("<|user|>", "</think>", implied_ends=("<|assistant|>", "<1"))
-IMPLIED_ALIKE = ReasoningMarkers("121", "112", starts_in_reasoning=True, implied_ends=("x1", "<<", "<<1"))
+IMPLIED_ALIKE = ReasoningMarkers("121", "112", starts_in_reasoning=True, implied_ends=("1x", "<<", "<<1"))
 KINDS = [ONE, SEVERAL, AT_ONCE, ALIKE, IMPLIED, IMPLIED_ALIKE]
 REGEX = "[<0-9]{3,8}"
 
