@@ -57,7 +57,6 @@ NOT_PASSING: dict[str, tuple[str, int]] = {
     "optional/format/date-time: validation of date-time strings": (_NARROW, 1),
     "optional/format/email: validation of e-mail addresses": (_NARROW, 4),
     "optional/format/hostname: validation of A-label (punycode) host names": (_NARROW, 15),
-    "optional/format/ipv6: validation of IPv6 addresses": (_NARROW, 4),
     "optional/format/json-pointer: validation of JSON-pointers (JSON String Representation)": (_NARROW, 1),
     "optional/format/time: validation of time strings": (_NARROW, 4),
     "allOf: allOf": (_ORDER, 1),

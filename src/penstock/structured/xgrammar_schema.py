@@ -20,7 +20,6 @@ from penstock.structured.xgrammar_patterns import as_json_rule
 Schema: TypeAlias = dict[str, Any]
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _HEX = "[0-9A-Fa-f]"
-_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _LABEL = "[0-9A-Za-z](?:[0-9A-Za-z-]{0,1}[0-9A-Za-z])*"
 _ATOM = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]+"
 _OF_PATH = f"(?:[0-9A-Za-z._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
@@ -29,8 +28,6 @@ _FORMATS = {
     "duration": "^P(?:[0-9]+W|[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D"
     "|(?:[0-9]+D)?T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S))$",
     "email": rf"^{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*$",
-    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
-    "ipv6": f"^(?:{_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}$",
     "uri": rf"^[A-Za-z][0-9A-Za-z+.-]*://{_LABEL}(?:\.{_LABEL})*(?::[0-9]{{1,4}})?(?:/{_OF_PATH}*)*"
     rf"(?:\?(?:{_OF_PATH}|[/?])*)?(?:#(?:{_OF_PATH}|[/?])*)?$",
     "uuid": f"^{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}$",
