@@ -1,6 +1,7 @@
 """What constraining outputs costs beside a step of the 60M Llama: bitmasks, matchers, and applying the masks.
 
-    python -m benchmarks.structured [--requests 32] [--steps 100] [--turns 5] [--threads 2] [--output FOLDER]
+    python -m benchmarks.structured [--requests 32] [--steps 100] [--turns 5] [--threads 2]
+        [--backend llguidance|xgrammar] [--output FOLDER]
 
 Requests that are constrained and requests that are not, with the same prompts and drawn at temperature 1, take turns in
 one engine. The tokens are those of a vocabulary of 32,000 that is learned from Python's own library first, so that they
@@ -23,9 +24,11 @@ from benchmarks.machine import described, machine, save
 from benchmarks.peers.checkpoints import make
 from benchmarks.peers.shapes import SHAPES
 from penstock.config import EngineConfig
+from penstock.config.structured import BACKENDS, LLGUIDANCE
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.engine.session import Session
-from penstock.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
+from penstock.structured.backend import load_backend
+from penstock.structured.ending import EndingMatcher
 
 _VOCAB_SIZE = 32_000
 # Prefills, and a few steps for caches to settle.
@@ -110,18 +113,18 @@ def run(session: Session, requests: list[SamplingParams], steps: int) -> list[di
 @contextmanager
 def timed_masks(times: list[float]) -> Iterator[None]:
     """Note how long each request's mask takes."""
-    original: Callable[..., None] = LLGuidanceMatcher.fill
+    original: Callable[..., None] = EndingMatcher.fill
 
-    def fill(matcher: LLGuidanceMatcher, words: Any) -> None:
+    def fill(matcher: EndingMatcher, words: Any) -> None:
         begin = time.perf_counter()
         original(matcher, words)
         times.append(time.perf_counter() - begin)
 
-    LLGuidanceMatcher.fill = fill  # type: ignore[method-assign]
+    EndingMatcher.fill = fill  # type: ignore[method-assign]
     try:
         yield
     finally:
-        LLGuidanceMatcher.fill = original  # type: ignore[method-assign]
+        EndingMatcher.fill = original  # type: ignore[method-assign]
 
 
 def measure(session: Session, num_requests: int, steps: int, turns: int) -> dict[str, Any]:
@@ -153,9 +156,9 @@ def measure(session: Session, num_requests: int, steps: int, turns: int) -> dict
     }
 
 
-def compile_times(folder: Path, repeats: int = 7) -> dict[str, float]:
-    """Milliseconds, the median of a few."""
-    backend = LLGuidanceBackend((folder / "tokenizer.json").read_text(), _VOCAB_SIZE, [2])
+def compile_times(folder: Path, name: str, repeats: int = 7) -> dict[str, float]:
+    """Milliseconds that a backend takes, the median of a few."""
+    backend = load_backend(name, (folder / "tokenizer.json").read_text(), _VOCAB_SIZE, [2])
     result = {}
     for name, schema in SCHEMAS.items():
         times = []
@@ -187,18 +190,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--backend", choices=BACKENDS, default=LLGUIDANCE)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work_dir:
         folder = make(Path(work_dir), SHAPES["llama-60m"], "float32")
         learn_tokenizer(folder)
         config = EngineConfig.create(
-            folder, num_threads=arguments.threads, max_num_seqs=arguments.requests, device="cpu"
+            folder,
+            num_threads=arguments.threads,
+            max_num_seqs=arguments.requests,
+            device="cpu",
+            structured_outputs_backend=arguments.backend,
         )
         session = Session(config)
         report = measure(session, arguments.requests, arguments.steps, arguments.turns)
         session.close()
-        report["milliseconds to compile"] = compile_times(folder)
+        report["milliseconds to compile"] = compile_times(folder, arguments.backend)
     report["machine"] = machine(arguments.threads)
     print(as_markdown(report))
     if arguments.output is not None:

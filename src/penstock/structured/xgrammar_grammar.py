@@ -9,16 +9,21 @@ import json
 import math
 from typing import Any
 
-from penstock.structured.xgrammar_patterns import CHARACTER, as_json_rule, as_rule, quoted
+from penstock.structured.xgrammar_patterns import ESCAPED, PLAIN, as_json_rule, as_rule, quoted
 
 _DIGIT = "[0-9]"
 # Doubles are exact with so many, and read as they are written.
 _FRACTION = f'("." {_DIGIT}{{1,6}})?'
 _NUMBER = f'"-"? ("0" | [1-9] {_DIGIT}*) ("." {_DIGIT}+)? ([eE] [+\\-]? {_DIGIT}{{1,2}})?'
+# Characters that are counted by a rule each. Masks are hundreds of times as fast as with a repetition, and compiling
+# takes some milliseconds per rule.
+_MOST_RULES = 128
 _OR_NOTHING = ' | ""'
 _BASIC = {
-    "json_character": CHARACTER,
-    "json_text": r'"\x22" json_character* "\x22"',
+    "json_character": f"{PLAIN} | {ESCAPED}",
+    # Of all ways to write it, xgrammar makes the masks of this one the fastest.
+    "json_characters": f"{PLAIN}* ({ESCAPED} {PLAIN}*)*",
+    "json_text": r'"\x22" json_characters "\x22"',
     "json_number": _NUMBER,
     "json_pair": 'json_text space ":" space json_value',
     "json_object": '"{" space (json_pair (space "," space json_pair)* space)? "}"',
@@ -39,6 +44,7 @@ def grammar_of(schema: Any, whitespace: str) -> str:
     rules = {
         "root": writer.value(rest),
         **writer.rules,
+        **writer.rests(),
         **_BASIC,
         "space": f'"" | ({as_rule(whitespace)})' if whitespace else '""',
     }
@@ -48,6 +54,7 @@ def grammar_of(schema: Any, whitespace: str) -> str:
 class _Writer:
     def __init__(self) -> None:
         self.rules: dict[str, str] = {}
+        self._longest = -1
 
     def rule(self, body: str) -> str:
         """The name of a rule with this body."""
@@ -92,10 +99,25 @@ class _Writer:
 
     def _string(self, schema: dict[str, Any]) -> str:
         if "pattern" in schema:
-            inner = f"({as_json_rule(schema['pattern'])})"
-        else:
-            inner = _repeated("json_character", schema.get("minLength", 0), schema.get("maxLength", math.inf))
-        return rf'"\x22" {inner} "\x22"'
+            return rf'"\x22" ({as_json_rule(schema["pattern"])}) "\x22"'
+        least, most = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+        first = "json_character " * least if least <= _MOST_RULES else _repeated("json_character", least, least)
+        if most == math.inf:
+            return rf'"\x22" {first}json_characters "\x22"'
+        if most - least > _MOST_RULES:
+            return rf'"\x22" {first}{_repeated("json_character", 0, most - least)} "\x22"'
+        self._longest = max(self._longest, most - least)
+        return rf'"\x22" {first}json_rest_{most - least}'
+
+    def rests(self) -> dict[str, str]:
+        """By how many characters may still come, what is left of a text with its quote."""
+        if self._longest < 0:
+            return {}
+        more = {
+            f"json_rest_{count}": rf'"\x22" | {PLAIN} json_rest_{count - 1} | {ESCAPED} json_rest_{count - 1}'
+            for count in range(1, self._longest + 1)
+        }
+        return {"json_rest_0": r'"\x22"', **more}
 
     def _array(self, schema: dict[str, Any]) -> str:
         first = [self.value(item) for item in schema.get("prefixItems", ())]
@@ -158,6 +180,9 @@ def _repeated(body: str, least: int, most: float) -> str:
     """A text so many times; nothing where it may not come."""
     if most == 0:
         return ""
+    if most == math.inf and least < 2:
+        # Masks of braces are hundreds of times as slow.
+        return f"({body}){'*+'[least]} "
     return f"({body}){{{least},{'' if most == math.inf else int(most)}}} "
 
 

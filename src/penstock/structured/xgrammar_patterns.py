@@ -21,8 +21,9 @@ _SURROGATES = (0xD800, 0xDFFF)
 # What JSON has no way to write but by number, and what it writes with a backslash.
 _CONTROLS = (0x00, 0x1F)
 _ESCAPED = '"\\\b\f\n\r\t'
-# A character of a JSON text, without escapes by number.
-CHARACTER = r'[^\x00-\x1f\x22\x5c\x7f] | "\x5c" [\x22\x5c/bfnrt]'
+# A character of a JSON text, as it is and escaped; without escapes by number.
+PLAIN = r"[^\x00-\x1f\x22\x5c\x7f]"
+ESCAPED = r'"\x5c" [\x22\x5c/bfnrt]'
 
 
 def as_rule(pattern: str) -> str:
@@ -32,7 +33,7 @@ def as_rule(pattern: str) -> str:
 
 def as_json_rule(pattern: str) -> str:
     """What a text of JSON, without its quotes, has somewhere in it. Raises PatternError."""
-    return _Writer(_json_literal, _json_classes, "json_character*").rule(pattern)
+    return _Writer(_json_literal, _json_classes, "json_characters").rule(pattern)
 
 
 class _Writer:
