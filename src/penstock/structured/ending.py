@@ -34,7 +34,7 @@ class EndingMatcher(ABC):
             self._rollback_text(num_tokens - num_end_tokens)
 
     def fill(self, words: np.ndarray) -> None:
-        if self.is_terminated:
+        if self._num_end_tokens:
             words[:] = self._end_words
         else:
             self._fill_text(words)
@@ -58,7 +58,7 @@ class EndingMatcher(ABC):
 
     @abstractmethod
     def _fill_text(self, words: np.ndarray) -> None:
-        """As `Matcher.fill`, before any end token and where something else may come."""
+        """As `Matcher.fill`, before any end token."""
 
     @abstractmethod
     def _may_end(self) -> bool:

@@ -120,7 +120,8 @@ class LLGuidanceMatcher(EndingMatcher):
 
     def _fill_text(self, words: np.ndarray) -> None:
         _fill(self._matcher, words)
-        self._check()
+        if self._matcher.is_error():
+            raise MatcherError(_said(self._matcher))
 
     def _may_end(self) -> bool:
         may_end: bool = self._matcher.is_accepting()
