@@ -18,6 +18,8 @@ from penstock.structured.grammar_text import as_lark
 
 # Escapes of characters by number are left out: they would be second spellings of a property's name.
 _ALLOWED_ESCAPES = 'nrbtf\\"'
+# Tokens that masks take in at once where all of them may come, as in names, words and addresses.
+_LETTERS_AND_DIGITS = "[a-zA-Z0-9]+"
 _LIMITS = LLParserLimits(verbose_errors=False)
 _ERRORS = {
     "panic": "it is too large, or has something that llguidance cannot cope with",
@@ -34,7 +36,12 @@ class LLGuidanceBackend:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(self._eos_token_ids))
+        self._tokenizer = LLTokenizer(
+            tokenizer_json,
+            n_vocab=vocab_size,
+            eos_token=sorted(self._eos_token_ids),
+            slices=[_LETTERS_AND_DIGITS, *LLTokenizer.general_slices()],
+        )
         self._end_words = end_mask(vocab_size, self._eos_token_ids)
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceGrammar:
