@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from penstock.config.reasoning import ReasoningMarkers
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.structured_grammar import reasoning_tokens
-from penstock.structured.reasoning import ReasoningBackend, ReasoningMatcher, after_last
+from penstock.structured.reasoning import ReasoningBackend, ReasoningMatcher, after_last, other_spellings
 from support.constraints import (
     END,
     NUM_WORDS,
@@ -34,6 +36,8 @@ IMPLIED = ReasoningMarkers("<|user|>", "</think>", implied_ends=("<|assistant|>"
 IMPLIED_ALIKE = ReasoningMarkers("121", "112", starts_in_reasoning=True, implied_ends=("1x", "<<", "<<1"))
 KINDS = [ONE, SEVERAL, AT_ONCE, ALIKE, IMPLIED, IMPLIED_ALIKE]
 REGEX = "[<0-9]{3,8}"
+# How an end may be spelt otherwise, because tokens of the text around it are shared.
+OTHER_ENDS = {SEVERAL: ["</think!", "1</think!"], IMPLIED: ["2</think"]}
 
 
 def spelt(markers: ReasoningMarkers) -> tuple[list[int], list[int]]:
@@ -43,7 +47,9 @@ def spelt(markers: ReasoningMarkers) -> tuple[list[int], list[int]]:
 def matcher_of(
     markers: ReasoningMarkers, prompt: Sequence[int] = (), regex: str = REGEX, vocab_size: int = VOCAB_SIZE
 ) -> ReasoningMatcher:
-    backend = ReasoningBackend(demo_backend(), reasoning_tokens(demo_tokenizer(), markers), vocab_size, [END])
+    tokens = reasoning_tokens(demo_tokenizer(), markers)
+    tokens = replace(tokens, other_ends=tuple(tuple(encode(text)) for text in OTHER_ENDS.get(markers, [])))
+    backend = ReasoningBackend(demo_backend(), tokens, vocab_size, [END])
     return backend.compile(StructuredOutputsParams(regex=regex)).start(prompt)
 
 
@@ -67,8 +73,9 @@ def oracle(markers: ReasoningMarkers, output: Sequence[int], opened: Sequence[in
         allowed = constrained(output)
         return sorted({*allowed, start[len(output)]}) if start[: len(output)] == output else allowed
     implied = [encode(text) for text in markers.implied_ends]
+    ends = [end, *map(encode, OTHER_ENDS.get(markers, []))]
     for position in range(1, len(reasoning) + 1):
-        if reasoning[:position][-len(end) :] == end:
+        if any(reasoning[:position][-len(one) :] == one for one in ends):
             return constrained(output[position - offset :])
         for marker in implied:
             begin = position - len(marker)
@@ -108,7 +115,8 @@ def test_whatever_is_taken_in_and_back_the_next_tokens_are_those_that_the_tokens
                 # Markers, a part of them, what goes on from one, what is allowed, and what is not.
                 known = [*output, *drafts][-len(end) :]
                 going_on = [end[number] for number in range(len(end)) if known[len(known) - number :] == end[:number]]
-                implied = [token for text in markers.implied_ends for token in encode(text)]
+                others = [*markers.implied_ends, *OTHER_ENDS.get(markers, [])]
+                implied = [token for text in others for token in encode(text)]
                 pool = [
                     *going_on,
                     *start,
@@ -120,7 +128,7 @@ def test_whatever_is_taken_in_and_back_the_next_tokens_are_those_that_the_tokens
                 ]
                 drafts.append(rng.choice(pool))
                 if rng.random() < 0.1:
-                    drafts += end
+                    drafts += rng.choice([end, *map(encode, OTHER_ENDS.get(markers, []))])
             expected_taken = 0
             while expected_taken < len(drafts):
                 if drafts[expected_taken] not in oracle(markers, [*output, *drafts[:expected_taken]], behind):
@@ -201,3 +209,27 @@ def test_the_last_of_a_marker_is_found_whole() -> None:
     assert after_last([1, 2, 1, 2, 3], [1, 2]) == 4
     assert after_last([2, 1], [1, 2]) == -1
     assert after_last([], [1]) == -1
+
+
+def test_a_marker_that_shares_tokens_with_the_text_around_it_is_found() -> None:
+    vocabulary = ["</", ".</", "think", ">", ">\n", ">\n\n", "\n"]
+
+    def encode_greedily(text: str) -> list[int]:
+        pieces = re.findall("|".join(map(re.escape, sorted(vocabulary, key=len, reverse=True))) + "|(?s:.)", text)
+        return [vocabulary.index(piece) if piece in vocabulary else 100 + ord(piece) for piece in pieces]
+
+    bare = tuple(encode_greedily("</think>"))
+    found = {bare, *other_spellings(encode_greedily, "</think>")}
+    assert found == {(first, 2, last) for first in (0, 1) for last in (3, 4, 5)}
+    for text in ("so</think>", "so.</think>\n\n", "so </think>\n{", "so.</think>{"):
+        token_ids = encode_greedily(text)
+        assert max(after_last(token_ids, one) for one in found) > 0, text
+    assert other_spellings(lambda text: [5] if text == "<t>" else [100, 5, 101], "<t>") == ()
+
+
+def test_a_prompt_that_opens_reasoning_with_another_spelling_has_opened_it() -> None:
+    tokens = replace(reasoning_tokens(demo_tokenizer(), SEVERAL), other_starts=(tuple(encode("<think!")),))
+    backend = ReasoningBackend(demo_backend(), tokens, VOCAB_SIZE, [END])
+    grammar = backend.compile(StructuredOutputsParams(regex=REGEX))
+    assert allowed_tokens(grammar.start(encode("Who?<think!"))) == FREE
+    assert allowed_tokens(grammar.start(encode("Who?<think?"))) != FREE

@@ -18,7 +18,7 @@ from penstock.errors import GrammarError, UnsupportedFeature
 from penstock.scheduler.outputs import EngineCoreOutput
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher, load_backend
 from penstock.structured.compiler import Compiled, GrammarCompiler
-from penstock.structured.reasoning import ReasoningBackend, ReasoningTokens
+from penstock.structured.reasoning import ReasoningBackend, ReasoningTokens, other_spellings
 
 # Where a draft is not known to the host, nothing can be said of what comes after it.
 _UNKNOWN_DRAFT = -1
@@ -253,5 +253,13 @@ def reasoning_tokens(tokenizer: Tokenizer, markers: ReasoningMarkers) -> Reasoni
         tuple(tokenizer.encode(text, add_special_tokens=False))
         for text in (markers.start, markers.end, *markers.implied_ends)
     )
-    decode = partial(tokenizer.decode, skip_special_tokens=False)
-    return ReasoningTokens(start, end, markers.starts_in_reasoning, decode, tuple(filter(None, implied_ends)))
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return ReasoningTokens(
+        start,
+        end,
+        markers.starts_in_reasoning,
+        partial(tokenizer.decode, skip_special_tokens=False),
+        tuple(filter(None, implied_ends)),
+        other_spellings(encode, markers.start),
+        other_spellings(encode, markers.end),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -27,7 +28,8 @@ class _Stage(Enum):
 class ReasoningTokens:
     """start, end: the markers, one token or several. starts_in_reasoning: as `ReasoningMarkers` has it.
     decode: tokens as text, special ones included. implied_ends: markers that end reasoning where a constraint may begin
-    with them; they are the first that it is asked for.
+    with them; they are the first that it is asked for. other_starts, other_ends: the markers with what stands around
+    them, as `other_spellings` has it.
     """
 
     start: tuple[int, ...]
@@ -35,17 +37,26 @@ class ReasoningTokens:
     starts_in_reasoning: bool
     decode: Callable[[Sequence[int]], str]
     implied_ends: tuple[tuple[int, ...], ...] = ()
+    other_starts: tuple[tuple[int, ...], ...] = ()
+    other_ends: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def ends(self) -> tuple[tuple[int, ...], ...]:
+        return (self.end, *self.other_ends)
 
     def stage_after(self, prompt_token_ids: Sequence[int]) -> tuple[_Stage, tuple[int, ...]]:
         """Where a prompt leaves its output, and the last tokens of the reasoning that it began.
 
         An end marker with text behind it is of an earlier answer: it says nothing of this one.
         """
-        reasons_from = after_last(prompt_token_ids, self.start)
-        ended_at = after_last(prompt_token_ids, self.end)
-        implied_at = max((after_last(prompt_token_ids, marker) for marker in self.implied_ends), default=-1)
+        reasons_from, ended_at, implied_at = (
+            max((after_last(prompt_token_ids, marker) for marker in markers), default=-1)
+            for markers in ((self.start, *self.other_starts), self.ends, self.implied_ends)
+        )
         if reasons_from > max(ended_at, implied_at):
-            return _Stage.REASONS, tuple(prompt_token_ids[max(reasons_from, len(prompt_token_ids) - len(self.end)) :])
+            return _Stage.REASONS, tuple(
+                prompt_token_ids[max(reasons_from, len(prompt_token_ids) - max(map(len, self.ends))) :]
+            )
         if ended_at > implied_at and self._is_blank(prompt_token_ids[ended_at:]):
             return _Stage.CONSTRAINED, ()
         return (_Stage.REASONS if self.starts_in_reasoning else _Stage.MAY_REASON), ()
@@ -109,7 +120,8 @@ class ReasoningMatcher:
         prompt_token_ids: Sequence[int],
     ) -> None:
         self._matcher = matcher
-        self._start, self._end, self._implied_ends = tokens.start, tokens.end, tokens.implied_ends
+        self._start, self._ends, self._implied_ends = tokens.start, tokens.ends, tokens.implied_ends
+        self._longest_end = max(map(len, self._ends))
         self._eos_token_ids = eos_token_ids
         self._free_words = free_words
         stage, self._before = tokens.stage_after(prompt_token_ids)
@@ -135,9 +147,9 @@ class ReasoningMatcher:
         if token_id in self._eos_token_ids:
             return False
         num_known = len(self._output)
-        tail = self._output[max(self._reasons_from, num_known - len(self._end)) :]
+        tail = self._output[max(self._reasons_from, num_known - self._longest_end) :]
         known = (*self._before, *tail, token_id) if self._reasons_from == 0 else (*tail, token_id)
-        if known[-len(self._end) :] == self._end:
+        if any(known[-len(end) :] == end for end in self._ends):
             self._constrained_from = self._decided_at = num_known + 1
         else:
             self._end_if_implied(token_id)
@@ -203,6 +215,20 @@ class ReasoningMatcher:
     @property
     def is_terminated(self) -> bool:
         return self._constrained_from is not None and self._matcher.is_terminated
+
+
+def other_spellings(encode: Callable[[str], Sequence[int]], marker: str) -> tuple[tuple[int, ...], ...]:
+    """The tokens of a marker together with a character before it and whitespace behind it, where these share a token.
+
+    A marker that is no token of its own may be spelt so. encode: a text as tokens.
+    """
+    found = {tuple(encode(marker)): None}
+    for before in ("", *string.punctuation, " ", "\n"):
+        for behind in ("", " ", "\n", "\n\n"):
+            token_ids = tuple(encode(f"{before}{marker}{behind}"))
+            if all(after_last(token_ids, known) < 0 for known in found):
+                found[token_ids] = None
+    return tuple(found)[1:]
 
 
 def after_last(token_ids: Sequence[int], marker: Sequence[int]) -> int:
