@@ -30,6 +30,8 @@ class StepTimes:
         self._slope = 0.0
         if len(by_size) > 1:
             self._slope = float(np.diff(self._seconds[-2:])[0] / np.diff(self._sizes[-2:])[0])
+        # Of steps that were noted, as measured, by their number of tokens.
+        self._of_one_size: dict[int, float] = {}
         # Seconds beyond the measure of steps without drafts; drafts of the others, and the same of these.
         self._plain: deque[float] = deque(maxlen=_NUM_PLAIN)
         self._drafts: deque[float] = deque(maxlen=_NUM_SPECULATING)
@@ -39,7 +41,10 @@ class StepTimes:
 
     def note(self, num_reqs: int, num_drafts: int, seconds: float, *, speculates: bool) -> None:
         """What a step took, from its decision to its results. speculates: it verified drafts, or made some."""
-        more = seconds - float(self._by_size(np.array([num_reqs + num_drafts]))[0])
+        num_tokens = num_reqs + num_drafts
+        if num_tokens not in self._of_one_size:
+            self._of_one_size[num_tokens] = float(self._by_size(np.array([num_tokens]))[0])
+        more = seconds - self._of_one_size[num_tokens]
         if not speculates:
             self._plain.append(more)
             return
