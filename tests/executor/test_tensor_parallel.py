@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,26 @@ def test_an_offline_engine_is_used_as_ever() -> None:
     assert texts[0] == texts[1]
     with pytest.raises(UnsupportedFeature, match=r"tensor_parallel_size=3"):
         LLM("demo", tensor_parallel_size=3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_and_replaced(
+    rank: int, folder: Path, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make(folder, 2, step_timeout_s=1.5)
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        add(core, f"r{index}", prompt, params)
+    results: dict[str, Result] = {}
+    before = process_ids(core)
+    for _ in range(8):
+        for output in core.step():
+            results.setdefault(output.req_id, Result()).take(output)
+    os.kill(before[rank], signal.SIGSTOP)
+    begin = time.monotonic()
+    finish(core, results)
+    assert time.monotonic() - begin < 60.0
+    assert not set(before) & set(process_ids(core))
+    core.close()
+    assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
+    named = f"rank {rank} (process {before[rank]}, stopped)", f"for rank {rank}, which hangs or is gone"
+    assert any(name in record.message for record in caplog.records for name in named)

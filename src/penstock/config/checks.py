@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,12 @@ def check_integer(name: str, value: Any, minimum: int) -> None:
     """Raise ConfigError unless `value` is an integer of at least `minimum`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ConfigError(f"{name}={value!r} is not valid. Allowed: an integer of at least {minimum}.")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is a number above 0, in the range of timeouts."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < threading.TIMEOUT_MAX:
+        raise ConfigError(f"{name}={value!r} is not valid. Allowed: a number of seconds above 0.")
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.checks import check_choice, check_integer
+from penstock.config.checks import check_choice, check_integer, check_seconds
 from penstock.errors import ConfigError
 
 EXECUTORS = ("uni", "mp")
@@ -20,6 +20,8 @@ class ParallelConfig:
     worker_cls: qualified name of the worker class.
     worker_extension_cls: qualified name of a class whose methods become callable on the worker.
     max_restarts: how often a failed worker is replaced without progress before the engine gives up.
+    step_timeout_s: seconds that a worker in a process of its own may take for a step; then it is replaced, since it
+        hangs.
     """
 
     tensor_parallel_size: int = 1
@@ -28,6 +30,7 @@ class ParallelConfig:
     worker_cls: str = DEFAULT_WORKER
     worker_extension_cls: str | None = None
     max_restarts: int = 3
+    step_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
@@ -40,6 +43,7 @@ class ParallelConfig:
                 "Leave it out, or use 'mp'."
             )
         check_integer("max_restarts", self.max_restarts, 0)
+        check_seconds("step_timeout_s", self.step_timeout_s)
         for name in ("worker_cls", "worker_extension_cls"):
             value = getattr(self, name)
             if value is None and name == "worker_extension_cls":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from penstock.config.checks import check_choice, check_flag, check_integer
+from penstock.config.checks import check_choice, check_flag, check_integer, check_seconds
 from penstock.config.reasoning import CUSTOM, REASONING_PARSERS
 from penstock.errors import ConfigError, UnsupportedArgument
 
@@ -46,9 +45,7 @@ class StructuredOutputsConfig:
                 "structured_outputs_backend='xgrammar' needs a package that is not installed. Install it with "
                 f"pip install 'penstock[xgrammar]', or leave it out: {LLGUIDANCE} comes with penstock."
             )
-        limit = self.max_grammar_compile_s
-        if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 < limit < threading.TIMEOUT_MAX:
-            raise ConfigError(f"max_grammar_compile_s={limit!r} is not valid. Allowed: seconds, more than 0.")
+        check_seconds("max_grammar_compile_s", self.max_grammar_compile_s)
         check_integer("max_grammar_bytes", self.max_grammar_bytes, 1)
         check_integer("max_cached_grammars", self.max_cached_grammars, 1)
         if self.reasoning_parser == "":

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.engine.draft_log import DraftLog
 from penstock.engine.grammar import Grammar
 from penstock.engine.messages import EngineRequest
+from penstock.engine.quarantine import Quarantine
 from penstock.engine.startup import StartedEngine, start_engine
 from penstock.engine.structured_grammar import StructuredGrammar
 from penstock.errors import EngineDead, GrammarError, LifecycleError, PenstockError, WaitTimeout, WorkerError
@@ -31,13 +32,16 @@ logger = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.1
 # What a request waits for whose grammar is being compiled.
 _GRAMMAR = "its grammar"
+# Before workers are replaced that failed once more: 0.2 s, 0.4 s and so on.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
 
 class EngineCore:
     """One scheduler over one executor, and perhaps a grammar.
 
     A worker that fails is replaced: what was running is treated as preempted and generation goes on from its tokens.
-    After `max_restarts` failures without a result in between the core gives up and says why.
+    After `max_restarts` failures without a result in between the core gives up and says why. A request that makes
+    workers fail again and again is found out (`Quarantine`), and ends.
     """
 
     def __init__(self, config: EngineConfig, grammar: Grammar | None = None) -> None:
@@ -49,6 +53,7 @@ class EngineCore:
         wants_async = config.scheduler.async_scheduling
         # Whether a step is executed before the result of the one before it is read.
         self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
+        self._step_timeout_s = config.parallel.step_timeout_s
         self._pools = engine.executor.pools
         # Set by whoever gives the core something to do while it waits.
         self._woken = threading.Event()
@@ -58,6 +63,8 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # What was read and not returned yet: a failure later in the turn must not take it along.
         self._outputs: list[EngineCoreOutput] = []
+        # The step that is launched and not in flight yet.
+        self._launched: SchedulerOutput | None = None
         self._failures_in_a_row = 0
         # What a turn was broken off by, other than a worker.
         self._broken_off_by: str | None = None
@@ -73,6 +80,7 @@ class EngineCore:
             num_speculative_tokens=engine.executor.num_speculative_tokens,
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
         )
+        self._quarantine = Quarantine(self.scheduler)
         # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
         self._draft_log = DraftLog(self.scheduler.spec_decode_metrics)
@@ -178,6 +186,7 @@ class EngineCore:
         output = self.scheduler.schedule()
         if not output.num_scheduled_tokens and output.is_empty:
             return None
+        self._launched = output
         try:
             self._executor.execute_model(output)
         except WorkerError:
@@ -188,8 +197,9 @@ class EngineCore:
     def _read_oldest(self) -> None:
         """Take in the result of the oldest step in flight."""
         output, handle = self._in_flight.popleft()
-        outputs = self.scheduler.update_from_output(output, handle.get_output())
+        outputs = self.scheduler.update_from_output(output, handle.get_output(self._step_timeout_s))
         self._failures_in_a_row = 0
+        self._quarantine.note_results(output.num_scheduled_tokens)
         self._outputs += outputs
         if output.scheduled_spec_decode_tokens:
             self._draft_log.note_step()
@@ -200,7 +210,7 @@ class EngineCore:
 
     def _take_drafts(self) -> None:
         """Let the next step verify what the workers have drafted."""
-        drafts = self._executor.take_draft_token_ids()
+        drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is not None:
             self.scheduler.update_draft_token_ids(dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)))
 
@@ -213,7 +223,7 @@ class EngineCore:
         scheduled = output.scheduled_spec_decode_tokens
         if not self._runs_ahead or not any(map(self._grammar.constrains, scheduled)):
             return output
-        drafts = self._executor.take_draft_token_ids()
+        drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is None:
             return output
         known = {
@@ -239,6 +249,7 @@ class EngineCore:
             logger.error("The failed step was %s", output.anonymous())
             raise
         self._in_flight.append((output, handle))
+        self._launched = None
 
     def collective_rpc(
         self,
@@ -314,7 +325,9 @@ class EngineCore:
     def _recover(self, error: PenstockError) -> None:
         """Replace the workers and go on; give up when that does not help."""
         limit = self.config.parallel.max_restarts
+        steps = [*(output for output, _ in self._in_flight), *([self._launched] if self._launched else [])]
         self._in_flight.clear()
+        self._launched = None
         engine = self._require_alive()
         why_not = engine.executor.why_not_restart()
         if why_not is not None:
@@ -323,10 +336,25 @@ class EngineCore:
             self._die(f"Workers failed {self._failures_in_a_row} times in a row; the last time: {error}", error)
         logger.warning("%s. Restarting the worker (failed %d of %d times)", error, self._failures_in_a_row, limit)
         self.scheduler.reset_for_recovery()
+        self._blame(list({req_id: None for step in steps for req_id in step.num_scheduled_tokens}), error)
+        if self._failures_in_a_row > 1:
+            time.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._failures_in_a_row))
         try:
             engine.restart_workers()
         except PenstockError as cause:
             self._die(f"The worker could not be restarted: {cause}. It had failed with: {error}", cause)
+
+    def _blame(self, req_ids: Collection[str], error: PenstockError) -> None:
+        """End the request that makes workers fail, once it is known which of these that is."""
+        culprit = self._quarantine.note_failure(req_ids)
+        if culprit is None:
+            return
+        why = f"Workers failed again and again while they ran this request, the last time by itself: {error}"
+        ended = self.scheduler.finish_requests([culprit], FinishReason.ERROR)
+        logger.error("Request %s ends. %s", culprit, why)
+        ended = [msgspec.structs.replace(output, error=why) for output in ended]
+        self._outputs += ended
+        self._grammar.accept(ended)
 
     def _die(self, why: str, cause: Exception) -> None:
         self._cause_of_death = why

@@ -99,12 +99,12 @@ class Executor(ABC):
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
         """Launch the sampling of a step that was executed."""
 
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
+    def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
         """The drafts for the next step to be sampled, once the one before it was read.
 
         None where the workers' speculators have none.
         """
-        drafts: DraftTokenIds | None = self.collective_rpc("take_draft_token_ids")[0]
+        drafts: DraftTokenIds | None = self.collective_rpc("take_draft_token_ids", timeout_s)[0]
         return drafts
 
     @abstractmethod

@@ -16,6 +16,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+import psutil
+
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput, decode, encode
 from penstock.device.limits import cpu_quota
@@ -164,7 +166,11 @@ class MultiprocessExecutor(Executor):
     def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:
         """The result of a step that was launched; each can be had once."""
         self._check_usable()
-        self._wait(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else self._ranks[:1])
+        try:
+            self._wait(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else self._ranks[:1])
+        except WaitTimeout as error:
+            # None of them is asked again, nor told to end.
+            self._fail(error)
         return self._outputs.pop(step_id)
 
     def check_health(self) -> None:
@@ -330,8 +336,16 @@ class MultiprocessExecutor(Executor):
 
 
 def _timed_out(name: str, timeout_s: float, ranks: Sequence[_Rank], what: str = "") -> WaitTimeout:
-    whom = ", ".join(f"rank {rank.rank} (process {rank.process.pid})" for rank in ranks)
+    whom = ", ".join(f"rank {rank.rank} (process {rank.process.pid}, {_state(rank)})" for rank in ranks)
     return WaitTimeout(f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {whom} {what}".rstrip() + ".")
+
+
+def _state(rank: _Rank) -> str:
+    """What its process does, as the system knows it: such as sleeping, running, or stopped."""
+    try:
+        return str(psutil.Process(rank.process.pid).status())
+    except psutil.Error:
+        return "gone"
 
 
 def _pickled(name: str, sent: Any) -> bytes:

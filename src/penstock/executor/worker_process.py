@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from penstock.worker import WorkerWrapperBase
 
 PROGRAM = "from penstock.executor.worker_process import main; main()"
+# Of the time for a step, what ranks wait for each other.
+_SHARE_FOR_RANKS = 0.8
 # What a connection's buffers take in without being read, on every system.
 _SMALL_BYTES = 4096
 # The program's `__name__` while a worker looks for what it defines; runpy makes a module of it for as long.
@@ -100,11 +102,20 @@ class _Outbox:
 class _WorkerLoop:
     """Does what the executor says, in order."""
 
-    def __init__(self, wrapper: WorkerWrapperBase, program: _Program, outbox: _Outbox, *, has_results: bool) -> None:
+    def __init__(
+        self,
+        wrapper: WorkerWrapperBase,
+        program: _Program,
+        outbox: _Outbox,
+        *,
+        has_results: bool,
+        step_timeout_s: float,
+    ) -> None:
         self._wrapper = wrapper
         self._program = program
         self._outbox = outbox
         self._has_results = has_results
+        self._step_timeout_s = step_timeout_s
 
     def run(self, connection: Connection) -> None:
         while True:
@@ -117,15 +128,13 @@ class _WorkerLoop:
                 self._step(message)
 
     def _step(self, message: ExecuteStep | SampleStep) -> None:
-        from penstock.executor.base import STEP_TIMEOUT_S
-
         try:
             if isinstance(message, ExecuteStep):
                 self._wrapper.execute_method("execute_model", message.output)
                 return
             handle = self._wrapper.execute_method("sample_tokens", message.grammar)
             if self._has_results:
-                output = self._reporting("get_output", lambda: handle.get_output(STEP_TIMEOUT_S))
+                output = self._reporting("get_output", lambda: handle.get_output(self._step_timeout_s))
                 self._outbox.put(StepDone(output=output))
         except Exception as error:
             self._outbox.put(WorkerFailed(error=error_as_data(error)))
@@ -191,10 +200,14 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
     wrapper = WorkerWrapperBase(rpc_rank=start.rank)
     program = _Program(start.main_path)
     config: EngineConfig = program.load(start.config)
-    wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel.world_size, memory_descriptor))
+    limits = config.parallel
+    # Ranks that miss another one say which, before whoever waits for them all loses patience.
+    missing_after_s = limits.step_timeout_s * _SHARE_FOR_RANKS
+    wrapper.init_worker(config, join_local_ranks(start.rank, limits.world_size, memory_descriptor, missing_after_s))
     try:
         outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
-        _WorkerLoop(wrapper, program, outbox, has_results=start.rank == 0).run(connection)
+        loop = _WorkerLoop(wrapper, program, outbox, has_results=start.rank == 0, step_timeout_s=limits.step_timeout_s)
+        loop.run(connection)
     finally:
         wrapper.shutdown()
 

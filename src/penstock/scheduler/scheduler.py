@@ -156,6 +156,10 @@ class Scheduler:
         """
         self._requests.wait_for(req_id, reason, is_there=False)
 
+    def holds(self, req_id: str) -> bool:
+        """Whether a request of this id has not ended."""
+        return req_id in self._requests.by_id
+
     def ready(self, req_id: str, reason: str) -> None:
         """What a request waited for is there. Unknown ids and reasons are ignored."""
         self._requests.wait_for(req_id, reason, is_there=True)

@@ -1,0 +1,54 @@
+"""Which of the requests that ran when workers failed made them fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from penstock.scheduler.scheduler import Scheduler
+
+# What a suspect waits for while another one is tried.
+_TURN = "its turn to run without other suspects"
+# Failures without a result in between that make a request a suspect.
+_MOST_FAILURES = 2
+
+
+class Quarantine:
+    """Lets requests that were there at two failures in a row run one at a time, until each has brought a result.
+
+    One that is there when workers fail again made them fail. Others go on beside the one that is tried.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._num_failures: Counter[str] = Counter()
+        # In the order of their trials; the first one's is now.
+        self._suspects: list[str] = []
+
+    def note_failure(self, req_ids: Collection[str]) -> str | None:
+        """Steps of these requests failed, which all wait again. Returns the one that is to blame, if that is known."""
+        self._num_failures.update(req_ids)
+        if self._suspects and self._suspects[0] in req_ids:
+            culprit = self._suspects[0]
+            self._end_trial()
+            return culprit
+        new = [req_id for req_id in req_ids if self._num_failures[req_id] >= _MOST_FAILURES]
+        for req_id in new if self._suspects else new[1:]:
+            self._scheduler.wait_for(req_id, _TURN)
+        self._suspects += new
+        return None
+
+    def note_results(self, req_ids: Collection[str]) -> None:
+        """These requests brought results, so whatever failed before, it was not they."""
+        if not self._num_failures:
+            return
+        for req_id in req_ids:
+            del self._num_failures[req_id]
+        # A suspect may also have ended without a result.
+        while self._suspects and (self._suspects[0] in req_ids or not self._scheduler.holds(self._suspects[0])):
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        del self._num_failures[self._suspects.pop(0)]
+        if self._suspects:
+            self._scheduler.ready(self._suspects[0], _TURN)
