@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.native import NATIVE, WEIGHT_TYPES
+from penstock.kernels.native.tracing import TracedTensor
 
 
 def embedding(ids: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -19,6 +22,18 @@ def embedding(ids: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
     if NATIVE is not None and dtype is torch.float32 and is_on_cpu(ids) and native_takes(table_VD):
         return NATIVE.lookup(ids, table_VD)
     return F.embedding(ids, table_VD).to(dtype)
+
+
+def rows_of_share(ids_T: Tensor, start: int, size: int, whole: int, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows of the ids from `start` on, `size` of `whole`, which `look_up` finds by their place among these; zeros for
+    other ids: [T, D].
+    """
+    if isinstance(ids_T, TracedTensor):
+        return look_up(ids_T.origin.share_of(ids_T, start, size, whole))
+    local_T = ids_T - start
+    is_here_T = (local_T >= 0) & (local_T < size)
+    rows_TD = look_up(torch.where(is_here_T, local_T, 0))
+    return torch.where(is_here_T.unsqueeze(-1), rows_TD, 0)
 
 
 def native_takes(table_VD: Tensor) -> bool:

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.embedding import embedding
-from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
+from penstock.kernels.embedding import embedding, rows_of_share
+from penstock.kernels.native.tracing import TracedTensor, Untraceable
+from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest, room_for_largest
 from penstock.layers.linear import ColumnParallelLinear, rows_of_rank
 from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
 from penstock.parallel import ParallelContext, rows_of_vocabulary
@@ -42,10 +43,8 @@ class VocabEmbedding(nn.Module):
         return {"weight": rows_of_rank(self.weight, self._share)}
 
     def _rows_of_all_ranks(self, input_ids_T: Tensor) -> Tensor:
-        local_T = input_ids_T - self._share.start
-        is_here_T = (local_T >= 0) & (local_T < self._share.size)
-        rows_TD = self._rows(torch.where(is_here_T, local_T, 0))
-        return self._group.all_reduce(torch.where(is_here_T.unsqueeze(-1), rows_TD, 0))
+        share = self._share
+        return self._group.all_reduce(rows_of_share(input_ids_T, share.start, share.size, share.whole, self._rows))
 
     def _rows(self, input_ids_T: Tensor) -> Tensor:
         weight = self.weight
@@ -100,15 +99,22 @@ class LMHead(ColumnParallelLinear):
         Ranks tell each other their largest logits, and no others.
         """
         if self._group.size > 1:
-            largest = self._largest_of_rank(hidden_LD)
-            values_LS = self._group.all_gather(largest.values_R.unsqueeze(-1), dim=-1)
-            token_ids_R = largest.token_ids_R + self._share.start
-            return merge_largest(values_LS, self._group.all_gather(token_ids_R.unsqueeze(-1), dim=-1))
+            return self._largest_of_ranks(self._largest_of_rank(hidden_LD))
         chosen = self.method.argmax(self, hidden_LD)
         return None if chosen is None else ChosenTokens(*chosen)
 
+    def _largest_of_ranks(self, largest: LargestLogits) -> ChosenTokens:
+        values_L, group, first_token = largest.values_R, self._group, self._share.start
+        if isinstance(values_L, TracedTensor):
+            if group.meetings is None:
+                raise Untraceable("ranks do not meet in the kernels' memory")
+            return ChosenTokens(*values_L.origin.merge_choices(values_L, first_token, group.meetings))
+        values_LS = group.all_gather(values_L.unsqueeze(-1), dim=-1)
+        token_ids_L = largest.token_ids_R + first_token
+        return merge_largest(values_LS, group.all_gather(token_ids_L.unsqueeze(-1), dim=-1))
+
     def _largest_of_rank(self, hidden_LD: Tensor) -> LargestLogits:
-        values_L = torch.empty_like(hidden_LD[:, 0], dtype=torch.float32)
+        values_L = room_for_largest(hidden_LD)
         chosen = self.method.argmax(self, hidden_LD, values_L)
         if chosen is None:
             return largest_logits(self._logits_of_rank(hidden_LD))

@@ -7,17 +7,22 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from penstock.kernels.native.meetings import Meetings
+
 _Value = TypeVar("_Value")
 
 
 class Group(ABC):
     """rank: this one's place in the group, from 0 on. size: of the group.
 
+    meetings: by which programs of the C++ library do the same; None where they cannot.
+
     Every rank of a group makes the same calls in the same order, with tensors of the same shape and dtype.
     """
 
     rank: int
     size: int
+    meetings: Meetings | None = None
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:

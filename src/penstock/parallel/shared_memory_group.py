@@ -9,10 +9,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from penstock.errors import RanksDisagree, UnsupportedFeature, WaitTimeout
+from penstock.errors import UnsupportedFeature
 from penstock.kernels.native import meetings_library
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.meetings import Meetings, Together
+from penstock.kernels.native.tracing import TracedTensor
 from penstock.parallel.group import Group
 from penstock.parallel.shared_memory import SharedMemory
 
@@ -40,16 +41,17 @@ class SharedMemoryGroup(Group):
     ) -> None:
         self.rank, self.size = rank, size
         self._memory = memory
-        self._timeout_s = timeout_s
-        self._meetings = Meetings(_library(), memory.address, rank, size, SLOT_BYTES, spin_us)
-        self._num_calls = 0
-        self._failed_in: str | None = None
+        self.meetings = Meetings(
+            _library(), memory.address, rank, size, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, spin_us=spin_us
+        )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, TracedTensor):
+            return tensor.origin.all_reduce(tensor, self.meetings)
         if tensor.dtype is not torch.float32:
             return self._sum_of_gathered(tensor)
         tensor = tensor.contiguous()
-        self._meet("all_reduce", Together.SUM, tensor, 1, tensor)
+        self.meetings.meet("all_reduce", Together.SUM, tensor, 1, tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -58,12 +60,12 @@ class SharedMemoryGroup(Group):
         rows = math.prod(shape[: dim % len(shape)])
         shape[dim] *= self.size
         gathered = tensor.new_empty(shape)
-        self._meet("all_gather", Together.GATHER, tensor, max(rows, 1), gathered)
+        self.meetings.meet("all_gather", Together.GATHER, tensor, max(rows, 1), gathered)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         tensor = tensor.contiguous()
-        self._meet("broadcast", Together.BROADCAST + source, tensor, 1, tensor)
+        self.meetings.meet("broadcast", Together.BROADCAST + source, tensor, 1, tensor)
         return tensor
 
     def gather_values(self, value: _Value) -> list[_Value]:
@@ -80,7 +82,7 @@ class SharedMemoryGroup(Group):
         """Of every rank so many, which its data is filled up to."""
         given = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
         gathered = torch.empty(self.size, num_bytes, dtype=torch.uint8)
-        self._meet("gather_values", Together.GATHER, given, 1, gathered)
+        self.meetings.meet("gather_values", Together.GATHER, given, 1, gathered)
         return [row.numpy().tobytes() for row in gathered]
 
     def _sum_of_gathered(self, tensor: Tensor) -> Tensor:
@@ -92,26 +94,6 @@ class SharedMemoryGroup(Group):
         for other in others:
             total += other
         return total.to(tensor.dtype)
-
-    def _meet(self, name: str, together: int, given: Tensor, rows: int, result: Tensor) -> None:
-        if self._failed_in is not None:
-            raise RanksDisagree(f"Rank {self.rank} cannot go on in {name}, since {self._failed_in} failed before.")
-        self._num_calls += 1
-        status = self._meetings.meet(together, given.data_ptr(), given.nbytes, rows, result.data_ptr(), self._timeout_s)
-        if status:
-            self._fail(f"{name} (call {self._num_calls} of its group of {self.size})", given, status)
-
-    def _fail(self, call: str, given: Tensor, status: int) -> None:
-        self._failed_in = call
-        if status > 0:
-            raise WaitTimeout(
-                f"Rank {self.rank} waited {self._timeout_s:g} s in {call} for rank {status - 1}, "
-                "which hangs or is gone."
-            )
-        raise RanksDisagree(
-            f"Rank {self.rank} is in {call} with {given.dtype} {list(given.shape)}, while rank {-1 - status} makes "
-            "another call. Every rank must make the same calls in the same order, with tensors of the same size."
-        )
 
 
 def group_bytes(size: int) -> int:

@@ -123,9 +123,8 @@ class NativeKernels:
     ) -> tuple[Tensor, Tensor]:
         """`argmax` of `linear` without a bias, bit for bit, in less memory: int64 [L], and bool [L] where it failed."""
         if isinstance(x_LI, TracedTensor):
-            assert largest_L is None, "a program gives tokens alone"
             arguments = packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
-            return self._trace(x_LI).choose(Kernel.GREEDY, x_LI, packed, None, *arguments)
+            return self._trace(x_LI).choose(Kernel.GREEDY, x_LI, packed, None, *arguments, largest=largest_L)
         if x_LI.stride(1) != 1:
             x_LI = x_LI.contiguous()
         num_rows, num_inputs = x_LI.shape
@@ -257,8 +256,7 @@ class NativeKernels:
         largest_R: float32, where those values are written, if it is given; contiguous.
         """
         if isinstance(x_RV, TracedTensor):
-            assert largest_R is None, "a program gives tokens alone"
-            return self._trace(x_RV).choose(Kernel.ARGMAX, x_RV)
+            return self._trace(x_RV).choose(Kernel.ARGMAX, x_RV, largest=largest_R)
         num_rows, size = x_RV.shape
         index_R, failed_R = _room_for_choices(num_rows)
         self.module.argmax(

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RanksDisagree, WaitTimeout
+
+# As the library tells it.
+_FAILED_BEFORE = -(1 << 63)
 
 
 class Together(IntEnum):
@@ -18,21 +27,43 @@ class Meetings:
     """The library's functions for one rank of a group.
 
     address: of the shared memory, which begins with zeros. slot_bytes: what a rank gives at a time; a multiple of 8.
-    spin_us: how long a rank that waits keeps its processor before it sleeps.
+    timeout_s: how long others are waited for. spin_us: how long a rank that waits keeps its processor before it sleeps.
+    arguments: the same as the library takes them.
     """
 
-    def __init__(self, module: Any, address: int, rank: int, size: int, slot_bytes: int, spin_us: int) -> None:
-        self._meet = module.meet
-        self._who = (address, rank, size, slot_bytes)
-        self._spin_us = spin_us
+    def __init__(
+        self, module: Any, address: int, rank: int, size: int, *, slot_bytes: int, timeout_s: float, spin_us: int
+    ) -> None:
+        self._module = module
+        self._address, self._rank, self._size, self._timeout_s = address, rank, size, timeout_s
+        self.arguments = (address, rank, size, slot_bytes, int(timeout_s * 1e6), spin_us)
+        self._failed_in = ""
 
-    def meet(self, together: int, given: int, num_bytes: int, rows: int, result: int, timeout_s: float) -> int:
-        """Exchange bytes with all other ranks, which make the same call. given, result: addresses.
+    def meet(self, name: str, together: int, given: Tensor, rows: int, result: Tensor) -> None:
+        """Exchange bytes with all other ranks, which make the same call. given, result: contiguous. Raises as `fail`.
 
-        Returns 0; 1 + the rank that did not come in time; or -1 - the rank that makes another call. After either of
-        the two, nothing more can be done in this memory.
+        name: of the call, for messages.
         """
-        status: int = self._meet(
-            *self._who, together, given, num_bytes, rows, result, int(timeout_s * 1e6), self._spin_us
+        status: int = self._module.meet(
+            *self.arguments, together, given.data_ptr(), given.nbytes, rows, result.data_ptr()
         )
-        return status
+        if status:
+            self.fail(name, given.dtype, given.shape, status)
+
+    def fail(self, name: str, dtype: torch.dtype, shape: Sequence[int], status: int) -> None:
+        """Raise what a meeting's status stands for: WaitTimeout for a rank that did not come, RanksDisagree for one
+        that made another call, or where the group is of no use any more after one of these.
+        """
+        if status == _FAILED_BEFORE:
+            raise RanksDisagree(f"Rank {self._rank} cannot go on in {name}, since {self._failed_in} failed before.")
+        num_calls = self._module.meeting_calls(self._address, self._rank)
+        call = self._failed_in = f"{name} (call {num_calls} of its group of {self._size})"
+        if status > 0:
+            raise WaitTimeout(
+                f"Rank {self._rank} waited {self._timeout_s:g} s in {call} for rank {status - 1}, "
+                "which hangs or is gone."
+            )
+        raise RanksDisagree(
+            f"Rank {self._rank} is in {call} with {dtype} {list(shape)}, while rank {-1 - status} makes "
+            "another call. Every rank must make the same calls in the same order, with tensors of the same size."
+        )

@@ -34,7 +34,8 @@ class NativeProgram:
         module = kernels.module
         self._program = module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
         # Takes the address of what `_arguments` makes.
-        self._run: Callable[[int], None] = partial(module.program_run, self._program)
+        self._start: Callable[[int], tuple[int, int, int] | None] = partial(module.program_run, self._program)
+        self._operations = trace.operations
         self._plan = plan_buffers(trace.operations, output, further, trace.given)
         self._widths = [cell.width for cell in (output, *further) if cell is not None]
         self._keeps_alive = trace.keeps_alive
@@ -78,6 +79,16 @@ class NativeProgram:
             return [outputs.view(num_rows, -1)]
         parts = outputs.split([num_rows * width for width in self._widths])
         return [part.view(num_rows, width) for part, width in zip(parts, self._widths, strict=True)]
+
+    def _run(self, address: int) -> None:
+        """Raises WaitTimeout or RanksDisagree where ranks do not meet."""
+        failure = self._start(address)
+        if failure is not None:
+            index, num_rows, status = failure
+            operation = self._operations[index]
+            cell, meetings = operation.cells[0], operation.meetings
+            assert cell is not None and meetings is not None, "what ranks do together is done to rows"
+            meetings.fail(operation.kernel.name.lower(), torch.float32, (num_rows, cell.width), status)
 
     def _workspace(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows * self._plan.whole_size + min(num_rows, PROGRAM_ROWS) * self._plan.part_size)

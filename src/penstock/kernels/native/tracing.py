@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.native.meetings import Meetings
+
 Argument = Tensor | int | float | None
 
 
@@ -45,15 +47,21 @@ class Kernel(IntEnum):
     ARGMAX = 11
     SUM = 12
     CONCATENATE = 13
+    ALL_REDUCE = 14
+    MERGE_CHOICES = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A kernel's call. cells: the rows that it reads and may change, others that it reads, and what it makes."""
+    """A kernel's call. cells: the rows that it reads and may change, others that it reads, and what it makes.
+
+    meetings: where ranks do it together.
+    """
 
     kernel: Kernel
     cells: tuple[Cell | None, Cell | None, Cell | None]
     arguments: tuple[int | float, ...] = ()
+    meetings: Meetings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +99,14 @@ class TracedTensor(Tensor):
 
     cell: where rows are; None for other roles, and for what was overwritten.
     is_last: it has a row for every last token that is asked for, not for every token.
+    share: of tokens, the first that are looked up, how many, and of how many in all; rows of others are zero.
     """
 
     origin: Trace
     role: Role
     cell: Cell | None
     is_last: bool
+    share: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def __torch_function__(
@@ -142,7 +152,13 @@ class Trace:
         """An operation that makes rows of the step's tokens."""
         if not isinstance(ids_T, TracedTensor) or ids_T.role is not Role.TOKENS or self._is_last:
             raise Untraceable("rows are looked up by something else than the step's tokens")
-        return self._make(kernel, width, arguments)
+        return self._make(kernel, width, (*ids_T.share, *arguments))
+
+    def share_of(self, ids_T: TracedTensor, start: int, size: int, whole: int) -> TracedTensor:
+        """The step's tokens, of which a rank looks up those from start on."""
+        made = self.stand_in(ids_T.role)
+        made.share = start, size, whole
+        return made
 
     def add(
         self, kernel: Kernel, x: Tensor, width: int, *arguments: Argument, residual: Tensor | None = None
@@ -157,6 +173,11 @@ class Trace:
     def scale(self, x: TracedTensor, factor: float) -> TracedTensor:
         """Multiply rows in place."""
         self._note(Kernel.SCALE, (self._cell(x), None, None), (factor,))
+        return x
+
+    def all_reduce(self, x: TracedTensor, meetings: Meetings) -> TracedTensor:
+        """Add up the rows of all ranks, in place."""
+        self._note(Kernel.ALL_REDUCE, (self._cell(x), None, None), meetings.arguments, meetings)
         return x
 
     def attend(
@@ -180,12 +201,28 @@ class Trace:
         self._note(Kernel.KEEP_LAST, (cell, None, None))
         return self.stand_in(Role.ROWS, cell)
 
-    def choose(self, kernel: Kernel, x: TracedTensor, *arguments: Argument) -> tuple[Tensor, Tensor]:
-        """An operation that chooses the step's tokens and says where there are none."""
+    def choose(
+        self, kernel: Kernel, x: TracedTensor, *arguments: Argument, largest: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """An operation that chooses the step's tokens and says where there are none.
+
+        largest: of `room_for_largest`, where the chosen ones' values are written.
+        """
         if self._has_choice:
             raise Untraceable("tokens are chosen twice")
         self._has_choice = True
-        self._note(kernel, (self._cell(x), None, None), arguments)
+        self._note(kernel, (self._cell(x), None, None if largest is None else self._cell(largest)), arguments)
+        return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
+
+    def room_for_largest(self) -> TracedTensor:
+        """A value for every row."""
+        return self.stand_in(Role.ROWS, Cell(1))
+
+    def merge_choices(self, largest: TracedTensor, first_token: int, meetings: Meetings) -> tuple[Tensor, Tensor]:
+        """What all ranks have chosen becomes one choice. first_token: of those that this rank chooses from."""
+        self._note(
+            Kernel.MERGE_CHOICES, (self._cell(largest), None, None), (*meetings.arguments, first_token), meetings
+        )
         return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
 
     def result(self, tensor: object) -> Cell:
@@ -214,9 +251,13 @@ class Trace:
         return self.stand_in(Role.ROWS, out)
 
     def _note(
-        self, kernel: Kernel, cells: tuple[Cell | None, Cell | None, Cell | None], arguments: Sequence[Argument] = ()
+        self,
+        kernel: Kernel,
+        cells: tuple[Cell | None, Cell | None, Cell | None],
+        arguments: Sequence[Argument] = (),
+        meetings: Meetings | None = None,
     ) -> None:
-        self.operations.append(Operation(kernel, cells, tuple(map(self._number, arguments))))
+        self.operations.append(Operation(kernel, cells, tuple(map(self._number, arguments)), meetings))
 
     def _number(self, argument: Argument) -> int | float:
         if not isinstance(argument, Tensor):

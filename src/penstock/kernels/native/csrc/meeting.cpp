@@ -36,6 +36,9 @@ struct alignas(128) Place {
   std::atomic<uint32_t> arrivals;
   std::atomic<uint32_t> sleepers;
   Announcement announcements[2];
+  // Of no interest to the others.
+  int64_t calls;
+  bool has_failed;
 };
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "other processes know no lock of this one");
@@ -62,7 +65,6 @@ bool has_arrived(const Place& place, uint32_t arrival, std::memory_order order =
 }
 
 bool spin_until(const Place& place, uint32_t arrival, microseconds longest) {
-  if (has_arrived(place, arrival)) return true;
   const auto end = Clock::now() + longest;
   do {
     for (int turn = 0; turn < 64; ++turn) {
@@ -75,8 +77,11 @@ bool spin_until(const Place& place, uint32_t arrival, microseconds longest) {
   return false;
 }
 
-bool wait_until(Place& place, uint32_t arrival, Clock::time_point deadline, microseconds spin) {
-  if (spin_until(place, arrival, spin)) return true;
+// False when the time is over.
+bool wait_until(Place& place, uint32_t arrival, const Ranks& ranks) {
+  if (has_arrived(place, arrival)) return true;
+  const auto deadline = Clock::now() + microseconds(ranks.timeout_us);
+  if (spin_until(place, arrival, microseconds(ranks.spin_us))) return true;
   // Either the rank that arrives sees this, or its arrival is seen here.
   place.sleepers.fetch_add(1);
   bool is_there;
@@ -95,15 +100,19 @@ class Meeting {
  public:
   explicit Meeting(const MeetingArgs& args)
       : args_(args),
-        places_(static_cast<Place*>(args.memory)),
-        slots_(static_cast<char*>(args.memory) + args.size * static_cast<int64_t>(sizeof(Place))),
-        deadline_(Clock::now() + microseconds(args.timeout_us)) {}
+        ranks_(args.ranks),
+        places_(static_cast<Place*>(ranks_.memory)),
+        slots_(static_cast<char*>(ranks_.memory) + ranks_.size * static_cast<int64_t>(sizeof(Place))) {}
 
   int64_t run() {
+    Place& own = places_[ranks_.rank];
+    if (own.has_failed) return kFailedBefore;
+    ++own.calls;
     int64_t start = 0;
     do {
-      const int64_t left = args_.num_bytes - start, count = left < args_.slot_bytes ? left : args_.slot_bytes;
+      const int64_t left = args_.num_bytes - start, count = left < ranks_.slot_bytes ? left : ranks_.slot_bytes;
       const int64_t status = exchange(start, count);
+      own.has_failed = status != 0;
       if (status != 0) return status;
       take(start, count);
       start += count;
@@ -112,7 +121,7 @@ class Meeting {
   }
 
  private:
-  char* slot(int64_t rank) const { return slots_ + (2 * rank + turn_) * args_.slot_bytes; }
+  char* slot(int64_t rank) const { return slots_ + (2 * rank + turn_) * ranks_.slot_bytes; }
 
   bool is_broadcast() const { return args_.together >= static_cast<int64_t>(Together::kBroadcast); }
 
@@ -120,18 +129,18 @@ class Meeting {
 
   // Gives the bytes from start on, and waits for those of all others.
   int64_t exchange(int64_t start, int64_t count) {
-    Place& own = places_[args_.rank];
+    Place& own = places_[ranks_.rank];
     const uint32_t arrival = own.arrivals.load(std::memory_order_relaxed) + 1;
     turn_ = arrival & 1;
-    if (!is_broadcast() || source() == args_.rank)
-      std::memcpy(slot(args_.rank), static_cast<const char*>(args_.in) + start, count);
+    if (!is_broadcast() || source() == ranks_.rank)
+      std::memcpy(slot(ranks_.rank), static_cast<const char*>(args_.in) + start, count);
     const Announcement announcement{args_.together, args_.num_bytes, args_.rows};
     own.announcements[turn_] = announcement;
     own.arrivals.store(arrival);
     if (own.sleepers.load() != 0) wake_all(own.arrivals);
-    for (int64_t rank = 0; rank < args_.size; ++rank) {
-      if (rank == args_.rank) continue;
-      if (!wait_until(places_[rank], arrival, deadline_, microseconds(args_.spin_us))) return 1 + rank;
+    for (int64_t rank = 0; rank < ranks_.size; ++rank) {
+      if (rank == ranks_.rank) continue;
+      if (!wait_until(places_[rank], arrival, ranks_)) return 1 + rank;
       if (!(places_[rank].announcements[turn_] == announcement)) return -1 - rank;
     }
     return 0;
@@ -143,7 +152,7 @@ class Meeting {
     } else if (args_.together == static_cast<int64_t>(Together::kSum)) {
       sum(reinterpret_cast<float*>(static_cast<char*>(args_.out) + start), count / static_cast<int64_t>(sizeof(float)));
     } else {
-      for (int64_t rank = 0; rank < args_.size; ++rank) scatter(rank, start, count);
+      for (int64_t rank = 0; rank < ranks_.size; ++rank) scatter(rank, start, count);
     }
   }
 
@@ -151,7 +160,7 @@ class Meeting {
     const float* first = reinterpret_cast<const float*>(slot(0));
     const float* second = reinterpret_cast<const float*>(slot(1));
     for (int64_t i = 0; i < count; ++i) out[i] = first[i] + second[i];
-    for (int64_t rank = 2; rank < args_.size; ++rank) {
+    for (int64_t rank = 2; rank < ranks_.size; ++rank) {
       const float* next = reinterpret_cast<const float*>(slot(rank));
       for (int64_t i = 0; i < count; ++i) out[i] += next[i];
     }
@@ -164,7 +173,7 @@ class Meeting {
     while (count > 0) {
       const int64_t row = start / width, column = start % width;
       const int64_t piece = count < width - column ? count : width - column;
-      std::memcpy(static_cast<char*>(args_.out) + (row * args_.size + rank) * width + column, from, piece);
+      std::memcpy(static_cast<char*>(args_.out) + (row * ranks_.size + rank) * width + column, from, piece);
       from += piece;
       start += piece;
       count -= piece;
@@ -172,9 +181,9 @@ class Meeting {
   }
 
   const MeetingArgs& args_;
+  const Ranks& ranks_;
   Place* places_;
   char* slots_;
-  Clock::time_point deadline_;
   uint32_t turn_ = 0;
 };
 
@@ -185,5 +194,7 @@ int64_t meeting_bytes(int64_t size, int64_t slot_bytes) {
 }
 
 int64_t meet(const MeetingArgs& args) { return Meeting(args).run(); }
+
+int64_t meeting_calls(const void* memory, int64_t rank) { return static_cast<const Place*>(memory)[rank].calls; }
 
 }  // namespace penstock

@@ -11,23 +11,33 @@ enum class Together : int64_t {
   kBroadcast = 2,  // and the number of the rank whose bytes all get, on top
 };
 
-// memory: `meeting_bytes` of zeros at first, the same for all ranks.
+// One of some ranks, and where they meet.
+//
+// memory: `meeting_bytes` of zeros at first, the same for all ranks. slot_bytes: what a rank gives at a time; a multiple
+// of 8. spin_us: how long a rank that waits keeps its processor.
+struct Ranks {
+  void* memory;
+  int64_t rank, size, slot_bytes, timeout_us, spin_us;
+};
+
 // in: num_bytes in `rows` rows of equal size. out: as many, or for kGather as many from every rank, a row of each rank
 // after the other. Only kSum may have both in the same place.
 struct MeetingArgs {
-  void* memory;
-  int64_t rank, size, slot_bytes;
+  Ranks ranks;
   int64_t together;
   const void* in;
   int64_t num_bytes, rows;
   void* out;
-  int64_t timeout_us, spin_us;
 };
 
 int64_t meeting_bytes(int64_t size, int64_t slot_bytes);
 
 // Waits for all ranks to make the same call. Returns 0; 1 + the rank that did not come in time; or -1 - the rank that
-// makes another call. After either of the two, nothing more can be done in this memory.
+// makes another call. After either of the two, nothing more can be done in this memory, and kFailedBefore is returned.
+constexpr int64_t kFailedBefore = INT64_MIN;
 int64_t meet(const MeetingArgs& args);
+
+// How often this rank has met the others, the meeting that failed included.
+int64_t meeting_calls(const void* memory, int64_t rank);
 
 }  // namespace penstock

@@ -258,9 +258,9 @@ PyObject* allow_by_bits(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 #include "module_stored.inl"
 #include "module_quantized.inl"
+#include "module_meeting.inl"
 #include "module_program.inl"
 #include "module_step.inl"
-#include "module_meeting.inl"
 
 namespace {
 
@@ -296,6 +296,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(program_add),
     PENSTOCK_FUNCTION(program_run),
     PENSTOCK_FUNCTION(meeting_bytes),
+    PENSTOCK_FUNCTION(meeting_calls),
     PENSTOCK_FUNCTION(meet),
     {nullptr, nullptr, 0, nullptr},
 };

@@ -9,11 +9,23 @@ PyObject* meeting_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? PyLong_FromLongLong(penstock::meeting_bytes(size, slot_bytes)) : nullptr;
 }
 
+void read(Arguments& in, Ranks& ranks) {
+  in.read(ranks.memory, ranks.rank, ranks.size, ranks.slot_bytes, ranks.timeout_us, ranks.spin_us);
+}
+
+PyObject* meeting_calls(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const void* memory;
+  int64_t rank;
+  in.read(memory, rank);
+  return in.are_good() ? PyLong_FromLongLong(penstock::meeting_calls(memory, rank)) : nullptr;
+}
+
 PyObject* meet(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   MeetingArgs a;
-  in.read(a.memory, a.rank, a.size, a.slot_bytes, a.together, a.in, a.num_bytes, a.rows, a.out, a.timeout_us,
-          a.spin_us);
+  read(in, a.ranks);
+  in.read(a.together, a.in, a.num_bytes, a.rows, a.out);
   if (!in.are_good()) return nullptr;
   int64_t status;
   Py_BEGIN_ALLOW_THREADS;

@@ -46,6 +46,8 @@ PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return PyLong_FromLongLong(static_cast<long long>(call.program->buffers.size()) - 1);
 }
 
+void read(Arguments& in, TokenShare& share) { in.read(share.start, share.size, share.whole); }
+
 // What a kernel takes besides its rows. Returns of how many rows it looks some up, or 0.
 int64_t read_arguments(Operation& operation, Arguments& in) {
   switch (operation.kind) {
@@ -82,28 +84,36 @@ int64_t read_arguments(Operation& operation, Arguments& in) {
       return 0;
     }
     case Operation::Kind::kLookup: {
+      read(in, operation.share);
       LookupArgs& a = operation.lookup = {};
       in.read(a.table, a.num_rows, a.width, a.weight_type);
-      return a.num_rows;
+      return operation.share.size > 0 ? operation.share.whole : a.num_rows;
     }
     case Operation::Kind::kRows: {
+      read(in, operation.share);
       RowsArgs& a = operation.rows = {};
       int64_t num_rows;
       in.read(a.weight, num_rows, a.in_features, a.weight_type);
-      return num_rows;
+      return operation.share.size > 0 ? operation.share.whole : num_rows;
     }
     case Operation::Kind::kQuantizedRows: {
+      read(in, operation.share);
       QuantizedRowsArgs& a = operation.quantized_rows = {};
       operation.quantized_kernels = quantized_kernels(in);
       in.read(a.weight, a.rest);
       a.shape = quantized_shape(in);
-      return a.shape.out_features;
+      return operation.share.size > 0 ? operation.share.whole : a.shape.out_features;
     }
     case Operation::Kind::kScale: operation.factor = in.real(); return 0;
     case Operation::Kind::kKeepLast: return 0;
     case Operation::Kind::kArgmax: return 0;
     case Operation::Kind::kSum: return 0;
     case Operation::Kind::kConcatenate: return 0;
+    case Operation::Kind::kAllReduce: read(in, operation.ranks); return 0;
+    case Operation::Kind::kMergeChoices:
+      read(in, operation.ranks);
+      in.read(operation.first_index);
+      return 0;
   }
   return 0;
 }
@@ -120,7 +130,8 @@ PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// (program, address of [ProgramStep, number of groups, StepRequests of each])
+// (program, address of [ProgramStep, number of groups, StepRequests of each]) -> None, or where ranks did not meet
+// (number of the operation, of its rows, status of the meeting).
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   StoredArguments in(call.in.pointer<const int64_t>());
@@ -138,11 +149,14 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   }
   step.groups = groups;
   if (!are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;
-  bool had_memory;
+  ProgramOutcome outcome;
   Py_BEGIN_ALLOW_THREADS;
-  had_memory = run_program(*call.program, step);
+  outcome = run_program(*call.program, step);
   Py_END_ALLOW_THREADS;
-  if (!had_memory) return PyErr_NoMemory();
+  if (!outcome.had_memory) return PyErr_NoMemory();
+  if (outcome.meeting_status != 0)
+    return Py_BuildValue("LLL", static_cast<long long>(outcome.operation), static_cast<long long>(outcome.num_rows),
+                         static_cast<long long>(outcome.meeting_status));
   Py_RETURN_NONE;
 }
 

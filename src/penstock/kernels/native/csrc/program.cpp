@@ -3,15 +3,28 @@
 #include <cstring>
 
 #include "parallel.h"
+#include "scratch.h"
 
 namespace penstock {
 namespace {
 
+// What a rank has chosen for a row.
+struct Choice {
+  float largest;
+  int32_t index;
+};
+
+// Whether this choice is larger than that of a rank before, as what is not a number counts as largest.
+bool is_larger(const Choice& choice, const Choice& before) {
+  const bool was_number = before.largest == before.largest;
+  return was_number && (choice.largest > before.largest || choice.largest != choice.largest);
+}
+
 // Runs operations on some of a step's rows.
 class Runner {
  public:
-  Runner(const Program& program, const ProgramStep& step, int64_t first_row, int64_t num_rows)
-      : program_(program), step_(step), first_row_(first_row), num_rows_(num_rows) {}
+  Runner(const Program& program, const ProgramStep& step, int64_t first_row, int64_t num_rows, ProgramOutcome& outcome)
+      : program_(program), step_(step), first_row_(first_row), num_rows_(num_rows), outcome_(outcome) {}
 
   bool run(const Operation& operation) const {
     switch (operation.kind) {
@@ -21,16 +34,17 @@ class Runner {
       case Operation::Kind::kQuantizedLinear:
         return operation.quantized_kernels->linear(of_product(operation.quantized, operation));
       case Operation::Kind::kAttention: return attention(operation);
-      case Operation::Kind::kLookup: program_.kernels->lookup(of_tokens(operation.lookup, operation)); return true;
-      case Operation::Kind::kRows: program_.kernels->rows(of_tokens(operation.rows, operation)); return true;
-      case Operation::Kind::kQuantizedRows:
-        return operation.quantized_kernels->rows(of_tokens(operation.quantized_rows, operation));
+      case Operation::Kind::kLookup:
+      case Operation::Kind::kRows:
+      case Operation::Kind::kQuantizedRows: return operation.share.size > 0 ? look_up_share(operation) : look_up(operation);
       case Operation::Kind::kScale: return scale(operation);
       case Operation::Kind::kKeepLast: return keep_last(operation.in);
       case Operation::Kind::kGreedy: return greedy(operation);
       case Operation::Kind::kArgmax: return argmax(operation);
       case Operation::Kind::kSum: return sum(operation);
       case Operation::Kind::kConcatenate: return concatenate(operation);
+      case Operation::Kind::kAllReduce: return all_reduce(operation);
+      case Operation::Kind::kMergeChoices: return merge_choices(operation);
     }
     return false;
   }
@@ -40,7 +54,7 @@ class Runner {
     AttentionArgs a = attention_of_all(operation);
     a.phase = AttentionPhase::kWrite;
     if (!program_.kernels->attention(a)) return false;
-    Runner(program_, step_, 0, step_.last.count).keep_last(operation.in);
+    Runner(program_, step_, 0, step_.last.count, outcome_).keep_last(operation.in);
     a.query_start = step_.last.query_start;
     a.seq_lens = step_.last.seq_lens;
     a.positions = step_.last.positions;
@@ -72,8 +86,8 @@ class Runner {
   }
 
   template <class Args>
-  Args of_tokens(Args a, const Operation& operation) const {
-    a.ids = step_.ids + first_row_;
+  Args of_tokens(Args a, const Operation& operation, const int32_t* ids) const {
+    a.ids = ids;
     a.out = at(operation.out);
     a.num_ids = num_rows_;
     a.num_threads = step_.num_threads;
@@ -103,6 +117,69 @@ class Runner {
     a.out = at(operation.out);
     program_.kernels->gate_and_mul(a);
     return true;
+  }
+
+  bool look_up(const Operation& operation, const int32_t* ids) const {
+    switch (operation.kind) {
+      case Operation::Kind::kLookup: program_.kernels->lookup(of_tokens(operation.lookup, operation, ids)); return true;
+      case Operation::Kind::kRows: program_.kernels->rows(of_tokens(operation.rows, operation, ids)); return true;
+      default: return operation.quantized_kernels->rows(of_tokens(operation.quantized_rows, operation, ids));
+    }
+  }
+
+  bool look_up(const Operation& operation) const { return look_up(operation, step_.ids + first_row_); }
+
+  bool look_up_share(const Operation& operation) const {
+    static thread_local Scratch scratch;
+    auto* ids = reinterpret_cast<int32_t*>(scratch.get(static_cast<size_t>(num_rows_)));
+    if (ids == nullptr) return false;
+    const TokenShare& share = operation.share;
+    const auto is_here = [&](int64_t id) { return id >= share.start && id < share.start + share.size; };
+    const int32_t* all = step_.ids + first_row_;
+    for (int64_t i = 0; i < num_rows_; ++i) ids[i] = is_here(all[i]) ? static_cast<int32_t>(all[i] - share.start) : 0;
+    if (!look_up(operation, ids)) return false;
+    float* row = at(operation.out);
+    const int64_t size = width(operation.out);
+    for (int64_t i = 0; i < num_rows_; ++i, row += size)
+      if (!is_here(all[i])) std::memset(row, 0, size * sizeof(float));
+    return true;
+  }
+
+  bool all_reduce(const Operation& operation) const {
+    float* values = at(operation.in);
+    const int64_t num_bytes = num_rows_ * width(operation.in) * static_cast<int64_t>(sizeof(float));
+    return meet(operation, {operation.ranks, static_cast<int64_t>(Together::kSum), values, num_bytes, 1, values});
+  }
+
+  // Of equal values the one of the first rank, whose indices are lower.
+  bool merge_choices(const Operation& operation) const {
+    static thread_local Scratch scratch;
+    static_assert(sizeof(Choice) == 2 * sizeof(float), "choices are counted in floats");
+    const int64_t size = operation.ranks.size;
+    auto* own = reinterpret_cast<Choice*>(scratch.get(static_cast<size_t>(2 * (size + 1) * num_rows_)));
+    if (own == nullptr) return false;
+    Choice* all = own + num_rows_;
+    const float* largest = at(operation.in);
+    int64_t* index = step_.index + first_row_;
+    for (int64_t i = 0; i < num_rows_; ++i)
+      own[i] = {largest[i], static_cast<int32_t>(index[i] + operation.first_index)};
+    const int64_t num_bytes = num_rows_ * static_cast<int64_t>(sizeof(Choice));
+    if (!meet(operation, {operation.ranks, static_cast<int64_t>(Together::kGather), own, num_bytes, 1, all})) return false;
+    for (int64_t i = 0; i < num_rows_; ++i) {
+      Choice best = all[i];
+      for (int64_t rank = 1; rank < size; ++rank)
+        if (is_larger(all[rank * num_rows_ + i], best)) best = all[rank * num_rows_ + i];
+      index[i] = best.index;
+      step_.failed[first_row_ + i] = !__builtin_isfinite(best.largest);
+    }
+    return true;
+  }
+
+  bool meet(const Operation& operation, const MeetingArgs& args) const {
+    const int64_t status = penstock::meet(args);
+    if (status == 0) return true;
+    outcome_ = {true, status, &operation - program_.operations.data(), num_rows_};
+    return false;
   }
 
   bool scale(const Operation& operation) const {
@@ -153,6 +230,7 @@ class Runner {
     a.product.x_stride = width(operation.in);
     a.index = step_.index + first_row_;
     a.failed = step_.failed + first_row_;
+    a.largest = operation.out < 0 ? nullptr : at(operation.out);
     return program_.kernels->greedy(a);
   }
 
@@ -161,6 +239,7 @@ class Runner {
     a.size = width(operation.in);
     a.index = step_.index + first_row_;
     a.failed = step_.failed + first_row_;
+    a.largest = operation.out < 0 ? nullptr : at(operation.out);
     program_.kernels->argmax(a);
     return true;
   }
@@ -197,16 +276,18 @@ class Runner {
   const Program& program_;
   const ProgramStep& step_;
   const int64_t first_row_, num_rows_;
+  ProgramOutcome& outcome_;
 };
 
 struct Run {
   const Program& program;
   const ProgramStep& step;
-  bool had_memory;
+  ProgramOutcome outcome;
 };
 
-bool run_operations(const Program& program, const ProgramStep& step) {
-  const Runner whole(program, step, 0, step.num_rows);
+// False when an operation could not be done: the outcome says which meeting it was, if it was one.
+bool run_operations(const Program& program, const ProgramStep& step, ProgramOutcome& outcome) {
+  const Runner whole(program, step, 0, step.num_rows, outcome);
   const auto& operations = program.operations;
   int64_t num_rows = step.num_rows;
   for (size_t begin = 0; begin < operations.size();) {
@@ -221,7 +302,7 @@ bool run_operations(const Program& program, const ProgramStep& step) {
     while (end < operations.size() && operations[end].kind != Operation::Kind::kAttention) ++end;
     for (int64_t first = 0; first < num_rows; first += program.rows_at_once) {
       const int64_t left = num_rows - first;
-      const Runner part(program, step, first, left < program.rows_at_once ? left : program.rows_at_once);
+      const Runner part(program, step, first, left < program.rows_at_once ? left : program.rows_at_once, outcome);
       for (size_t i = begin; i < end; ++i)
         if (!part.run(operations[i])) return false;
     }
@@ -232,15 +313,16 @@ bool run_operations(const Program& program, const ProgramStep& step) {
 
 void run_on_crew(void* data) {
   auto* run = static_cast<Run*>(data);
-  run->had_memory = run_operations(run->program, run->step);
+  const bool is_done = run_operations(run->program, run->step, run->outcome);
+  run->outcome.had_memory = is_done || run->outcome.meeting_status != 0;
 }
 
 }  // namespace
 
-bool run_program(const Program& program, const ProgramStep& step) {
-  Run run{program, step, true};
+ProgramOutcome run_program(const Program& program, const ProgramStep& step) {
+  Run run{program, step, {}};
   with_threads_standing_by(step.num_threads, run_on_crew, &run);
-  return run.had_memory;
+  return run.outcome;
 }
 
 }  // namespace penstock

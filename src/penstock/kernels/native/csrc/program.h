@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "meeting.h"
 #include "quantized.h"
 
 namespace penstock {
@@ -20,21 +21,31 @@ struct Buffer {
   int64_t width, offset;
 };
 
+// The tokens whose rows a lookup knows, of `whole`; size is 0 where it knows all. Rows of others become zero.
+struct TokenShare {
+  int64_t start, size, whole;
+};
+
 // Which kernel, its buffers by number, and its arguments but for what a step decides: addresses of buffers, numbers of
 // rows and threads.
 struct Operation {
-  // kLookup, kRows and kQuantizedRows read the step's tokens, kGreedy and kArgmax write its choices.
+  // kLookup, kRows and kQuantizedRows read the step's tokens, kGreedy and kArgmax write its choices. kAllReduce adds up
+  // what the ranks have in one place, and kMergeChoices takes the largest that any of them has chosen.
   enum class Kind {
     kNorm, kGate, kLinear, kQuantizedLinear, kAttention, kLookup, kRows, kQuantizedRows, kScale, kKeepLast, kGreedy, kArgmax, kSum,
-    kConcatenate
+    kConcatenate, kAllReduce, kMergeChoices
   } kind;
   // residual: what a norm adds to its input first, what kSum adds to it or -1, and what kConcatenate puts behind it.
+  // out: of choices, the largest values, or -1.
   int in, residual, out;
   // Of attention, the group of the KV cache, and whether the step goes on with the rows of last tokens alone, where only
   // these are asked for. kKeepLast then does the same with other rows.
   int group;
   bool is_last;
   float factor;  // of kScale
+  TokenShare share;
+  Ranks ranks;  // of kAllReduce and kMergeChoices
+  int64_t first_index;  // of kMergeChoices: this rank's first of all
   const QuantizedKernels* quantized_kernels;
   union {
     NormArgs norm;
@@ -95,7 +106,13 @@ struct ProgramStep {
   int num_threads;
 };
 
-// False when a kernel found no memory to work in; the output is undefined then.
-bool run_program(const Program& program, const ProgramStep& step);
+// How far a program came. had_memory: false when a kernel found no memory to work in. meeting_status: of the meeting
+// that failed, 0 for none; its operation, and of how many rows it was. The output is undefined in both cases.
+struct ProgramOutcome {
+  bool had_memory;
+  int64_t meeting_status, operation, num_rows;
+};
+
+ProgramOutcome run_program(const Program& program, const ProgramStep& step);
 
 }  // namespace penstock
