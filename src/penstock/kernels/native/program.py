@@ -83,7 +83,7 @@ class NativeProgram:
     def _run(self, address: int) -> None:
         """Raises WaitTimeout or RanksDisagree where ranks do not meet."""
         failure = self._start(address)
-        if failure is not None:
+        if failure:
             index, num_rows, status = failure
             operation = self._operations[index]
             cell, meetings = operation.cells[0], operation.meetings

@@ -1,0 +1,183 @@
+"""Several workers that share every layer, a thread each, beside one worker with as many threads, in turns.
+
+    python -m benchmarks.ranks [--shapes llama-60m llama-1024] [--ranks 2] [--turns 7] [--output FOLDER]
+
+Ratios are medians of the ratios of turns: what part of the one worker's speed the others reach together. Weights are
+random, in float32. What a meeting takes is measured by ranks that do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import described, machine, save
+from benchmarks.peers.shapes import SHAPES
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.engine.core import EngineCore
+from penstock.engine.messages import EngineRequest
+from penstock.parallel.local_ranks import join_local_ranks, share_memory
+
+_LLAMA_60M = SHAPES["llama-60m"].config
+CONFIGS = {
+    "llama-60m": _LLAMA_60M,
+    "llama-1024": {
+        **_LLAMA_60M,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+}
+_MEETING_BYTES = (2 << 10, 64 << 10, 512 << 10)
+_MEETINGS = 300
+
+
+@dataclass(frozen=True)
+class Work:
+    """What engines are given at once. Of prompts of one token more than a block, nothing is cached."""
+
+    title: str
+    num_requests: int
+    prompt_length: int
+    num_outputs: int
+
+
+WORKS = (
+    Work("32 requests decode, 96 tokens each", 32, 16, 96),
+    Work("8 prompts of 512 tokens", 8, 512, 1),
+    Work("1 request decodes, 96 tokens", 1, 16, 96),
+)
+
+
+class Engine:
+    """One arrangement of workers."""
+
+    def __init__(self, folder: Path, num_ranks: int, threads: int) -> None:
+        config = EngineConfig.create(
+            str(folder),
+            device="cpu",
+            load_format="dummy",
+            dtype="float32",
+            tensor_parallel_size=num_ranks,
+            num_threads=threads,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=(512 << 20) // num_ranks,
+        )
+        self.core = EngineCore(config)
+        self._num_requests = 0
+
+    def seconds(self, work: Work) -> float:
+        """From the first request until there is nothing left."""
+        numbers = random.Random(0)
+        begin = time.perf_counter()
+        for _ in range(work.num_requests):
+            self._num_requests += 1
+            prompt = [numbers.randrange(10, _LLAMA_60M["vocab_size"]) for _ in range(work.prompt_length)]
+            params = SamplingParams(temperature=0.0, seed=0, max_tokens=work.num_outputs, ignore_eos=True)
+            self.core.add_request(
+                EngineRequest(req_id=str(self._num_requests), prompt_token_ids=prompt, sampling_params=params)
+            )
+        while self.core.has_unfinished_requests():
+            self.core.step()
+        return time.perf_counter() - begin
+
+
+def measure_meetings(num_ranks: int) -> list[str]:
+    """Sums over ranks that are threads here, each beside the other's core: median microseconds, and bytes per second."""
+    lines = ["| sum of | µs |", "| ---: | ---: |"]
+    for num_bytes in _MEETING_BYTES:
+        descriptor = share_memory(num_ranks)
+        groups = [join_local_ranks(rank, num_ranks, descriptor).tensor for rank in range(num_ranks)]
+        os.close(descriptor)
+
+        def run(rank: int, groups: list = groups, num_bytes: int = num_bytes) -> float:  # type: ignore[type-arg]
+            tensor, seconds = torch.zeros(num_bytes // 4), []
+            for _ in range(_MEETINGS):
+                begin = time.perf_counter()
+                groups[rank].all_reduce(tensor)
+                seconds.append(time.perf_counter() - begin)
+            return statistics.median(seconds)
+
+        with ThreadPoolExecutor(num_ranks) as pool:
+            medians = list(pool.map(run, range(num_ranks)))
+        lines.append(f"| {num_bytes >> 10} KiB | {max(medians) * 1e6:.0f} |")
+    return lines
+
+
+def measure(shape: str, num_ranks: int, turns: int) -> Iterator[str]:
+    """A line of the table for every kind of work."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[shape]))
+        with _closing([Engine(Path(folder), ranks, num_ranks) for ranks in (1, num_ranks)]) as engines:
+            for work in WORKS:
+                one, several = _in_turns([lambda e=engine: e.seconds(work) for engine in engines], turns)  # type: ignore[misc]
+                ratios = [a / b for a, b in zip(one, several, strict=True)]
+                yield (
+                    f"| {shape} | {work.title} | {_spread(one)} | {_spread(several)} | {statistics.median(ratios):.2f} "
+                    f"({min(ratios):.2f} to {max(ratios):.2f}) |"
+                )
+
+
+def _in_turns(runs: list[Callable[[], float]], turns: int) -> list[list[float]]:
+    """Seconds of each, which begin alternately; a first turn is not counted."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for turn in range(turns + 1):
+        order = range(len(runs)) if turn % 2 else reversed(range(len(runs)))
+        for index in order:
+            took = runs[index]()
+            if turn > 0:
+                seconds[index].append(took)
+    return seconds
+
+
+def _spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.0f} ({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})"
+
+
+@contextmanager
+def _closing(engines: list[Engine]) -> Iterator[list[Engine]]:
+    try:
+        yield engines
+    finally:
+        for engine in engines:
+            engine.core.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="a folder for the table")
+    arguments = parser.parse_args()
+    ranks = arguments.ranks
+    lines = [f"# {ranks} workers beside one", "", described(machine(ranks)), ""]
+    lines += [f"| shape | work | one worker, {ranks} threads, ms | {ranks} workers, a thread each, ms | speed |"]
+    lines += ["| --- | --- | ---: | ---: | ---: |"]
+    for shape in arguments.shapes:
+        lines += measure(shape, ranks, arguments.turns)
+    lines += ["", *measure_meetings(ranks)]
+    page = "\n".join(lines) + "\n"
+    print(page)
+    if arguments.output is not None:
+        save(arguments.output, "ranks", page=page)
+
+
+if __name__ == "__main__":
+    main()
