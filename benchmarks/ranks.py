@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.messages import EngineRequest
+from penstock.parallel import Group
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 
 _LLAMA_60M = SHAPES["llama-60m"].config
@@ -50,7 +52,7 @@ _MEETINGS = 300
 
 @dataclass(frozen=True)
 class Work:
-    """What engines are given at once. Of prompts of one token more than a block, nothing is cached."""
+    """What engines are given at once."""
 
     title: str
     num_requests: int
@@ -99,25 +101,27 @@ class Engine:
 
 
 def measure_meetings(num_ranks: int) -> list[str]:
-    """Sums over ranks that are threads here, each beside the other's core: median microseconds, and bytes per second."""
+    """Sums over ranks that are threads here: median microseconds."""
     lines = ["| sum of | µs |", "| ---: | ---: |"]
     for num_bytes in _MEETING_BYTES:
         descriptor = share_memory(num_ranks)
         groups = [join_local_ranks(rank, num_ranks, descriptor).tensor for rank in range(num_ranks)]
         os.close(descriptor)
 
-        def run(rank: int, groups: list = groups, num_bytes: int = num_bytes) -> float:  # type: ignore[type-arg]
-            tensor, seconds = torch.zeros(num_bytes // 4), []
-            for _ in range(_MEETINGS):
-                begin = time.perf_counter()
-                groups[rank].all_reduce(tensor)
-                seconds.append(time.perf_counter() - begin)
-            return statistics.median(seconds)
-
         with ThreadPoolExecutor(num_ranks) as pool:
-            medians = list(pool.map(run, range(num_ranks)))
+            medians = list(pool.map(_seconds_of_sums, groups, [num_bytes] * num_ranks))
         lines.append(f"| {num_bytes >> 10} KiB | {max(medians) * 1e6:.0f} |")
     return lines
+
+
+def _seconds_of_sums(group: Group, num_bytes: int) -> float:
+    """The median."""
+    tensor, seconds = torch.zeros(num_bytes // 4), []
+    for _ in range(_MEETINGS):
+        begin = time.perf_counter()
+        group.all_reduce(tensor)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def measure(shape: str, num_ranks: int, turns: int) -> Iterator[str]:
@@ -126,7 +130,7 @@ def measure(shape: str, num_ranks: int, turns: int) -> Iterator[str]:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[shape]))
         with _closing([Engine(Path(folder), ranks, num_ranks) for ranks in (1, num_ranks)]) as engines:
             for work in WORKS:
-                one, several = _in_turns([lambda e=engine: e.seconds(work) for engine in engines], turns)  # type: ignore[misc]
+                one, several = _in_turns([partial(engine.seconds, work) for engine in engines], turns)
                 ratios = [a / b for a, b in zip(one, several, strict=True)]
                 yield (
                     f"| {shape} | {work.title} | {_spread(one)} | {_spread(several)} | {statistics.median(ratios):.2f} "

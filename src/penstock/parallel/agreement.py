@@ -40,6 +40,8 @@ class GroupAgreement:
     group: Group
 
     def on_step(self, output: SchedulerOutput) -> None:
+        if self.group.meetings is not None:
+            self.group.meetings.step_id = output.step_id
         facts = StepFacts(output.step_id, output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         by_rank = self.group.gather_values(facts)
         most, _ = Counter(by_rank).most_common(1)[0]

@@ -36,6 +36,8 @@ class SharedMemoryGroup(Group):
     is WaitTimeout after `timeout_s`, with the rank and the call. The group is of no use after either.
     """
 
+    meetings: Meetings
+
     def __init__(
         self, rank: int, size: int, memory: SharedMemory, *, timeout_s: float = GROUP_TIMEOUT_S, spin_us: int = SPIN_US
     ) -> None:

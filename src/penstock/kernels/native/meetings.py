@@ -28,7 +28,7 @@ class Meetings:
 
     address: of the shared memory, which begins with zeros. slot_bytes: what a rank gives at a time; a multiple of 8.
     timeout_s: how long others are waited for. spin_us: how long a rank that waits keeps its processor before it sleeps.
-    arguments: the same as the library takes them.
+    arguments: the same as the library takes them. step_id: that they are at, for messages, if it is known.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Meetings:
         self._module = module
         self._address, self._rank, self._size, self._timeout_s = address, rank, size, timeout_s
         self.arguments = (address, rank, size, slot_bytes, int(timeout_s * 1e6), spin_us)
+        self.step_id: int | None = None
         self._failed_in = ""
 
     def meet(self, name: str, together: int, given: Tensor, rows: int, result: Tensor) -> None:
@@ -57,7 +58,8 @@ class Meetings:
         if status == _FAILED_BEFORE:
             raise RanksDisagree(f"Rank {self._rank} cannot go on in {name}, since {self._failed_in} failed before.")
         num_calls = self._module.meeting_calls(self._address, self._rank)
-        call = self._failed_in = f"{name} (call {num_calls} of its group of {self._size})"
+        step = "" if self.step_id is None else f", step {self.step_id}"
+        call = self._failed_in = f"{name} (call {num_calls} of its group of {self._size}{step})"
         if status > 0:
             raise WaitTimeout(
                 f"Rank {self._rank} waited {self._timeout_s:g} s in {call} for rank {status - 1}, "

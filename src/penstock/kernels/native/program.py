@@ -83,12 +83,12 @@ class NativeProgram:
     def _run(self, address: int) -> None:
         """Raises WaitTimeout or RanksDisagree where ranks do not meet."""
         failure = self._start(address)
-        if failure:
+        if failure:  # 0 where tensors have no memory
             index, num_rows, status = failure
             operation = self._operations[index]
-            cell, meetings = operation.cells[0], operation.meetings
-            assert cell is not None and meetings is not None, "what ranks do together is done to rows"
-            meetings.fail(operation.kernel.name.lower(), torch.float32, (num_rows, cell.width), status)
+            assert operation.meetings is not None, "no others meet"
+            shape = [num_rows, *(cell.width for cell in operation.cells if cell is not None)]
+            operation.meetings.fail(operation.kernel.name.lower(), torch.float32, shape, status)
 
     def _workspace(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows * self._plan.whole_size + min(num_rows, PROGRAM_ROWS) * self._plan.part_size)
