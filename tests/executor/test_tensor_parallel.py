@@ -17,6 +17,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.errors import EngineDead, UnsupportedFeature
 from penstock.executor import MultiprocessExecutor
+from penstock.kernels.native import NATIVE
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
 from support.checkpoints import tiny_checkpoint
@@ -88,6 +89,25 @@ def test_ranks_give_the_tokens_of_one_worker(
         assert sum(result.num_cached_tokens for result in again) > 0
         results.append(first + again)
     assert_same(results[1], results[0])
+
+
+def num_programs(worker: WorkerBase) -> int:
+    programs = worker.runner.kv_cache.programs._recorded.values()  # type: ignore[attr-defined]
+    return sum(program is not None for program in programs)
+
+
+@pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_programs_of_ranks_give_the_bits_of_layers(quantization: str | None, folder: Path) -> None:
+    results = []
+    for fast_paths, expected in (("off", 0), ("auto", 2)):
+        core = make(folder, 2, fast_paths=fast_paths, quantization=quantization)
+        found = run(core, PROMPTS, PARAMS) + run(core, PROMPTS, greedy(12))
+        # One to hidden states, and one to tokens.
+        assert core.collective_rpc(num_programs) == [expected] * 2
+        core.close()
+        results.append(found)
+    assert results[0] == results[1]
 
 
 @pytest.fixture(scope="module")

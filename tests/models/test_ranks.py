@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import LoadConfig
+from penstock.config import LoadConfig, ModelConfig
 from penstock.contract import SchedulerOutput
 from penstock.errors import RanksDisagree, UnsupportedFeature
+from penstock.layers.linear import restore_weights
 from penstock.loader.loader import build_model, load_model
 from penstock.models.attention_layers import attention_layers
+from penstock.models.causal_lm import CausalLM
 from penstock.parallel import GroupAgreement, ParallelContext
 from support.checkpoints import save_checkpoint, tiny_model
 from support.plain_attention import sequence_logits
+from support.quantized_checkpoints import W8A8, awq_layer, gptq_layer, int8_layer, packed_layer, w4a16, write_quantized
 from support.ranks import SilentGroup, contexts, run_ranks
 
 SEQUENCES = [[3, 14, 15, 92, 65, 35], [89, 79]]
@@ -50,9 +53,10 @@ def test_every_rank_has_the_logits_of_the_whole_model(family: str, size: int, tm
     assert set(heads) == {(whole_heads[0] // size, max(1, whole_heads[1] // size))}
 
 
-def test_weights_that_become_integers_are_split_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_that_become_integers_are_split_before(quantization: str, tmp_path: Path) -> None:
     config = save_checkpoint(tiny_model("llama", **SIZES), tmp_path)
-    rounded = type(config).load(str(tmp_path), quantization="int8")
+    rounded = type(config).load(str(tmp_path), quantization=quantization)
 
     def load(config: Any, parallel: ParallelContext) -> Any:
         return load_model(config, LoadConfig(use_tqdm_on_load=False), parallel, torch.device("cpu"), torch.float32)
@@ -64,6 +68,69 @@ def test_weights_that_become_integers_are_split_before(tmp_path: Path) -> None:
         assert not isinstance(logits, BaseException), logits
         # What a row of inputs is rounded by differs where two ranks have half of it each.
         assert 0 < (torch.cat(logits) - exact).abs().mean() < 1.25 * error
+
+
+# Input features of 32 a group; those of attention's output are two groups, those of the MLP's four.
+QUANTIZED = {
+    "gptq": (gptq_layer(32, desc_act=False), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
+    "gptq-one-group": (
+        gptq_layer(128, desc_act=False),
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False},
+    ),
+    "awq": (awq_layer(32), {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
+    "w4a16": (packed_layer(32, symmetric=False), w4a16(symmetric=False)),
+    "w8a8": (int8_layer, W8A8),
+}
+
+
+def load_ranks(config: ModelConfig, size: int) -> list[CausalLM]:
+    option = LoadConfig(use_tqdm_on_load=False)
+    return [load_model(config, option, parallel, torch.device("cpu"), torch.float32) for parallel in contexts(size)]
+
+
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_ranks_share_the_integers_of_a_checkpoint(form: str, tmp_path: Path) -> None:
+    quantize, quantization_config = QUANTIZED[form]
+    # A row of each matrix is one group there.
+    sizes = {"hidden_size": 128, "head_dim": 32} if form == "gptq-one-group" else {}
+    written = write_quantized(tmp_path, quantize, quantization_config, **{**SIZES, "intermediate_size": 128, **sizes})
+    floats = type(written.config).load(str(written.float_folder))
+    (whole,) = load_ranks(floats, 1)
+    expected = torch.cat(sequence_logits(whole, SEQUENCES))
+    error = (torch.cat(sequence_logits(load_ranks(written.config, 1)[0], SEQUENCES)) - expected).abs().mean()
+    ranks = load_ranks(written.config, 2)
+    for logits in run_ranks(2, lambda rank: sequence_logits(ranks[rank], SEQUENCES)):
+        assert not isinstance(logits, BaseException), logits
+        # Of weights that are the same: what is left is how activations are rounded.
+        assert 0 < (torch.cat(logits) - expected).abs().mean() < 1.5 * error
+    restore_weights(whole)
+    for model, parts in zip(ranks, load_ranks(floats, 2), strict=True):
+        restore_weights(model)
+        restore_weights(parts)
+        others = dict(parts.named_parameters())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, others[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("desc_act", "size", "message"),
+    [
+        (
+            False,
+            4,
+            r"64 input features of model.layers.0.self_attn.o_proj, in groups of 32.*tensor_parallel_size=4 ranks"
+            r".*Sizes that can: 1, 2\.",
+        ),
+        (True, 2, r"model.layers.0.*_proj: its groups have inputs from anywhere \(g_idx\)"),
+    ],
+)
+def test_groups_that_ranks_cannot_share_are_refused(desc_act: bool, size: int, message: str, tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": desc_act}
+    written = write_quantized(
+        tmp_path, gptq_layer(32, desc_act=desc_act), config, **{**SIZES, "intermediate_size": 128}
+    )
+    with pytest.raises(UnsupportedFeature, match=message):
+        load_ranks(written.config, size)
 
 
 def test_heads_that_do_not_divide_are_refused_by_the_model(tmp_path: Path) -> None:

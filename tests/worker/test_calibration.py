@@ -141,6 +141,16 @@ def test_tokens_that_the_model_does_not_have_are_refused(bare_demo: Path, few_te
         LLM(str(bare_demo), **INT4, quantization_calibration=str(texts))
 
 
+def test_ranks_read_texts_together(few_texts: Path) -> None:
+    with LLM("demo", **OPTIONS) as llm:
+        exact = log_likelihood(llm)
+    with LLM("demo", **INT4, quantization_calibration="none") as llm:
+        nearest = log_likelihood(llm)
+    options = {**INT4, "num_threads": 2, "tensor_parallel_size": 2}
+    with LLM("demo", **options, quantization_calibration=str(few_texts)) as llm:
+        assert abs(log_likelihood(llm) - exact) < abs(nearest - exact)
+
+
 def test_a_gpu_refuses_before_anything_is_read(few_texts: Path) -> None:
     from types import SimpleNamespace
 

@@ -3,7 +3,7 @@
 from penstock.parallel.agreement import NO_AGREEMENT, Agreement, GroupAgreement, NoAgreement, StepFacts
 from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import ONE_RANK, Group, OneRank
-from penstock.parallel.share import Share, heads_of_rank, rows_of_vocabulary, share_of_rank
+from penstock.parallel.share import Share, groups_of_share, heads_of_rank, rows_of_vocabulary, share_of_rank
 
 __all__ = [
     "NO_AGREEMENT",
@@ -16,6 +16,7 @@ __all__ = [
     "ParallelContext",
     "Share",
     "StepFacts",
+    "groups_of_share",
     "heads_of_rank",
     "rows_of_vocabulary",
     "share_of_rank",

@@ -45,6 +45,21 @@ def rows_of_vocabulary(vocab_size: int, group: Group) -> Share:
     return Share(start, min(size, vocab_size - start), vocab_size)
 
 
+def groups_of_share(share: Share, group_size: int, what: str) -> Share:
+    """The groups that a share consists of. Raises UnsupportedFeature, with the numbers of ranks that have whole ones.
+
+    group_size: how many of what is shared are in a group.
+    """
+    if share.start % group_size or share.size % group_size:
+        num_ranks = share.whole // share.size
+        sizes = [size for size in range(2, _DIVISORS_SHOWN + 1) if share.whole % (size * group_size) == 0]
+        raise UnsupportedFeature(
+            f"{share.whole} {what}, in groups of {group_size}, cannot be shared by tensor_parallel_size={num_ranks} "
+            f"ranks, since each must have whole groups. Sizes that can: {', '.join(map(str, [1, *sizes]))}."
+        )
+    return Share(share.start // group_size, share.size // group_size, share.whole // group_size)
+
+
 def heads_of_rank(num_heads: int, num_kv_heads: int, group: Group) -> tuple[Share, Share]:
     """This rank's query heads, and the KV heads that they attend with, which several ranks have if there are too few.
 

@@ -15,6 +15,7 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.config.quantized_checkpoint import refuse_quantization_on
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError
+from penstock.layers.embedding import LMHead
 from penstock.layers.linear import LinearLayer, LinearMethod
 from penstock.layers.quantization.choose import int4_method
 from penstock.layers.quantization.error_feedback import quantize_int4_for
@@ -68,21 +69,32 @@ def load_for_device(
         )
     model = load(replace(model_config, quantization=None, quantization_calibration="none"))
     with torch.no_grad():
-        _round(model, texts, path, model_config, device, dtype)
+        _round(model, texts, path, model_config, device, dtype, _max_gram_bytes(device, parallel))
     return model
 
 
+def _max_gram_bytes(device: Device, parallel: ParallelContext) -> int:
+    """The same for all ranks, which read together."""
+    free = device.memory_snapshot().free // (_SHARE_OF_FREE * parallel.tensor.size)
+    return min(parallel.tensor.gather_values(free))
+
+
 def _round(
-    model: CausalLM, texts: Sequence[list[int]], path: Path, config: ModelConfig, device: Device, dtype: DtypeChoice
+    model: CausalLM,
+    texts: Sequence[list[int]],
+    path: Path,
+    config: ModelConfig,
+    device: Device,
+    dtype: DtypeChoice,
+    max_gram_bytes: int,
 ) -> None:
     begin = time.monotonic()
     layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
-    max_gram_bytes = device.memory_snapshot().free // _SHARE_OF_FREE
     logger.info("Quantized weights: rounding to int4 for the %s tokens of %s", f"{sum(map(len, texts)):,}", path)
     num_times = 0
     for part in _parts(layers, max_gram_bytes):
         num_times += 1
-        heads = [layer for layer in part if layer.output_size == config.vocab_size]
+        heads = [layer for layer in part if isinstance(layer, LMHead) or layer.output_size == config.vocab_size]
         with observed(part, only_inputs_of=heads) as grams:
             _read(model, texts, config, device, dtype, reaches_heads=bool(heads))
         for layer in part:

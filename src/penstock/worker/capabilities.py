@@ -51,18 +51,7 @@ def _is_on_cuda(config: EngineConfig) -> bool:
     return config.device.device == "cuda" or (config.device.device == "auto" and torch.cuda.is_available())
 
 
-def _has_rounded_groups(config: EngineConfig) -> bool:
-    return config.model.quantization == "int4" or "quantization_config" in config.model.hf_config
-
-
-NOT_WITH_RANKS = (
-    NotWithRanks("device='cuda'", _is_on_cuda, "Use device='cpu', or tensor_parallel_size=1."),
-    NotWithRanks(
-        "weights of 4 bits and checkpoints that are quantized already",
-        _has_rounded_groups,
-        "Use quantization='int8' for weights that are not, or tensor_parallel_size=1.",
-    ),
-)
+NOT_WITH_RANKS = (NotWithRanks("device='cuda'", _is_on_cuda, "Use device='cpu', or tensor_parallel_size=1."),)
 
 
 def require(method: str) -> None:

@@ -13,11 +13,20 @@ from torch import Tensor, nn
 
 from penstock.layers.linear import LinearLayer, LinearMethod, choose_linear_method
 from penstock.layers.quantization.choose import MethodChoice
-from penstock.layers.weights import WeightSlot
+from penstock.layers.weights import Part, WeightSlot
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of the checkpoint, and what of it is in a layer's weight; None: all."""
+
+    name: str
+    part: Part | None = None
+
 
 # From a layer, and the checkpoint's tensors that make up its weight, row by row, to how it multiplies;
 # None for one whose weight stays in floating point.
-LayerMethod = Callable[[LinearLayer, list[str]], LinearMethod | None]
+LayerMethod = Callable[[LinearLayer, list[Piece]], LinearMethod | None]
 
 
 class Rounding(Protocol):
@@ -30,7 +39,7 @@ class Rounding(Protocol):
     ) -> Iterable[tuple[str, Tensor]]:
         """The tensors of a checkpoint as those of a float one. has_place: whether the model has one of that name."""
 
-    def method(self, layer: LinearLayer, names: list[str]) -> LinearMethod | None:
+    def method(self, layer: LinearLayer, pieces: list[Piece]) -> LinearMethod | None:
         """How a layer multiplies, whose weight is these of the tensors, row by row; None for float weights."""
 
     def choose(self, layer: LinearLayer) -> LinearMethod:
@@ -49,7 +58,7 @@ class OptionRounding:
     ) -> Iterable[tuple[str, Tensor]]:
         return tensors
 
-    def method(self, layer: LinearLayer, names: list[str]) -> LinearMethod:
+    def method(self, layer: LinearLayer, pieces: list[Piece]) -> LinearMethod:
         return self.choose(layer)
 
 
@@ -75,18 +84,18 @@ def assemble(
 
 @dataclass(slots=True)
 class _Assembly:
-    """One layer's weight while its parts come. names: of its parts, by their first row."""
+    """One layer's weight while its pieces come, which are kept by their first row."""
 
     layer: LinearLayer
     dtype: torch.dtype
     choose: LayerMethod
-    names: dict[int, str] = field(default_factory=dict)
+    pieces: dict[int, Piece] = field(default_factory=dict)
     missing: int = 0
     weight_OI: Tensor | None = None
 
-    def add(self, name: str, target: Tensor) -> None:
-        self.names[int(target.storage_offset())] = name
-        self.missing += target.numel()
+    def add(self, name: str, slot: WeightSlot) -> None:
+        self.pieces[int(slot.target.storage_offset())] = Piece(name, slot.part)
+        self.missing += slot.target.numel()
 
     def take(self, target: Tensor, tensor: Tensor) -> None:
         if self.weight_OI is None:
@@ -98,7 +107,7 @@ class _Assembly:
             self.weight_OI = None
 
     def _finish(self, weight_OI: Tensor) -> None:
-        method = self.choose(self.layer, [self.names[row] for row in sorted(self.names)])
+        method = self.choose(self.layer, [self.pieces[row] for row in sorted(self.pieces)])
         if method is None:
             weight_OI = weight_OI.to(self.dtype)
             method = choose_linear_method(weight_OI, self.layer.compute_dtype)
@@ -122,5 +131,5 @@ def _assembled(name: str, slot: WeightSlot, assemblies: Mapping[int, _Assembly])
     assembly = assemblies.get(id(whole))
     if assembly is None:
         return slot
-    assembly.add(name, slot.target)
+    assembly.add(name, slot)
     return _AssembledSlot(slot.shape, slot.target, slot.part, assembly=assembly)

@@ -8,7 +8,7 @@ Suffixes: O output features, I input features, G groups of input features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch import Tensor
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import QuantizedWeight
 from penstock.layers.quantization.rounding import round_to_int4, round_to_int8
+from penstock.layers.weights import Part
+from penstock.parallel import Share, groups_of_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,28 @@ class Grid:
     scales_OG: Tensor
     zeros_OG: Tensor | None = None
     order_I: Tensor | None = None
+
+    def of(self, part: Part | None, name: str) -> Grid:
+        """That of a rank's part of the weight `name`. Raises UnsupportedFeature where it has no whole groups."""
+        if part is None:
+            return self
+        if part.dim == 0:
+            return self._with(part)
+        (share,) = part.shares
+        if self.order_I is not None:
+            raise UnsupportedFeature(
+                f"{name}: its groups have inputs from anywhere (g_idx), so ranks cannot share its input features. Take "
+                "a checkpoint without that (desc_act or actorder off), or use tensor_parallel_size=1."
+            )
+        num_groups = self.scales_OG.shape[1]
+        if num_groups == 1:
+            return replace(self, group_size=share.size)
+        groups = groups_of_share(share, self.group_size, f"input features of {name}")
+        return self._with(Part(1, (Share(groups.start, groups.size, num_groups),)))
+
+    def _with(self, part: Part) -> Grid:
+        zeros_OG = None if self.zeros_OG is None else part.of(self.zeros_OG)
+        return replace(self, scales_OG=part.of(self.scales_OG), zeros_OG=zeros_OG)
 
     def round(self, weight_OI: Tensor) -> QuantizedWeight:
         """The integers of a weight that lies on this grid; its inputs are in their order."""

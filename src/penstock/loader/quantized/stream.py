@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from penstock.config.quantized_checkpoint import QuantizedCheckpoint
 from penstock.errors import CheckpointError, UnsupportedFeature
 from penstock.layers.linear import LinearLayer
 from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod
+from penstock.loader.quantized.assembly import Piece
 from penstock.loader.quantized.formats import format_of
 from penstock.loader.quantized.grid import Grid, join_grids, on_grid
 
@@ -56,12 +57,12 @@ class QuantizedTensors:
         for layer, found in waiting.items():
             yield self._finish(layer, found)
 
-    def method(self, layer: LinearLayer, names: Sequence[str]) -> QuantizedMethod | None:
+    def method(self, layer: LinearLayer, pieces: list[Piece]) -> QuantizedMethod | None:
         """How a layer multiplies whose weight is these tensors, row by row; None where they were float already.
 
-        Raises UnsupportedFeature when they are not quantised alike.
+        Raises UnsupportedFeature when they are not quantised alike, or ranks cannot share their groups.
         """
-        modules = [name.removesuffix(".weight") for name in names]
+        modules = [piece.name.removesuffix(".weight") for piece in pieces]
         quantized = [module for module in modules if module in self._grids]
         if not quantized:
             return None
@@ -70,7 +71,8 @@ class QuantizedTensors:
                 f"{', '.join(quantized)}: quantized, while what is computed together with them here is not. Take a "
                 "checkpoint that quantizes them alike."
             )
-        grid = join_grids([self._grids[module] for module in modules], modules)
+        grids = [self._grids[module].of(piece.part, module) for module, piece in zip(modules, pieces, strict=True)]
+        grid = join_grids(grids, modules)
         return QuantizedMethod(grid.round) if grid.order_I is None else ReorderedMethod(grid.round, grid.order_I)
 
     def choose(self, layer: LinearLayer) -> QuantizedMethod:
