@@ -142,9 +142,3 @@ def test_stages_that_are_not_built_are_refused(family: str) -> None:
     parallel = ParallelContext(world_size=2, pipeline=SilentGroup(0, 2))
     with pytest.raises(UnsupportedFeature, match="pipeline_parallel_size=2"):
         build(config_of(family), parallel)
-
-
-def test_norms_over_the_heads_of_all_ranks_are_refused() -> None:
-    parallel = ParallelContext(world_size=2, tensor=SilentGroup(0, 2))
-    with pytest.raises(UnsupportedFeature, match=r"tensor_parallel_size=2: Olmo2ForCausalLM.*heads of all ranks"):
-        build(config_of("olmo2"), parallel)

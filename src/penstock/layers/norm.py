@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.kernels.norm import add_rms_norm, add_rms_norm_rounded_last, rms_norm, rms_norm_rounded_last
-from penstock.layers.weights import Shard, WeightSlot, new_parameter
+from penstock.layers.weights import Part, Shard, WeightSlot, new_parameter
+from penstock.parallel import Group, Share
 
 
 class RMSNorm(nn.Module):
@@ -127,3 +128,56 @@ class WholeQueryKeyNorm(nn.Module):
         query_THD, key_TKD = query_key_THD.split_with_sizes(self.head_counts, 1)
         normed_TX = torch.cat((self.q_norm(query_THD.flatten(1)), self.k_norm(key_TKD.flatten(1))), dim=-1)
         return normed_TX.view(query_key_THD.shape)
+
+
+class _NormOfShare(RMSNormRoundedLast):
+    """A rank's part of a norm's weight, and of what it is a norm of."""
+
+    def __init__(self, share: Share, eps: float) -> None:
+        super().__init__(share.size, eps)
+        self._share = share
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"weight": WeightSlot((self._share.whole,), self.weight, Part(0, (self._share,)))}
+
+    def mean_of_squares(self, wide_TX: Tensor) -> Tensor:
+        """[T, 1]."""
+        return (wide_TX * wide_TX).mean(-1, keepdim=True)
+
+    def scaled(self, wide_TX: Tensor, mean_T1: Tensor) -> Tensor:
+        return (wide_TX * mean_T1.add(self.eps).rsqrt_()).mul_(self.weight.to(torch.float32))
+
+
+class SplitWholeQueryKeyNorm(nn.Module):
+    """`WholeQueryKeyNorm` over the heads of all ranks, of which each has as many.
+
+    heads, kv_heads: of this rank; several ranks may have the same KV heads.
+    """
+
+    rms_of_each_head = None
+
+    def __init__(
+        self,
+        *,
+        heads: Share,
+        kv_heads: Share,
+        group: Group,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.head_counts = [num_heads, num_kv_heads]
+        self.q_norm = _NormOfShare(heads * head_size, eps)
+        self.k_norm = _NormOfShare(kv_heads * head_size, eps)
+        self._group = group
+
+    def forward(self, query_key_THD: Tensor) -> Tensor:
+        wide_THD = query_key_THD.to(torch.float32)
+        query_TX, key_TX = [heads.flatten(1) for heads in wide_THD.split_with_sizes(self.head_counts, 1)]
+        means_T2 = torch.cat((self.q_norm.mean_of_squares(query_TX), self.k_norm.mean_of_squares(key_TX)), dim=-1)
+        # The mean of all ranks' means, each of as many values.
+        query_T1, key_T1 = self._group.all_reduce(means_T2).mul_(1 / self._group.size).split_with_sizes([1, 1], 1)
+        normed_TX = torch.cat((self.q_norm.scaled(query_TX, query_T1), self.k_norm.scaled(key_TX, key_T1)), dim=-1)
+        return normed_TX.view(query_key_THD.shape).to(query_key_THD.dtype)

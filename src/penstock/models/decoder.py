@@ -20,7 +20,7 @@ from penstock.layers.attention import Attention
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import NoNorm, QueryKeyNorm, RMSNorm, WholeQueryKeyNorm
+from penstock.layers.norm import NoNorm, QueryKeyNorm, RMSNorm, SplitWholeQueryKeyNorm, WholeQueryKeyNorm
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
@@ -114,7 +114,7 @@ class DecoderConfig:
 
 
 # Makes what normalises query and key heads, from their numbers and size.
-AttentionNorm: TypeAlias = Callable[..., QueryKeyNorm | WholeQueryKeyNorm]
+AttentionNorm: TypeAlias = Callable[..., QueryKeyNorm | WholeQueryKeyNorm | SplitWholeQueryKeyNorm]
 
 
 class SelfAttention(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -10,12 +11,18 @@ from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import RMSNormRoundedLast, WholeQueryKeyNorm
-from penstock.models.causal_lm import refuse_tensor_parallelism
+from penstock.layers.norm import RMSNormRoundedLast, SplitWholeQueryKeyNorm, WholeQueryKeyNorm
 from penstock.models.config_fields import ConfigFields
-from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, DecoderModel, SelfAttention
+from penstock.models.decoder import (
+    DECODER_WEIGHTS,
+    AttentionNorm,
+    DecoderConfig,
+    DecoderForCausalLM,
+    DecoderModel,
+    SelfAttention,
+)
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelContext, heads_of_rank
 
 
 class Olmo2Layer(nn.Module):
@@ -51,7 +58,6 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     }
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
-        refuse_tensor_parallelism(parallel, type(self).__name__, "it normalises the heads of all ranks together")
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         bias = fields.flag("attention_bias", default=False)
@@ -63,9 +69,16 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
                 parallel,
                 qkv_bias=bias,
                 output_bias=bias,
-                query_key_norm=WholeQueryKeyNorm,
+                query_key_norm=_query_key_norm(config, parallel),
             )
             return Olmo2Layer(config, attention, parallel)
 
         norm = RMSNormRoundedLast(config.hidden_size, config.norm_eps)
         super().__init__(config, parallel, DecoderModel(config, parallel, layer, norm=norm))
+
+
+def _query_key_norm(config: DecoderConfig, parallel: ParallelContext) -> AttentionNorm:
+    if parallel.tensor.size == 1:
+        return WholeQueryKeyNorm
+    heads, kv_heads = heads_of_rank(config.num_heads, config.num_kv_heads, parallel.tensor)
+    return partial(SplitWholeQueryKeyNorm, heads=heads, kv_heads=kv_heads, group=parallel.tensor)
