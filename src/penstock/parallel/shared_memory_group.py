@@ -22,8 +22,8 @@ _Value = TypeVar("_Value")
 SLOT_BYTES = 256 << 10
 # How long others are waited for.
 GROUP_TIMEOUT_S = 240.0
-# How long a rank that waits keeps its core, where each has one of its own: about as long as it takes to fall asleep and to
-# be woken, so that waiting never costs more than twice what it must.
+# How long a rank that waits keeps its core, where each has one of its own: about as long as it takes to fall asleep and
+# to be woken, so that waiting never costs more than twice what it must.
 SPIN_US = 100
 # Plain data up to this size takes one meeting.
 _SHORT_BYTES = 248
