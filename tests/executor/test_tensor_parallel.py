@@ -97,11 +97,10 @@ def num_programs(worker: WorkerBase) -> int:
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
-@pytest.mark.parametrize("quantization", [None, "int4"])
-def test_programs_of_ranks_give_the_bits_of_layers(quantization: str | None, folder: Path) -> None:
+def test_programs_of_ranks_give_the_bits_of_layers(folder: Path) -> None:
     results = []
     for fast_paths, expected in (("off", 0), ("auto", 2)):
-        core = make(folder, 2, fast_paths=fast_paths, quantization=quantization)
+        core = make(folder, 2, fast_paths=fast_paths)
         found = run(core, PROMPTS, PARAMS) + run(core, PROMPTS, greedy(12))
         # One to hidden states, and one to tokens.
         assert core.collective_rpc(num_programs) == [expected] * 2
