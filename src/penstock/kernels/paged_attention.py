@@ -103,6 +103,13 @@ def list_decode_blocks(
     first_visible_R = (
         np.zeros_like(seq_lens_R) if sliding_window is None else np.maximum(seq_lens_R - sliding_window, 0)
     )
+    return list_blocks_between(block_table_RB, first_visible_R, seq_lens_R, block_size)
+
+
+def list_blocks_between(
+    block_table_RB: np.ndarray, first_visible_R: np.ndarray, seq_lens_R: np.ndarray, block_size: int
+) -> DecodeBlocks:
+    """The blocks of the positions from the first visible one of each request up to its length; it has at least one."""
     first_block_R = first_visible_R // block_size
     num_blocks_R = -(-seq_lens_R // block_size) - first_block_R
     num_reqs, num_blocks = len(seq_lens_R), int(num_blocks_R.sum())
@@ -117,7 +124,7 @@ def list_decode_blocks(
     offset_P = np.arange(block_size)
     last_N = segment_start_R + num_blocks_R - 1
     bias_NP[last_N] = np.where(column_N[last_N][:, None] * block_size + offset_P < seq_lens_R[:, None], 0, _NEG_INF)
-    if sliding_window is not None:
+    if first_visible_R.any():
         is_past_RP = first_block_R[:, None] * block_size + offset_P < first_visible_R[:, None]
         bias_NP[segment_start_R] += np.where(is_past_RP, np.float32(_NEG_INF), np.float32(0))
     blocks_of_R = np.full((num_reqs, int(num_blocks_R.max())), num_blocks)
@@ -144,6 +151,35 @@ def decode_attention_cpu(
     """One query per request over a head-major cache [num_blocks, K, P, D]; returns [R, H, D].
 
     workspace: for copies of keys and of values, [N or more, K, P, D] each; fresh memory would cost as much as a copy.
+    """
+    output_RHD, mass_RH, _ = _sum_decodes(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
+    return (output_RHD / mass_RH.unsqueeze(-1)).to(query_RHD.dtype)
+
+
+def decode_attention_part(
+    query_RHD: Tensor,
+    key_BKPD: Tensor,
+    value_BKPD: Tensor,
+    blocks: DecodeBlocks,
+    scale: float,
+    workspace: tuple[Tensor, Tensor],
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`decode_attention_cpu` over a part of the positions: float32 [R, H, D], and its log-sum-exp [R, H]."""
+    output_RHD, mass_RH, peak_RH = _sum_decodes(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
+    return output_RHD / mass_RH.unsqueeze(-1), peak_RH + mass_RH.log()
+
+
+def _sum_decodes(
+    query_RHD: Tensor,
+    key_BKPD: Tensor,
+    value_BKPD: Tensor,
+    blocks: DecodeBlocks,
+    scale: float,
+    workspace: tuple[Tensor, Tensor],
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted values [R, H, D], the weights' sums [R, H], and the scores that these are relative to [R, H].
 
     Every block is a partial attention of its own, merged per request with the usual rescaling (split-KV, as in
     Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023), so a batch of any lengths takes the same few operators.
@@ -169,7 +205,7 @@ def decode_attention_cpu(
     partial_NX = torch.matmul(weights_NKGP.to(value_NKPD.dtype), value_NKPD).float().view(-1, num_heads * head_size)
     mass_NH = weights_NKGP.sum(dim=-1).view(-1, num_heads)
     output_RHD = _sum_segments(partial_NX, blocks).view(num_reqs, num_heads, head_size)
-    return (output_RHD / _sum_segments(mass_NH, blocks).unsqueeze(-1)).to(query_RHD.dtype)
+    return output_RHD, _sum_segments(mass_NH, blocks), peak_RH
 
 
 def _sum_segments(rows_NX: Tensor, blocks: DecodeBlocks) -> Tensor:
