@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.contract import AttentionSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.rotary import Rotation, apply_rotary
+from penstock.parallel.context_share import ContextShare
 
 # What a backend computes once per step and KV-cache group, for its layers. Each backend has its own type.
 AttentionMetadata = Any
@@ -35,6 +36,7 @@ class LayerAttention:
     scale: factor on the scores, usually head_size ** -0.5.
     sliding_window: number of last positions seen, the current one included; None sees all.
     soft_cap: scaled scores become soft_cap * tanh(score / soft_cap) before they are masked; None leaves them.
+    context: where several ranks keep the positions of its KV heads by turns; None keeps all of them here.
     """
 
     name: str
@@ -44,6 +46,7 @@ class LayerAttention:
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    context: ContextShare | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from penstock.attention.base import AttentionBackend, BringsBackend, CacheBackend, CacheLayer, LayerAttention
+from penstock.attention.cpu_context import CpuContextBackend
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
@@ -17,7 +18,8 @@ from penstock.device.base import TORCH_DTYPES
 from penstock.errors import ConfigError, UnsupportedFeature
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend for backend in (CpuNativeBackend, CpuPagedBackend, TorchVarlenBackend, ReferenceBackend)
+    backend.name: backend
+    for backend in (CpuNativeBackend, CpuPagedBackend, CpuContextBackend, TorchVarlenBackend, ReferenceBackend)
 }
 
 
@@ -36,11 +38,13 @@ def select_backend(
     if requested is not None and requested not in BACKENDS:
         raise ConfigError(f"attention_backend={requested!r} is not valid. Allowed: {', '.join(BACKENDS)}.")
     # Asked once for layers that differ in nothing but their names.
+    if layers[0].context is not None and device.type == "cpu":
+        candidates = (CpuContextBackend.name,)
     distinct = {replace(layer, name=""): layer for layer in reversed(layers)}.values()
     refusals: dict[str, str] = {}
     for name in candidates if requested is None else (requested,):
         backend = BACKENDS[name]
-        reasons = (backend.why_not(layer, dtype, device, block_size) for layer in distinct)
+        reasons = (_why_not(backend, layer, dtype, device, block_size) for layer in distinct)
         why_not = next((reason for reason in reasons if reason is not None), None)
         if why_not is None:
             return backend, refusals
@@ -49,6 +53,14 @@ def select_backend(
         f"No attention backend can run layer {layers[0].name} on {device}. "
         f"{'; '.join(f'{name}: {why}' for name, why in refusals.items())}."
     )
+
+
+def _why_not(
+    backend: type[AttentionBackend], layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int
+) -> str | None:
+    if layer.context is not None and backend is not CpuContextBackend:
+        return f"it needs all positions on one rank, and decode_context_parallel_size={layer.context.group.size}"
+    return backend.why_not(layer, dtype, device, block_size)
 
 
 def select_cache_backend(

@@ -53,6 +53,13 @@ class EngineConfig:
                     f"has {known!r}. Leave it out, or say reasoning_parser='custom'."
                 )
 
+        block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
+        if block_size % interleave != 0:
+            raise ConfigError(
+                f"cp_kv_cache_interleave_size={interleave} is not valid with block_size={block_size}. "
+                "Allowed: its divisors."
+            )
+
     @property
     def reasoning_markers(self) -> ReasoningMarkers:
         """Between which texts the model reasons, if it does."""

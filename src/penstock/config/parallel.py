@@ -15,6 +15,9 @@ DEFAULT_WORKER = "penstock.worker.worker.Worker"
 class ParallelConfig:
     """tensor_parallel_size: workers that have a part of every layer each, on one CPU machine so far.
     pipeline_parallel_size: workers that have layers of their own; engines refuse more than one so far.
+    decode_context_parallel_size: of the workers that have the same KV heads, how many keep their positions by turns
+        instead of all of them; divides tensor_parallel_size.
+    cp_kv_cache_interleave_size: positions in a row that each of them keeps; divides block_size.
     distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own; None takes
         "mp" for several workers.
     worker_cls: qualified name of the worker class.
@@ -26,6 +29,8 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
     distributed_executor_backend: str | None = None
     worker_cls: str = DEFAULT_WORKER
     worker_extension_cls: str | None = None
@@ -35,6 +40,13 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_integer("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check_integer("decode_context_parallel_size", self.decode_context_parallel_size, 1)
+        check_integer("cp_kv_cache_interleave_size", self.cp_kv_cache_interleave_size, 1)
+        if self.tensor_parallel_size % self.decode_context_parallel_size != 0:
+            raise ConfigError(
+                f"decode_context_parallel_size={self.decode_context_parallel_size} is not valid with "
+                f"tensor_parallel_size={self.tensor_parallel_size}. Allowed: its divisors."
+            )
         if self.distributed_executor_backend is not None:
             check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
         if self.distributed_executor_backend == "uni" and self.world_size > 1:

@@ -25,7 +25,10 @@ def head_elements(head_size: int, dtype: str) -> int:
 
 
 class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of positions, in blocks of `block_size` of them: keys and values, unless a kind says otherwise."""
+    """What is kept of positions, in blocks of `block_size` of them: keys and values, unless a kind says otherwise.
+
+    num_ranks: ranks that keep the positions of a block by turns, each an equal part, with the same block ids.
+    """
 
     _vectors_per_head: ClassVar[int] = 2
 
@@ -33,6 +36,7 @@ class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_size: int
     dtype: str
+    num_ranks: int = 1
 
     @property
     def elements_per_head(self) -> int:
@@ -41,9 +45,14 @@ class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer."""
+        """Bytes of one block of one layer, on each rank."""
         vector_bytes = self.elements_per_head * DTYPE_BYTES[self.dtype]
-        return self._vectors_per_head * self.block_size * self.num_kv_heads * vector_bytes
+        return self._vectors_per_head * self.positions_per_page * self.num_kv_heads * vector_bytes
+
+    @property
+    def positions_per_page(self) -> int:
+        """Of a block, those that a rank keeps."""
+        return self.block_size // self.num_ranks
 
     def with_pages_of(self, page_size_bytes: int) -> Self | None:
         """The same with more positions per block, in pages of this size; None where no number of them makes it."""

@@ -177,10 +177,9 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
 
 def _first_rank(config: EngineConfig) -> ParallelContext:
     """A worker's place that has an equal share of all; it meets nobody, since nothing that is planned has values."""
-    num_ranks = config.parallel.world_size
-    memory = share_memory(num_ranks)
+    memory = share_memory(config.parallel)
     try:
-        return join_local_ranks(0, num_ranks, memory)
+        return join_local_ranks(0, config.parallel, memory)
     finally:
         os.close(memory)
 

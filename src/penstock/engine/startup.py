@@ -74,7 +74,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         "KV cache: %s, %s blocks of %d tokens; %.1f requests of %s tokens at once",
         format_bytes(kv_cache_config.size_bytes),
         f"{kv_cache_config.num_blocks:,}",
-        config.cache.block_size,
+        config.cache.block_size * config.parallel.decode_context_parallel_size,
         concurrency,
         f"{max_model_len:,}",
     )

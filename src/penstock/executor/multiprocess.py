@@ -198,7 +198,7 @@ class MultiprocessExecutor(Executor):
 
     def _start_processes(self) -> None:
         size = self._config.parallel.world_size
-        memory = share_memory(size)
+        memory = share_memory(self._config.parallel)
         try:
             for rank in range(size):
                 self._start_process(rank, size, memory)

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from penstock.worker import WorkerWrapperBase
 
 PROGRAM = "from penstock.executor.worker_process import main; main()"
-# Of the time for a step, what ranks wait for each other.
-_SHARE_FOR_RANKS = 0.8
 # What a connection's buffers take in without being read, on every system.
 _SMALL_BYTES = 4096
 # The program's `__name__` while a worker looks for what it defines; runpy makes a module of it for as long.
@@ -200,13 +198,10 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
     wrapper = WorkerWrapperBase(rpc_rank=start.rank)
     program = _Program(start.main_path)
     config: EngineConfig = program.load(start.config)
-    limits = config.parallel
-    # Ranks that miss another one say which, before whoever waits for them all loses patience.
-    missing_after_s = limits.step_timeout_s * _SHARE_FOR_RANKS
-    wrapper.init_worker(config, join_local_ranks(start.rank, limits.world_size, memory_descriptor, missing_after_s))
+    wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel, memory_descriptor))
     try:
         outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
-        loop = _WorkerLoop(wrapper, program, outbox, has_results=start.rank == 0, step_timeout_s=limits.step_timeout_s)
+        loop = _WorkerLoop(wrapper, program, outbox, has_results=start.rank == 0, step_timeout_s=config.parallel.step_timeout_s)
         loop.run(connection)
     finally:
         wrapper.shutdown()

@@ -5,6 +5,8 @@ Suffixes: T tokens, H query heads, K KV heads, D head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, HeadNorm, LayerAttention
@@ -37,16 +39,16 @@ class Attention(nn.Module):
         return context.attend_projected(self.layer, qkv_TX, norm, rotation)
 
     def get_kv_cache_spec(self, block_size: int, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
-        """What this layer keeps per block. dtype: of the cache, by name."""
+        """What this layer keeps per block. block_size: positions that a rank keeps. dtype: of the cache, by name."""
         layer = self.layer
+        num_ranks = 1 if layer.context is None else layer.context.group.size
+        kept: dict[str, Any] = {
+            "block_size": block_size * num_ranks,
+            "num_kv_heads": layer.num_kv_heads,
+            "head_size": layer.head_size,
+            "dtype": dtype,
+            "num_ranks": num_ranks,
+        }
         if layer.sliding_window is None:
-            return FullAttentionSpec(
-                block_size=block_size, num_kv_heads=layer.num_kv_heads, head_size=layer.head_size, dtype=dtype
-            )
-        return SlidingWindowSpec(
-            block_size=block_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
-            dtype=dtype,
-            sliding_window=layer.sliding_window,
-        )
+            return FullAttentionSpec(**kept)
+        return SlidingWindowSpec(**kept, sliding_window=layer.sliding_window)

@@ -28,6 +28,7 @@ from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism
 from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelContext
+from penstock.parallel.context_share import context_share
 
 DECODER_WEIGHTS: WeightTable = {
     "model.embed_tokens": Into("model.embed_tokens"),
@@ -164,6 +165,7 @@ class SelfAttention(nn.Module):
                 scale=config.head_size**-0.5 if scale is None else scale,
                 sliding_window=sliding_window,
                 soft_cap=soft_cap,
+                context=context_share(config.num_kv_heads, parallel),
             )
         )
         self.o_proj = RowParallelLinear(

@@ -13,6 +13,7 @@ class ParallelContext:
     """One rank of all, and the groups that it belongs to. A single worker is alone in each.
 
     tensor: ranks that have the same layers, each a part of every one. pipeline: ranks with layers of their own.
+    context: ranks of `tensor` that have the same KV heads, and keep their positions by turns, `interleave` at a time.
     agreement: made by all ranks on every step.
     """
 
@@ -20,4 +21,6 @@ class ParallelContext:
     world_size: int = 1
     tensor: Group = ONE_RANK
     pipeline: Group = ONE_RANK
+    context: Group = ONE_RANK
+    interleave: int = 1
     agreement: Agreement = NO_AGREEMENT

@@ -28,6 +28,11 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, added in the ranks' order; it may be in the memory of the one given."""
 
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's of equal shares, in this dimension, of what `all_reduce` gives: the same bits."""
+        size = tensor.shape[dim] // self.size
+        return self.all_reduce(tensor).narrow(dim, self.rank * size, size)
+
     @abstractmethod
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The tensors of all ranks, one after the other in this dimension."""

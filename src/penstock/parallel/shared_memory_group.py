@@ -31,7 +31,7 @@ _LENGTH_BYTES = 8
 
 
 class SharedMemoryGroup(Group):
-    """rank, size: of this process in the group. memory: `group_bytes` that all of them have.
+    """rank, size: of this process in the group. memory: that all of them have, `group_bytes` of it from `offset` on.
 
     The calls of all ranks are compared: what does not match is RanksDisagree, with the rank. A rank that does not come
     is WaitTimeout after `timeout_s`, with the rank and the call. The group is of no use after either.
@@ -40,12 +40,20 @@ class SharedMemoryGroup(Group):
     meetings: Meetings
 
     def __init__(
-        self, rank: int, size: int, memory: SharedMemory, *, timeout_s: float = GROUP_TIMEOUT_S, spin_us: int = SPIN_US
+        self,
+        rank: int,
+        size: int,
+        memory: SharedMemory,
+        *,
+        offset: int = 0,
+        timeout_s: float = GROUP_TIMEOUT_S,
+        spin_us: int = SPIN_US,
     ) -> None:
         self.rank, self.size = rank, size
         self._memory = memory
+        address = memory.address + offset
         self.meetings = Meetings(
-            _library(), memory.address, rank, size, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, spin_us=spin_us
+            _library(), address, rank, size, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, spin_us=spin_us
         )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -54,6 +54,15 @@ def _is_on_cuda(config: EngineConfig) -> bool:
 NOT_WITH_RANKS = (NotWithRanks("device='cuda'", _is_on_cuda, "Use device='cpu', or tensor_parallel_size=1."),)
 
 
+NOT_WITH_SHARED_CONTEXT = (
+    NotWithRanks(
+        "keys and values of 8 bits",
+        lambda config: config.cache.kv_cache_dtype == "int8",
+        "Use another kv_cache_dtype, or decode_context_parallel_size=1.",
+    ),
+)
+
+
 def require(method: str) -> None:
     """Raise UnsupportedFeature if `method` belongs to a missing feature."""
     for missing in MISSING:
@@ -74,4 +83,11 @@ def check_options(config: EngineConfig) -> None:
             raise UnsupportedArgument(
                 f"tensor_parallel_size={size}: more than one worker is not supported with {cannot.feature} yet. "
                 f"{cannot.instead}"
+            )
+    size = config.parallel.decode_context_parallel_size
+    for cannot in NOT_WITH_SHARED_CONTEXT if size != 1 else ():
+        if cannot.is_asked_for(config):
+            raise UnsupportedArgument(
+                f"decode_context_parallel_size={size}: workers that keep positions by turns are not supported with "
+                f"{cannot.feature} yet. {cannot.instead}"
             )

@@ -1,0 +1,195 @@
+"""Attention where several ranks keep the positions of the same KV heads by turns (decode context parallelism).
+
+Each rank attends with the query heads of all of them to the positions that it has, and what they find is weighed by its
+log-sum-exp and added up. Blocks have the same ids on all ranks, so that the scheduler sees one cache, in blocks of the
+positions of all ranks; what lies where within a block is known here only. The pages are those of `cpu_paged`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry, keys_then_values
+from penstock.contract import AttentionSpec
+from penstock.kernels.paged_attention import (
+    DecodeBlocks,
+    decode_attention_part,
+    list_blocks_between,
+    write_kv_rows,
+)
+from penstock.kernels.partial_attention import prefill_attention_part, weigh_part
+from penstock.parallel.context_share import ContextShare
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParts:
+    """Requests of one token each that see something here. rows: int64, their tokens."""
+
+    rows: Tensor
+    blocks: DecodeBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """One request's tokens start..stop of the step. first, end: int64, of the positions in `block_ids` each sees."""
+
+    start: int
+    stop: int
+    first: Tensor
+    end: Tensor
+    block_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CpuContextMetadata:
+    """own: int64, tokens whose keys and values lie here. kv_rows: where."""
+
+    num_tokens: int
+    own: Tensor
+    kv_rows: Tensor
+    is_written: bool
+    decodes: DecodeParts | None
+    prefills: list[PrefillPart]
+
+
+class CpuContextBackend(AttentionBackend):
+    name = "cpu_context"
+
+    def __init__(self, layer: LayerAttention) -> None:
+        super().__init__(layer)
+        assert layer.context is not None, "all positions are on this rank"
+        self._share: ContextShare = layer.context
+        self._workspace: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        if layer.context is None:
+            return "it is for decode_context_parallel_size of more than 1"
+        if not dtype.is_floating_point:
+            return f"it keeps no {dtype} cache"
+        return None if device.type == "cpu" else "it runs on the CPU only"
+
+    def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
+        return keys_then_values(
+            pages_NX, spec.dtype, spec.num_kv_heads, spec.positions_per_page, spec.elements_per_head
+        )
+
+    def make_metadata(self, geometry: StepGeometry) -> CpuContextMetadata:
+        num_reqs, num_tokens = geometry.num_actual_reqs, geometry.num_actual_tokens
+        lengths = geometry.seq_lens[:num_reqs].numpy().astype("int64")
+        starts = geometry.query_start_loc_np[: num_reqs + 1]
+        table = geometry.block_table.numpy()
+        num_decodes = int((starts[1:] - starts[:-1] == 1).sum())
+        page = geometry.block_size // self._share.group.size
+        own, slots = self._share.slots(geometry.slot_mapping.numpy()[:num_tokens], geometry.block_size)
+        prefills = [
+            self._prefill(table[i], int(starts[i]), int(starts[i + 1]), int(lengths[i]), page)
+            for i in range(num_decodes, num_reqs)
+        ]
+        return CpuContextMetadata(
+            num_tokens=num_tokens,
+            own=torch.from_numpy(own),
+            kv_rows=torch.from_numpy(write_kv_rows(slots, page, self.num_kv_heads)),
+            is_written=geometry.is_written,
+            decodes=self._decodes(table, lengths[:num_decodes], page),
+            prefills=[prefill for prefill in prefills if len(prefill.block_ids)],
+        )
+
+    def _seen(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For queries at these positions, the first position here that they see, and the end of what they see."""
+        end = self._share.num_kept(positions + 1)
+        if self.sliding_window is None:
+            return np.zeros_like(end), end
+        return self._share.num_kept(np.maximum(positions + 1 - self.sliding_window, 0)), end
+
+    def _decodes(self, table: np.ndarray, lengths: np.ndarray, page: int) -> DecodeParts | None:
+        first, end = self._seen(lengths - 1)
+        (rows,) = np.nonzero(end > first)
+        if not len(rows):
+            return None
+        return DecodeParts(torch.from_numpy(rows), list_blocks_between(table[rows], first[rows], end[rows], page))
+
+    def _prefill(self, table_row: np.ndarray, start: int, stop: int, length: int, page: int) -> PrefillPart:
+        first, end = self._seen(np.arange(length - (stop - start), length))
+        first_block = int(first[0]) // page
+        block_ids = torch.from_numpy(table_row[first_block : -(-int(end[-1]) // page)].astype("int64"))
+        skipped = first_block * page
+        return PrefillPart(start, stop, torch.from_numpy(first - skipped), torch.from_numpy(end - skipped), block_ids)
+
+    def forward(
+        self,
+        layer: LayerAttention,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: CpuContextMetadata,
+    ) -> Tensor:
+        output_THD = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
+        num_tokens = metadata.num_tokens
+        if num_tokens == 0:
+            return output_THD
+        if not metadata.is_written:
+            self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
+        group = self._share.group
+        part_THD, lse_TH = self._attend_here(layer, group.all_gather(query_THD[:num_tokens], 1), kv_cache, metadata)
+        weighed_THD = weigh_part(part_THD, lse_TH, group.all_gather(lse_TH.unsqueeze(0), 0))
+        output_THD[:num_tokens] = group.reduce_scatter(weighed_THD, 1)
+        return output_THD
+
+    def _attend_here(
+        self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, metadata: CpuContextMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """With the query heads of all ranks: float32 [T, H, D], and the log-sum-exp [T, H]."""
+        key_cache, value_cache = kv_cache[0], kv_cache[1]
+        output_THD = query_THD.new_zeros(query_THD.shape, dtype=torch.float32)
+        lse_TH = output_THD.new_full(query_THD.shape[:2], float("-inf"))
+        decodes = metadata.decodes
+        if decodes is not None:
+            workspace = self._workspace_for(key_cache, decodes.blocks.block_ids_N.shape[0])
+            query_RHD = query_THD.index_select(0, decodes.rows)
+            output_THD[decodes.rows], lse_TH[decodes.rows] = decode_attention_part(
+                query_RHD, key_cache, value_cache, decodes.blocks, layer.scale, workspace, layer.soft_cap
+            )
+        for prefill in metadata.prefills:
+            rows = slice(prefill.start, prefill.stop)
+            output_THD[rows], lse_TH[rows] = prefill_attention_part(
+                query_THD[rows],
+                _gather(key_cache, prefill.block_ids),
+                _gather(value_cache, prefill.block_ids),
+                prefill.first,
+                prefill.end,
+                layer.scale,
+                layer.soft_cap,
+            )
+        return output_THD, lse_TH
+
+    def write(
+        self,
+        layer: LayerAttention,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: CpuContextMetadata,
+    ) -> None:
+        # A block is its keys of all heads, then its values.
+        rows_XD = kv_cache.transpose(0, 1).view(-1, layer.head_size)
+        for row_ids, new_TKD in zip(metadata.kv_rows, (key_TKD, value_TKD), strict=True):
+            new_XD = new_TKD.index_select(0, metadata.own).reshape(-1, layer.head_size)
+            rows_XD.index_copy_(0, row_ids, new_XD.to(kv_cache.dtype))
+
+    def _workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Two tensors like the cache, of at least so many blocks; all layers of the group take turns with them."""
+        if self._workspace is None or self._workspace[0].shape[0] < num_blocks:
+            shape = (num_blocks + num_blocks // 4, *cache_BKPD.shape[1:])
+            self._workspace = (cache_BKPD.new_empty(shape), cache_BKPD.new_empty(shape))
+        return self._workspace
+
+
+def _gather(cache_BKPD: Tensor, block_ids: Tensor) -> Tensor:
+    """[L, K, D]: all positions of these blocks."""
+    return cache_BKPD.index_select(0, block_ids).transpose(1, 2).flatten(0, 1)

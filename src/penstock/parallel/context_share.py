@@ -1,0 +1,58 @@
+"""Which of a request's positions a rank keeps, where several keep them by turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import UnsupportedFeature
+from penstock.parallel.context import ParallelContext
+from penstock.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """This rank's: runs of `interleave` positions, those of the next ranks of the group between them."""
+
+    group: Group
+    interleave: int
+
+    def num_kept(self, lengths: np.ndarray) -> np.ndarray:
+        """Of so many positions from 0 on, those that lie here: they are the first ones here, in the same order."""
+        rounds, rest = np.divmod(lengths, self.group.size * self.interleave)
+        kept: np.ndarray = rounds * self.interleave + np.clip(
+            rest - self.group.rank * self.interleave, 0, self.interleave
+        )
+        return kept
+
+    def slots(self, slots: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which of these slots of the whole cache lie here (their indices), and in which slots of this rank.
+
+        A slot is block * block_size + offset in both, with a block size of all ranks, and of each: a multiple of
+        `interleave`.
+        """
+        block, offset = np.divmod(slots, block_size)
+        rounds, within = np.divmod(offset, self.group.size * self.interleave)
+        rank, place = np.divmod(within, self.interleave)
+        (own,) = np.nonzero(rank == self.group.rank)
+        here = block * (block_size // self.group.size) + rounds * self.interleave + place
+        return own, here[own]
+
+
+def context_share(num_kv_heads: int, parallel: ParallelContext) -> ContextShare | None:
+    """This rank's, of layers with so many KV heads in all; None where each rank keeps all positions of its own.
+
+    Raises UnsupportedFeature where the ranks of a context group have different KV heads.
+    """
+    size, num_ranks = parallel.context.size, parallel.tensor.size
+    if size == 1:
+        return None
+    num_alike = num_ranks // num_kv_heads
+    if num_alike % size != 0 or num_ranks % num_kv_heads != 0:
+        sizes = [count for count in range(1, num_alike + 1) if num_alike % count == 0] or [1]
+        raise UnsupportedFeature(
+            f"decode_context_parallel_size={size}: with {num_kv_heads} KV heads and tensor_parallel_size={num_ranks}, "
+            f"{max(1, num_alike)} ranks have the same ones. Sizes that can: {', '.join(map(str, sizes))}."
+        )
+    return ContextShare(parallel.context, parallel.interleave)

@@ -1,0 +1,73 @@
+"""Workers that keep a request's positions by turns give the tokens of one worker, from a cache of half the size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tensor_parallel import PARAMS, PROMPTS, VOCAB_SIZE, assert_same
+
+from penstock.engine.core import EngineCore
+from penstock.errors import ConfigError, UnsupportedFeature
+from support.checkpoints import tiny_checkpoint
+from support.engines import Result, make_core, run
+
+# A block of one worker: keys and values of 16 positions and of one head in two layers.
+BLOCK_BYTES = 2 * 2 * 16 * 1 * 16 * 4
+
+
+def make(folder: Path, size: int, context: int, **options: Any) -> EngineCore:
+    room = {"kv_cache_memory_bytes": 13 * BLOCK_BYTES, "max_model_len": 128}
+    ranks = {"tensor_parallel_size": size, "decode_context_parallel_size": context, "num_threads": size}
+    return make_core(folder, **ranks, **{**room, **options})
+
+
+def results_of(folder: Path, size: int, context: int, **options: Any) -> list[Result]:
+    core = make(folder, size, context, **options)
+    try:
+        first = run(core, PROMPTS, PARAMS)
+        again = run(core, PROMPTS, PARAMS)
+    finally:
+        core.close()
+    assert sum(result.num_preemptions for result in first) > 0
+    assert sum(result.num_cached_tokens for result in again) > 0
+    return first + again
+
+
+@pytest.mark.parametrize(("family", "size", "interleave"), [("llama", 2, 1), ("llama", 4, 4), ("gemma3", 2, 8)])
+def test_ranks_that_share_positions_give_the_tokens_of_one_worker(
+    family: str, size: int, interleave: int, tmp_path: Path
+) -> None:
+    tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16, num_key_value_heads=1)
+    expected = results_of(tmp_path, 1, 1)
+    # Half the memory holds as many blocks of the same number of positions.
+    options = {"block_size": 8, "kv_cache_memory_bytes": 13 * BLOCK_BYTES // 2}
+    found = results_of(tmp_path, size, 2, cp_kv_cache_interleave_size=interleave, **options)
+    assert_same(found, expected)
+
+
+def test_a_token_takes_half_the_memory_of_each_rank(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_key_value_heads=1)
+    found = []
+    for context in (1, 2):
+        core = make(tmp_path, 2, context)
+        (group,) = core.kv_cache_config.groups
+        found.append((core.kv_cache_config.num_blocks, group.spec.block_size, group.spec.page_size_bytes))
+        core.close()
+    (num_blocks, positions, page_bytes), shared = found
+    assert shared == (num_blocks, 2 * positions, page_bytes)
+
+
+def test_what_does_not_fit_together_is_refused_by_name(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE)
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=3 is not valid with tensor_parallel_size=2"):
+        make(tmp_path, 2, 3)
+    with pytest.raises(ConfigError, match="cp_kv_cache_interleave_size=3 is not valid with block_size=16"):
+        make(tmp_path, 2, 2, cp_kv_cache_interleave_size=3)
+    with pytest.raises(UnsupportedFeature, match="decode_context_parallel_size=2: with 2 KV heads"):
+        make(tmp_path, 2, 2)
+    with pytest.raises(UnsupportedFeature, match="cpu_native: it needs all positions on one rank"):
+        make(tmp_path, 4, 2, attention_backend="cpu_native")
+    with pytest.raises(UnsupportedFeature, match="keys and values of 8 bits"):
+        make(tmp_path, 4, 2, kv_cache_dtype="int8")
