@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.attention.base import AttentionMetadata, HeadNorm, LayerAttention
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import sum_rows
+from penstock.parallel.scattered_rows import ScatteredRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,14 @@ class ForwardContext:
     last: given where only these tokens' hidden states are asked for. What comes after the last attention then has only
     their rows, [R, ...]; a layer that is told so attends with them alone.
     taps: given where hidden states between layers are wanted too.
+    rows: given by a decoder to its layers where hidden states between them are scattered over ranks.
     """
 
     layers: Mapping[str, BoundLayer]
     metadata: Sequence[AttentionMetadata]
     last: LastTokens | None = None
     taps: HiddenTaps | None = None
+    rows: ScatteredRows | None = None
 
     def note_hidden(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
         """Called by a decoder before each layer, and after the last: the layer's input is the sum of both."""
@@ -87,7 +90,16 @@ class ForwardContext:
 
     def asked_for(self, per_token: Tensor) -> Tensor:
         """The rows that are asked for, of something that has one for every token of the step."""
-        return per_token if self.last is None else per_token.index_select(0, self.last.rows)
+        return per_token if self.last is None else self.whole(per_token).index_select(0, self.last.rows)
+
+    @property
+    def rows_asked_for(self) -> ScatteredRows | None:
+        """How the rows that are asked for are scattered: where they are few, not at all."""
+        return self.rows if self.last is None else None
+
+    def whole(self, hidden_TD: Tensor) -> Tensor:
+        """The rows of all tokens, of something between layers."""
+        return hidden_TD if self.rows is None else self.rows.whole(hidden_TD)
 
     def cache_of(self, name: str) -> tuple[Tensor, AttentionMetadata]:
         """A layer's cache, and what its group's backend made of this step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.checks import check_choice, check_integer, check_seconds
+from penstock.config.checks import check_choice, check_flag, check_integer, check_seconds
 from penstock.errors import ConfigError
 
 EXECUTORS = ("uni", "mp")
@@ -18,6 +18,8 @@ class ParallelConfig:
     decode_context_parallel_size: of the workers that have the same KV heads, how many keep their positions by turns
         instead of all of them; divides tensor_parallel_size.
     cp_kv_cache_interleave_size: positions in a row that each of them keeps; divides block_size.
+    enable_sp: of workers that share layers, whether each keeps some tokens only of what is between the layers, in steps
+        of `sp_min_token_num` or more.
     distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own; None takes
         "mp" for several workers.
     worker_cls: qualified name of the worker class.
@@ -31,6 +33,8 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1
+    enable_sp: bool = False
+    sp_min_token_num: int = 256
     distributed_executor_backend: str | None = None
     worker_cls: str = DEFAULT_WORKER
     worker_extension_cls: str | None = None
@@ -42,6 +46,8 @@ class ParallelConfig:
         check_integer("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         check_integer("decode_context_parallel_size", self.decode_context_parallel_size, 1)
         check_integer("cp_kv_cache_interleave_size", self.cp_kv_cache_interleave_size, 1)
+        check_flag("enable_sp", self.enable_sp)
+        check_integer("sp_min_token_num", self.sp_min_token_num, 1)
         if self.tensor_parallel_size % self.decode_context_parallel_size != 0:
             raise ConfigError(
                 f"decode_context_parallel_size={self.decode_context_parallel_size} is not valid with "

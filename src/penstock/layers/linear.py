@@ -19,6 +19,7 @@ from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_
 from penstock.kernels.native import NATIVE, NativeKernels
 from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelContext, Share, heads_of_rank, share_of_rank
+from penstock.parallel.scattered_rows import ScatteredRows
 
 
 class LinearMethod(ABC):
@@ -256,8 +257,10 @@ class RowParallelLinear(LinearLayer):
         super().__init__(share.size, output_size, bias=bias)
         self._share, self._group = share, parallel.tensor
 
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return self._group.all_reduce(super().forward(x_TI))
+    def forward(self, x_TI: Tensor, rows: ScatteredRows | None = None) -> Tensor:
+        """rows: how the sum is scattered over ranks; None gives all of it to each."""
+        part_TO = super().forward(x_TI)
+        return self._group.all_reduce(part_TO) if rows is None else rows.add_up(part_TO)
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = {"weight": WeightSlot((self.output_size, self._share.whole), self.weight, _part(1, self._share))}

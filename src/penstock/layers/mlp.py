@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS
 from penstock.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.parallel import ParallelContext
+from penstock.parallel.scattered_rows import ScatteredRows
 
 
 class GatedMLP(nn.Module):
@@ -27,8 +28,11 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
         self._activate_and_mul = GATED_ACTIVATIONS[activation]
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.down_proj(self._activate_and_mul(self.gate_up_proj(hidden_TD)))  # type: ignore[no-any-return]
+    def forward(self, hidden_TD: Tensor, rows: ScatteredRows | None = None) -> Tensor:
+        """rows: how hidden states are scattered over ranks, before and after."""
+        if rows is not None:
+            hidden_TD = rows.whole(hidden_TD)
+        return self.down_proj(self._activate_and_mul(self.gate_up_proj(hidden_TD)), rows)  # type: ignore[no-any-return]
 
 
 class PlainMLP(nn.Module):

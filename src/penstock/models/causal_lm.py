@@ -38,6 +38,14 @@ def refuse_tensor_parallelism(parallel: ParallelContext, model: str, why: str) -
         )
 
 
+def refuse_sequence_parallelism(parallel: ParallelContext, model: str) -> None:
+    """Raises UnsupportedFeature, of a model that keeps all tokens between its layers."""
+    if parallel.min_scattered_tokens is not None:
+        raise UnsupportedFeature(
+            f"enable_sp: what is between the layers of {model} cannot be scattered over ranks yet. Leave it out."
+        )
+
+
 class CausalLM(nn.Module, ABC):
     """Constructed with a `ModelConfig` and a `ParallelContext`.
 

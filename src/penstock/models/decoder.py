@@ -7,7 +7,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H que
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelContext
 from penstock.parallel.context_share import context_share
+from penstock.parallel.scattered_rows import scattered_rows
 
 DECODER_WEIGHTS: WeightTable = {
     "model.embed_tokens": Into("model.embed_tokens"),
@@ -173,9 +174,9 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
-        qkv_TX = self.qkv_proj(hidden_TD)
+        qkv_TX = self.qkv_proj(context.whole(hidden_TD))
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
-        return self.o_proj(mixed_TX)  # type: ignore[no-any-return]
+        return self.o_proj(mixed_TX, context.rows_asked_for)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -217,7 +218,7 @@ class DecoderLayer(nn.Module):
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
-        return self.mlp(hidden_TD), residual_TD
+        return self.mlp(hidden_TD, context.rows_asked_for), residual_TD
 
 
 class DecoderModel(nn.Module):
@@ -238,6 +239,7 @@ class DecoderModel(nn.Module):
         norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
+        self._parallel = parallel
         self.embed_tokens = embed_tokens or VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.rotations = LayerRotations(ropes or [config.rope] * config.num_layers)
         self.layers = nn.ModuleList(layer(index) for index in range(config.num_layers))
@@ -247,6 +249,9 @@ class DecoderModel(nn.Module):
         hidden_TD = self.embed_tokens(input_ids_T)
         residual_TD: Tensor | None = None
         rotations = self.rotations(positions_T, hidden_TD.dtype)
+        context = self._scattering(hidden_TD, context)
+        if context.rows is not None:
+            hidden_TD = context.rows.own(hidden_TD)
         contexts = context.by_layer(len(self.layers))
         for index, (layer, rotation, of_layer) in enumerate(zip(self.layers, rotations, contexts, strict=True)):
             context.note_hidden(index, hidden_TD, residual_TD)
@@ -254,7 +259,13 @@ class DecoderModel(nn.Module):
         context.note_hidden(len(self.layers), hidden_TD, residual_TD)
         assert residual_TD is not None, "a decoder has at least one layer"
         hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
-        return hidden_TD
+        return hidden_TD if context.rows_asked_for is None else context.whole(hidden_TD)
+
+    def _scattering(self, hidden_TD: Tensor, context: ForwardContext) -> ForwardContext:
+        """The context in which this step's hidden states are scattered over ranks; not where they are noted."""
+        if self._parallel.min_scattered_tokens is None or context.taps is not None:
+            return context
+        return replace(context, rows=scattered_rows(self._parallel, hidden_TD.shape[0]))
 
 
 def plain_decoder(

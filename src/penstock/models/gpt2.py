@@ -20,7 +20,7 @@ from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
 from penstock.layers.weights import WeightSlot
-from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism
+from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism, refuse_sequence_parallelism
 from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelContext
@@ -151,6 +151,7 @@ class GPT2LMHeadModel(CausalLM):
     def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
         super().__init__()
         refuse_pipeline_parallelism(parallel, type(self).__name__)
+        refuse_sequence_parallelism(parallel, type(self).__name__)
         self.config = config = GPT2Config.read(ConfigFields(model_config))
         self.wte = VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         # Every rank has all positions.

@@ -14,6 +14,8 @@ class ParallelContext:
 
     tensor: ranks that have the same layers, each a part of every one. pipeline: ranks with layers of their own.
     context: ranks of `tensor` that have the same KV heads, and keep their positions by turns, `interleave` at a time.
+    min_scattered_tokens: of a step from which on each rank of `tensor` keeps some tokens only of what is between the
+        layers; None keeps all.
     agreement: made by all ranks on every step.
     """
 
@@ -23,4 +25,5 @@ class ParallelContext:
     pipeline: Group = ONE_RANK
     context: Group = ONE_RANK
     interleave: int = 1
+    min_scattered_tokens: int | None = None
     agreement: Agreement = NO_AGREEMENT

@@ -42,6 +42,7 @@ def join_local_ranks(rank: int, parallel: ParallelConfig, memory_descriptor: int
         world_size=num_ranks,
         tensor=group,
         context=context,
+        min_scattered_tokens=parallel.sp_min_token_num if parallel.enable_sp else None,
         interleave=parallel.cp_kv_cache_interleave_size,
         agreement=GroupAgreement(group),
     )

@@ -1,0 +1,47 @@
+"""What is between a model's layers, where each rank keeps some tokens of it only (sequence parallelism).
+
+Suffixes: T tokens of the step, S tokens of a rank, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.parallel.context import ParallelContext
+from penstock.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class ScatteredRows:
+    """Equal runs of the step's tokens, by rank; what the last ranks have too few is filled up with zeros."""
+
+    group: Group
+    num_tokens: int
+
+    def own(self, whole_TD: Tensor) -> Tensor:
+        """This rank's rows of what all ranks have: [S, D]."""
+        size = -(-self.num_tokens // self.group.size)
+        return self._filled_up(whole_TD).narrow(0, self.group.rank * size, size)
+
+    def add_up(self, part_TD: Tensor) -> Tensor:
+        """This rank's rows of the sum of all ranks' tensors: [S, D]."""
+        return self.group.reduce_scatter(self._filled_up(part_TD), 0)
+
+    def whole(self, rows_SD: Tensor) -> Tensor:
+        """The rows of all ranks: [T, D]."""
+        return self.group.all_gather(rows_SD, 0)[: self.num_tokens]
+
+    def _filled_up(self, tensor_TD: Tensor) -> Tensor:
+        missing = -self.num_tokens % self.group.size
+        return F.pad(tensor_TD, (0, 0, 0, missing)) if missing else tensor_TD
+
+
+def scattered_rows(parallel: ParallelContext, num_tokens: int) -> ScatteredRows | None:
+    """How a step of so many tokens is scattered; None where each rank keeps all of them."""
+    least = parallel.min_scattered_tokens
+    if least is None or parallel.tensor.size == 1 or num_tokens < least:
+        return None
+    return ScatteredRows(parallel.tensor, num_tokens)

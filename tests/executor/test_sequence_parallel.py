@@ -1,0 +1,53 @@
+"""Workers that keep some tokens each of what is between layers give the tokens of those that keep all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_tensor_parallel import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, make
+
+from penstock.errors import UnsupportedFeature
+from penstock.worker import WorkerBase
+from support.checkpoints import tiny_checkpoint
+from support.engines import run
+
+
+def counting_scattered_steps(worker: WorkerBase) -> None:
+    """From now on, `num_scattered` says how many steps this worker's model scattered."""
+    model = worker.language_model.model  # type: ignore[attr-defined]
+    scatter, worker.num_scattered = model._scattering, 0  # type: ignore[attr-defined]
+
+    def counting(*args: object) -> object:
+        context = scatter(*args)
+        worker.num_scattered += context.rows is not None  # type: ignore[attr-defined]
+        return context
+
+    model._scattering = counting
+
+
+def scattered_steps(worker: WorkerBase) -> int:
+    return worker.num_scattered  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(("family", "size", "least"), [("llama", 2, 1), ("llama", 4, 8), ("gemma3", 2, 8)])
+def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, least: int, tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
+    results = []
+    for enable_sp in (False, True):
+        core = make(tmp_path, size, enable_sp=enable_sp, sp_min_token_num=least)
+        try:
+            core.collective_rpc(counting_scattered_steps)
+            results.append(run(core, PROMPTS, PARAMS) + run(core, PROMPTS, PARAMS))
+            counts = core.collective_rpc(scattered_steps)
+        finally:
+            core.close()
+        assert len(set(counts)) == 1
+        assert (counts[0] > 0) == enable_sp
+    assert_same(results[1], results[0])
+
+
+def test_models_that_keep_all_rows_refuse_by_name(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, "gpt2", vocab_size=VOCAB_SIZE)
+    with pytest.raises(UnsupportedFeature, match="enable_sp: what is between the layers of GPT2LMHeadModel"):
+        make(tmp_path, 2, enable_sp=True)
