@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.parallel import ParallelConfig
 from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
@@ -146,12 +147,27 @@ def test_ranks_in_different_calls_are_told(other: Callable[[SharedMemoryGroup], 
 
 
 def test_ranks_of_a_machine_have_a_group_and_one_alone_has_none() -> None:
-    descriptor = share_memory(2)
-    contexts = [join_local_ranks(rank, 2, descriptor) for rank in range(2)]
+    two = ParallelConfig(tensor_parallel_size=2)
+    descriptor = share_memory(two)
+    contexts = [join_local_ranks(rank, two, descriptor) for rank in range(2)]
     os.close(descriptor)
     assert [(context.rank, context.world_size, context.tensor.rank) for context in contexts] == [(0, 2, 0), (1, 2, 1)]
     sums = run_ranks(2, lambda rank: contexts[rank].tensor.all_reduce(torch.ones(2)))
     assert all(torch.equal(found, torch.full((2,), 2.0)) for found in sums)  # type: ignore[arg-type]
-    alone = share_memory(1)
-    assert join_local_ranks(0, 1, alone).tensor.size == 1
+    alone = share_memory(ParallelConfig())
+    assert join_local_ranks(0, ParallelConfig(), alone).tensor.size == 1
     os.close(alone)
+
+
+def test_ranks_next_to_each_other_share_positions() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=4, decode_context_parallel_size=2, cp_kv_cache_interleave_size=8)
+    descriptor = share_memory(parallel)
+    contexts = [join_local_ranks(rank, parallel, descriptor) for rank in range(4)]
+    os.close(descriptor)
+    assert {context.interleave for context in contexts} == {8}
+
+    def gather(rank: int) -> list[list[int]]:
+        return [contexts[rank].context.gather_values(rank), contexts[rank].tensor.gather_values(rank)]
+
+    everyone = [0, 1, 2, 3]
+    assert run_ranks(4, gather) == [[[0, 1], everyone], [[0, 1], everyone], [[2, 3], everyone], [[2, 3], everyone]]
