@@ -71,3 +71,17 @@ def test_what_does_not_fit_together_is_refused_by_name(tmp_path: Path) -> None:
         make(tmp_path, 4, 2, attention_backend="cpu_native")
     with pytest.raises(UnsupportedFeature, match="keys and values of 8 bits"):
         make(tmp_path, 4, 2, kv_cache_dtype="int8")
+
+
+@pytest.mark.slow
+def test_shared_positions_with_drafts_and_scattered_rows(tmp_path: Path) -> None:
+    """Two KV heads of four workers, of whom two have each; several tokens of a request in a step."""
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    options = {"kv_cache_memory_bytes": "1MiB", "speculative_config": drafts}
+    results = []
+    for size, context, scattered in ((1, 1, {}), (4, 2, {"enable_sp": True, "sp_min_token_num": 6})):
+        core = make(tmp_path, size, context, **options, **scattered)
+        results.append(run(core, PROMPTS, PARAMS) + run(core, PROMPTS, PARAMS))
+        core.close()
+    assert_same(results[1], results[0])

@@ -18,8 +18,8 @@ class ParallelConfig:
     decode_context_parallel_size: of the workers that have the same KV heads, how many keep their positions by turns
         instead of all of them; divides tensor_parallel_size.
     cp_kv_cache_interleave_size: positions in a row that each of them keeps; divides block_size.
-    enable_sp: of workers that share layers, whether each keeps some tokens only of what is between the layers, in steps
-        of `sp_min_token_num` or more.
+    enable_sp: whether workers that share layers keep some tokens each of what is between the layers, in long steps.
+    sp_min_token_num: tokens of a step from which on they do.
     distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own; None takes
         "mp" for several workers.
     worker_cls: qualified name of the worker class.
