@@ -67,6 +67,9 @@ def test_what_does_not_fit_together_is_refused_by_name(tmp_path: Path) -> None:
         make(tmp_path, 2, 2, cp_kv_cache_interleave_size=3)
     with pytest.raises(UnsupportedFeature, match="decode_context_parallel_size=2: with 2 KV heads"):
         make(tmp_path, 2, 2)
+    tiny_checkpoint(tmp_path / "gpt2", "gpt2", vocab_size=VOCAB_SIZE)
+    with pytest.raises(UnsupportedFeature, match=r"decode_context_parallel_size=2: with \d+ KV heads"):
+        make(tmp_path / "gpt2", 2, 2)
     with pytest.raises(UnsupportedFeature, match="cpu_native: it needs all positions on one rank"):
         make(tmp_path, 4, 2, attention_backend="cpu_native")
     with pytest.raises(UnsupportedFeature, match="keys and values of 8 bits"):

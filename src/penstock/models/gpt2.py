@@ -24,6 +24,7 @@ from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism, ref
 from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelContext
+from penstock.parallel.context_share import context_share
 
 # Checkpoints hold the layers' matrices as [inputs, outputs].
 _WEIGHTS: WeightTable = {
@@ -110,6 +111,7 @@ class GPT2Attention(nn.Module):
                 num_kv_heads=self.c_attn.num_kv_heads,
                 head_size=config.head_size,
                 scale=config.attention_scale(layer),
+                context=context_share(config.num_heads, parallel),
             )
         )
         self.c_proj = RowParallelLinear(config.hidden_size, config.hidden_size, bias=True, parallel=parallel)
