@@ -147,9 +147,9 @@ def test_ranks_in_different_calls_are_told(other: Callable[[SharedMemoryGroup], 
 
 
 def test_ranks_of_a_machine_have_a_group_and_one_alone_has_none() -> None:
-    two = ParallelConfig(tensor_parallel_size=2)
-    descriptor = share_memory(two)
-    contexts = [join_local_ranks(rank, two, descriptor) for rank in range(2)]
+    config = ParallelConfig(tensor_parallel_size=2)
+    descriptor = share_memory(config)
+    contexts = [join_local_ranks(rank, config, descriptor) for rank in range(2)]
     os.close(descriptor)
     assert [(context.rank, context.world_size, context.tensor.rank) for context in contexts] == [(0, 2, 0), (1, 2, 1)]
     sums = run_ranks(2, lambda rank: contexts[rank].tensor.all_reduce(torch.ones(2)))
@@ -171,3 +171,54 @@ def test_ranks_next_to_each_other_share_positions() -> None:
 
     everyone = [0, 1, 2, 3]
     assert run_ranks(4, gather) == [[[0, 1], everyone], [[0, 1], everyone], [[2, 3], everyone], [[2, 3], everyone]]
+
+
+def test_stages_of_split_layers_have_groups_each_of_its_own() -> None:
+    config = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    descriptor = share_memory(config)
+    contexts = [join_local_ranks(rank, config, descriptor) for rank in range(4)]
+    os.close(descriptor)
+    places = [(context.pipeline.rank, context.tensor.rank) for context in contexts]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+    def run(rank: int) -> list[float]:
+        tensor, pipeline = contexts[rank].tensor, contexts[rank].pipeline
+        number = torch.tensor([float(rank)])
+        in_stage = tensor.all_gather(number, 0).tolist()
+        if pipeline.rank == 0:
+            pipeline.send(number, 1)
+            return in_stage
+        return [*in_stage, *pipeline.receive(torch.empty(1), 0).tolist()]
+
+    assert run_ranks(4, run) == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0, 0.0], [2.0, 3.0, 1.0]]
+
+
+def test_what_is_sent_comes_whole_and_in_order() -> None:
+    # Nothing; less than a piece; more than there is room for.
+    sent = [of_rank(number, shape) for number, shape in enumerate([(0, 4), (3, 5), (2, 1 << 18), (7,)])]
+
+    def run(group: SharedMemoryGroup) -> list[torch.Tensor]:
+        if group.rank == 0:
+            for tensor in sent:
+                group.send(tensor, 1)
+            return []
+        return [group.receive(torch.empty_like(tensor), 0) for tensor in sent]
+
+    for expected, found in zip(sent, together(2, run)[1], strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_small_tensors_are_sent_before_anybody_receives() -> None:
+    first, second = groups(2)
+    for number in range(3):
+        first.send(torch.tensor([number]), 1)
+    assert [second.receive(torch.empty(1, dtype=torch.int64), 0).item() for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_tensor_of_another_size_and_one_that_does_not_come_are_errors() -> None:
+    first, second = groups(2, timeout_s=0.05)
+    first.send(torch.zeros(2), 1)
+    with pytest.raises(RanksDisagree, match="rank 0 makes another call"):
+        second.receive(torch.zeros(3), 0)
+    with pytest.raises(WaitTimeout, match="receive from rank 1 .* for rank 1"):
+        first.receive(torch.zeros(1), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -33,6 +34,12 @@ class SilentGroup(Group):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         return self.gather_values(tensor)  # type: ignore[return-value]
 
+    def send(self, tensor: Tensor, destination: int) -> None:
+        self.gather_values(tensor)
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        return self.gather_values(tensor)  # type: ignore[return-value]
+
 
 class Meeting:
     """Where the ranks of a group put what they give."""
@@ -40,6 +47,9 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
+        self.sent: dict[tuple[int, int], queue.Queue[Tensor]] = {
+            (source, destination): queue.Queue() for source in range(size) for destination in range(size)
+        }
 
 
 class ThreadGroup(Group):
@@ -67,6 +77,12 @@ class ThreadGroup(Group):
         result = self.gather_values(tensor)[source]
         assert isinstance(result, Tensor)
         return result
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        self._meeting.sent[self.rank, destination].put(tensor.clone())
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        return tensor.copy_(self._meeting.sent[source, self.rank].get(timeout=_WAIT_S))
 
 
 def contexts(size: int) -> list[ParallelContext]:

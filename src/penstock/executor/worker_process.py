@@ -201,7 +201,9 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
     wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel, memory_descriptor))
     try:
         outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
-        loop = _WorkerLoop(wrapper, program, outbox, has_results=start.rank == 0, step_timeout_s=config.parallel.step_timeout_s)
+        loop = _WorkerLoop(
+            wrapper, program, outbox, has_results=start.rank == 0, step_timeout_s=config.parallel.step_timeout_s
+        )
         loop.run(connection)
     finally:
         wrapper.shutdown()

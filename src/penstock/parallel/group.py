@@ -42,6 +42,14 @@ class Group(ABC):
         """The tensor of one rank; it may be in the memory of the one given."""
 
     @abstractmethod
+    def send(self, tensor: Tensor, destination: int) -> None:
+        """To another rank, which need not have come yet while little is on its way; `tensor` is free afterwards."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """What another rank has sent, in the order that it did, into this contiguous tensor, which is returned."""
+
+    @abstractmethod
     def gather_values(self, value: _Value) -> list[_Value]:
         """Plain data of all ranks, by rank."""
 
@@ -60,6 +68,12 @@ class OneRank(Group):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         return tensor
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        raise AssertionError("a rank that is alone sends nothing")
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        raise AssertionError("a rank that is alone receives nothing")
 
     def gather_values(self, value: _Value) -> list[_Value]:
         return [value]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from penstock.config.parallel import ParallelConfig
 from penstock.device.limits import usable_cores
 from penstock.parallel.agreement import GroupAgreement
@@ -10,39 +13,78 @@ from penstock.parallel.group import ONE_RANK, Group
 from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
 from penstock.parallel.shared_memory_group import SPIN_US, SharedMemoryGroup, group_bytes
 
+# All groups of one kind, by their ranks.
+_Kind: TypeAlias = Callable[[ParallelConfig], list[tuple[int, ...]]]
 # Of the time for a step, how long ranks wait for each other: they say which one is missing before whoever waits for them
 # all loses patience.
 _SHARE_OF_STEP = 0.8
 
 
-def share_memory(parallel: ParallelConfig) -> int:
-    """What the ranks meet in: a descriptor for each of their processes, which the caller closes after that."""
-    sizes = parallel.world_size, parallel.decode_context_parallel_size
-    num_bytes = [group_bytes(size) if size > 1 else 0 for size in sizes]
-    return create_shared_memory(max(1, num_bytes[0] + parallel.world_size // sizes[1] * num_bytes[1]))
+def share_memory(config: ParallelConfig) -> int:
+    """What all ranks meet in: a descriptor for each of their processes, which the caller closes after that."""
+    _, num_bytes = _areas(config)
+    return create_shared_memory(max(1, num_bytes))
 
 
-def join_local_ranks(rank: int, parallel: ParallelConfig, memory_descriptor: int) -> ParallelContext:
-    """This process's place among ranks that split every layer. memory_descriptor: of `share_memory`."""
-    num_ranks = parallel.world_size
-    if num_ranks == 1:
+def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) -> ParallelContext:
+    """This process's place among all ranks. memory_descriptor: of `share_memory` for the same configuration."""
+    if config.world_size == 1:
         return ParallelContext()
-    # A rank that waits on the core of the one that it waits for only keeps it from coming.
-    spin_us = SPIN_US if usable_cores() >= num_ranks else 0
     memory = SharedMemory(memory_descriptor)
-    timeout_s = _SHARE_OF_STEP * parallel.step_timeout_s
-    group = SharedMemoryGroup(rank, num_ranks, memory, timeout_s=timeout_s, spin_us=spin_us)
-    context: Group = ONE_RANK
-    size = parallel.decode_context_parallel_size
-    if size > 1:
-        offset = group_bytes(num_ranks) + rank // size * group_bytes(size)
-        context = SharedMemoryGroup(rank % size, size, memory, offset=offset, timeout_s=timeout_s, spin_us=spin_us)
+    # A rank that waits on the core of the one that it waits for only keeps it from coming.
+    spin_us = SPIN_US if usable_cores() >= config.world_size else 0
+    timeout_s = _SHARE_OF_STEP * config.step_timeout_s
+    starts, _ = _areas(config)
+
+    def join(kind: _Kind) -> Group:
+        groups = kind(config)
+        (ranks,) = (ranks for ranks in groups if rank in ranks)
+        if len(ranks) == 1:
+            return ONE_RANK
+        place, start = ranks.index(rank), starts[kind, ranks]
+        return SharedMemoryGroup(place, len(ranks), memory, start=start, timeout_s=timeout_s, spin_us=spin_us)
+
+    tensor = join(_tensor_groups)
     return ParallelContext(
         rank=rank,
-        world_size=num_ranks,
-        tensor=group,
-        context=context,
-        min_scattered_tokens=parallel.sp_min_token_num if parallel.enable_sp else None,
-        interleave=parallel.cp_kv_cache_interleave_size,
-        agreement=GroupAgreement(group),
+        world_size=config.world_size,
+        tensor=tensor,
+        pipeline=join(_pipeline_groups),
+        context=join(_context_groups),
+        min_scattered_tokens=config.sp_min_token_num if config.enable_sp else None,
+        interleave=config.cp_kv_cache_interleave_size,
+        # Stages run the same step at different times.
+        agreement=GroupAgreement(tensor),
     )
+
+
+def _areas(config: ParallelConfig) -> tuple[dict[tuple[_Kind, tuple[int, ...]], int], int]:
+    """Where each group of several ranks has its memory, and the bytes of all of them."""
+    starts: dict[tuple[_Kind, tuple[int, ...]], int] = {}
+    end = 0
+    for kind in (_tensor_groups, _pipeline_groups, _context_groups):
+        for ranks in kind(config):
+            if len(ranks) > 1:
+                starts[kind, ranks] = end
+                end += group_bytes(len(ranks))
+    return starts, end
+
+
+def _tensor_groups(config: ParallelConfig) -> list[tuple[int, ...]]:
+    """Of the ranks of each stage."""
+    return _neighbours(config.world_size, config.tensor_parallel_size)
+
+
+def _context_groups(config: ParallelConfig) -> list[tuple[int, ...]]:
+    """Of the ranks that have the positions of the same KV heads by turns."""
+    return _neighbours(config.world_size, config.decode_context_parallel_size)
+
+
+def _pipeline_groups(config: ParallelConfig) -> list[tuple[int, ...]]:
+    """Of the ranks that have the same part of every layer of their stage, by stage."""
+    size = config.tensor_parallel_size
+    return [tuple(range(first, config.world_size, size)) for first in range(size)]
+
+
+def _neighbours(num_ranks: int, size: int) -> list[tuple[int, ...]]:
+    return [tuple(range(first, first + size)) for first in range(0, num_ranks, size)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.native import meetings_library
 from penstock.kernels.native.library import Library
-from penstock.kernels.native.meetings import Meetings, Together
+from penstock.kernels.native.meetings import Mailboxes, Meetings, Together
 from penstock.kernels.native.tracing import TracedTensor
 from penstock.parallel.group import Group
 from penstock.parallel.shared_memory import SharedMemory
@@ -22,16 +22,15 @@ _Value = TypeVar("_Value")
 SLOT_BYTES = 256 << 10
 # How long others are waited for.
 GROUP_TIMEOUT_S = 240.0
-# How long a rank that waits keeps its core, where each has one of its own: about as long as it takes to fall asleep and
-# to be woken, so that waiting never costs more than twice what it must.
-SPIN_US = 100
+# How long a rank that waits keeps its core, where each has one of its own: longer than others are late in most layers.
+SPIN_US = 20
 # Plain data up to this size takes one meeting.
 _SHORT_BYTES = 248
 _LENGTH_BYTES = 8
 
 
 class SharedMemoryGroup(Group):
-    """rank, size: of this process in the group. memory: that all of them have, `group_bytes` of it from `offset` on.
+    """rank, size: of this process in the group. memory: has `group_bytes` from `start` on that are the group's.
 
     The calls of all ranks are compared: what does not match is RanksDisagree, with the rank. A rank that does not come
     is WaitTimeout after `timeout_s`, with the rank and the call. The group is of no use after either.
@@ -45,16 +44,17 @@ class SharedMemoryGroup(Group):
         size: int,
         memory: SharedMemory,
         *,
-        offset: int = 0,
+        start: int = 0,
         timeout_s: float = GROUP_TIMEOUT_S,
         spin_us: int = SPIN_US,
     ) -> None:
         self.rank, self.size = rank, size
         self._memory = memory
-        address = memory.address + offset
-        self.meetings = Meetings(
-            _library(), address, rank, size, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, spin_us=spin_us
-        )
+        library, address = _library(), memory.address + start
+        waits = {"timeout_s": timeout_s, "spin_us": spin_us}
+        self.meetings = Meetings(library, address, rank, size, slot_bytes=SLOT_BYTES, **waits)
+        first_mailbox = address + int(library.meeting_bytes(size, SLOT_BYTES))
+        self._mailboxes = Mailboxes(library, first_mailbox, rank, size, **waits)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, TracedTensor):
@@ -77,6 +77,14 @@ class SharedMemoryGroup(Group):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         tensor = tensor.contiguous()
         self.meetings.meet("broadcast", Together.BROADCAST + source, tensor, 1, tensor)
+        return tensor
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        self._mailboxes.send(tensor.contiguous(), destination)
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        assert tensor.is_contiguous(), "it is filled as it lies"
+        self._mailboxes.receive(tensor, source)
         return tensor
 
     def gather_values(self, value: _Value) -> list[_Value]:
@@ -109,7 +117,8 @@ class SharedMemoryGroup(Group):
 
 def group_bytes(size: int) -> int:
     """Shared memory of a group of so many ranks. Raises UnsupportedFeature where the C++ kernels were not built."""
-    return int(_library().meeting_bytes(size, SLOT_BYTES))
+    library = _library()
+    return int(library.meeting_bytes(size, SLOT_BYTES)) + size * size * int(library.mailbox_bytes())
 
 
 def _library() -> Library:

@@ -8,7 +8,13 @@ from typing import Any
 from penstock.device.stand_in import stands_for_cpu
 
 # What needs no tensor, but only sizes.
-_TAKES_NO_ADDRESS = ("instruction_sets", "quantized_instruction_sets", "quantized_packed_bytes", "meeting_bytes")
+_TAKES_NO_ADDRESS = (
+    "instruction_sets",
+    "quantized_instruction_sets",
+    "quantized_packed_bytes",
+    "meeting_bytes",
+    "mailbox_bytes",
+)
 
 
 class Library:

@@ -69,3 +69,47 @@ class Meetings:
             f"Rank {self._rank} is in {call} with {dtype} {list(shape)}, while rank {-1 - status} makes "
             "another call. Every rank must make the same calls in the same order, with tensors of the same size."
         )
+
+
+class Mailboxes:
+    """What one rank sends to another, which waits for it: the same shared memory for both.
+
+    address: of `size` x `size` boxes, a row for each who sends, which begin with zeros. The rest as in `Meetings`.
+    """
+
+    def __init__(self, module: Any, address: int, rank: int, size: int, *, timeout_s: float, spin_us: int) -> None:
+        self._module = module
+        self._address, self._rank, self._size = address, rank, size
+        self._timeout_s, self._spin_us = timeout_s, spin_us
+        self._failed_in: str | None = None
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        """tensor: contiguous. Raises WaitTimeout where nobody makes room, RanksDisagree after a failure."""
+        status = self._call(self._module.mail_send, "send", self._rank, destination, tensor)
+        if status:
+            self._fail(f"send to rank {destination}", destination, tensor, status)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill this tensor, contiguous. Raises WaitTimeout where nothing comes, RanksDisagree for another size."""
+        status = self._call(self._module.mail_receive, "receive", source, self._rank, tensor)
+        if status:
+            self._fail(f"receive from rank {source}", source, tensor, status)
+
+    def _call(self, function: Any, name: str, source: int, destination: int, tensor: Tensor) -> int:
+        if self._failed_in is not None:
+            raise RanksDisagree(f"Rank {self._rank} cannot go on in {name}, since {self._failed_in} failed before.")
+        box = self._address + (source * self._size + destination) * int(self._module.mailbox_bytes())
+        timeout_us = int(self._timeout_s * 1e6)
+        status: int = function(box, tensor.data_ptr(), tensor.nbytes, timeout_us, self._spin_us)
+        return status
+
+    def _fail(self, call: str, other: int, tensor: Tensor, status: int) -> None:
+        call = self._failed_in = f"{call} of its group of {self._size}"
+        if status > 0:
+            raise WaitTimeout(
+                f"Rank {self._rank} waited {self._timeout_s:g} s in {call} for rank {other}, which hangs or is gone."
+            )
+        raise RanksDisagree(
+            f"Rank {self._rank} is in {call} with {tensor.dtype} {list(tensor.shape)}, while rank {other} makes another "
+            "call. What is sent must have the size of what is received."
+        )

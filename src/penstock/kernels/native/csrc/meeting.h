@@ -40,4 +40,21 @@ int64_t meet(const MeetingArgs& args);
 // How often this rank has met the others, the meeting that failed included.
 int64_t meeting_calls(const void* memory, int64_t rank);
 
+// memory: `mailbox_bytes` of zeros at first, the same for the one who sends and the one who receives.
+// data: what is sent, or where it gets.
+struct MailArgs {
+  void* memory;
+  void* data;
+  int64_t num_bytes, timeout_us, spin_us;
+};
+
+int64_t mailbox_bytes();
+
+// Waits for room only, of which there is some for several small tensors. Returns 0; or 1 if nobody made room in time.
+int64_t mail_send(const MailArgs& args);
+
+// Waits for what is sent. Returns 0; 1 if it did not come in time; or -1 if something of another size came. After either
+// of the two, nothing more can be done in this memory.
+int64_t mail_receive(const MailArgs& args);
+
 }  // namespace penstock

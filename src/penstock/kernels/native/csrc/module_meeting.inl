@@ -34,4 +34,26 @@ PyObject* meet(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return PyLong_FromLongLong(status);
 }
 
+PyObject* mail(int64_t (*run)(const MailArgs&), PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  MailArgs a;
+  in.read(a.memory, a.data, a.num_bytes, a.timeout_us, a.spin_us);
+  if (!in.are_good()) return nullptr;
+  int64_t status;
+  Py_BEGIN_ALLOW_THREADS;
+  status = run(a);
+  Py_END_ALLOW_THREADS;
+  return PyLong_FromLongLong(status);
+}
+
+PyObject* mailbox_bytes(PyObject*, PyObject* const*, Py_ssize_t) { return PyLong_FromLongLong(penstock::mailbox_bytes()); }
+
+PyObject* mail_send(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return mail(penstock::mail_send, values, count);
+}
+
+PyObject* mail_receive(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return mail(penstock::mail_receive, values, count);
+}
+
 }  // namespace
