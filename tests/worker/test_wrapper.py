@@ -126,8 +126,11 @@ def test_what_is_not_built_is_refused_by_the_features_name(method: str) -> None:
 
 
 def test_options_that_cannot_be_combined_are_refused_at_start() -> None:
-    with pytest.raises(UnsupportedFeature, match="pipeline_parallel_size=2: layers cannot be spread"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 needs a worker in a group of as many ranks"):
         _wrapper(pipeline_parallel_size=2)
+    config = EngineConfig.create("demo", device="cuda", pipeline_parallel_size=2)
+    with pytest.raises(UnsupportedFeature, match="pipeline_parallel_size=2: .*not supported with device='cuda' yet"):
+        check_options(config)
     config = EngineConfig.create("demo", device="cuda", tensor_parallel_size=2)
     with pytest.raises(UnsupportedFeature, match="tensor_parallel_size=2: .*not supported with device='cuda' yet"):
         check_options(config)

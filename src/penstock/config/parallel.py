@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.config.checks import check_choice, check_flag, check_integer, check_seconds
@@ -14,7 +15,8 @@ DEFAULT_WORKER = "penstock.worker.worker.Worker"
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """tensor_parallel_size: workers that have a part of every layer each, on one CPU machine so far.
-    pipeline_parallel_size: workers that have layers of their own; engines refuse more than one so far.
+    pipeline_parallel_size: stages, which are workers (`tensor_parallel_size` each) that have layers of their own.
+    pipeline_layers: how many layers each stage has, such as (10, 12, 10), or "10,12,10"; None for about equally many.
     decode_context_parallel_size: of the workers that have the same KV heads, how many keep their positions by turns
         instead of all of them; divides tensor_parallel_size.
     cp_kv_cache_interleave_size: positions in a row that each of them keeps; divides block_size.
@@ -31,6 +33,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] | None = None
     decode_context_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1
     enable_sp: bool = False
@@ -53,6 +56,8 @@ class ParallelConfig:
                 f"decode_context_parallel_size={self.decode_context_parallel_size} is not valid with "
                 f"tensor_parallel_size={self.tensor_parallel_size}. Allowed: its divisors."
             )
+        if self.pipeline_layers is not None:
+            object.__setattr__(self, "pipeline_layers", _layers(self.pipeline_layers, self.pipeline_parallel_size))
         if self.distributed_executor_backend is not None:
             check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
@@ -76,6 +81,25 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def rank_with_results(self) -> int:
+        """The first of the last stage, which samples."""
+        return self.world_size - self.tensor_parallel_size
+
+    @property
     def executor(self) -> str:
         """Of `EXECUTORS`, the one that is meant."""
         return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
+
+
+def _layers(given: Sequence[int] | str, num_stages: int) -> tuple[int, ...]:
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        layers = tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        layers = ()
+    if len(layers) != num_stages or min(layers) < 1:
+        raise ConfigError(
+            f"pipeline_layers={given!r} is not valid. Allowed: a number of layers, at least 1, for each of the "
+            f"pipeline_parallel_size={num_stages} stages, such as {','.join(['10'] * num_stages)!r}."
+        )
+    return layers

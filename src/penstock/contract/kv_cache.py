@@ -8,6 +8,7 @@ from one pool, so all pages have the same size in bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import ClassVar, Literal, Self, TypeAlias
 
 import msgspec
@@ -169,6 +170,20 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     tensors: tuple[KVCacheTensor, ...]
     groups: tuple[KVCacheGroupSpec, ...]
+
+    def of_layers(self, names: Container[str]) -> KVCacheConfig:
+        """What a worker with these layers alone has of it: all groups, each with those of its layers."""
+
+        def kept(layer_names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in layer_names if name in names)
+
+        tensors = (msgspec.structs.replace(tensor, shared_by=kept(tensor.shared_by)) for tensor in self.tensors)
+        groups = (msgspec.structs.replace(group, layer_names=kept(group.layer_names)) for group in self.groups)
+        return KVCacheConfig(
+            num_blocks=self.num_blocks,
+            tensors=tuple(tensor for tensor in tensors if tensor.shared_by),
+            groups=tuple(groups),
+        )
 
     @property
     def size_bytes(self) -> int:

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.config import EngineConfig
 from penstock.config.model import AUTO_LENGTH
 from penstock.contract import KVCacheConfig, KVCacheSpec
 from penstock.errors import OutOfMemory
-from penstock.scheduler.kv_cache_plan import bytes_to_serve, group_layers, longest_request_in_bytes, plan_kv_cache
+from penstock.scheduler.kv_cache_plan import (
+    bytes_to_serve,
+    group_layers,
+    longest_request_in_bytes,
+    make_kv_cache_config,
+    plan_kv_cache,
+)
 from penstock.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
 
-def choose_max_model_len(config: EngineConfig, specs: Mapping[str, KVCacheSpec], plan: MemoryPlan) -> int:
+def specs_of_all(specs_by_rank: Iterable[Mapping[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
+    """The layers of all stages, in their order."""
+    return {name: spec for specs in specs_by_rank for name, spec in specs.items()}
+
+
+def whole_kv_cache_bytes(specs_by_rank: Sequence[Mapping[str, KVCacheSpec]], plans: Sequence[MemoryPlan]) -> int:
+    """Of the largest KV cache of all layers of which every worker has room for its own."""
+    groups = group_layers(specs_of_all(specs_by_rank))
+    tensors = make_kv_cache_config(groups, num_blocks=1).tensors
+    return min(
+        plan.kv_cache_bytes * len(tensors) // max(1, sum(any(map(specs.__contains__, t.shared_by)) for t in tensors))
+        for specs, plan in zip(specs_by_rank, plans, strict=True)
+    )
+
+
+def choose_max_model_len(
+    config: EngineConfig, specs: Mapping[str, KVCacheSpec], plan: MemoryPlan, available: int | None = None
+) -> int:
     """What was asked for; the model's own context; or, for "auto", what of that fits.
+
+    available: bytes for the KV cache of all layers; None takes the plan's.
 
     Raises OutOfMemory when not even one token fits.
     """
@@ -27,7 +52,7 @@ def choose_max_model_len(config: EngineConfig, specs: Mapping[str, KVCacheSpec],
         return int(wanted)
     fits = longest_request_in_bytes(
         group_layers(specs),
-        plan.kv_cache_bytes,
+        plan.kv_cache_bytes if available is None else available,
         limit=config.model.longest_context,
         max_num_batched_tokens=_most_new_tokens(config),
     )
@@ -38,14 +63,20 @@ def choose_max_model_len(config: EngineConfig, specs: Mapping[str, KVCacheSpec],
 
 
 def size_kv_cache(
-    config: EngineConfig, specs: Mapping[str, KVCacheSpec], plan: MemoryPlan, max_model_len: int
+    config: EngineConfig,
+    specs: Mapping[str, KVCacheSpec],
+    plan: MemoryPlan,
+    max_model_len: int,
+    available: int | None = None,
 ) -> KVCacheConfig:
     """The KV cache that fills what the plan leaves for it, but not more than could ever be used.
+
+    available: as in `choose_max_model_len`.
 
     Raises OutOfMemory, with the arithmetic, when one request of `max_model_len` does not fit.
     """
     max_num_batched_tokens = _most_new_tokens(config)
-    available = plan.kv_cache_bytes
+    available = plan.kv_cache_bytes if available is None else available
     if plan.requested_kv_cache is None:
         available = min(available, _most_useful_bytes(config, specs, max_model_len))
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
-from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
+from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache, specs_of_all, whole_kv_cache_bytes
 from penstock.errors import UnsupportedFeature
 from penstock.executor import Executor, create_executor
 from penstock.observability.units import format_bytes
@@ -53,12 +53,15 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     begin = time.monotonic()
     executor = create_executor(config)
     try:
-        specs = executor.get_kv_cache_specs()[0]
+        specs_by_rank = executor.get_kv_cache_specs()
+        specs = specs_of_all(specs_by_rank)
         if executor.num_speculative_tokens:
             _check_can_speculate(executor, specs)
-        plan = min(executor.determine_available_memory(), key=lambda plan: plan.kv_cache_bytes)
-        max_model_len = choose_max_model_len(config, specs, plan)
-        kv_cache_config = size_kv_cache(config, specs, plan, max_model_len)
+        plans = executor.determine_available_memory()
+        plan = min(plans, key=lambda plan: plan.kv_cache_bytes)
+        available = whole_kv_cache_bytes(specs_by_rank, plans)
+        max_model_len = choose_max_model_len(config, specs, plan, available)
+        kv_cache_config = size_kv_cache(config, specs, plan, max_model_len, available)
         executor.initialize_from_config(kv_cache_config, max_model_len)
         is_adaptive = config.speculative.method is not None and config.speculative.adaptive
         step_costs = executor.measure_step_costs() if is_adaptive else None

@@ -167,11 +167,15 @@ class MultiprocessExecutor(Executor):
         """The result of a step that was launched; each can be had once."""
         self._check_usable()
         try:
-            self._wait(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else self._ranks[:1])
+            self._wait(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else [self._with_results])
         except WaitTimeout as error:
             # None of them is asked again, nor told to end.
             self._fail(error)
         return self._outputs.pop(step_id)
+
+    @property
+    def _with_results(self) -> _Rank:
+        return self._ranks[self._config.parallel.rank_with_results]
 
     def check_health(self) -> None:
         self._check_usable()

@@ -201,8 +201,13 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
     wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel, memory_descriptor))
     try:
         outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
+        limits = config.parallel
         loop = _WorkerLoop(
-            wrapper, program, outbox, has_results=start.rank == 0, step_timeout_s=config.parallel.step_timeout_s
+            wrapper,
+            program,
+            outbox,
+            has_results=start.rank == limits.rank_with_results,
+            step_timeout_s=limits.step_timeout_s,
         )
         loop.run(connection)
     finally:

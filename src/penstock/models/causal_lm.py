@@ -6,7 +6,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from penstock.parallel import ParallelContext
 
 
 def refuse_pipeline_parallelism(parallel: ParallelContext, model: str) -> None:
-    """Raises UnsupportedFeature: no model here is split over pipeline ranks yet."""
+    """Raises UnsupportedFeature, of a model that is not split over pipeline ranks yet."""
     if parallel.pipeline.size != 1:
         raise UnsupportedFeature(
             f"pipeline_parallel_size={parallel.pipeline.size}: "
@@ -69,6 +69,10 @@ class CausalLM(nn.Module, ABC):
         """The greedy choice of those logits without writing them down; None where there is no way to."""
         return None
 
+    def names_elsewhere(self) -> Sequence[str]:
+        """Regular expressions for tensors of the checkpoint that other stages of the pipeline have places for."""
+        return ()
+
     @abstractmethod
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that a checkpoint of this model must hold, by name, with the place it fills."""
@@ -84,4 +88,6 @@ class CausalLM(nn.Module, ABC):
         are then undefined. Afterwards `process_weights_after_loading` makes the model fast.
         """
         restore_weights(self)
-        load_into_slots(self.checkpoint_slots() if slots is None else slots, self.ignorable, weights)
+        load_into_slots(
+            self.checkpoint_slots() if slots is None else slots, (*self.ignorable, *self.names_elsewhere()), weights
+        )

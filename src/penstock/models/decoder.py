@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, LayerAttention
@@ -24,10 +25,10 @@ from penstock.layers.norm import NoNorm, QueryKeyNorm, RMSNorm, SplitWholeQueryK
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
-from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism
+from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
-from penstock.models.weights import Into, WeightTable, expand_table
-from penstock.parallel import ParallelContext
+from penstock.models.weights import Elsewhere, Into, WeightTable, expand_table, names_elsewhere
+from penstock.parallel import ParallelContext, layers_of_stage
 from penstock.parallel.context_share import context_share
 from penstock.parallel.scattered_rows import scattered_rows
 
@@ -222,7 +223,9 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers, final norm.
+    """Embedding, layers, final norm, or those of them that are this stage's of a pipeline.
+
+    Between stages goes the sum of what a layer takes as two tensors.
 
     layer: makes a layer, such as `DecoderLayer`, given its number. ropes: the rotary embedding of each layer; None
     takes the configuration's for all. embed_tokens, norm: where they are not the usual ones.
@@ -240,25 +243,36 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self._parallel = parallel
-        self.embed_tokens = embed_tokens or VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        self.rotations = LayerRotations(ropes or [config.rope] * config.num_layers)
-        self.layers = nn.ModuleList(layer(index) for index in range(config.num_layers))
-        self.norm = norm or RMSNorm(config.hidden_size, config.norm_eps)
+        self._stage = stage = layers_of_stage(config.num_layers, parallel)
+        self._hidden_size = config.hidden_size
+        self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
+        has_embedding = self.is_first or (self.is_last and config.tie_word_embeddings)
+        self.embed_tokens = (embed_tokens or _embedding(config, parallel)) if has_embedding else _elsewhere()
+        self.rotations = LayerRotations((ropes or [config.rope] * config.num_layers)[stage.start : stage.stop])
+        self.layers = nn.ModuleList(
+            layer(index) if index in stage else Elsewhere() for index in range(config.num_layers)
+        )
+        self.norm = (norm or RMSNorm(config.hidden_size, config.norm_eps)) if self.is_last else _elsewhere()
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        hidden_TD = self.embed_tokens(input_ids_T)
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
+    ) -> Tensor:
+        hidden_TD = self._first_hidden(input_ids_T) if given_TD is None else given_TD
         residual_TD: Tensor | None = None
         rotations = self.rotations(positions_T, hidden_TD.dtype)
         context = self._scattering(hidden_TD, context)
         if context.rows is not None:
             hidden_TD = context.rows.own(hidden_TD)
-        contexts = context.by_layer(len(self.layers))
-        for index, (layer, rotation, of_layer) in enumerate(zip(self.layers, rotations, contexts, strict=True)):
+        contexts = context.by_layer(len(self._stage))
+        for index, rotation, of_layer in zip(self._stage, rotations, contexts, strict=True):
             context.note_hidden(index, hidden_TD, residual_TD)
-            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, of_layer)
-        context.note_hidden(len(self.layers), hidden_TD, residual_TD)
+            hidden_TD, residual_TD = self.layers[index](hidden_TD, residual_TD, rotation, of_layer)
+        context.note_hidden(self._stage.stop, hidden_TD, residual_TD)
         assert residual_TD is not None, "a decoder has at least one layer"
-        hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
+        if self.is_last:
+            hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
+        else:
+            hidden_TD = hidden_TD + residual_TD
         return hidden_TD if context.rows_asked_for is None else context.whole(hidden_TD)
 
     def _scattering(self, hidden_TD: Tensor, context: ForwardContext) -> ForwardContext:
@@ -266,6 +280,13 @@ class DecoderModel(nn.Module):
         if self._parallel.min_scattered_tokens is None or context.taps is not None:
             return context
         return replace(context, rows=scattered_rows(self._parallel, hidden_TD.shape[0]))
+
+    def _first_hidden(self, input_ids_T: Tensor) -> Tensor:
+        """Embeddings; in later stages, whose steps are given hidden states, those of a step that serves nobody."""
+        if self.is_first:
+            return self.embed_tokens(input_ids_T)  # type: ignore[no-any-return]
+        dtype = next(self.layers[self._stage.start].parameters()).dtype
+        return torch.zeros(input_ids_T.shape[0], self._hidden_size, dtype=dtype, device=input_ids_T.device)
 
 
 def plain_decoder(
@@ -303,30 +324,50 @@ class DecoderForCausalLM(CausalLM):
 
     def __init__(self, config: DecoderConfig, parallel: ParallelContext, model: DecoderModel) -> None:
         super().__init__()
-        refuse_pipeline_parallelism(parallel, type(self).__name__)
         self.config = config
         self.model = model
-        self.lm_head = LMHead(
-            config.vocab_size,
-            config.hidden_size,
-            parallel=parallel,
-            tied_to=model.embed_tokens if config.tie_word_embeddings else None,
-        )
+        self.lm_head = _head(config, parallel, model) if model.is_last else _elsewhere()
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        return self.model(input_ids_T, positions_T, context)  # type: ignore[no-any-return]
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
+    ) -> Tensor:
+        """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much."""
+        return self.model(input_ids_T, positions_T, context, given_TD)  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        if not self.model.is_last:
+            # Of a step that serves nobody.
+            return hidden_LD.new_zeros(hidden_LD.shape[0], self.config.vocab_size, dtype=torch.float32)
         return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
         # A family that does more to its logits, such as capping them, may make equal ones.
-        if type(self).compute_logits is not DecoderForCausalLM.compute_logits:
+        if type(self).compute_logits is not DecoderForCausalLM.compute_logits or not self.model.is_last:
             return None
         return self.lm_head.compute_greedy(hidden_LD)
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        return expand_table(self, self._table(), self.config.num_layers)
+
+    def names_elsewhere(self) -> Sequence[str]:
+        return names_elsewhere(self, self._table(), self.config.num_layers)
+
+    def _table(self) -> WeightTable:
         table = dict(self.weight_table)
         if self.config.tie_word_embeddings:
             del table["lm_head"]
-        return expand_table(self, table, self.config.num_layers)
+        return table
+
+
+def _embedding(config: DecoderConfig, parallel: ParallelContext) -> VocabEmbedding:
+    return VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+
+
+def _head(config: DecoderConfig, parallel: ParallelContext, model: DecoderModel) -> LMHead:
+    tied_to = model.embed_tokens if config.tie_word_embeddings else None
+    return LMHead(config.vocab_size, config.hidden_size, parallel=parallel, tied_to=tied_to)
+
+
+def _elsewhere() -> Any:
+    """What another stage has, and nobody asks this one for."""
+    return Elsewhere()

@@ -32,12 +32,38 @@ class Into:
 WeightTable = Mapping[str, Into]
 
 
+class Elsewhere(nn.Module):
+    """In the place of what another stage of the pipeline has."""
+
+
+def names_elsewhere(model: nn.Module, table: WeightTable, num_layers: int) -> list[str]:
+    """Regular expressions for tensors of the table that fill nothing here, since other stages have their modules."""
+    return [
+        re.escape(pattern.replace("*", str(layer))) + r"\.\w+"
+        for pattern, into in table.items()
+        for layer in range(num_layers if "*" in pattern else 1)
+        if _module(model, into, layer) is None
+    ]
+
+
+def _module(model: nn.Module, into: Into, layer: int) -> nn.Module | None:
+    """None where another stage has it."""
+    module = model
+    for name in into.module.replace("*", str(layer)).split("."):
+        module = module.get_submodule(name)
+        if isinstance(module, Elsewhere):
+            return None
+    return module
+
+
 def expand_table(model: nn.Module, table: WeightTable, num_layers: int) -> dict[str, WeightSlot]:
-    """Every tensor that a checkpoint of this model holds, by name, with the place it fills."""
+    """Every tensor that a checkpoint of this model holds for this stage, by name, with the place it fills."""
     slots: dict[str, WeightSlot] = {}
     for pattern, into in table.items():
         for layer in range(num_layers) if "*" in pattern else (0,):
-            module = model.get_submodule(into.module.replace("*", str(layer)))
+            module = _module(model, into, layer)
+            if module is None:
+                continue
             prefix = pattern.replace("*", str(layer))
             for parameter, slot in weight_slots(module, into.shard).items():
                 slots[f"{prefix}.{parameter}"] = _transposed(slot) if into.transposed else slot

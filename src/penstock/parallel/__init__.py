@@ -4,6 +4,7 @@ from penstock.parallel.agreement import NO_AGREEMENT, Agreement, GroupAgreement,
 from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import ONE_RANK, Group, OneRank
 from penstock.parallel.share import Share, groups_of_share, heads_of_rank, rows_of_vocabulary, share_of_rank
+from penstock.parallel.stages import layers_of_stage, spread_layers
 
 __all__ = [
     "NO_AGREEMENT",
@@ -18,6 +19,8 @@ __all__ = [
     "StepFacts",
     "groups_of_share",
     "heads_of_rank",
+    "layers_of_stage",
     "rows_of_vocabulary",
     "share_of_rank",
+    "spread_layers",
 ]

@@ -16,7 +16,8 @@ class ParallelContext:
     context: ranks of `tensor` that have the same KV heads, and keep their positions by turns, `interleave` at a time.
     min_scattered_tokens: of a step from which on each rank of `tensor` keeps some tokens only of what is between the
         layers; None keeps all.
-    agreement: made by all ranks on every step.
+    pipeline_layers: how many each stage has, if that was asked for. agreement: made by all ranks of a stage on every
+        step.
     """
 
     rank: int = 0
@@ -27,3 +28,4 @@ class ParallelContext:
     interleave: int = 1
     min_scattered_tokens: int | None = None
     agreement: Agreement = NO_AGREEMENT
+    pipeline_layers: tuple[int, ...] | None = None

@@ -50,6 +50,7 @@ def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) 
         world_size=config.world_size,
         tensor=tensor,
         pipeline=join(_pipeline_groups),
+        pipeline_layers=config.pipeline_layers,
         context=join(_context_groups),
         min_scattered_tokens=config.sp_min_token_num if config.enable_sp else None,
         interleave=config.cp_kv_cache_interleave_size,

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
+import torch
 from torch import Tensor
 
 from penstock.attention import ForwardContext, HiddenTaps
 from penstock.contract import SampledOutput
 from penstock.device import Device
+from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
@@ -24,6 +26,7 @@ from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.prompt_logprobs import PromptRows
 from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.runner.speculative import DraftingStep, Speculator
+from penstock.runner.stage import OneStage
 
 
 class PendingStep(msgspec.Struct, frozen=True, gc=False):
@@ -74,6 +77,9 @@ class AfterForward(ABC):
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
         """The result of a step, begun to be copied; the state on the device is advanced by it."""
 
+    def catch_up(self) -> None:  # noqa: B027
+        """Wait for what another rank makes of the steps that were run here, before the next one is prepared."""
+
 
 class Generation(AfterForward):
     """Logits of the last tokens, the sampler, and log-probabilities of prompts."""
@@ -89,7 +95,11 @@ class Generation(AfterForward):
         poisoned_blocks: PoisonedBlocks,
         speculator: Speculator,
         rank: int,
+        stage: OneStage,
     ) -> None:
+        self._stage = stage
+        # Sampled by the last stage, and not told here yet.
+        self._unfinished: list[PendingStep] = []
         self._device = device
         self._requests = requests
         self._kv_cache = kv_cache
@@ -111,6 +121,10 @@ class Generation(AfterForward):
         is_repeated: bool,
         num_drafts: int,
     ) -> PendingStep:
+        inputs = self._stage.receive_hidden(inputs)
+        if not self._stage.is_last:
+            self._stage.send_hidden(self._paths.forward(model, inputs, context))
+            return PendingStep(errors, batch, context=context, inputs=inputs, num_drafts=num_drafts)
         speculator = self._speculator
         prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
         if is_repeated and prompt_rows is None:
@@ -138,11 +152,15 @@ class Generation(AfterForward):
         batch, errors, context, inputs = step.batch, step.errors, step.context, step.inputs
         if batch is None or context is None or inputs is None:
             return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
+        if not self._stage.is_last:
+            self._unfinished.append(step)
+            return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
         layout = batch.layout
         req_ids = layout.req_ids
         prompt_logprobs = self._prompt_logprobs.compute(step.prompt_rows, model, step.all_hidden)
         sampled = self._sample(model, batch, step)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
+        self._stage.send_outcome(outcome)
         if sampled.errors:
             errors = _by_request(sampled.errors, req_ids) | errors
         result: AsyncOutput | ReadyOutput
@@ -166,10 +184,29 @@ class Generation(AfterForward):
             )
         batch.step.advance(outcome)
         self._sampler.advance(layout.slots, layout.slots_np, outcome)
+        self._draft(step, outcome)
+        return result
+
+    def catch_up(self) -> None:
+        for step in self._unfinished:
+            batch = step.batch
+            assert batch is not None, "a step without tokens is finished at once"
+            num_rows, device = len(batch.logits_rows.positions), self._device.torch_device
+            nothing = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            outcome, _ = batch.step.outcome(nothing, torch.zeros(num_rows, dtype=torch.bool, device=device))
+            self._stage.receive_outcome(outcome)
+            batch.step.advance(outcome)
+            self._draft(step, outcome)
+        self._unfinished.clear()
+
+    def _draft(self, step: PendingStep, outcome: StepOutcome) -> None:
+        batch, context, inputs = step.batch, step.context, step.inputs
+        assert batch is not None, "a step that ran has its inputs"
+        assert context is not None, "a step that ran has its context"
+        assert inputs is not None, "a step that ran has its inputs"
         self._speculator.propose(
             DraftingStep(batch, context, inputs, outcome, step.num_drafts, step.all_hidden, step.aux)
         )
-        return result
 
     def _sample(self, model: LanguageModel, batch: InputBatch, step: PendingStep) -> SamplerOutput:
         chosen, hidden = step.chosen, step.hidden

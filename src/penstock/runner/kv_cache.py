@@ -55,10 +55,13 @@ class PagedKVCache:
             name: pages for tensor, pages in zip(config.tensors, self._pages, strict=True) for name in tensor.shared_by
         }
         self._pages_of_group: list[list[Tensor]] = []
+        # A stage of a pipeline may have no layer of a group, whose tables it keeps all the same.
+        fullest = max(config.groups, key=lambda group: len(group.layer_names), default=None)
         for index, group in enumerate(config.groups):
+            chosen_by = group if group.layer_names or fullest is None else fullest
             backend, refusals = select_cache_backend(
-                [layers[name] for name in group.layer_names],
-                group.spec,
+                [layers[name] for name in chosen_by.layer_names],
+                chosen_by.spec,
                 device=torch.device(device.kind),
                 candidates=device.attention_backends,
                 requested=requested_backend,

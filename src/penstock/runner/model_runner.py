@@ -30,6 +30,7 @@ from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.logits_processor import LogitsProcessor
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
+from penstock.runner.stage import ONE_STAGE, OneStage
 from penstock.runner.step_order import StepOrder
 
 
@@ -49,7 +50,7 @@ class ModelRunner:
 
     model_state: what makes the model's inputs, if not as a decoder's. agreement: of all ranks on every step.
     logits_processors: instead of those that are installed and that `sampling` names. speculator: guesses what the next
-    step verifies; the limits' max_drafts has room for it.
+    step verifies; the limits' max_drafts has room for it. stage: of a pipeline, where the model is one.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ModelRunner:
         model_state: ModelState | None = None,
         agreement: Agreement = NO_AGREEMENT,
         speculator: Speculator = NO_SPECULATOR,
+        stage: OneStage = ONE_STAGE,
     ) -> None:
         self.device = device
         self.model = model
@@ -112,6 +114,7 @@ class ModelRunner:
             self.poisoned_blocks,
             speculator,
             rank,
+            stage,
         )
         self.steps: StepOrder[PendingStep] = StepOrder()
 
@@ -121,6 +124,7 @@ class ModelRunner:
         Raises LifecycleError when it is not the step's turn (`StepOrder`), RanksDisagree when other ranks run another.
         """
         self._agreement.on_step(output)
+        self.after_forward.catch_up()
         self.steps.begin(output)
         errors: dict[str, str] = {}
         repeated = self.paths.repeat(output)
@@ -147,6 +151,7 @@ class ModelRunner:
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts for the next step, for a scheduler that names them; None where there are none."""
+        self.after_forward.catch_up()
         return self.speculator.take_draft_token_ids()
 
     def forget_programs(self) -> None:

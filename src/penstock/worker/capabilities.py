@@ -5,10 +5,11 @@ A method of the table raises UnsupportedFeature when it is called; an option of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig
+from penstock.config.speculative import MODEL_METHODS
 from penstock.errors import UnsupportedArgument, UnsupportedFeature
 
 
@@ -62,6 +63,15 @@ NOT_WITH_SHARED_CONTEXT = (
     ),
 )
 
+# What they cannot do where each has layers of its own.
+NOT_WITH_STAGES = (
+    NotWithRanks(
+        "models that draft",
+        lambda config: config.speculative.method in MODEL_METHODS,
+        "Use speculative_config={'method': 'ngram', ...}, or pipeline_parallel_size=1.",
+    ),
+)
+
 
 def require(method: str) -> None:
     """Raise UnsupportedFeature if `method` belongs to a missing feature."""
@@ -72,17 +82,20 @@ def require(method: str) -> None:
 
 def check_options(config: EngineConfig) -> None:
     """Refuse, at start and by name, what this combination of options cannot do."""
-    size = config.parallel.pipeline_parallel_size
-    if size != 1:
-        raise UnsupportedArgument(
-            f"pipeline_parallel_size={size}: layers cannot be spread over workers yet. Use pipeline_parallel_size=1."
-        )
-    size = config.parallel.tensor_parallel_size
-    for cannot in NOT_WITH_RANKS if size != 1 else ():
+    parallel = config.parallel
+    for name, size, table in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, (*NOT_WITH_RANKS, *NOT_WITH_STAGES)),
+        ("tensor_parallel_size", parallel.tensor_parallel_size, NOT_WITH_RANKS),
+    ):
+        if size != 1:
+            _check_ranks(config, f"{name}={size}", table)
+
+
+def _check_ranks(config: EngineConfig, asked: str, table: Sequence[NotWithRanks]) -> None:
+    for cannot in table:
         if cannot.is_asked_for(config):
             raise UnsupportedArgument(
-                f"tensor_parallel_size={size}: more than one worker is not supported with {cannot.feature} yet. "
-                f"{cannot.instead}"
+                f"{asked}: more than one worker is not supported with {cannot.feature} yet. {cannot.instead}"
             )
     size = config.parallel.decode_context_parallel_size
     for cannot in NOT_WITH_SHARED_CONTEXT if size != 1 else ():

@@ -35,6 +35,7 @@ from penstock.runner.dummy_runs import measure_step_costs, run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.create import create_speculator
+from penstock.runner.stage import ONE_STAGE, OneStage, PipelineStage
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
@@ -61,12 +62,16 @@ class Worker(WorkerBase):
     def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
         super().__init__(config, parallel)
         check_options(config)
-        size = config.parallel.tensor_parallel_size
-        if parallel.tensor.size != size:
-            raise ConfigError(
-                f"tensor_parallel_size={size} needs a worker in a group of as many ranks, and this one is in a group "
-                f"of {parallel.tensor.size}. An executor for several workers makes the group."
-            )
+        wanted = config.parallel
+        for name, size, group in (
+            ("tensor_parallel_size", wanted.tensor_parallel_size, parallel.tensor),
+            ("pipeline_parallel_size", wanted.pipeline_parallel_size, parallel.pipeline),
+        ):
+            if group.size != size:
+                raise ConfigError(
+                    f"{name}={size} needs a worker in a group of as many ranks, and this one is in a group of "
+                    f"{group.size}. An executor for several workers makes the group."
+                )
         # Options for the next reload; `config` has those of the weights that serve.
         self._next_config = config
         self._profiler = create_profiler(config.profiler, parallel)
@@ -148,11 +153,12 @@ class Worker(WorkerBase):
         return plan
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+        stage = self._stage()
         self._runner = ModelRunner(
             self.device,
             self.language_model,
             self._layers,
-            kv_cache_config,
+            kv_cache_config.of_layers(self._layers) if self.parallel.pipeline.size > 1 else kv_cache_config,
             self._limits(max_model_len),
             attention_backend=self.config.device.attention_backend,
             sampling=self.config.sampling,
@@ -160,6 +166,7 @@ class Worker(WorkerBase):
             rank=self.rank,
             agreement=self.parallel.agreement,
             speculator=self._speculator,
+            stage=stage,
         )
         for group in self._runner.kv_cache.groups:
             refusals = "; ".join(f"not {name}: {why}" for name, why in group.refusals.items())
@@ -325,6 +332,14 @@ class Worker(WorkerBase):
     @property
     def runner(self) -> ModelRunner:
         return self._required(self._runner, "initialize_from_config")
+
+    def _stage(self) -> OneStage:
+        pipeline = self.parallel.pipeline
+        if pipeline.size == 1:
+            return ONE_STAGE
+        most_tokens = self.config.scheduler.max_num_batched_tokens
+        hidden_size = int(self.config.model.hf_config["hidden_size"])
+        return PipelineStage(self.device, pipeline, most_tokens, hidden_size, self.dtype.torch_dtype)
 
     def _required(self, part: _Part | None, method: str) -> _Part:
         if part is None:

@@ -148,7 +148,8 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
             groups[group].block_table_stride, groups[group].num_requests);
   }
   step.groups = groups;
-  if (!are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;
+  // One that goes on from rows looks up nothing.
+  if (call.program->num_ids > 0 && !are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;
   ProgramOutcome outcome;
   Py_BEGIN_ALLOW_THREADS;
   outcome = run_program(*call.program, step);
