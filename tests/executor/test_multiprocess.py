@@ -157,7 +157,7 @@ def test_who_has_not_answered_is_named_and_its_late_answer_goes_nowhere(
     monkeypatch.setattr(module, "_GRACE_S", 0.5)
     executor = start()
     executor.collective_rpc(rank_of)
-    with pytest.raises(WaitTimeout, match=r"waited 2 s in sleeping_on_last for rank 1 \(process \d+\)\.$"):
+    with pytest.raises(WaitTimeout, match=r"waited 2 s in sleeping_on_last for rank 1 \(process \d+, \w+\)\.$"):
         executor.collective_rpc(sleeping_on_last, args=(4.0,), timeout_s=2)
     assert executor.collective_rpc(rank_of, timeout_s=60) == [0, 1]
 
@@ -212,7 +212,7 @@ def test_workers_outlive_the_thread_that_started_them_and_a_fork(config: EngineC
 
 def test_what_keeps_a_worker_from_starting_is_raised_and_nothing_is_left(config: EngineConfig, tmp_path: Path) -> None:
     before = open_descriptors(), num_threads(), children()
-    tiny_checkpoint(tmp_path, vocab_size=97)
+    tiny_checkpoint(tmp_path, intermediate_size=97)
     odd = EngineConfig.create(str(tmp_path), tensor_parallel_size=2, **OPTIONS)
     with pytest.raises(UnsupportedFeature, match=r"97 .*tensor_parallel_size=2"):
         create_executor(odd)
@@ -231,7 +231,7 @@ def test_a_worker_that_never_comes_up_is_named(config: EngineConfig, monkeypatch
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "_GRACE_S", 0.5)
     before = children()
-    with pytest.raises(WaitTimeout, match=r"in start for rank 0 \(process \d+\), rank 1 \(process \d+\)"):
+    with pytest.raises(WaitTimeout, match=r"in start for rank 0 \(process \d+, \w+\), rank 1 \(process \d+, \w+\)"):
         MultiprocessExecutor(config)
     assert children() == before
 

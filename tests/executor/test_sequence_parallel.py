@@ -6,24 +6,25 @@ from pathlib import Path
 
 import pytest
 from test_tensor_parallel import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, make
+from torch import Tensor
 
 from penstock.errors import UnsupportedFeature
+from penstock.parallel.scattered_rows import ScatteredRows
 from penstock.worker import WorkerBase
 from support.checkpoints import tiny_checkpoint
 from support.engines import run
 
 
 def counting_scattered_steps(worker: WorkerBase) -> None:
-    """From now on, `num_scattered` says how many steps this worker's model scattered."""
-    model = worker.language_model.model  # type: ignore[attr-defined]
-    scatter, worker.num_scattered = model._scattering, 0  # type: ignore[attr-defined]
+    """From now on, `num_scattered` says how many steps this worker's model scattered, in programs or not."""
+    own = ScatteredRows.own
+    worker.num_scattered = 0  # type: ignore[attr-defined]
 
-    def counting(*args: object) -> object:
-        context = scatter(*args)
-        worker.num_scattered += context.rows is not None  # type: ignore[attr-defined]
-        return context
+    def counting(rows: ScatteredRows, whole_TD: Tensor) -> Tensor:
+        worker.num_scattered += 1  # type: ignore[attr-defined]
+        return own(rows, whole_TD)
 
-    model._scattering = counting
+    ScatteredRows.own = counting  # type: ignore[method-assign]
 
 
 def scattered_steps(worker: WorkerBase) -> int:

@@ -73,6 +73,10 @@ class CausalLM(nn.Module, ABC):
         """Regular expressions for tensors of the checkpoint that other stages of the pipeline have places for."""
         return ()
 
+    def is_scattered(self, num_tokens: int) -> bool:
+        """Whether each rank keeps some tokens only of what is between the layers of a step of so many."""
+        return False
+
     @abstractmethod
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that a checkpoint of this model must hold, by name, with the place it fills."""

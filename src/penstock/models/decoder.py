@@ -242,7 +242,7 @@ class DecoderModel(nn.Module):
         norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
-        self._parallel = parallel
+        self.parallel = parallel
         self._stage = stage = layers_of_stage(config.num_layers, parallel)
         self._hidden_size = config.hidden_size
         self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
@@ -277,9 +277,9 @@ class DecoderModel(nn.Module):
 
     def _scattering(self, hidden_TD: Tensor, context: ForwardContext) -> ForwardContext:
         """The context in which this step's hidden states are scattered over ranks; not where they are noted."""
-        if self._parallel.min_scattered_tokens is None or context.taps is not None:
+        if self.parallel.min_scattered_tokens is None or context.taps is not None:
             return context
-        return replace(context, rows=scattered_rows(self._parallel, hidden_TD.shape[0]))
+        return replace(context, rows=scattered_rows(self.parallel, hidden_TD.shape[0]))
 
     def _first_hidden(self, input_ids_T: Tensor) -> Tensor:
         """Embeddings; in later stages, whose steps are given hidden states, those of a step that serves nobody."""
@@ -345,6 +345,9 @@ class DecoderForCausalLM(CausalLM):
         if type(self).compute_logits is not DecoderForCausalLM.compute_logits or not self.model.is_last:
             return None
         return self.lm_head.compute_greedy(hidden_LD)
+
+    def is_scattered(self, num_tokens: int) -> bool:
+        return scattered_rows(self.model.parallel, num_tokens) is not None
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return expand_table(self, self._table(), self.config.num_layers)

@@ -14,6 +14,7 @@ from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, Untraceable
+from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel, ModelInputs
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class ModelPrograms:
 
         Only plain inputs run a program.
         """
-        program = self._program(model, _Forward.of(inputs, context)) if inputs.is_plain else None
+        can_run = inputs.is_plain and not _is_scattered(model, inputs.tokens.shape[0])
+        program = self._program(model, _Forward.of(inputs, context)) if can_run else None
         if program is None:
             return inputs.run(model, context)
         ids_T = inputs.tokens.to(torch.int32).contiguous()
@@ -135,6 +137,11 @@ class _Greedy:
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
             raise Untraceable("tokens are not chosen by a kernel")
         return None, wanted
+
+
+def _is_scattered(model: LanguageModel, num_tokens: int) -> bool:
+    """Whether ranks keep some tokens each between the layers of such a step, which is recorded of none."""
+    return isinstance(model, CausalLM) and model.is_scattered(num_tokens)
 
 
 def _cells(taps: HiddenTaps) -> list[Cell]:

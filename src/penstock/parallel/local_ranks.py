@@ -15,8 +15,8 @@ from penstock.parallel.shared_memory_group import SPIN_US, SharedMemoryGroup, gr
 
 # All groups of one kind, by their ranks.
 _Kind: TypeAlias = Callable[[ParallelConfig], list[tuple[int, ...]]]
-# Of the time for a step, how long ranks wait for each other: they say which one is missing before whoever waits for them
-# all loses patience.
+# Of the time for a step, how long ranks wait for each other: they say which one is missing before whoever waits for
+# them all loses patience.
 _SHARE_OF_STEP = 0.8
 
 

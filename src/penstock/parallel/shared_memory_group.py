@@ -51,10 +51,11 @@ class SharedMemoryGroup(Group):
         self.rank, self.size = rank, size
         self._memory = memory
         library, address = _library(), memory.address + start
-        waits = {"timeout_s": timeout_s, "spin_us": spin_us}
-        self.meetings = Meetings(library, address, rank, size, slot_bytes=SLOT_BYTES, **waits)
+        self.meetings = Meetings(
+            library, address, rank, size, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, spin_us=spin_us
+        )
         first_mailbox = address + int(library.meeting_bytes(size, SLOT_BYTES))
-        self._mailboxes = Mailboxes(library, first_mailbox, rank, size, **waits)
+        self._mailboxes = Mailboxes(library, first_mailbox, rank, size, timeout_s=timeout_s, spin_us=spin_us)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, TracedTensor):

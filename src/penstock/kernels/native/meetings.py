@@ -110,6 +110,6 @@ class Mailboxes:
                 f"Rank {self._rank} waited {self._timeout_s:g} s in {call} for rank {other}, which hangs or is gone."
             )
         raise RanksDisagree(
-            f"Rank {self._rank} is in {call} with {tensor.dtype} {list(tensor.shape)}, while rank {other} makes another "
-            "call. What is sent must have the size of what is received."
+            f"Rank {self._rank} is in {call} with {tensor.dtype} {list(tensor.shape)}, while rank {other} makes "
+            "another call. What is sent must have the size of what is received."
         )

@@ -78,10 +78,10 @@ bool spin_until(const Place& place, uint32_t arrival, microseconds longest) {
 }
 
 // False when the time is over.
-bool wait_until(Place& place, uint32_t arrival, const Ranks& ranks) {
+bool wait_until(Place& place, uint32_t arrival, int64_t timeout_us, int64_t spin_us) {
   if (has_arrived(place, arrival)) return true;
-  const auto deadline = Clock::now() + microseconds(ranks.timeout_us);
-  if (spin_until(place, arrival, microseconds(ranks.spin_us))) return true;
+  const auto deadline = Clock::now() + microseconds(timeout_us);
+  if (spin_until(place, arrival, microseconds(spin_us))) return true;
   // Either the rank that arrives sees this, or its arrival is seen here.
   place.sleepers.fetch_add(1);
   bool is_there;
@@ -140,7 +140,7 @@ class Meeting {
     if (own.sleepers.load() != 0) wake_all(own.arrivals);
     for (int64_t rank = 0; rank < ranks_.size; ++rank) {
       if (rank == ranks_.rank) continue;
-      if (!wait_until(places_[rank], arrival, ranks_)) return 1 + rank;
+      if (!wait_until(places_[rank], arrival, ranks_.timeout_us, ranks_.spin_us)) return 1 + rank;
       if (!(places_[rank].announcements[turn_] == announcement)) return -1 - rank;
     }
     return 0;
@@ -210,12 +210,11 @@ void arrive(Place& place, uint32_t arrival) {
 template <class Use>
 int64_t each_piece(const MailArgs& args, Place& own, Place& other, uint32_t ahead, Use use) {
   Mailbox& box = *static_cast<Mailbox*>(args.memory);
-  const auto deadline = Clock::now() + microseconds(args.timeout_us);
   int64_t start = 0;
   do {
     const int64_t left = args.num_bytes - start, count = left < kPieceBytes ? left : kPieceBytes;
     const uint32_t arrival = own.arrivals.load(std::memory_order_relaxed) + 1;
-    if (!wait_until(other, arrival - ahead, deadline, microseconds(args.spin_us))) return 1;
+    if (!wait_until(other, arrival - ahead, args.timeout_us, args.spin_us)) return 1;
     if (!use(box.pieces[(arrival - 1) % kMailPieces], start, count)) return -1;
     arrive(own, arrival);
     start += count;
