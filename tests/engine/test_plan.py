@@ -16,7 +16,14 @@ import torch
 
 from penstock.device.limits import MemoryLimit
 from penstock.engine.plan import plan_engine
-from penstock.errors import CheckpointError, ConfigError, ModelNotFound, OutOfMemory, UnsupportedFeature
+from penstock.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelNotFound,
+    OutOfMemory,
+    UnsupportedArgument,
+    UnsupportedFeature,
+)
 from penstock.loader.sharded_state import copy_model_files
 from penstock.models.registry import supported_architectures
 from penstock.observability.units import format_bytes
@@ -66,6 +73,11 @@ def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
     assert plan.engine_bytes == 2 * (plan.memory.without_kv_cache + plan.kv_cache.size_bytes)
     alone = plan_engine(str(tmp_path), **PLANNED)
     assert (2 * plan.kv_bytes_per_token, plan.memory.total) == (alone.kv_bytes_per_token, alone.memory.total // 2)
+
+
+def test_stages_are_not_planned_yet() -> None:
+    with pytest.raises(UnsupportedArgument, match=r"pipeline_parallel_size=2.*each stage"):
+        plan_engine("demo", pipeline_parallel_size=2)
 
 
 def compare(folder: Path | str, **options: Any) -> None:

@@ -24,7 +24,7 @@ from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dt
 from penstock.device.limits import MemoryLimit, cpu_quota, memory_limit
 from penstock.device.threads import plan_threads
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache
-from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
+from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedArgument, UnsupportedFeature
 from penstock.loader.headers import fetch_headers
 from penstock.loader.loader import open_weights, stored_dtype, without_memory
 from penstock.loader.weight_files import has_weight_files
@@ -139,6 +139,12 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     folder, is_on_hub = resolve_metadata_folder(model, revision)
     config = EngineConfig.create(str(folder), **options)
     check_options(config)
+    stages = config.parallel.pipeline_parallel_size
+    if stages > 1:
+        raise UnsupportedArgument(
+            f"pipeline_parallel_size={stages}: a plan is for workers that share every layer so far. Plan without it; "
+            "each stage has about that share of the weights and of the KV cache."
+        )
     refuse_unsuitable(config.model)
     device = _choose_device(config.device.device)
     tensors = _tensors(str(model), revision, config, is_on_hub=is_on_hub)
