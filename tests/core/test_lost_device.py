@@ -121,7 +121,9 @@ def test_a_lost_device_is_known_without_asking_it(folder: Path, monkeypatch: pyt
 
 def test_other_failures_are_mended_in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = losing_core(folder, monkeypatch, RuntimeError("the shapes do not fit"), "execute_model")
+    # The first is taken for the cause.
     add(core, "a", [1, 2], greedy(4))
+    add(core, "b", [1, 2], greedy(4))
     with pytest.raises(EngineDead, match="failed 4 times in a row"):
         finish(core, {})
     assert LosingWorker.num_starts == 4

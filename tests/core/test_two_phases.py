@@ -335,7 +335,9 @@ def test_a_worker_whose_results_can_never_be_read_ends_the_engine(
 ) -> None:
     core, _ = watched_core(folder, events, async_scheduling=runs_ahead)
     WatchedWorker.fails_reading = True
+    # The first is taken for the cause.
     add(core, "r0", PROMPTS[0], sampled(0))
+    add(core, "r1", PROMPTS[1], sampled(0))
     with pytest.raises(EngineDead, match="failed 4 times in a row.*get_output.*the device is gone"):
         finish(core, {}, max_steps=50)
 

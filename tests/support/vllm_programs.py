@@ -441,12 +441,6 @@ REFUSED = {
         LLM(model="demo", data_parallel_size=2, enable_expert_parallel=True)
         """,
     ],
-    "layers cannot be spread over workers": [
-        """
-        from vllm import LLM
-        LLM("demo", pipeline_parallel_size=2)
-        """,
-    ],
     "other kinds of quantization while loading": [
         """
         from vllm import LLM
@@ -556,7 +550,7 @@ COMMANDS = {
     "vllm run-batch -i in.jsonl -o out.jsonl --model demo": "asks for the HTTP server",
     "vllm complete --quick Hello": "asks for the HTTP server",
     "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",
-    "vllm bench latency --model demo --pipeline-parallel-size 2": "spread over workers",
+    "vllm bench latency --model demo --data-parallel-size 2": "several devices, processes or machines",
     "vllm bench throughput --model demo --enable-lora": "asks for LoRA adapters",
     "vllm bench serve --model demo": "asks for the HTTP server",
     "vllm collect-env": "Penstock",

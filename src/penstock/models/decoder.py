@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,7 @@ class DecoderConfig:
         )
 
 
+_Argument = TypeVar("_Argument")
 # Makes what normalises query and key heads, from their numbers and size.
 AttentionNorm: TypeAlias = Callable[..., QueryKeyNorm | WholeQueryKeyNorm | SplitWholeQueryKeyNorm]
 
@@ -177,7 +178,7 @@ class SelfAttention(nn.Module):
     def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
         qkv_TX = self.qkv_proj(context.whole(hidden_TD))
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
-        return self.o_proj(mixed_TX, context.rows_asked_for)  # type: ignore[no-any-return]
+        return self.o_proj(mixed_TX, *_if_any(context.rows_asked_for))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -219,7 +220,7 @@ class DecoderLayer(nn.Module):
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
-        return self.mlp(hidden_TD, context.rows_asked_for), residual_TD
+        return self.mlp(hidden_TD, *_if_any(context.rows_asked_for)), residual_TD
 
 
 class DecoderModel(nn.Module):
@@ -332,7 +333,7 @@ class DecoderForCausalLM(CausalLM):
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
         """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much."""
-        return self.model(input_ids_T, positions_T, context, given_TD)  # type: ignore[no-any-return]
+        return self.model(input_ids_T, positions_T, context, *_if_any(given_TD))  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         if not self.model.is_last:
@@ -360,6 +361,11 @@ class DecoderForCausalLM(CausalLM):
         if self.config.tie_word_embeddings:
             del table["lm_head"]
         return table
+
+
+def _if_any(argument: _Argument | None) -> tuple[_Argument, ...]:
+    """Arguments that only some steps have, so that modules of one's own need not know of them."""
+    return () if argument is None else (argument,)
 
 
 def _embedding(config: DecoderConfig, parallel: ParallelContext) -> VocabEmbedding:
