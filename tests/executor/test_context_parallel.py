@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tensor_parallel import PARAMS, PROMPTS, VOCAB_SIZE, assert_same
 
 from penstock.engine.core import EngineCore
 from penstock.errors import ConfigError, UnsupportedFeature
+from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of
 from support.checkpoints import tiny_checkpoint
-from support.engines import Result, make_core, run
+from support.engines import make_core, run
 
 # A block of one worker: keys and values of 16 positions and of one head in two layers.
 BLOCK_BYTES = 2 * 2 * 16 * 1 * 16 * 4
@@ -23,27 +23,15 @@ def make(folder: Path, size: int, context: int, **options: Any) -> EngineCore:
     return make_core(folder, **ranks, **{**room, **options})
 
 
-def results_of(folder: Path, size: int, context: int, **options: Any) -> list[Result]:
-    core = make(folder, size, context, **options)
-    try:
-        first = run(core, PROMPTS, PARAMS)
-        again = run(core, PROMPTS, PARAMS)
-    finally:
-        core.close()
-    assert sum(result.num_preemptions for result in first) > 0
-    assert sum(result.num_cached_tokens for result in again) > 0
-    return first + again
-
-
 @pytest.mark.parametrize(("family", "size", "interleave"), [("llama", 2, 1), ("llama", 4, 4), ("gemma3", 2, 8)])
 def test_ranks_that_share_positions_give_the_tokens_of_one_worker(
     family: str, size: int, interleave: int, tmp_path: Path
 ) -> None:
     tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16, num_key_value_heads=1)
-    expected = results_of(tmp_path, 1, 1)
+    expected = results_of(make(tmp_path, 1, 1))
     # Half the memory holds as many blocks of the same number of positions.
     options = {"block_size": 8, "kv_cache_memory_bytes": 13 * BLOCK_BYTES // 2}
-    found = results_of(tmp_path, size, 2, cp_kv_cache_interleave_size=interleave, **options)
+    found = results_of(make(tmp_path, size, 2, cp_kv_cache_interleave_size=interleave, **options))
     assert_same(found, expected)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_tensor_parallel import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, make
+from test_tensor_parallel import make
 from torch import Tensor
 
 from penstock.errors import UnsupportedFeature
 from penstock.parallel.scattered_rows import ScatteredRows
 from penstock.worker import WorkerBase
+from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same
 from support.checkpoints import tiny_checkpoint
 from support.engines import run
 

@@ -20,29 +20,12 @@ from penstock.executor import MultiprocessExecutor
 from penstock.kernels.native import NATIVE
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
+from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of, sampled, some_steps
 from support.checkpoints import tiny_checkpoint
-from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+from support.engines import Result, add, finish, greedy, make_core, run
 
-VOCAB_SIZE = 97
-# Several chunks of one prompt, a prompt that begins as another does, and short ones.
-PROMPTS = random_prompts((5, 21, 40, 90), VOCAB_SIZE, seed=4)
-PROMPTS += [[*PROMPTS[2], 7, 8], PROMPTS[1][:16]]
 # A block of all ranks: keys and values of 16 positions and two heads in two layers.
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
-
-
-def sampled(seed: int, **fields: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.9, seed=seed, max_tokens=16, ignore_eos=True, **fields)
-
-
-PARAMS = [
-    greedy(16, logprobs=3),
-    sampled(1, top_k=20, logprobs=2),
-    sampled(2, top_p=0.8, presence_penalty=0.5, prompt_logprobs=2),
-    greedy(16),
-    sampled(3, min_p=0.05, frequency_penalty=0.3, logit_bias={5: 2.0}),
-    greedy(16, repetition_penalty=1.2, prompt_logprobs=1),
-]
 
 
 def make(folder: Path, size: int, **options: Any) -> EngineCore:
@@ -57,18 +40,6 @@ def process_ids(core: EngineCore) -> list[int]:
     return executor.process_ids
 
 
-def assert_same(found: list[Result], expected: list[Result]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.tokens, ours.finish_reason, ours.error) == (theirs.tokens, theirs.finish_reason, theirs.error)
-        assert len(ours.logprobs) == len(theirs.logprobs)
-        for row, other in zip(
-            [*ours.logprobs, *(ours.prompt_logprobs or [])],
-            [*theirs.logprobs, *(theirs.prompt_logprobs or [])],
-            strict=True,
-        ):
-            assert row == pytest.approx(other, abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("family", "size", "async_scheduling"),
     [("llama", 2, False), ("llama", 2, True), ("llama", 4, None), ("qwen3", 2, None), ("gemma3", 2, None)],
@@ -77,18 +48,8 @@ def test_ranks_give_the_tokens_of_one_worker(
     family: str, size: int, async_scheduling: bool | None, tmp_path: Path
 ) -> None:
     tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
-    results = []
-    for ranks in (1, size):
-        core = make(tmp_path, ranks, async_scheduling=async_scheduling)
-        try:
-            first = run(core, PROMPTS, PARAMS)
-            again = run(core, PROMPTS, PARAMS)
-        finally:
-            core.close()
-        assert sum(result.num_preemptions for result in first) > 0
-        assert sum(result.num_cached_tokens for result in again) > 0
-        results.append(first + again)
-    assert_same(results[1], results[0])
+    expected, found = (results_of(make(tmp_path, ranks, async_scheduling=async_scheduling)) for ranks in (1, size))
+    assert_same(found, expected)
 
 
 def num_programs(worker: WorkerBase) -> int:
@@ -141,13 +102,8 @@ def failing_in_next_step(worker: WorkerBase) -> None:
 def test_requests_go_on_with_their_tokens_when_a_rank_is_lost(
     how: str, core: EngineCore, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        add(core, f"r{index}", prompt, params)
-    results: dict[str, Result] = {}
     before = process_ids(core)
-    for _ in range(8):
-        for output in core.step():
-            results.setdefault(output.req_id, Result()).take(output)
+    results = some_steps(core)
     if how == "killed":
         os.kill(before[1], signal.SIGKILL)
     else:
@@ -254,13 +210,8 @@ def test_a_rank_that_hangs_is_named_and_replaced(
     rank: int, folder: Path, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
 ) -> None:
     core = make(folder, 2, step_timeout_s=1.5)
-    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        add(core, f"r{index}", prompt, params)
-    results: dict[str, Result] = {}
     before = process_ids(core)
-    for _ in range(8):
-        for output in core.step():
-            results.setdefault(output.req_id, Result()).take(output)
+    results = some_steps(core)
     os.kill(before[rank], signal.SIGSTOP)
     begin = time.monotonic()
     finish(core, results)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.base import LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.head_major import HeadMajorBackend, gather_blocks
 from penstock.contract import AttentionSpec
 from penstock.kernels.paged_attention import (
     DecodeBlocks,
@@ -56,22 +57,19 @@ class CpuContextMetadata:
     prefills: list[PrefillPart]
 
 
-class CpuContextBackend(AttentionBackend):
+class CpuContextBackend(HeadMajorBackend):
     name = "cpu_context"
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
         assert layer.context is not None, "all positions are on this rank"
         self._share: ContextShare = layer.context
-        self._workspace: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         if layer.context is None:
             return "it is for decode_context_parallel_size of more than 1"
-        if not dtype.is_floating_point:
-            return f"it keeps no {dtype} cache"
-        return None if device.type == "cpu" else "it runs on the CPU only"
+        return super().why_not(layer, dtype, device, block_size)
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
         return keys_then_values(
@@ -150,7 +148,7 @@ class CpuContextBackend(AttentionBackend):
         lse_TH = output_THD.new_full(query_THD.shape[:2], float("-inf"))
         decodes = metadata.decodes
         if decodes is not None:
-            workspace = self._workspace_for(key_cache, decodes.blocks.block_ids_N.shape[0])
+            workspace = self.workspace_for(key_cache, decodes.blocks.block_ids_N.shape[0])
             query_RHD = query_THD.index_select(0, decodes.rows)
             output_THD[decodes.rows], lse_TH[decodes.rows] = decode_attention_part(
                 query_RHD, key_cache, value_cache, decodes.blocks, layer.scale, workspace, layer.soft_cap
@@ -159,8 +157,8 @@ class CpuContextBackend(AttentionBackend):
             rows = slice(prefill.start, prefill.stop)
             output_THD[rows], lse_TH[rows] = prefill_attention_part(
                 query_THD[rows],
-                _gather(key_cache, prefill.block_ids),
-                _gather(value_cache, prefill.block_ids),
+                gather_blocks(key_cache, prefill.block_ids),
+                gather_blocks(value_cache, prefill.block_ids),
                 prefill.first,
                 prefill.end,
                 layer.scale,
@@ -176,20 +174,5 @@ class CpuContextBackend(AttentionBackend):
         kv_cache: Tensor,
         metadata: CpuContextMetadata,
     ) -> None:
-        # A block is its keys of all heads, then its values.
-        rows_XD = kv_cache.transpose(0, 1).view(-1, layer.head_size)
-        for row_ids, new_TKD in zip(metadata.kv_rows, (key_TKD, value_TKD), strict=True):
-            new_XD = new_TKD.index_select(0, metadata.own).reshape(-1, layer.head_size)
-            rows_XD.index_copy_(0, row_ids, new_XD.to(kv_cache.dtype))
-
-    def _workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Two tensors like the cache, of at least so many blocks; all layers of the group take turns with them."""
-        if self._workspace is None or self._workspace[0].shape[0] < num_blocks:
-            shape = (num_blocks + num_blocks // 4, *cache_BKPD.shape[1:])
-            self._workspace = (cache_BKPD.new_empty(shape), cache_BKPD.new_empty(shape))
-        return self._workspace
-
-
-def _gather(cache_BKPD: Tensor, block_ids: Tensor) -> Tensor:
-    """[L, K, D]: all positions of these blocks."""
-    return cache_BKPD.index_select(0, block_ids).transpose(1, 2).flatten(0, 1)
+        key_TKD, value_TKD = key_TKD.index_select(0, metadata.own), value_TKD.index_select(0, metadata.own)
+        self.write_rows(layer, key_TKD, value_TKD, kv_cache, metadata.kv_rows)

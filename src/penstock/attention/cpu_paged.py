@@ -1,8 +1,4 @@
-"""The CPU backend: decodes as one batch of blocks, prefills one request at a time. Nothing is padded.
-
-The cache is head-major, [2, num_blocks, K, block_size, D]: a block of one head is a matrix as it lies. In memory a
-block's values follow its keys.
-"""
+"""The CPU backend: decodes as one batch of blocks, prefills one request at a time. Nothing is padded."""
 
 from __future__ import annotations
 
@@ -12,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.base import LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.head_major import HeadMajorBackend, gather_blocks
 from penstock.contract import AttentionSpec
 from penstock.kernels.paged_attention import (
     DecodeBlocks,
@@ -58,19 +55,12 @@ class CpuPagedMetadata:
     prefills: list[Prefill]
 
 
-class CpuPagedBackend(AttentionBackend):
+class CpuPagedBackend(HeadMajorBackend):
     name = "cpu_paged"
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
         self._bytes_per_position = 4 * layer.num_kv_heads * layer.head_size
-        self._workspace: tuple[Tensor, Tensor] | None = None
-
-    @classmethod
-    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
-        if not dtype.is_floating_point:
-            return f"it keeps no {dtype} cache"
-        return None if device.type == "cpu" else "it runs on the CPU only"
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
         return keys_then_values(pages_NX, spec.dtype, spec.num_kv_heads, spec.block_size, spec.elements_per_head)
@@ -129,7 +119,7 @@ class CpuPagedBackend(AttentionBackend):
             self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
         output_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         for batch in metadata.decodes:
-            workspace = self._workspace_for(key_cache, batch.blocks.block_ids_N.shape[0])
+            workspace = self.workspace_for(key_cache, batch.blocks.block_ids_N.shape[0])
             output_THD[batch.start : batch.stop] = decode_attention_cpu(
                 query_THD[batch.start : batch.stop],
                 key_cache,
@@ -144,8 +134,8 @@ class CpuPagedBackend(AttentionBackend):
             if prefill.is_whole_prompt:
                 key_LKD, value_LKD = key_TKD[rows].to(kv_cache.dtype), value_TKD[rows].to(kv_cache.dtype)
             else:
-                key_LKD = _gather_context(key_cache, prefill)
-                value_LKD = _gather_context(value_cache, prefill)
+                key_LKD = gather_blocks(key_cache, prefill.block_ids)[: prefill.num_positions]
+                value_LKD = gather_blocks(value_cache, prefill.block_ids)[: prefill.num_positions]
             output_THD[rows] = prefill_attention_cpu(
                 query_THD[rows],
                 key_LKD.to(query_THD.dtype),
@@ -165,24 +155,8 @@ class CpuPagedBackend(AttentionBackend):
         kv_cache: Tensor,
         metadata: CpuPagedMetadata,
     ) -> None:
-        # A block is its keys of all heads, then its values.
-        rows_XD = kv_cache.transpose(0, 1).view(-1, layer.head_size)
-        for row_ids, new_TKD in zip(metadata.kv_rows.to(kv_cache.device), (key_TKD, value_TKD), strict=True):
-            new_XD = new_TKD[: metadata.num_tokens].reshape(-1, layer.head_size)
-            rows_XD.index_copy_(0, row_ids, new_XD.to(kv_cache.dtype))
-
-    def _workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Two tensors like the cache, of at least so many blocks; all layers of the group take turns with them."""
-        if self._workspace is None or self._workspace[0].shape[0] < num_blocks:
-            shape = (num_blocks + num_blocks // 4, *cache_BKPD.shape[1:])
-            self._workspace = (cache_BKPD.new_empty(shape), cache_BKPD.new_empty(shape))
-        return self._workspace
-
-
-def _gather_context(cache_BKPD: Tensor, prefill: Prefill) -> Tensor:
-    """[L, K, D]: the positions of one request, from its blocks."""
-    blocks_NKPD = cache_BKPD.index_select(0, prefill.block_ids)
-    return blocks_NKPD.transpose(1, 2).flatten(0, 1)[: prefill.num_positions]
+        rows = slice(metadata.num_tokens)
+        self.write_rows(layer, key_TKD[rows], value_TKD[rows], kv_cache, metadata.kv_rows)
 
 
 def _split_by_blocks(seq_lens: np.ndarray, block_size: int, most: int) -> list[tuple[int, int]]:

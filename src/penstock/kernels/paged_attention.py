@@ -152,8 +152,8 @@ def decode_attention_cpu(
 
     workspace: for copies of keys and of values, [N or more, K, P, D] each; fresh memory would cost as much as a copy.
     """
-    output_RHD, mass_RH, _ = _sum_decodes(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
-    return (output_RHD / mass_RH.unsqueeze(-1)).to(query_RHD.dtype)
+    output_RHD, _ = decode_attention_part(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
+    return output_RHD.to(query_RHD.dtype)
 
 
 def decode_attention_part(
@@ -165,21 +165,7 @@ def decode_attention_part(
     workspace: tuple[Tensor, Tensor],
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`decode_attention_cpu` over a part of the positions: float32 [R, H, D], and its log-sum-exp [R, H]."""
-    output_RHD, mass_RH, peak_RH = _sum_decodes(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
-    return output_RHD / mass_RH.unsqueeze(-1), peak_RH + mass_RH.log()
-
-
-def _sum_decodes(
-    query_RHD: Tensor,
-    key_BKPD: Tensor,
-    value_BKPD: Tensor,
-    blocks: DecodeBlocks,
-    scale: float,
-    workspace: tuple[Tensor, Tensor],
-    soft_cap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted values [R, H, D], the weights' sums [R, H], and the scores that these are relative to [R, H].
+    """The same over a part of the positions: float32 [R, H, D], and the log-sum-exp of the scores [R, H].
 
     Every block is a partial attention of its own, merged per request with the usual rescaling (split-KV, as in
     Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023), so a batch of any lengths takes the same few operators.
@@ -205,7 +191,8 @@ def _sum_decodes(
     partial_NX = torch.matmul(weights_NKGP.to(value_NKPD.dtype), value_NKPD).float().view(-1, num_heads * head_size)
     mass_NH = weights_NKGP.sum(dim=-1).view(-1, num_heads)
     output_RHD = _sum_segments(partial_NX, blocks).view(num_reqs, num_heads, head_size)
-    return output_RHD, _sum_segments(mass_NH, blocks), peak_RH
+    mass_RH = _sum_segments(mass_NH, blocks)
+    return output_RHD / mass_RH.unsqueeze(-1), peak_RH + mass_RH.log()
 
 
 def _sum_segments(rows_NX: Tensor, blocks: DecodeBlocks) -> Tensor:

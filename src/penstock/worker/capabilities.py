@@ -5,7 +5,7 @@ A method of the table raises UnsupportedFeature when it is called; an option of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig
@@ -54,7 +54,7 @@ def _is_on_cuda(config: EngineConfig) -> bool:
 
 NOT_WITH_RANKS = (NotWithRanks("device='cuda'", _is_on_cuda, "Use device='cpu', or tensor_parallel_size=1."),)
 
-
+# What they cannot do where they keep the positions of the same KV heads by turns.
 NOT_WITH_SHARED_CONTEXT = (
     NotWithRanks(
         "keys and values of 8 bits",
@@ -82,25 +82,19 @@ def require(method: str) -> None:
 
 def check_options(config: EngineConfig) -> None:
     """Refuse, at start and by name, what this combination of options cannot do."""
-    parallel = config.parallel
-    for name, size, table in (
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, (*NOT_WITH_RANKS, *NOT_WITH_STAGES)),
-        ("tensor_parallel_size", parallel.tensor_parallel_size, NOT_WITH_RANKS),
+    parallel, several = config.parallel, "more than one worker is"
+    for name, size, who, table in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, several, (*NOT_WITH_RANKS, *NOT_WITH_STAGES)),
+        ("tensor_parallel_size", parallel.tensor_parallel_size, several, NOT_WITH_RANKS),
+        (
+            "decode_context_parallel_size",
+            parallel.decode_context_parallel_size,
+            "workers that keep positions by turns are",
+            NOT_WITH_SHARED_CONTEXT,
+        ),
     ):
-        if size != 1:
-            _check_ranks(config, f"{name}={size}", table)
-
-
-def _check_ranks(config: EngineConfig, asked: str, table: Sequence[NotWithRanks]) -> None:
-    for cannot in table:
-        if cannot.is_asked_for(config):
-            raise UnsupportedArgument(
-                f"{asked}: more than one worker is not supported with {cannot.feature} yet. {cannot.instead}"
-            )
-    size = config.parallel.decode_context_parallel_size
-    for cannot in NOT_WITH_SHARED_CONTEXT if size != 1 else ():
-        if cannot.is_asked_for(config):
-            raise UnsupportedArgument(
-                f"decode_context_parallel_size={size}: workers that keep positions by turns are not supported with "
-                f"{cannot.feature} yet. {cannot.instead}"
-            )
+        for cannot in table if size != 1 else ():
+            if cannot.is_asked_for(config):
+                raise UnsupportedArgument(
+                    f"{name}={size}: {who} not supported with {cannot.feature} yet. {cannot.instead}"
+                )

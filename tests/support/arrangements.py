@@ -1,0 +1,71 @@
+"""The same requests for every arrangement of workers, which must come out as from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from penstock.contract import SamplingParams
+from penstock.engine.core import EngineCore
+from support.engines import Result, add, greedy, random_prompts, run
+
+# A multiple of no number of workers.
+VOCAB_SIZE = 97
+# Several chunks of one prompt, a prompt that begins as another does, and short ones.
+PROMPTS = random_prompts((5, 21, 40, 90), VOCAB_SIZE, seed=4)
+PROMPTS += [[*PROMPTS[2], 7, 8], PROMPTS[1][:16]]
+
+
+def sampled(seed: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.9, seed=seed, max_tokens=16, ignore_eos=True, **fields)
+
+
+PARAMS = [
+    greedy(16, logprobs=3),
+    sampled(1, top_k=20, logprobs=2),
+    sampled(2, top_p=0.8, presence_penalty=0.5, prompt_logprobs=2),
+    greedy(16),
+    sampled(3, min_p=0.05, frequency_penalty=0.3, logit_bias={5: 2.0}),
+    greedy(16, repetition_penalty=1.2, prompt_logprobs=1),
+]
+
+
+def results_of(core: EngineCore, *, is_tight: bool = True) -> list[Result]:
+    """All requests twice, the second time with cached prefixes; the core is closed then.
+
+    is_tight: some must have been preempted, since there is no room for all.
+    """
+    try:
+        first = run(core, PROMPTS, PARAMS)
+        again = run(core, PROMPTS, PARAMS)
+    finally:
+        core.close()
+    if is_tight:
+        assert sum(result.num_preemptions for result in first) > 0
+    assert sum(result.num_cached_tokens for result in again) > 0
+    return first + again
+
+
+def some_steps(core: EngineCore) -> dict[str, Result]:
+    """All requests, `r0`, `r1` and so on, in the middle of their work."""
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        add(core, f"r{index}", prompt, params)
+    results: dict[str, Result] = {}
+    for _ in range(8):
+        for output in core.step():
+            results.setdefault(output.req_id, Result()).take(output)
+    return results
+
+
+def assert_same(found: Sequence[Result], expected: Sequence[Result]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.tokens, ours.finish_reason, ours.error) == (theirs.tokens, theirs.finish_reason, theirs.error)
+        assert len(ours.logprobs) == len(theirs.logprobs)
+        for row, other in zip(
+            [*ours.logprobs, *(ours.prompt_logprobs or [])],
+            [*theirs.logprobs, *(theirs.prompt_logprobs or [])],
+            strict=True,
+        ):
+            assert row == pytest.approx(other, abs=1e-4)
