@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.engine.core import EngineCore
-from support.arrangements import VOCAB_SIZE, assert_same, results_of
+from penstock.executor import MultiprocessExecutor
+from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of, some_steps
 from support.checkpoints import tiny_checkpoint
-from support.engines import make_core
+from support.engines import finish, make_core, run
+from support.quantized_checkpoints import awq_layer, gptq_layer, write_quantized
 
 # A block: keys and values of 16 positions and two heads, of a layer.
 LAYER_BYTES = 2 * 16 * 2 * 16 * 4
 LAYERS = 6
+QUANTIZED = {
+    "GPTQ": (
+        gptq_layer(32, desc_act=False),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
+    ),
+    "AWQ": (awq_layer(32), {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
+}
 
 
 def make(folder: Path, stages: tuple[int, ...], ranks: int = 1, **options: Any) -> EngineCore:
@@ -54,3 +66,75 @@ def test_stages_give_the_tokens_of_one_worker(
         for arrangement, size in (((LAYERS,), 1), (stages, ranks))
     )
     assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"dtype": "bfloat16"},
+        {"speculative_config": {"method": "suffix"}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
+    ],
+    ids=str,
+)
+def test_stages_give_the_tokens_of_one_worker_with_everything(options: dict[str, Any], tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
+    expected, found = (tokens_of(make(tmp_path, stages, **options)) for stages in ((LAYERS,), (2, 4)))
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_checkpoints_that_are_quantized_already_are_spread(form: str, tmp_path: Path) -> None:
+    quantize, quantization_config = QUANTIZED[form]
+    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "head_dim": 32, "intermediate_size": 128}
+    folder = write_quantized(tmp_path, quantize, quantization_config, **sizes).config.folder
+    expected, found = (tokens_of(make(folder, stages, kv_cache_memory_bytes="1MiB")) for stages in ((LAYERS,), (2, 4)))
+    assert found == expected
+
+
+def test_requests_go_on_with_their_tokens_when_a_stage_is_lost(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
+    core = make(tmp_path, (LAYERS,))
+    undisturbed = run(core, PROMPTS, PARAMS)
+    core.close()
+    core = make(tmp_path, (3, 3))
+    results = some_steps(core)
+    executor = core._executor
+    assert isinstance(executor, MultiprocessExecutor)
+    os.kill(executor.process_ids[0], signal.SIGKILL)
+    finish(core, results)
+    core.close()
+    assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
+
+
+@pytest.mark.slow
+def test_stages_reload_weights_and_write_their_own(tmp_path: Path) -> None:
+    for seed in (0, 5):
+        tiny_checkpoint(tmp_path / f"{seed}", vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS, seed=seed)
+    found = []
+    for stages in ((LAYERS,), (2, 4)):
+        core, saved = make(tmp_path / "0", stages), tmp_path / f"saved{len(stages)}"
+        core.collective_rpc("reload_weights", args=(str(tmp_path / "5"),))
+        core.collective_rpc("save_sharded_state", args=(str(saved),))
+        found += [tokens_of(core), tokens_of(make(saved, stages, load_format="sharded_state"))]
+    found += [tokens_of(make(tmp_path / "5", (LAYERS,)))]
+    assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.slow
+def test_stages_keep_to_a_form() -> None:
+    form = StructuredOutputsParams(regex="[a-z]{3,20} [0-9]+x")
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, structured_outputs=form)
+    texts = []
+    for size in (1, 2):
+        with LLM("demo", pipeline_parallel_size=size, num_threads=2, kv_cache_memory_bytes="16MiB") as llm:
+            texts += [llm.generate(["ROMEO:"], params)[0].outputs[0].text]
+    assert texts[0] == texts[1]
+
+
+def tokens_of(core: EngineCore) -> list[list[int]]:
+    return [result.tokens for result in results_of(core, is_tight=False)]
