@@ -37,9 +37,13 @@ def new_blocks(output: SchedulerOutput, manager: KVCacheManager) -> set[int]:
     return taken
 
 
-def check_repetition(before: SchedulerOutput, output: SchedulerOutput) -> None:
-    """What a step promises that says it repeats the one before."""
-    assert output.repeats_step_id == before.step_id
+def check_repetition(steps: list[SchedulerOutput], output: SchedulerOutput) -> None:
+    """What a step promises that says it repeats one of those before it, whose numbers are their places."""
+    assert output.repeats_step_id is not None
+    before = steps[output.repeats_step_id]
+    for between in steps[output.repeats_step_id + 1 :]:
+        assert between.num_scheduled_tokens.keys().isdisjoint(output.num_scheduled_tokens)
+        assert (between.finished_req_ids | between.preempted_req_ids).isdisjoint(output.num_scheduled_tokens)
     assert output.scheduled_cached_reqs.req_ids == before.scheduled_cached_reqs.req_ids
     assert list(output.num_scheduled_tokens) == list(before.num_scheduled_tokens)
     assert set(output.num_scheduled_tokens.values()) == set(before.num_scheduled_tokens.values()) == {1}
@@ -72,6 +76,7 @@ class Driver:
         pools: bool = False,
         num_lookahead_tokens: int = 0,
         num_speculative_tokens: int = 0,
+        max_concurrent_steps: int = 1,
     ) -> None:
         self.config = kv_cache_config or cache_config(33)
         self.depth = depth
@@ -91,6 +96,7 @@ class Driver:
             async_scheduling=depth > 1 if async_scheduling is None else async_scheduling,
             num_lookahead_tokens=num_lookahead_tokens,
             num_speculative_tokens=num_speculative_tokens,
+            max_concurrent_steps=max_concurrent_steps,
         )
         self.max_drafts = max_drafts
         self.pools = pools
@@ -129,7 +135,7 @@ class Driver:
         output = decode(encode(self.scheduler.schedule()), SchedulerOutput)
         assert output.step_id == (self.steps[-1].step_id + 1 if self.steps else 0)
         if output.repeats_step_id is not None:
-            check_repetition(self.steps[-1], output)
+            check_repetition(self.steps, output)
         self.scheduler.kv_cache.check_integrity()
         self.steps.append(output)
         for req_id in output.num_scheduled_tokens:

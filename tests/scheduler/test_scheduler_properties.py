@@ -69,6 +69,7 @@ SETUPS = st.fixed_dictionaries(
         "pools": st.sampled_from([False, False, False, False, True]),
         "num_lookahead_tokens": st.sampled_from([0, 0, 0, 2]),
         "num_speculative_tokens": st.sampled_from([0, 0, 0, 1, 3]),
+        "max_concurrent_steps": st.sampled_from([1, 1, 2, 3]),
     }
 )
 # Moves, with a number where they concern a request. Disasters are rare enough to let something grow between them.

@@ -57,9 +57,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         without for now.
     finished_req_ids: ended since the last step; may name requests that the worker never saw.
     preempted_req_ids: to be forgotten like finished ones.
-    repeats_step_id: the step right before this one, where this one asks for the same: the same requests in the same
-        order, one token each and no drafts, nobody new, finished or preempted. What differs is what they have computed,
-        and perhaps new blocks. A worker may keep what it made of that step; to pass over this changes nothing.
+    repeats_step_id: the step before, or one a few steps before with nothing of its requests in between, where this one
+        asks for the same: the same requests in the same order, one token each and no drafts, nobody new, finished or
+        preempted. What differs is what they have computed, and perhaps new blocks. A worker may keep what it made of
+        that step; to pass over this changes nothing.
     A step with no tokens only updates state.
     """
 

@@ -1,4 +1,4 @@
-"""Steps that repeat the one before: the same requests, each with one more token, and nothing in between.
+"""Steps that repeat an earlier one: the same requests, each with one more token, and nothing of theirs in between.
 
 A message says so by `repeats_step_id`. What such messages have in common is made once, which saves time and means
 nothing: messages are never changed.
@@ -44,12 +44,13 @@ class DecodeStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeSteps:
-    """Repeats a step in which all running requests decoded.
+    """Repeats a step in which all running requests decoded, or a part of them that takes turns with others.
 
     Good for as long as no request comes, goes or is preempted, and none of them reaches its limit, which is known
     beforehand: `num_left` steps. Every request must have sampled one token in the step before.
 
-    runs_ahead: whether a step may come before the results of the one before.
+    runs_ahead: whether a step may come before the results of the one that it repeats.
+    last_step_id: the one that the next step repeats.
     num_steps: steps since then. due: by that number, the rows whose requests need a block for the step that comes next.
     """
 
@@ -59,6 +60,7 @@ class DecodeSteps:
         "_repeats",
         "_req_ids",
         "due",
+        "last_step_id",
         "num_left",
         "num_steps",
         "requests",
@@ -69,6 +71,7 @@ class DecodeSteps:
         self,
         requests: list[Request],
         named: tuple[list[str], dict[str, int]] | None,
+        step_id: int,
         *,
         runs_ahead: bool,
         num_drafts_wanted: int = 0,
@@ -76,12 +79,13 @@ class DecodeSteps:
     ) -> None:
         """named: the ids of these requests and their tokens, one each, as the step before had them in its message.
 
-        None where some were new to the worker in it, which is not the same step again.
+        None where some were new to the worker in it, which is not the same step again. step_id: of that step.
         num_drafts_wanted: as in the message. num_steps: after which it may no longer be the same.
         """
         self._num_drafts_wanted = num_drafts_wanted
         self.requests = requests
         self.runs_ahead = runs_ahead
+        self.last_step_id = step_id
         self._repeats = named is not None
         self._req_ids = [request.req_id for request in requests] if named is None else named[0]
         self._counts = dict.fromkeys(self._req_ids, 1) if named is None else named[1]
@@ -116,9 +120,10 @@ class DecodeSteps:
             num_scheduled_tokens=self._counts,
             total_num_scheduled_tokens=len(self._req_ids),
             num_drafts_wanted=self._num_drafts_wanted,
-            repeats_step_id=step_id - 1 if self._repeats else None,
+            repeats_step_id=self.last_step_id if self._repeats else None,
         )
         self._repeats = True
+        self.last_step_id = step_id
         return output, DecodeStep(self.requests, self._req_ids, num_computed_tokens)
 
     def _take_blocks(self, new_block_ids: dict[int, tuple[list[int], ...]]) -> list[tuple[list[int], ...] | None]:

@@ -13,8 +13,8 @@ class RequestLists:
 
     running: served in this order, preempted from its end.
     finished_req_ids: requests that the worker holds although they no longer run, which the next step tells it.
-    decodes: goes on from the last step; None unless all that the next one can do is to decode the same requests, so
-        whatever moves a request ends it.
+    decodes: of the last steps, those that can only be repeated, each of other requests and in the order in which their
+        turns come; whatever moves a request ends them all.
     """
 
     def __init__(self, policy: str, kv_cache: KVCacheManager) -> None:
@@ -22,14 +22,32 @@ class RequestLists:
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()
-        self.decodes: DecodeSteps | None = None
+        self.decodes: list[DecodeSteps] = []
         self.num_preemptions = 0
         self._kv_cache = kv_cache
         self._num_added = 0
 
+    def next_decodes(self) -> DecodeSteps | None:
+        """Whose turn it is to be repeated; None where that is not all that the running requests can do."""
+        if sum(len(decodes.requests) for decodes in self.decodes) != len(self.running):
+            return None
+        return self.decodes[0] if self.decodes else None
+
+    def end_turn(self) -> None:
+        """The others' turns come before the one that was had now."""
+        if len(self.decodes) > 1:
+            self.decodes.append(self.decodes.pop(0))
+
+    def take_turns(self, decodes: DecodeSteps) -> None:
+        """Let the requests of a step that was made take turns with those of the steps before it."""
+        if len(self.decodes) > 0:
+            now = set(decodes.requests)
+            self.decodes[:] = [before for before in self.decodes if now.isdisjoint(before.requests)]
+        self.decodes.append(decodes)
+
     def add(self, request: Request) -> None:
         """Let a new request wait."""
-        self.decodes = None
+        self.decodes.clear()
         request.order = self._num_added
         self._num_added += 1
         self.by_id[request.req_id] = request
@@ -40,7 +58,7 @@ class RequestLists:
         request = self.by_id.get(req_id)
         if request is None:
             return
-        self.decodes = None
+        self.decodes.clear()
         is_waiting = request.status is not RequestStatus.RUNNING
         if is_waiting:
             self.waiting.remove(request)
@@ -53,7 +71,7 @@ class RequestLists:
 
     def preempt(self, request: Request) -> None:
         """Make a request that runs wait with nothing but its tokens. Its step must tell the worker."""
-        self.decodes = None
+        self.decodes.clear()
         self.running.remove(request)
         self._kv_cache.free(request)
         request.spec_token_ids = []
@@ -70,7 +88,7 @@ class RequestLists:
 
     def finish(self, request: Request) -> None:
         """End a request, wherever it is."""
-        self.decodes = None
+        self.decodes.clear()
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._kv_cache.free(request)

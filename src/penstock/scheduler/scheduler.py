@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
@@ -43,6 +44,8 @@ class Scheduler:
         `async_scheduling` the request's next step verifies them, but for requests whose tokens the host must see first;
         without, and for those, only drafts that `update_draft_token_ids` brings are verified.
     step_times: by which only as many drafts are verified as pay; None verifies all that there may be.
+    max_concurrent_steps: that workers have use for at once, as the stages of a pipeline have. Requests that decode are
+        spread over as many steps, which take turns.
     """
 
     def __init__(
@@ -57,11 +60,15 @@ class Scheduler:
         blocks_need_next_token: bool = False,
         num_speculative_tokens: int = 0,
         step_times: StepTimes | None = None,
+        max_concurrent_steps: int = 1,
     ) -> None:
         self.max_model_len = max_model_len
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._runs_ahead = async_scheduling
+        self._max_concurrent_steps = max_concurrent_steps
+        # For whom the last steps sampled, a step each.
+        self._last_turns: deque[list[Request]] = deque(maxlen=max_concurrent_steps - 1)
         self._draft_budget = (
             DraftBudget(num_speculative_tokens)
             if step_times is None
@@ -176,29 +183,37 @@ class Scheduler:
                 most = self._draft_budget.num_for(request) if self._num_speculative_tokens else None
                 request.spec_token_ids = list(token_ids[:most])
                 if request.spec_token_ids:
-                    self._requests.decodes = None
+                    self._requests.decodes.clear()
                     self._draft_budget.note_drafts()
 
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. It may have no tokens, when all requests wait for results or for blocks."""
         step_id = self._next_step_id
         self._next_step_id += 1
-        decodes = self._requests.decodes
-        if decodes is not None and decodes.num_left > 0 and (decodes.runs_ahead or not self._in_flight.steps):
+        decodes = self._requests.next_decodes()
+        if decodes is not None and decodes.num_left > 0 and self._may_go_on(decodes):
             rows = decodes.due.get(decodes.num_steps)
             new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
             if rows is None or new_block_ids is not None:
                 output, self._in_flight.steps[step_id] = decodes.next(step_id, new_block_ids)
+                self._requests.end_turn()
+                self._last_turns.append(decodes.requests)
                 self.kv_cache.pool.note_launched(step_id)
                 return output
-        step = StepBuilder(step_id, self._max_num_batched_tokens)
-        self._schedule_running(step)
+        step = StepBuilder(step_id, self._max_num_batched_tokens, self._share_of_requests())
+        turns = list(self._last_turns)
+        self._schedule_running(step, {request for requests in turns for request in requests})
         # Who is let in now would only be in the way of those who need the blocks.
         if not step.preempted_req_ids and not step.waits_for_blocks:
             self._schedule_waiting(step)
+        while turns and step.can_take_others:
+            # There are not enough requests for all turns: it is that of those who have waited the longest.
+            turns.pop(0)
+            self._schedule_running(step, {request for requests in turns for request in requests})
         if step.scheduled:
             self._in_flight.steps[step_id] = step.scheduled
             self.kv_cache.pool.note_launched(step_id)
+            self._last_turns.append([entry.request for entry in step.scheduled.values() if entry.max_new_tokens])
         if step.has_drafts:
             self._last_draft_step_id = step_id
         num_drafts_wanted = 0
@@ -207,7 +222,7 @@ class Scheduler:
         if self._has_placeholders and num_drafts_wanted:
             self._expect_drafts(step)
         finished_req_ids, self._requests.finished_req_ids = self._requests.finished_req_ids, set()
-        self._requests.decodes = self._continue_decodes(step, num_drafts_wanted)
+        self._continue_decodes(step, num_drafts_wanted)
         return step.build(finished_req_ids, num_drafts_wanted)
 
     def update_from_output(
@@ -236,7 +251,8 @@ class Scheduler:
         """
         requests = self._requests
         self._in_flight.drop(self._next_step_id)
-        requests.decodes = None
+        requests.decodes.clear()
+        self._last_turns.clear()
         requests.finished_req_ids = set()
         for request in reversed(requests.running.copy()):
             requests.preempt(request)
@@ -254,15 +270,30 @@ class Scheduler:
         """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.kv_cache.reset_prefix_cache()
 
-    def _schedule_running(self, step: StepBuilder) -> None:
+    def _may_go_on(self, decodes: DecodeSteps) -> bool:
+        return decodes.runs_ahead or decodes.last_step_id not in self._in_flight.steps
+
+    def _share_of_requests(self) -> int:
+        """How many a step may run, so that there are some for each of the steps that are executed at once."""
+        if self._max_concurrent_steps == 1:
+            return self._max_num_seqs
+        num_reqs = min(len(self._requests.by_id), self._max_num_seqs)
+        return max(1, -(-num_reqs // self._max_concurrent_steps))
+
+    def _schedule_running(self, step: StepBuilder, had_turns: Collection[Request]) -> None:
+        """Give running requests their next tokens, but for those who had their turn."""
         runs_ahead = self._runs_ahead
         # Preemption shortens the list from its end, which a loop over it stands.
         for request in self._requests.running:
+            if step.is_full:
+                return
             num_tokens = len(request.all_token_ids)
             if request.num_output_placeholders:
                 num_tokens += request.num_output_placeholders
                 if not runs_ahead or request.needs_tokens_on_host or num_tokens >= request.length_limit:
                     continue
+            if request in had_turns:
+                continue
             drafts = request.spec_token_ids
             if drafts:
                 # The step samples one more token than there are drafts.
@@ -308,7 +339,7 @@ class Scheduler:
         return new_block_ids
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
-        while step.token_budget > 0 and len(self._requests.running) < self._max_num_seqs:
+        while step.token_budget > 0 and not step.is_full and len(self._requests.running) < self._max_num_seqs:
             request = self._requests.waiting.peek()
             if request is None or not self._admit(request, step):
                 return
@@ -343,26 +374,34 @@ class Scheduler:
                 entry.request.spec_token_ids = [-1] * self._draft_budget.num_for(entry.request)
                 self._draft_budget.note_drafts()
 
-    def _continue_decodes(self, step: StepBuilder, num_drafts_wanted: int) -> DecodeSteps | None:
-        """How to go on from this step, if the next one can only do the same again."""
+    def _continue_decodes(self, step: StepBuilder, num_drafts_wanted: int) -> None:
+        """Note how to go on from this step, if its requests can only do the same again when their turn comes."""
+        if not self._can_be_repeated(step, num_drafts_wanted):
+            self._requests.decodes.clear()
+            return
+        requests = [entry.request for entry in step.scheduled.values()]
+        runs_ahead = self._runs_ahead and not any(request.needs_tokens_on_host for request in requests)
+        self._requests.take_turns(
+            DecodeSteps(
+                requests,
+                step.cached_only,
+                step.step_id,
+                runs_ahead=runs_ahead,
+                num_drafts_wanted=num_drafts_wanted,
+                num_steps=self._draft_budget.num_steps_planned - 1,
+            )
+        )
+
+    def _can_be_repeated(self, step: StepBuilder, num_drafts_wanted: int) -> bool:
         # A step with drafts is never the same again.
         if not self._repeats_steps or (self._has_placeholders and num_drafts_wanted):
-            return None
+            return False
         if self._last_draft_step_id in self._in_flight.steps:
-            return None
+            return False
         num_running = len(self._requests.running)
-        runs_all = bool(num_running) and len(step.scheduled) == num_running and step.is_all_decodes
+        runs_all = len(step.scheduled) == num_running or self._max_concurrent_steps > 1
         can_admit = num_running < self._max_num_seqs and self._requests.waiting.peek() is not None
-        if not runs_all or can_admit:
-            return None
-        runs_ahead = self._runs_ahead and not any(request.needs_tokens_on_host for request in self._requests.running)
-        return DecodeSteps(
-            self._requests.running.copy(),
-            step.cached_only,
-            runs_ahead=runs_ahead,
-            num_drafts_wanted=num_drafts_wanted,
-            num_steps=self._draft_budget.num_steps_planned - 1,
-        )
+        return runs_all and bool(step.scheduled) and step.is_all_decodes and not can_admit
 
     def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
         """A block of each group for the requests of these rows; None where somebody would have to give way."""

@@ -33,7 +33,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 class StepBuilder:
     """Collects what one step runs, within its budget of tokens.
 
-    is_all_decodes: whether every request so far has run a single token, and sampled one.
+    max_num_reqs: that it may run. is_all_decodes: whether every request so far has run a single token, and sampled one.
     waits_for_blocks: whether a request stays out since its blocks become free with the steps in flight; those after it
         must not take them.
     """
@@ -47,6 +47,7 @@ class StepBuilder:
         "_num_scheduled_tokens",
         "_token_budget",
         "is_all_decodes",
+        "max_num_reqs",
         "preempted_req_ids",
         "scheduled",
         "step_id",
@@ -54,8 +55,9 @@ class StepBuilder:
         "waits_for_blocks",
     )
 
-    def __init__(self, step_id: int, token_budget: int) -> None:
+    def __init__(self, step_id: int, token_budget: int, max_num_reqs: int) -> None:
         self.step_id = step_id
+        self.max_num_reqs = max_num_reqs
         self.token_budget = self._token_budget = token_budget
         self.is_all_decodes = True
         self.waits_for_blocks = False
@@ -101,6 +103,16 @@ class StepBuilder:
         self._new_block_ids.append(new_block_ids)
         self._num_computed_tokens.append(request.num_computed_tokens)
         self._launch(request, num_tokens, (), shared)
+
+    @property
+    def can_take_others(self) -> bool:
+        """Whether it runs nothing so far, and nobody waits for blocks or had to give some away."""
+        return not (self.scheduled or self.waits_for_blocks or self.preempted_req_ids)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many requests as it may have."""
+        return len(self.scheduled) >= self.max_num_reqs
 
     @property
     def has_drafts(self) -> bool:
