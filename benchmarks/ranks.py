@@ -1,6 +1,7 @@
-"""Several workers that share every layer, a thread each, beside one worker with as many threads, in turns.
+"""Several workers, a thread each, beside one worker with as many threads, in turns.
 
-    python -m benchmarks.ranks [--shapes llama-60m llama-1024] [--ranks 2] [--turns 7] [--output FOLDER]
+    python -m benchmarks.ranks [--shapes llama-60m llama-1024] [--ranks 2] [--arrangements tensor pipeline]
+                               [--turns 7] [--output FOLDER]
 
 Ratios are medians of the ratios of turns: what part of the one worker's speed the others reach together. Weights are
 random, in float32. What a meeting takes is measured by ranks that do nothing else.
@@ -16,18 +17,20 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.machine import described, machine, save
 from benchmarks.peers.shapes import SHAPES
 from penstock.config import EngineConfig
+from penstock.config.parallel import ParallelConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.messages import EngineRequest
@@ -45,6 +48,11 @@ CONFIGS = {
         "num_key_value_heads": 8,
         "head_dim": 64,
     },
+}
+ARRANGEMENTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "process": lambda _: {"distributed_executor_backend": "mp"},
+    "tensor": lambda size: {"tensor_parallel_size": size},
+    "pipeline": lambda size: {"pipeline_parallel_size": size},
 }
 _MEETING_BYTES = (2 << 10, 64 << 10, 512 << 10)
 _MEETINGS = 2000
@@ -70,16 +78,16 @@ WORKS = (
 class Engine:
     """One arrangement of workers."""
 
-    def __init__(self, folder: Path, num_ranks: int, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, **arrangement: Any) -> None:
         config = EngineConfig.create(
             str(folder),
             device="cpu",
             load_format="dummy",
             dtype="float32",
-            tensor_parallel_size=num_ranks,
             num_threads=threads,
             enable_prefix_caching=False,
-            kv_cache_memory_bytes=(512 << 20) // num_ranks,
+            kv_cache_memory_bytes=512 << 20,
+            **arrangement,
         )
         self.core = EngineCore(config)
         self._num_requests = 0
@@ -106,7 +114,7 @@ def measure_meetings(num_ranks: int) -> list[str]:
     # Processes that begin as this one get the descriptor too.
     context = multiprocessing.get_context("fork")
     for num_bytes in _MEETING_BYTES:
-        descriptor = share_memory(num_ranks)
+        descriptor = share_memory(ParallelConfig(tensor_parallel_size=num_ranks))
         with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
             run = partial(_seconds_of_sums, num_ranks=num_ranks, descriptor=descriptor, num_bytes=num_bytes)
             seconds = sorted(next(iter(pool.map(run, range(num_ranks)))))
@@ -118,7 +126,7 @@ def measure_meetings(num_ranks: int) -> list[str]:
 
 def _seconds_of_sums(rank: int, *, num_ranks: int, descriptor: int, num_bytes: int) -> list[float]:
     """Of each sum."""
-    group = join_local_ranks(rank, num_ranks, descriptor).tensor
+    group = join_local_ranks(rank, ParallelConfig(tensor_parallel_size=num_ranks), descriptor).tensor
     tensor, seconds = torch.zeros(num_bytes // 4), []
     for _ in range(_MEETINGS):
         begin = time.perf_counter()
@@ -127,18 +135,20 @@ def _seconds_of_sums(rank: int, *, num_ranks: int, descriptor: int, num_bytes: i
     return seconds
 
 
-def measure(shape: str, num_ranks: int, turns: int) -> Iterator[str]:
-    """A line of the table for every kind of work."""
+def measure(shape: str, arrangements: Sequence[str], num_ranks: int, turns: int) -> Iterator[str]:
+    """A line of the table for every kind of work and arrangement."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[shape]))
-        with _closing([Engine(Path(folder), ranks, num_ranks) for ranks in (1, num_ranks)]) as engines:
+        options: list[dict[str, Any]] = [{}, *(ARRANGEMENTS[name](num_ranks) for name in arrangements)]
+        with _closing([Engine(Path(folder), num_ranks, **given) for given in options]) as engines:
             for work in WORKS:
-                one, several = _in_turns([partial(engine.seconds, work) for engine in engines], turns)
-                ratios = [a / b for a, b in zip(one, several, strict=True)]
-                yield (
-                    f"| {shape} | {work.title} | {_spread(one)} | {_spread(several)} | {statistics.median(ratios):.2f} "
-                    f"({min(ratios):.2f} to {max(ratios):.2f}) |"
-                )
+                one, *others = _in_turns([partial(engine.seconds, work) for engine in engines], turns)
+                for name, several in zip(arrangements, others, strict=True):
+                    ratios = [a / b for a, b in zip(one, several, strict=True)]
+                    yield (
+                        f"| {shape} | {work.title} | {name} | {_spread(one)} | {_spread(several)} | "
+                        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+                    )
 
 
 def _in_turns(runs: list[Callable[[], float]], turns: int) -> list[list[float]]:
@@ -170,15 +180,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--arrangements", nargs="*", choices=ARRANGEMENTS, default=list(ARRANGEMENTS))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--output", type=Path, help="a folder for the table")
     arguments = parser.parse_args()
     ranks = arguments.ranks
     lines = [f"# {ranks} workers beside one", "", described(machine(ranks)), ""]
-    lines += [f"| shape | work | one worker, {ranks} threads, ms | {ranks} workers, a thread each, ms | speed |"]
-    lines += ["| --- | --- | ---: | ---: | ---: |"]
+    lines += [
+        f"| shape | work | workers | one in this process, {ranks} threads, ms | these, as many threads, ms | speed |"
+    ]
+    lines += ["| --- | --- | --- | ---: | ---: | ---: |"]
     for shape in arguments.shapes:
-        lines += measure(shape, ranks, arguments.turns)
+        lines += measure(shape, arguments.arrangements, ranks, arguments.turns)
     lines += ["", *measure_meetings(ranks)]
     page = "\n".join(lines) + "\n"
     print(page)
