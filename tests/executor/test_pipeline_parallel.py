@@ -14,7 +14,7 @@ from penstock.engine.core import EngineCore
 from penstock.executor import MultiprocessExecutor
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of, some_steps
 from support.checkpoints import tiny_checkpoint
-from support.engines import finish, make_core, run
+from support.engines import add, finish, greedy, make_core, run
 from support.quantized_checkpoints import awq_layer, gptq_layer, write_quantized
 
 # A block: keys and values of 16 positions and two heads, of a layer.
@@ -66,6 +66,37 @@ def test_stages_give_the_tokens_of_one_worker(
         for arrangement, size in (((LAYERS,), 1), (stages, ranks))
     )
     assert_same(found, expected)
+
+
+def test_as_many_steps_are_under_way_as_there_are_stages(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
+    core = make(tmp_path, (2, 2, 2), kv_cache_memory_bytes="1MiB")
+    most, steps = 0, []
+    for index in range(7):
+        add(core, f"r{index}", PROMPTS[0], greedy(12))
+    while core.has_unfinished_requests():
+        core.step()
+        most = max(most, len(core._in_flight))
+        steps += [output.num_scheduled_tokens.keys() for output, _ in list(core._in_flight)[-1:]]
+    core.close()
+    assert most == 3
+    assert all(len(req_ids) <= 3 for req_ids in steps)
+
+
+def test_constrained_requests_and_others_go_through_the_stages_together(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
+    form = StructuredOutputsParams(regex="[a-f]{9,20}")
+    with_form, without = (
+        SamplingParams(temperature=0.9, seed=3, max_tokens=12, structured_outputs=given) for given in (form, None)
+    )
+    prompts = ["ROMEO:", "JULIET:", "All:", "Me:", "You:"]
+    params = [without, with_form, without, with_form, with_form]
+    texts = []
+    for size in (1, 2):
+        with LLM("demo", pipeline_parallel_size=size, num_threads=2, kv_cache_memory_bytes="16MiB") as llm:
+            texts.append([output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert texts[0] == texts[1]
+    assert all(set(text) <= set("abcdef") for text, given in zip(texts[0], params, strict=True) if given is with_form)
 
 
 @pytest.mark.slow
@@ -123,17 +154,6 @@ def test_stages_reload_weights_and_write_their_own(tmp_path: Path) -> None:
         found += [tokens_of(core), tokens_of(make(saved, stages, load_format="sharded_state"))]
     found += [tokens_of(make(tmp_path / "5", (LAYERS,)))]
     assert all(tokens == found[0] for tokens in found)
-
-
-@pytest.mark.slow
-def test_stages_keep_to_a_form() -> None:
-    form = StructuredOutputsParams(regex="[a-z]{3,20} [0-9]+x")
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, structured_outputs=form)
-    texts = []
-    for size in (1, 2):
-        with LLM("demo", pipeline_parallel_size=size, num_threads=2, kv_cache_memory_bytes="16MiB") as llm:
-            texts += [llm.generate(["ROMEO:"], params)[0].outputs[0].text]
-    assert texts[0] == texts[1]
 
 
 def tokens_of(core: EngineCore) -> list[list[int]]:

@@ -69,6 +69,11 @@ class EngineConfig:
         )
 
     @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that workers have use for at once, one for each stage; those with drafts go one at a time."""
+        return 1 if self.speculative.method is not None else self.parallel.pipeline_parallel_size
+
+    @property
     def constraints_wait_for(self) -> ReasoningMarkers | None:
         """The reasoning behind which constraints begin; None where they begin with the output."""
         has_reasoning = self.structured.reasoning_parser is not None and not self.structured.enable_in_reasoning

@@ -53,6 +53,7 @@ class EngineCore:
         wants_async = config.scheduler.async_scheduling
         # Whether a step is executed before the result of the one before it is read.
         self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
+        self._max_in_flight = config.max_concurrent_batches
         self._step_timeout_s = config.parallel.step_timeout_s
         self._pools = engine.executor.pools
         # Set by whoever gives the core something to do while it waits.
@@ -79,6 +80,7 @@ class EngineCore:
             blocks_need_next_token=config.speculative.reads_next_token,
             num_speculative_tokens=engine.executor.num_speculative_tokens,
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
+            max_concurrent_steps=self._max_in_flight,
         )
         self._quarantine = Quarantine(self.scheduler)
         # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
@@ -158,16 +160,20 @@ class EngineCore:
         self._woken.set()
 
     def _turn(self) -> None:
-        """Execute step N+1, read step N, and only then choose the tokens of N+1: its grammar goes by those of N."""
+        """Execute step N+1, read step N, and only then choose the tokens of N+1: its grammar goes by those of N.
+
+        Where workers have use for several steps at once, as many may stay in flight.
+        """
         begin = time.perf_counter()
         executed = self._execute_next()
         # Where nothing is in flight either, all wait for something that is made elsewhere.
         self._has_to_wait = executed is None and not self._in_flight and self.has_unfinished_requests()
-        if self._in_flight:
+        if self._in_flight and (executed is None or len(self._in_flight) >= self._max_in_flight):
             self._read_oldest()
         if executed is not None:
+            self._read_what_constrains(executed)
             self._sample(executed, self._bitmask(self._with_drafts(executed)))
-            if not self._runs_ahead:
+            if not self._runs_ahead and len(self._in_flight) >= self._max_in_flight:
                 self._read_oldest()
                 if self._takes_drafts:
                     if executed.num_drafts_wanted:
@@ -193,6 +199,14 @@ class EngineCore:
             logger.error("The failed step was %s", output.anonymous())
             raise
         return output
+
+    def _read_what_constrains(self, executed: SchedulerOutput) -> None:
+        """Take in all steps in flight that a constrained request of an executed step was in."""
+        if self._max_in_flight == 1:
+            return
+        constrained = [req_id for req_id in executed.num_scheduled_tokens if self._grammar.constrains(req_id)]
+        while any(not step.num_scheduled_tokens.keys().isdisjoint(constrained) for step, _ in self._in_flight):
+            self._read_oldest()
 
     def _read_oldest(self) -> None:
         """Take in the result of the oldest step in flight."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penstock.attention import ForwardContext, LayerAttention
 from penstock.kernels.activation import GATED_ACTIVATIONS
 from penstock.kernels.rotary import Rotation
+from penstock.kernels.rows import sum_rows
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.attention import Attention
 from penstock.layers.embedding import LMHead, VocabEmbedding
@@ -273,7 +274,7 @@ class DecoderModel(nn.Module):
         if self.is_last:
             hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
         else:
-            hidden_TD = hidden_TD + residual_TD
+            hidden_TD = sum_rows(hidden_TD, residual_TD)
         return hidden_TD if context.rows_asked_for is None else context.whole(hidden_TD)
 
     def _scattering(self, hidden_TD: Tensor, context: ForwardContext) -> ForwardContext:

@@ -59,12 +59,17 @@ class ModelPrograms:
         states_before: given where the hidden states are wanted too, and those before these layers, as of `HiddenTaps`.
         None where the model has no way to do it all at once, or the inputs cannot be read in place, or are not plain.
         """
-        tensors = (inputs.tokens, torch.int32), (inputs.positions, torch.int64)
+        tensors = [(inputs.tokens, torch.int32), (inputs.positions, torch.int64)]
+        if inputs.hidden is not None:
+            tensors.append((inputs.hidden, torch.float32))
         can_read = all(tensor.dtype is dtype and tensor.is_contiguous() for tensor, dtype in tensors)
-        if not can_read or not inputs.is_plain or inputs.hidden is not None:
+        if not can_read or not inputs.is_plain:
             return None
-        program = self._program(model, _Greedy(None if states_before is None else tuple(sorted(states_before))))
-        return None if program is None else program.bind(inputs.tokens, _step_tokens(inputs.positions, context))
+        states = None if states_before is None else tuple(sorted(states_before))
+        program = self._program(model, _Greedy(_hidden_size(inputs), states))
+        if program is None:
+            return None
+        return program.bind(inputs.tokens, _step_tokens(inputs.positions, context), inputs.hidden)
 
     def forget(self) -> None:
         """Record anew what is run: models, or their weights, may be others."""
@@ -112,26 +117,28 @@ class _Forward:
     @classmethod
     def of(cls, inputs: ModelInputs, context: ForwardContext) -> _Forward:
         taps: frozenset[int] = frozenset() if context.taps is None else context.taps.layers
-        return cls(0 if inputs.hidden is None else inputs.hidden.shape[1], taps)
+        return cls(_hidden_size(inputs), taps)
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[Cell, list[Cell]]:
         """Where the results are. Raises Untraceable."""
         taps = HiddenTaps(sorted(self.taps))
-        given = (trace.give(self.hidden_size),) if self.hidden_size else ()
-        hidden = _run(trace, model, replace(context, taps=taps), *given)
+        hidden = _run(trace, model, replace(context, taps=taps), self.hidden_size)
         return trace.result(hidden), _cells(taps)
 
 
 @dataclass(frozen=True)
 class _Greedy:
-    """From tokens to tokens. states_before: given where hidden states are wanted besides, and those before layers."""
+    """From tokens to tokens. hidden_size: as in `_Forward`. states_before: given where hidden states are wanted too,
+    and those before these layers.
+    """
 
+    hidden_size: int
     states_before: tuple[int, ...] | None
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
         """Where they are. Raises Untraceable."""
         taps = HiddenTaps(self.states_before or ())
-        hidden = _run(trace, model, replace(context, taps=taps))
+        hidden = _run(trace, model, replace(context, taps=taps), self.hidden_size)
         wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(taps)]
         chosen = model.compute_greedy(hidden)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
@@ -148,8 +155,13 @@ def _cells(taps: HiddenTaps) -> list[Cell]:
     return [cell for state in taps.states if (cell := getattr(state, "cell", None))]
 
 
-def _run(trace: Trace, model: LanguageModel, context: ForwardContext, *hidden: Tensor) -> Tensor:
-    return model(trace.stand_in(Role.TOKENS), trace.stand_in(Role.POSITIONS), context, *hidden)
+def _run(trace: Trace, model: LanguageModel, context: ForwardContext, hidden_size: int) -> Tensor:
+    given = (trace.give(hidden_size),) if hidden_size else ()
+    return model(trace.stand_in(Role.TOKENS), trace.stand_in(Role.POSITIONS), context, *given)
+
+
+def _hidden_size(inputs: ModelInputs) -> int:
+    return 0 if inputs.hidden is None else inputs.hidden.shape[1]
 
 
 def _refuse_what_is_watched(model: LanguageModel) -> None:

@@ -7,19 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
-import torch
 from torch import Tensor
 
 from penstock.attention import ForwardContext, HiddenTaps
-from penstock.contract import SampledOutput
+from penstock.contract import SampledOutput, SchedulerOutput
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
-from penstock.runner.fast_paths import PlainPath
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.lanes import Lanes
 from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
@@ -27,6 +26,7 @@ from penstock.runner.sampling.prompt_logprobs import PromptRows
 from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.runner.speculative import DraftingStep, Speculator
 from penstock.runner.stage import OneStage
+from penstock.runner.unfinished_steps import UnfinishedSteps, sampling_requests
 
 
 class PendingStep(msgspec.Struct, frozen=True, gc=False):
@@ -77,8 +77,11 @@ class AfterForward(ABC):
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
         """The result of a step, begun to be copied; the state on the device is advanced by it."""
 
+    def begin(self, output: SchedulerOutput) -> None:  # noqa: B027
+        """A step is to be prepared: wait for what another rank makes of those that were run here, if it needs that."""
+
     def catch_up(self) -> None:  # noqa: B027
-        """Wait for what another rank makes of the steps that were run here, before the next one is prepared."""
+        """Wait for what another rank makes of all steps that were run here."""
 
 
 class Generation(AfterForward):
@@ -89,7 +92,7 @@ class Generation(AfterForward):
         device: Device,
         requests: RequestStates,
         kv_cache: PagedKVCache,
-        paths: PlainPath,
+        lanes: Lanes,
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
         poisoned_blocks: PoisonedBlocks,
@@ -98,12 +101,13 @@ class Generation(AfterForward):
         stage: OneStage,
     ) -> None:
         self._stage = stage
-        # Sampled by the last stage, and not told here yet.
-        self._unfinished: list[PendingStep] = []
+        self._unfinished = UnfinishedSteps(requests, stage)
+        # Of those, by number, what a speculator will ask for.
+        self._pending: dict[int, PendingStep] = {}
         self._device = device
         self._requests = requests
         self._kv_cache = kv_cache
-        self._paths = paths
+        self._lanes = lanes
         self._sampler = sampler
         self._prompt_logprobs = prompt_logprobs
         self._poisoned_blocks = poisoned_blocks
@@ -121,14 +125,15 @@ class Generation(AfterForward):
         is_repeated: bool,
         num_drafts: int,
     ) -> PendingStep:
+        paths = self._lanes.current.paths
         inputs = self._stage.receive_hidden(inputs)
         if not self._stage.is_last:
-            self._stage.send_hidden(self._paths.forward(model, inputs, context))
+            self._stage.send_hidden(paths.forward(model, inputs, context))
             return PendingStep(errors, batch, context=context, inputs=inputs, num_drafts=num_drafts)
         speculator = self._speculator
         prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
         if is_repeated and prompt_rows is None:
-            found = self._paths.choose(model, inputs, speculator.aux_layers if speculator.needs_hidden else None)
+            found = paths.choose(model, inputs, speculator.aux_layers if speculator.needs_hidden else None)
             if found is not None:
                 chosen, states = found
                 all_hidden = states[0] if states else None
@@ -141,7 +146,7 @@ class Generation(AfterForward):
         taps = HiddenTaps(speculator.aux_layers)
         if taps.layers:
             context = replace(context, taps=taps)
-        hidden = self._paths.forward(model, inputs, context)
+        hidden = paths.forward(model, inputs, context)
         of_rows = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
         all_hidden = hidden if keeps_hidden else None
         return PendingStep(
@@ -153,14 +158,16 @@ class Generation(AfterForward):
         if batch is None or context is None or inputs is None:
             return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
         if not self._stage.is_last:
-            self._unfinished.append(step)
+            if self._unfinished.add(step_id, self._lanes.current, batch):
+                self._pending[step_id] = step
             return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
         layout = batch.layout
         req_ids = layout.req_ids
         prompt_logprobs = self._prompt_logprobs.compute(step.prompt_rows, model, step.all_hidden)
         sampled = self._sample(model, batch, step)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
-        self._stage.send_outcome(outcome)
+        if self._stage.has_others and sampling_requests(layout, self._requests):
+            self._stage.send_outcome(step_id, outcome)
         if sampled.errors:
             errors = _by_request(sampled.errors, req_ids) | errors
         result: AsyncOutput | ReadyOutput
@@ -187,17 +194,14 @@ class Generation(AfterForward):
         self._draft(step, outcome)
         return result
 
+    def begin(self, output: SchedulerOutput) -> None:
+        self._stage.begin(output.step_id)
+        for step_id, outcome in self._unfinished.finish_for(output, self._lanes.current):
+            self._draft(self._pending.pop(step_id), outcome)
+
     def catch_up(self) -> None:
-        for step in self._unfinished:
-            batch = step.batch
-            assert batch is not None, "a step without tokens is finished at once"
-            num_rows, device = len(batch.logits_rows.positions), self._device.torch_device
-            nothing = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            outcome, _ = batch.step.outcome(nothing, torch.zeros(num_rows, dtype=torch.bool, device=device))
-            self._stage.receive_outcome(outcome)
-            batch.step.advance(outcome)
-            self._draft(step, outcome)
-        self._unfinished.clear()
+        for step_id, outcome in self._unfinished.finish():
+            self._draft(self._pending.pop(step_id), outcome)
 
     def _draft(self, step: PendingStep, outcome: StepOutcome) -> None:
         batch, context, inputs = step.batch, step.context, step.inputs

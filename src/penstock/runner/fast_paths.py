@@ -29,6 +29,10 @@ class PlainPath:
         """
         return None
 
+    def has_kept(self, step_id: int | None) -> bool:
+        """Whether it can repeat this step."""
+        return False
+
     def keep(self, output: SchedulerOutput, batch: InputBatch, context: ForwardContext) -> None:
         """Take note of a step that was put together whole: all that was asked for is in it."""
 
@@ -57,9 +61,9 @@ class FastPaths(PlainPath):
     """Keeps what was made of a step in which every request had one token, for as long as the scheduler says so.
 
     `SchedulerOutput.repeats_step_id` is the scheduler's word that a step asks for the same as another; the runner takes
-    it where that is the very step that it executed last, whole. All else follows: the layout and the bound step stay,
-    the attention metadata where its backend says that it keeps, and the model bound to both from tokens to tokens,
-    where nothing but each request's largest logit is wanted.
+    it where that is the very step that its lane executed last, whole. All else follows: the layout and the bound step
+    stay, the attention metadata where its backend says that it keeps, and the model bound to both from tokens to
+    tokens, where nothing but each request's largest logit is wanted.
     """
 
     def __init__(
@@ -84,8 +88,7 @@ class FastPaths(PlainPath):
         self._bound: BoundChoices | None = None
 
     def repeat(self, output: SchedulerOutput) -> tuple[InputBatch, ForwardContext] | None:
-        repeats = output.repeats_step_id is not None and output.repeats_step_id == self._kept_step_id
-        if not repeats:
+        if not self.has_kept(output.repeats_step_id):
             return None
         cached = output.scheduled_cached_reqs
         if not cached.new_block_ids:
@@ -100,6 +103,9 @@ class FastPaths(PlainPath):
             self._is_bound = False
         self._kept_step_id = output.step_id
         return batch, self._context
+
+    def has_kept(self, step_id: int | None) -> bool:
+        return step_id is not None and step_id == self._kept_step_id
 
     def keep(self, output: SchedulerOutput, batch: InputBatch, context: ForwardContext) -> None:
         if batch.layout.is_all_decodes:

@@ -23,6 +23,7 @@ from penstock.runner.fast_paths import FastPaths, PlainPath
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.input_buffers import InputBuffers
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.lanes import Lane, Lanes
 from penstock.runner.model_states import DecoderModelState, ModelState
 from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_lifecycle import RequestLifecycle
@@ -36,13 +37,17 @@ from penstock.runner.step_order import StepOrder
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What the runner's persistent state is sized for. max_drafts: of a request in a step."""
+    """What the runner's persistent state is sized for.
+
+    max_drafts: of a request in a step. max_concurrent_steps: whose outcome is not known here yet.
+    """
 
     max_num_reqs: int
     max_num_tokens: int
     max_model_len: int
     vocab_size: int
     max_drafts: int = 0
+    max_concurrent_steps: int = 1
 
 
 class ModelRunner:
@@ -97,18 +102,15 @@ class ModelRunner:
         self.speculator = speculator
         owners = self.requests, self.block_tables, self.sampler, self.prompt_logprobs, speculator
         self.lifecycle = RequestLifecycle(*owners)
-        buffers = InputBuffers(device, limits.max_num_tokens, limits.max_num_reqs, self.block_tables)
-        self.batcher = BatchBuilder(device, self.requests, self.block_tables, buffers, self.sampler.takes_drafts)
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         speculator.bind(self.requests, self.block_tables, self.kv_cache, self.sampler)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
-        rooms = self.requests, self.lifecycle, self.poisoned_blocks, self.batcher, self.kv_cache, self.sampler
-        self.paths = FastPaths(*rooms) if fast_paths else PlainPath()
+        self.lanes = Lanes([self._make_lane(fast_paths) for _ in range(limits.max_concurrent_steps)])
         self.after_forward: AfterForward = Generation(
             device,
             self.requests,
             self.kv_cache,
-            self.paths,
+            self.lanes,
             self.sampler,
             self.prompt_logprobs,
             self.poisoned_blocks,
@@ -124,7 +126,8 @@ class ModelRunner:
         Raises LifecycleError when it is not the step's turn (`StepOrder`), RanksDisagree when other ranks run another.
         """
         self._agreement.on_step(output)
-        self.after_forward.catch_up()
+        self.lanes.turn_to(output)
+        self.after_forward.begin(output)
         self.steps.begin(output)
         errors: dict[str, str] = {}
         repeated = self.paths.repeat(output)
@@ -149,6 +152,16 @@ class ModelRunner:
         self.sampler.grammar.take(grammar, self.requests.slot_of)
         return self.after_forward.finish(self.model, grammar.step_id, step)
 
+    @property
+    def batcher(self) -> BatchBuilder:
+        """Of the last step's lane."""
+        return self.lanes.current.batcher
+
+    @property
+    def paths(self) -> PlainPath:
+        """Of the last step's lane."""
+        return self.lanes.current.paths
+
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts for the next step, for a scheduler that names them; None where there are none."""
         self.after_forward.catch_up()
@@ -156,8 +169,15 @@ class ModelRunner:
 
     def forget_programs(self) -> None:
         """Let models record anew what they run: they, or their weights, may be others."""
-        self.paths.unbind()
+        self.lanes.unbind()
         self.kv_cache.programs.forget()
+
+    def _make_lane(self, fast_paths: bool) -> Lane:
+        limits = self.limits
+        buffers = InputBuffers(self.device, limits.max_num_tokens, limits.max_num_reqs, self.block_tables)
+        batcher = BatchBuilder(self.device, self.requests, self.block_tables, buffers, self.sampler.takes_drafts)
+        rooms = self.requests, self.lifecycle, self.poisoned_blocks, batcher, self.kv_cache, self.sampler
+        return Lane(batcher, FastPaths(*rooms) if fast_paths else PlainPath())
 
     def _prepare(self, output: SchedulerOutput, errors: dict[str, str]) -> tuple[InputBatch, ForwardContext] | None:
         """The inputs of a step, None if it runs no token; `errors` gets the requests that cannot run."""

@@ -6,29 +6,37 @@ import torch
 from torch import Tensor
 
 from penstock.device import Device
+from penstock.errors import RanksDisagree
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
 from penstock.parallel import Group
 
 
 class OneStage:
-    """All layers are here."""
+    """All layers are here. has_others: there are stages beside it."""
 
     is_last = True
+    has_others = False
+
+    def begin(self, step_id: int) -> None:
+        """This step's hidden states are received and sent next."""
 
     def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
-        """The inputs with the hidden states that this stage's layers go on from, if others come before them."""
+        """The inputs with the hidden states that this stage's layers go on from, if others come before them.
+
+        Raises RanksDisagree where they are another step's.
+        """
         return inputs
 
     def send_hidden(self, hidden_TD: Tensor) -> None:
         """To the next stage, which is there."""
         raise AssertionError("the last stage samples")
 
-    def send_outcome(self, outcome: StepOutcome) -> None:
+    def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
         """From the last stage to all others, which have the state of the same requests."""
 
-    def receive_outcome(self, outcome: StepOutcome) -> None:
-        """The same, into its table."""
+    def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
+        """The same, into its table. Raises RanksDisagree where it is another step's."""
         raise AssertionError("the last stage samples")
 
 
@@ -36,7 +44,13 @@ ONE_STAGE = OneStage()
 
 
 class PipelineStage(OneStage):
-    """A stage of several. max_num_tokens: of a step. dtype: of the hidden states, which are `hidden_size` wide."""
+    """A stage of several. max_num_tokens: of a step. dtype: of the hidden states, which are `hidden_size` wide.
+
+    Whatever goes to another stage comes behind the number of its step. What is received lies in the same place in every
+    step.
+    """
+
+    has_others = True
 
     def __init__(self, device: Device, group: Group, max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
         self._group = group
@@ -46,19 +60,39 @@ class PipelineStage(OneStage):
         self._received = torch.empty(
             max_num_tokens if has_buffer else 0, hidden_size, dtype=dtype, device=device.torch_device
         )
+        self._sent_number = torch.empty(1, dtype=torch.int64, device=device.torch_device)
+        self._received_number = torch.empty_like(self._sent_number)
+        self._step_id = -1
+
+    def begin(self, step_id: int) -> None:
+        self._step_id = step_id
 
     def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
         if self._group.rank == 0:
             return inputs
         hidden_TD = self._received[: inputs.tokens.shape[0]]
-        return inputs._replace(hidden=self._group.receive(hidden_TD, self._group.rank - 1))
+        self._receive(self._step_id, hidden_TD, self._group.rank - 1)
+        return inputs._replace(hidden=hidden_TD)
 
     def send_hidden(self, hidden_TD: Tensor) -> None:
-        self._group.send(hidden_TD, self._group.rank + 1)
+        self._send(self._step_id, hidden_TD, self._group.rank + 1)
 
-    def send_outcome(self, outcome: StepOutcome) -> None:
+    def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
         for stage in range(self._last):
-            self._group.send(outcome.table_RX, stage)
+            self._send(step_id, outcome.table_RX, stage)
 
-    def receive_outcome(self, outcome: StepOutcome) -> None:
-        self._group.receive(outcome.table_RX, self._last)
+    def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
+        self._receive(step_id, outcome.table_RX, self._last)
+
+    def _send(self, step_id: int, tensor: Tensor, stage: int) -> None:
+        self._group.send(self._sent_number.fill_(step_id), stage)
+        self._group.send(tensor, stage)
+
+    def _receive(self, step_id: int, tensor: Tensor, stage: int) -> None:
+        sent = int(self._group.receive(self._received_number, stage))
+        if sent != step_id:
+            raise RanksDisagree(
+                f"Stage {self._group.rank} is at step {step_id}, and stage {stage} sent what belongs to step {sent}. "
+                "Every stage must be given every step, in the same order."
+            )
+        self._group.receive(tensor, stage)

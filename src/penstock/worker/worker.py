@@ -364,6 +364,7 @@ class Worker(WorkerBase):
             max_model_len=max_model_len,
             vocab_size=self.config.model.vocab_size,
             max_drafts=self.num_speculative_tokens,
+            max_concurrent_steps=self.config.max_concurrent_batches,
         )
 
     def _measure_step(self, limits: RunnerLimits) -> StepMemory:

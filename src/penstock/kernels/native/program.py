@@ -63,15 +63,18 @@ class NativeProgram:
         hidden_TD, *further = self._split(outputs, num_rows)
         return [hidden_TD if step.last is None else hidden_TD[: step.num_outputs], *further]
 
-    def bind(self, ids_T: Tensor, step: StepTokens) -> BoundChoices:
-        """Steps from these tokens (int32, contiguous) to the next ones; all tensors stay where they are."""
+    def bind(self, ids_T: Tensor, step: StepTokens, given_TD: Tensor | None = None) -> BoundChoices:
+        """Steps from these tokens (int32, contiguous) to the next ones; all tensors stay where they are.
+
+        given_TD: as in `run`.
+        """
         num_rows = ids_T.shape[0]
         workspace = self._workspace(num_rows)
         chosen = ChosenTokens(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool))
         outputs = torch.empty(num_rows * sum(self._widths))
-        arguments = self._arguments(step, (outputs, workspace, ids_T, *chosen))
+        arguments = self._arguments(step, (outputs, workspace, ids_T, *chosen, given_TD))
         states = self._split(outputs, num_rows)
-        return BoundChoices(self._run, arguments, chosen, states, (self, ids_T, step, workspace, outputs))
+        return BoundChoices(self._run, arguments, chosen, states, (self, ids_T, step, workspace, outputs, given_TD))
 
     def _split(self, outputs: Tensor, num_rows: int) -> list[Tensor]:
         """Each [T, width]."""
