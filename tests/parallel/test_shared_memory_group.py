@@ -59,6 +59,25 @@ def test_narrow_numbers_are_rounded_once() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_scattered_sum_is_each_ranks_share_of_the_sum(size: int, dim: int, dtype: torch.dtype) -> None:
+    # Of the second, a rank's share of a row is more than there is room for at a time; the last has nothing.
+    for shape in ((2 * size, 5 * size), (size, SLOT_BYTES // 4 // size * size + 6 * size), (size, 0)):
+        given = [of_rank(rank, shape, dtype) for rank in range(size)]
+        whole = together(size, lambda group, given=given: group.all_reduce(given[group.rank].clone()))[0]
+        found = together(size, lambda group, given=given: group.reduce_scatter(given[group.rank], dim))
+        length = whole.shape[dim] // size
+        for rank in range(size):
+            assert torch.equal(found[rank], whole.narrow(dim, rank * length, length)), (shape, rank, found[rank])
+            assert torch.equal(given[rank], of_rank(rank, shape, dtype))
+    strided = [of_rank(rank, (4, 2 * size)).T for rank in range(size)]
+    expected = together(size, lambda group: group.all_reduce(strided[group.rank].clone()))[0]
+    found = together(size, lambda group: group.reduce_scatter(strided[group.rank], 0))
+    assert torch.equal(torch.cat(found), expected)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("size", SIZES)
@@ -91,11 +110,12 @@ def test_calls_of_all_kinds_follow_each_other_on_ranks_that_are_late_in_turn() -
                 time.sleep(0.002)
             own = torch.full((2, 3), float(group.rank + number))
             found.append(float(group.all_reduce(own.clone())[0, 0]))
+            found.append(float(group.reduce_scatter(torch.cat([own] * 3), 0)[0, 0]))
             found.append(float(group.all_gather(own, 0).sum()))
             found.append(sum(group.gather_values(group.rank * number)))
         return found
 
-    expected = [x for n in range(60) for x in (3.0 * n + 3, 6 * (3.0 * n + 3), 3 * n)]
+    expected = [x for n in range(60) for x in (3.0 * n + 3, 3.0 * n + 3, 6 * (3.0 * n + 3), 3 * n)]
     for spin_us in (0, 200):
         assert together(3, run, spin_us=spin_us) == [expected] * 3
 

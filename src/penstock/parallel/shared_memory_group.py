@@ -61,19 +61,29 @@ class SharedMemoryGroup(Group):
         if isinstance(tensor, TracedTensor):
             return tensor.origin.all_reduce(tensor, self.meetings)
         if tensor.dtype is not torch.float32:
-            return self._sum_of_gathered(tensor)
+            return _sum(self.all_gather(tensor.unsqueeze(0), 0))
         tensor = tensor.contiguous()
         self.meetings.meet("all_reduce", Together.SUM, tensor, 1, tensor)
         return tensor
 
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        dim %= tensor.dim()
+        size = tensor.shape[dim] // self.size
+        if tensor.dtype is not torch.float32:
+            return _sum(self.all_gather(tensor.unsqueeze(0), 0).narrow(1 + dim, self.rank * size, size))
+        share = tensor.new_empty([*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
+        self._meet("reduce_scatter", Together.SUM_SCATTERED, tensor, dim, share)
+        return share
+
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        tensor = tensor.contiguous()
-        shape = list(tensor.shape)
-        rows = math.prod(shape[: dim % len(shape)])
-        shape[dim] *= self.size
-        gathered = tensor.new_empty(shape)
-        self.meetings.meet("all_gather", Together.GATHER, tensor, max(rows, 1), gathered)
+        dim %= tensor.dim()
+        gathered = tensor.new_empty([*tensor.shape[:dim], tensor.shape[dim] * self.size, *tensor.shape[dim + 1 :]])
+        self._meet("all_gather", Together.GATHER, tensor, dim, gathered)
         return gathered
+
+    def _meet(self, name: str, together: Together, given: Tensor, dim: int, result: Tensor) -> None:
+        """Where shares lie side by side in this dimension."""
+        self.meetings.meet(name, together, given.contiguous(), max(1, math.prod(given.shape[:dim])), result)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         tensor = tensor.contiguous()
@@ -105,15 +115,15 @@ class SharedMemoryGroup(Group):
         self.meetings.meet("gather_values", Together.GATHER, given, 1, gathered)
         return [row.numpy().tobytes() for row in gathered]
 
-    def _sum_of_gathered(self, tensor: Tensor) -> Tensor:
-        """Narrow numbers are added in float32, in the ranks' order too, and rounded once."""
-        first, *others = self.all_gather(tensor.unsqueeze(0), dim=0).unbind()
-        if not tensor.dtype.is_floating_point:
-            return torch.stack([first, *others]).sum(0, dtype=tensor.dtype)
-        total = first.to(torch.float32)
-        for other in others:
-            total += other
-        return total.to(tensor.dtype)
+
+def _sum(tensors: Tensor) -> Tensor:
+    """Narrow numbers are added in float32, in the ranks' order too, and rounded once."""
+    if not tensors.dtype.is_floating_point:
+        return tensors.sum(0, dtype=tensors.dtype)
+    total = tensors[0].to(torch.float32, copy=True)
+    for other in tensors[1:]:
+        total += other
+    return total.to(tensors.dtype)
 
 
 def group_bytes(size: int) -> int:

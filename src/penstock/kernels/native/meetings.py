@@ -20,7 +20,9 @@ class Together(IntEnum):
 
     GATHER = 0
     SUM = 1
-    BROADCAST = 2
+    SUM_SCATTERED = 2
+    MERGE_PARTS = 3
+    BROADCAST = 4
 
 
 class Meetings:

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 
 #if defined(__linux__)
@@ -96,44 +97,77 @@ bool wait_until(Place& place, uint32_t arrival, int64_t timeout_us, int64_t spin
   return is_there;
 }
 
+// Bytes start .. start + count of rows of equal width as if they followed each other: pieces of single rows.
+//
+// use: given the row, where in it a piece begins, the bytes before it, and its own.
+template <class Use>
+void each_row(int64_t width, int64_t start, int64_t count, Use use) {
+  for (int64_t done = 0; done < count;) {
+    const int64_t column = (start + done) % width, left = count - done;
+    const int64_t piece = left < width - column ? left : width - column;
+    use((start + done) / width, column, done, piece);
+    done += piece;
+  }
+}
+
 class Meeting {
  public:
   explicit Meeting(const MeetingArgs& args)
       : args_(args),
         ranks_(args.ranks),
         places_(static_cast<Place*>(ranks_.memory)),
-        slots_(static_cast<char*>(ranks_.memory) + ranks_.size * static_cast<int64_t>(sizeof(Place))) {}
+        slots_(static_cast<char*>(ranks_.memory) + ranks_.size * static_cast<int64_t>(sizeof(Place))),
+        num_shares_(is_scattered() ? ranks_.size : 1),
+        room_(ranks_.slot_bytes / num_shares_ / args.unit * args.unit),
+        width_(args.num_bytes / args.rows / num_shares_),
+        in_stride_(args.in_stride > 0 ? args.in_stride : args.num_bytes / args.rows) {}
 
   int64_t run() {
     Place& own = places_[ranks_.rank];
     if (own.has_failed) return kFailedBefore;
     ++own.calls;
+    const int64_t num_bytes = args_.num_bytes / num_shares_;
     int64_t start = 0;
     do {
-      const int64_t left = args_.num_bytes - start, count = left < ranks_.slot_bytes ? left : ranks_.slot_bytes;
+      const int64_t left = num_bytes - start, count = left < room_ ? left : room_;
       const int64_t status = exchange(start, count);
       own.has_failed = status != 0;
       if (status != 0) return status;
       take(start, count);
       start += count;
-    } while (start < args_.num_bytes);
+    } while (start < num_bytes);
     return 0;
   }
 
  private:
   char* slot(int64_t rank) const { return slots_ + (2 * rank + turn_) * ranks_.slot_bytes; }
 
+  bool is(Together together) const { return args_.together == static_cast<int64_t>(together); }
+
+  // Every rank takes a share of its own, for which there is a part of each slot.
+  bool is_scattered() const { return is(Together::kSumScattered) || is(Together::kMergeParts); }
+
   bool is_broadcast() const { return args_.together >= static_cast<int64_t>(Together::kBroadcast); }
 
   int64_t source() const { return args_.together - static_cast<int64_t>(Together::kBroadcast); }
+
+  // Puts the bytes from start on of each share into this rank's slot.
+  void give(int64_t start, int64_t count) {
+    for (int64_t share = 0; share < num_shares_; ++share) {
+      const char* from = static_cast<const char*>(args_.in) + share * width_;
+      char* to = slot(ranks_.rank) + share * room_;
+      each_row(width_, start, count, [&](int64_t row, int64_t column, int64_t done, int64_t piece) {
+        std::memcpy(to + done, from + row * in_stride_ + column, piece);
+      });
+    }
+  }
 
   // Gives the bytes from start on, and waits for those of all others.
   int64_t exchange(int64_t start, int64_t count) {
     Place& own = places_[ranks_.rank];
     const uint32_t arrival = own.arrivals.load(std::memory_order_relaxed) + 1;
     turn_ = arrival & 1;
-    if (!is_broadcast() || source() == ranks_.rank)
-      std::memcpy(slot(ranks_.rank), static_cast<const char*>(args_.in) + start, count);
+    if (!is_broadcast() || source() == ranks_.rank) give(start, count);
     const Announcement announcement{args_.together, args_.num_bytes, args_.rows};
     own.announcements[turn_] = announcement;
     own.arrivals.store(arrival);
@@ -147,43 +181,65 @@ class Meeting {
   }
 
   void take(int64_t start, int64_t count) {
+    char* out = static_cast<char*>(args_.out);
     if (is_broadcast()) {
-      std::memcpy(static_cast<char*>(args_.out) + start, slot(source()), count);
-    } else if (args_.together == static_cast<int64_t>(Together::kSum)) {
-      sum(reinterpret_cast<float*>(static_cast<char*>(args_.out) + start), count / static_cast<int64_t>(sizeof(float)));
-    } else {
+      std::memcpy(out + start, slot(source()), count);
+    } else if (is(Together::kMergeParts)) {
+      merge_parts(reinterpret_cast<float*>(out) + start / args_.unit * (args_.unit / kFloat - 1), count / args_.unit);
+    } else if (is(Together::kGather)) {
       for (int64_t rank = 0; rank < ranks_.size; ++rank) scatter(rank, start, count);
+    } else {
+      sum(reinterpret_cast<float*>(out + start), count / kFloat);
     }
   }
 
+  // What a rank gives of this rank's share, or of all that there is.
+  const float* given_by(int64_t rank) const {
+    return reinterpret_cast<const float*>(slot(rank) + (is_scattered() ? ranks_.rank * room_ : 0));
+  }
+
   void sum(float* out, int64_t count) {
-    const float* first = reinterpret_cast<const float*>(slot(0));
-    const float* second = reinterpret_cast<const float*>(slot(1));
+    const float *first = given_by(0), *second = given_by(1);
     for (int64_t i = 0; i < count; ++i) out[i] = first[i] + second[i];
     for (int64_t rank = 2; rank < ranks_.size; ++rank) {
-      const float* next = reinterpret_cast<const float*>(slot(rank));
+      const float* next = given_by(rank);
       for (int64_t i = 0; i < count; ++i) out[i] += next[i];
+    }
+  }
+
+  // Of each vector the parts that the ranks have, by 2 to the power of the number behind it, relative to their sum.
+  void merge_parts(float* out, int64_t count) {
+    const int64_t unit = args_.unit / kFloat, size = unit - 1;
+    for (int64_t i = 0; i < count; ++i, out += size) {
+      const auto part = [&](int64_t rank) { return given_by(rank) + i * unit; };
+      float peak = part(0)[size], mass = 0.0f;
+      for (int64_t rank = 1; rank < ranks_.size; ++rank) peak = std::fmax(peak, part(rank)[size]);
+      for (int64_t rank = 0; rank < ranks_.size; ++rank) mass += std::exp2(part(rank)[size] - peak);
+      for (int64_t rank = 0; rank < ranks_.size; ++rank) {
+        const float* from = part(rank);
+        const float weight = std::exp2(from[size] - peak) / mass;
+        for (int64_t d = 0; d < size; ++d) out[d] = (rank == 0 ? 0.0f : out[d]) + from[d] * weight;
+      }
     }
   }
 
   // One rank's bytes from start on, to where they are in the rows of all ranks.
   void scatter(int64_t rank, int64_t start, int64_t count) {
-    const int64_t width = args_.num_bytes / args_.rows;
+    char* to = static_cast<char*>(args_.out) + rank * width_;
     const char* from = slot(rank);
-    while (count > 0) {
-      const int64_t row = start / width, column = start % width;
-      const int64_t piece = count < width - column ? count : width - column;
-      std::memcpy(static_cast<char*>(args_.out) + (row * ranks_.size + rank) * width + column, from, piece);
-      from += piece;
-      start += piece;
-      count -= piece;
-    }
+    each_row(width_, start, count, [&](int64_t row, int64_t column, int64_t done, int64_t piece) {
+      std::memcpy(to + row * ranks_.size * width_ + column, from + done, piece);
+    });
   }
+
+  static constexpr int64_t kFloat = sizeof(float);
 
   const MeetingArgs& args_;
   const Ranks& ranks_;
   Place* places_;
   char* slots_;
+  const int64_t num_shares_, room_;  // room_: bytes of a share at a time
+  const int64_t width_, in_stride_;  // bytes of a share in a row; from one row to the next
   uint32_t turn_ = 0;
 };
 

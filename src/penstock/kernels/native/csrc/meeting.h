@@ -6,9 +6,11 @@
 namespace penstock {
 
 enum class Together : int64_t {
-  kGather = 0,     // all ranks' rows side by side
-  kSum = 1,        // of float32, added in the ranks' order
-  kBroadcast = 2,  // and the number of the rank whose bytes all get, on top
+  kGather = 0,        // all ranks' rows side by side
+  kSum = 1,           // of float32, added in the ranks' order
+  kSumScattered = 2,  // the same, of which each rank takes an equal share of every row
+  kMergeParts = 3,    // each rank's share of what follows from all ranks' parts of an attention
+  kBroadcast = 4,     // and the number of the rank whose bytes all get, on top
 };
 
 // One of some ranks, and where they meet.
@@ -20,14 +22,18 @@ struct Ranks {
   int64_t rank, size, slot_bytes, timeout_us, spin_us;
 };
 
-// in: num_bytes in `rows` rows of equal size. out: as many, or for kGather as many from every rank, a row of each rank
-// after the other. Only kSum may have both in the same place.
+// in: num_bytes in `rows` rows of equal size, in_stride bytes apart, or one after the other if that is 0. out: as many,
+// contiguous; for kGather as many from every rank, a row of each rank after the other; of what is scattered a share.
+// Only kSum may have both in the same place.
+// unit: bytes that are not parted. For kMergeParts it is a vector that a rank has found, and behind it the logarithm, to
+// the base 2, of the weight that the vector is an average by; out gets vectors alone.
 struct MeetingArgs {
   Ranks ranks;
   int64_t together;
   const void* in;
   int64_t num_bytes, rows;
   void* out;
+  int64_t in_stride = 0, unit = sizeof(float);
 };
 
 int64_t meeting_bytes(int64_t size, int64_t slot_bytes);
