@@ -59,7 +59,8 @@ def some_steps(core: EngineCore) -> dict[str, Result]:
     return results
 
 
-def assert_same(found: Sequence[Result], expected: Sequence[Result]) -> None:
+def assert_same(found: Sequence[Result], expected: Sequence[Result], tolerance: float = 1e-4) -> None:
+    """tolerance: of log-probabilities."""
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.tokens, ours.finish_reason, ours.error) == (theirs.tokens, theirs.finish_reason, theirs.error)
         assert len(ours.logprobs) == len(theirs.logprobs)
@@ -68,4 +69,4 @@ def assert_same(found: Sequence[Result], expected: Sequence[Result]) -> None:
             [*theirs.logprobs, *(theirs.prompt_logprobs or [])],
             strict=True,
         ):
-            assert row == pytest.approx(other, abs=1e-4)
+            assert row == pytest.approx(other, abs=tolerance)

@@ -144,6 +144,9 @@ class AttentionBackend(CacheBackend):
     (`scale`, `soft_cap`, query heads) is read from the layer that `forward` is given.
     """
 
+    # Whether it can do with a part of the positions, where other ranks have the others (`LayerAttention.context`).
+    shares_positions: ClassVar[bool] = False
+
     def __init__(self, layer: LayerAttention) -> None:
         self.sliding_window = layer.sliding_window
         self.num_kv_heads = layer.num_kv_heads

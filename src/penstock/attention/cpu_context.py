@@ -2,7 +2,8 @@
 
 Each rank attends with the query heads of all of them to the positions that it has, and what they find is weighed by its
 log-sum-exp and added up. Blocks have the same ids on all ranks, so that the scheduler sees one cache, in blocks of the
-positions of all ranks; what lies where within a block is known here only. The pages are those of `cpu_paged`.
+positions of all ranks; what lies where within a block is known to backends only. The pages are those of `cpu_paged`.
+`cpu_native` does the same faster, where the C++ kernels are there and ranks meet in shared memory.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class CpuContextMetadata:
 
 class CpuContextBackend(HeadMajorBackend):
     name = "cpu_context"
+    shares_positions = True
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)

@@ -4,6 +4,9 @@ It computes in float32, or in integers over an int8 cache, which has a scale for
 Keys of the cache are [num_blocks, K, D, block_size], values [num_blocks, K, block_size, D]: either way the innermost
 dimension is the one that the kernel computes many of at once. Of int8, rows are interleaved two by two. In memory a
 head's values of a block follow its keys: pieces twice as long are read faster.
+
+Where ranks keep the positions of the same KV heads by turns, a block has those that are here, and the kernel brings
+query heads and results together.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ from penstock.kernels.rotary import Rotation, TableRotation
 
 @dataclass(frozen=True, slots=True)
 class CpuNativeMetadata:
-    """The step's requests, and how many of its tokens are no padding. is_written: as in the geometry."""
+    """The step's requests, and how many of its tokens are no padding. is_written: as in the geometry.
+
+    block_size: positions of a block that are here.
+    """
 
     requests: StepRequests
     num_tokens: int
@@ -36,9 +42,11 @@ class CpuNativeMetadata:
 class CpuNativeBackend(AttentionBackend):
     name = "cpu_native"
     keeps_metadata = True
+    shares_positions = True
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
+        self._num_ranks = 1 if layer.context is None else layer.context.group.size
         self._shapes: dict[tuple[str, int], HeadShape] = {}
 
     @classmethod
@@ -49,17 +57,20 @@ class CpuNativeBackend(AttentionBackend):
             return "the C++ kernels are not there or were turned off"
         if dtype not in CACHE_TYPES:
             return f"it keeps keys and values in {', '.join(map(str, CACHE_TYPES))}, not in {dtype}"
+        if layer.context is not None and layer.context.group.meetings is None:
+            return "ranks that share positions do not meet in shared memory"
         return None
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
-        sizes = spec.num_kv_heads, 2, spec.block_size, spec.elements_per_head
+        sizes = spec.num_kv_heads, 2, spec.positions_per_page, spec.elements_per_head
         return pages_NX.view(TORCH_DTYPES[spec.dtype]).view(-1, *sizes).permute(2, 0, 1, 3, 4)
 
     def make_metadata(self, geometry: StepGeometry) -> CpuNativeMetadata:
         requests = StepRequests.of(
             geometry.query_start_loc, geometry.seq_lens, geometry.block_table, geometry.num_actual_reqs
         )
-        return CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.block_size, geometry.is_written)
+        block_size = geometry.block_size // self._num_ranks
+        return CpuNativeMetadata(requests, geometry.num_actual_tokens, block_size, geometry.is_written)
 
     def forward(
         self,
@@ -175,6 +186,7 @@ class CpuNativeBackend(AttentionBackend):
                 layer.scale,
                 layer.sliding_window,
                 layer.soft_cap,
+                *(() if layer.context is None else (layer.context.group.meetings, layer.context.interleave)),
             )
         return shape
 

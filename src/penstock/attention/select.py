@@ -39,7 +39,7 @@ def select_backend(
         raise ConfigError(f"attention_backend={requested!r} is not valid. Allowed: {', '.join(BACKENDS)}.")
     # Asked once for layers that differ in nothing but their names.
     if layers[0].context is not None and device.type == "cpu":
-        candidates = (CpuContextBackend.name,)
+        candidates = (CpuNativeBackend.name, CpuContextBackend.name)
     distinct = {replace(layer, name=""): layer for layer in reversed(layers)}.values()
     refusals: dict[str, str] = {}
     for name in candidates if requested is None else (requested,):
@@ -58,7 +58,7 @@ def select_backend(
 def _why_not(
     backend: type[AttentionBackend], layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> str | None:
-    if layer.context is not None and backend is not CpuContextBackend:
+    if layer.context is not None and not backend.shares_positions:
         return f"it needs all positions on one rank, and decode_context_parallel_size={layer.context.group.size}"
     return backend.why_not(layer, dtype, device, block_size)
 

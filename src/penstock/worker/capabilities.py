@@ -54,15 +54,6 @@ def _is_on_cuda(config: EngineConfig) -> bool:
 
 NOT_WITH_RANKS = (NotWithRanks("device='cuda'", _is_on_cuda, "Use device='cpu', or tensor_parallel_size=1."),)
 
-# What they cannot do where they keep the positions of the same KV heads by turns.
-NOT_WITH_SHARED_CONTEXT = (
-    NotWithRanks(
-        "keys and values of 8 bits",
-        lambda config: config.cache.kv_cache_dtype == "int8",
-        "Use another kv_cache_dtype, or decode_context_parallel_size=1.",
-    ),
-)
-
 # What they cannot do where each has layers of its own.
 NOT_WITH_STAGES = (
     NotWithRanks(
@@ -86,12 +77,6 @@ def check_options(config: EngineConfig) -> None:
     for name, size, who, table in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, several, (*NOT_WITH_RANKS, *NOT_WITH_STAGES)),
         ("tensor_parallel_size", parallel.tensor_parallel_size, several, NOT_WITH_RANKS),
-        (
-            "decode_context_parallel_size",
-            parallel.decode_context_parallel_size,
-            "workers that keep positions by turns are",
-            NOT_WITH_SHARED_CONTEXT,
-        ),
     ):
         for cannot in table if size != 1 else ():
             if cannot.is_asked_for(config):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.native.meetings import Meetings
 from penstock.kernels.native.tracing import Role, TracedRequests, TracedTensor, Untraceable, floats
 
 # Halves of the work that may be done by themselves, as the library knows them.
@@ -19,6 +20,8 @@ _BOTH, _WRITE, _ATTEND = 0, 1, 2
 # Heads that are neither normalised nor turned; rows that are neither read nor written.
 _AS_THEY_ARE = (0, 0.0, 0, 0, 0)
 _NOTHING = (0, 0)
+# A rank of one, as meetings are told.
+_ALONE = (0, 0, 1, 0, 0, 0)
 # What the cache may be kept in, and how the library knows it.
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -58,7 +61,11 @@ class StepRequests:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What a layer computes. sliding_window, soft_cap: None for none."""
+    """What a layer computes. sliding_window, soft_cap: None for none.
+
+    meetings: of ranks that keep the positions by turns, `interleave` in a row; None where all are here. block_size: of
+    those positions that are here.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -67,6 +74,8 @@ class HeadShape:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    meetings: Meetings | None = None
+    interleave: int = 1
 
     @property
     def arguments(self) -> tuple[int | float, ...]:
@@ -81,6 +90,11 @@ class HeadShape:
             self.soft_cap or 0.0,
         )
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who keeps positions, as the library takes it."""
+        return *(_ALONE if self.meetings is None else self.meetings.arguments), self.interleave
+
 
 class NativeAttention:
     """Writes a step's keys and values to the cache, then attends causally.
@@ -89,6 +103,9 @@ class NativeAttention:
     The tensors are float32. The cache is [2, blocks, K, block_size, D] in float32, bfloat16 or int8, where int8 has
     D + 4 bytes for a position of a head. Its first half, the keys, is really [blocks, K, D, block_size]. How int8 lies
     is the kernels' own matter (`attention_cache.inl`).
+
+    Where ranks keep positions by turns, all make the same calls, each with its own heads; whoever attends meets the
+    others, which raises as `Meetings.fail`. Head norms are the same for all ranks' query heads.
     """
 
     def __init__(self, module: Any, instruction_set: int) -> None:
@@ -178,6 +195,8 @@ class NativeAttention:
             eps,
             table_PR,
             table_PR.shape[1] // 2,
+            *shape.ranks,
+            meetings=shape.meetings,
         )
 
     def write_from_projection(
@@ -206,7 +225,7 @@ class NativeAttention:
         preparation: tuple[int | float, ...],
         phase: int,
     ) -> None:
-        self._module.attention(
+        status = self._module.attention(
             self._index,
             *query,
             *key,
@@ -218,7 +237,11 @@ class NativeAttention:
             *preparation,
             phase,
             torch.get_num_threads(),
+            *shape.ranks,
         )
+        if status:
+            assert shape.meetings is not None, "no others meet"
+            shape.meetings.fail("attention", torch.float32, [shape.num_heads, shape.head_size], status)
 
 
 def _rows_of(heads: Tensor) -> tuple[int, int]:

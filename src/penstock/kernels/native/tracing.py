@@ -181,16 +181,23 @@ class Trace:
         return x
 
     def attend(
-        self, qkv_TX: TracedTensor, width: int, requests: TracedRequests, kv_cache: Tensor, *arguments: Argument
+        self,
+        qkv_TX: TracedTensor,
+        width: int,
+        requests: TracedRequests,
+        kv_cache: Tensor,
+        *arguments: Argument,
+        meetings: Meetings | None = None,
     ) -> TracedTensor:
-        """An attention from the output of the projections, which it overwrites."""
+        """An attention from the output of the projections, which it overwrites. meetings: where ranks do it together."""
         if self._is_last:
             raise Untraceable("there is an attention after the one that leaves last tokens")
         cell = self._cell(qkv_TX)
         qkv_TX.cell = None
         self.keeps_alive.append(kv_cache)
         self._is_last = requests.is_last
-        return self._make(Kernel.ATTENTION, width, (requests.group, requests.is_last, *arguments), cell)
+        arguments = (requests.group, requests.is_last, *arguments)
+        return self._make(Kernel.ATTENTION, width, arguments, cell, meetings=meetings)
 
     def keep_last(self, per_token: TracedTensor) -> TracedTensor:
         """The rows of last tokens, beside or after the attention that has left these; `per_token` is gone."""
@@ -245,9 +252,10 @@ class Trace:
         arguments: Sequence[Argument],
         x: Cell | None = None,
         residual: Cell | None = None,
+        meetings: Meetings | None = None,
     ) -> TracedTensor:
         out = Cell(width)
-        self._note(kernel, (x, residual, out), arguments)
+        self._note(kernel, (x, residual, out), arguments, meetings)
         return self.stand_in(Role.ROWS, out)
 
     def _note(

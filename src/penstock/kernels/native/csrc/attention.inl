@@ -6,6 +6,8 @@
 // an item, or those of a few KV heads, over all of its context or over a part. Positions are taken in chunks and tiles
 // that begin at fixed multiples. Each chunk is summed up by itself and then merged into those before it, whoever
 // computed it: a row's result has the same bits however its request was cut into steps, and whatever else runs.
+//
+// Positions are those of the cache, but for the ones that are said to be of the whole request (see `kept`).
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -21,7 +23,9 @@ struct AttentionJob {
 
 // Queries of one request in an item.
 struct Part {
-  int64_t request, first_token, first_position, end;
+  int64_t request, first_token, num_tokens;
+  int64_t whole_position;  // of the first token
+  int64_t begin, end;      // the tokens' own positions, as far as they are here; the last one sees up to the end
   int64_t first_row;     // in the item
   int64_t shared_tiles;  // leading tiles that have the blocks of the part before
 };
@@ -51,7 +55,8 @@ struct Run {
 struct AttentionBuffers {
   float* query;         // [rows][head_size], scaled; of 16 bits each for an int8 cache
   float* query_scale;   // [rows], what those are to be multiplied with
-  int32_t* positions;   // [rows]
+  int32_t* seen_from;   // [rows], first position that each sees
+  int32_t* seen_to;     // [rows], and the one after the last
   float* scores;        // [rows][tile]; as weights of 16 bits each for an int8 cache
   float* weight_scale;  // [rows], what those are to be multiplied with
   float* keep;          // [rows], in whole vectors: what a larger peak leaves of the sums
@@ -92,7 +97,8 @@ static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk
   }
 }
 
-PENSTOCK_INLINE int64_t tokens_in(const Part& part) { return part.end - part.first_position; }
+// Floats of a head's result.
+PENSTOCK_INLINE int64_t out_size(const AttentionArgs& a) { return a.head_size + (a.num_shares > 1 ? 1 : 0); }
 
 // Tokens ahead of the one that is loaded, whose queries are fetched: they lie too far apart for processors to foresee.
 constexpr int64_t kTokensAhead = 8;
@@ -104,16 +110,17 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
   for (int64_t h = 0; h < unit.num_heads; ++h)
     for (int64_t p = 0; p < unit.num_parts; ++p) {
       const Part& part = unit.parts[p];
-      for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
+      for (int64_t i = 0; i < part.num_tokens * group; ++i) {
         const int64_t token = part.first_token + i / group, head = (unit.kv_head + h) * group + i % group;
-        const int64_t row = h * unit.rows + part.first_row + i;
+        const int64_t row = h * unit.rows + part.first_row + i, whole_position = part.whole_position + i / group;
         float* query = buffers.query + row * a.head_size;
         const float* from = a.query + token * a.query_stride + head * a.head_size;
-        if (i / group + kTokensAhead < tokens_in(part)) fetch_soon<false>(from + kTokensAhead * a.query_stride, size_in_bytes);
-        fetch_soon<true>(a.out + token * a.out_stride + head * a.head_size, size_in_bytes);
-        prepare_head(a, from, head, token, a.scale * kLog2e, query);
+        if (i / group + kTokensAhead < part.num_tokens) fetch_soon<false>(from + kTokensAhead * a.query_stride, size_in_bytes);
+        fetch_soon<true>(a.out + token * a.out_stride + head * out_size(a), size_in_bytes);
+        prepare_head(a, from, head % own_heads(a), token, a.scale * kLog2e, query);
         if (kIsInt8<T>) buffers.query_scale[row] = narrow(query, a.head_size, largest_of(a.head_size));
-        buffers.positions[row] = static_cast<int32_t>(part.first_position + i / group);
+        buffers.seen_from[row] = static_cast<int32_t>(seen_from(a, whole_position));
+        buffers.seen_to[row] = static_cast<int32_t>(kept(a, whole_position + 1));
       }
     }
 }
@@ -123,13 +130,15 @@ PENSTOCK_INLINE void write_output(const AttentionArgs& a, const Unit& unit, cons
   for (int64_t h = 0; h < unit.num_heads; ++h)
     for (int64_t p = 0; p < unit.num_parts; ++p) {
       const Part& part = unit.parts[p];
-      for (int64_t i = 0; i < tokens_in(part) * group; ++i) {
+      for (int64_t i = 0; i < part.num_tokens * group; ++i) {
         const int64_t token = part.first_token + i / group, head = (unit.kv_head + h) * group + i % group;
         const int64_t row = h * unit.rows + part.first_row + i;
-        const float scale = 1.0f / sum_lanes(load(sums.mass + row * kLanes));
+        const float mass = sum_lanes(load(sums.mass + row * kLanes));
+        const float scale = a.num_shares > 1 && mass == 0.0f ? 0.0f : 1.0f / mass;
         const float* from = sums.values + row * size;
-        float* to = a.out + token * a.out_stride + head * size;
+        float* to = a.out + token * a.out_stride + head * out_size(a);
         for (int64_t d = 0; d < size; ++d) to[d] = from[d] * scale;
+        if (a.num_shares > 1) to[size] = sums.peak[row] + __builtin_log2f(mass);
       }
     }
 }
@@ -146,11 +155,11 @@ PENSTOCK_INLINE int64_t rows_at_once(int64_t rows, int64_t row) {
   return rows - row < most ? rows - row : most;
 }
 
-// What a row at `position` sees of the tile start .. stop.
-PENSTOCK_INLINE Visible visible_to(const AttentionArgs& a, int64_t position, int64_t start, int64_t stop) {
-  const int64_t seen_from = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
+// What a row sees of the tile start .. stop.
+PENSTOCK_INLINE Visible visible_to(const AttentionBuffers& buffers, int64_t row, int64_t start, int64_t stop) {
+  const int64_t seen_from = buffers.seen_from[row], seen_to = buffers.seen_to[row];
   const int64_t from = seen_from > start ? seen_from - start : 0;
-  const int64_t to = position + 1 < stop ? position + 1 - start : stop - start;
+  const int64_t to = (seen_to < stop ? seen_to : stop) - start;
   return from < to ? Visible{from, to} : Visible{0, 0};
 }
 
@@ -161,7 +170,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   const int64_t size = a.head_size, block_size = a.block_size, stride = cut.stride();
   const int64_t seen = start > run.begin ? start : run.begin;
   const int64_t first_block = seen / block_size, end_block = (stop + block_size - 1) / block_size;
-  const int32_t* positions = buffers.positions + run.first_row;
+  const int32_t* seen_to = buffers.seen_to + run.first_row;
   const float* query = buffers.query + run.first_row * size;
 
   // Positions outside seen .. stop are not read: what lies there is not this request's, and may not be a number.
@@ -191,7 +200,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
       copy_scales(a, values, from % block_size, from % block_size + to - from, buffers.value_scale + from - start);
     }
     int64_t row = 0;
-    while (row < run.rows && positions[row] < first * block_size) ++row;  // which sees none of it
+    while (row < run.rows && seen_to[row] <= first * block_size) ++row;  // which sees none of it
     while (row < run.rows) {
       const int64_t rows = rows_at_once(run.rows, row);
       KeyBlock<T> at[kMostBlocks];
@@ -207,7 +216,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   for (int64_t row = 0; row < run.rows; ++row) {
     const float old_peak = sums.peak[run.first_row + row];
     const float peak = find_peak(a.soft_cap * kLog2e, buffers.scores + row * stride,
-                                 visible_to(a, positions[row], start, stop), kIsInt8<T> ? buffers.key_scale : nullptr);
+                                 visible_to(buffers, run.first_row + row, start, stop), kIsInt8<T> ? buffers.key_scale : nullptr);
     buffers.keep[row] = peak > old_peak ? old_peak - peak : 0.0f;
     if (peak > old_peak) sums.peak[run.first_row + row] = peak;
   }
@@ -218,7 +227,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   for (int64_t row = 0; row < run.rows; ++row) {
     float* mass = sums.mass + (run.first_row + row) * kLanes;
     float* weights = buffers.scores + row * stride;
-    const Visible visible = visible_to(a, positions[row], start, stop);
+    const Visible visible = visible_to(buffers, run.first_row + row, start, stop);
     store(mass, soften(weights, visible, length, sums.peak[run.first_row + row],
                        kIsInt8<T> ? buffers.value_scale : nullptr, load(mass) * buffers.keep[row]));
     if (kIsInt8<T>) buffers.weight_scale[row] = narrow_weights(weights, visible, stride, largest_weight);
@@ -227,7 +236,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   for (int64_t row = 0; row < run.rows;) {
     const int64_t rows = rows_at_once(run.rows, row);
     int64_t limit = 0;
-    for (int64_t i = row; i < row + rows; ++i) limit = positions[i] >= limit ? positions[i] + 1 : limit;
+    for (int64_t i = row; i < row + rows; ++i) limit = seen_to[i] > limit ? seen_to[i] : limit;
     limit = limit < stop ? limit - start : stop - start;
     weigh_rows(rows, buffers.scores + row * stride, stride, buffers.weight_scale + row, segments, limit, size,
                buffers.keep + row, sums.values + (run.first_row + row) * size);
@@ -265,6 +274,7 @@ static void attend_chunk(const AttentionArgs& a, const Cut& cut, const Attention
   const int64_t first = chunk * cut.chunk, begin = first > unit.from ? first : unit.from;
   const int64_t end = first + cut.chunk < unit.to ? first + cut.chunk : unit.to;
   const int64_t group = a.num_heads / a.num_kv_heads;
+  if (begin >= end) return;  // none of it is here
   for (int64_t start = begin / cut.tile * cut.tile; start < end; start += cut.tile) {
     for (int64_t p = 0; p < unit.num_parts;) {
       int64_t last = p, stop = unit.parts[p].end;
@@ -276,7 +286,7 @@ static void attend_chunk(const AttentionArgs& a, const Cut& cut, const Attention
         Run run;
         run.blocks = table_of(a, unit.parts[p].request);
         run.first_row = unit.parts[p].first_row;
-        run.rows = unit.parts[last].first_row + tokens_in(unit.parts[last]) * group - run.first_row;
+        run.rows = unit.parts[last].first_row + unit.parts[last].num_tokens * group - run.first_row;
         run.begin = unit.begin;
         for (int64_t h = 0; h < unit.num_heads; ++h, run.first_row += unit.rows) {
           run.kv_head = unit.kv_head + h;
@@ -297,7 +307,7 @@ template <class T>
 PENSTOCK_INLINE void write_parts(const AttentionArgs& a, const Unit& unit, float* key) {
   for (int64_t p = 0; p < unit.num_parts; ++p) {
     const Part& part = unit.parts[p];
-    const int64_t from = part.first_position > unit.from ? part.first_position : unit.from;
+    const int64_t from = part.begin > unit.from ? part.begin : unit.from;
     const int64_t to = part.end < unit.to ? part.end : unit.to;
     for (int64_t h = 0; h < unit.num_heads; ++h) write_positions<T>(a, part.request, unit.kv_head + h, from, to, key);
   }
@@ -342,10 +352,11 @@ static void write_all(const AttentionArgs& a, int thread, int num_threads, float
     const int64_t first_token = a.query_start[r + 1] - a.seq_lens[r];
     const int64_t from = a.query_start[r] > begin ? a.query_start[r] : begin;
     const int64_t to = a.query_start[r + 1] < end ? a.query_start[r + 1] : end;
-    int64_t position = from - first_token, stop;
+    const int64_t last = kept(a, to - first_token);
+    int64_t position = kept(a, from - first_token), stop;
     // Block by block, whose heads follow each other in memory, as those of a token do.
-    for (; position < to - first_token; position = stop) {
-      stop = least((position / a.block_size + 1) * a.block_size, to - first_token);
+    for (; position < last; position = stop) {
+      stop = least((position / a.block_size + 1) * a.block_size, last);
       for (int64_t head = 0; head < a.num_kv_heads; ++head) write_positions<T>(a, r, head, position, stop, key);
     }
   }
@@ -383,13 +394,14 @@ static bool take_unit(AttentionJob& job, Unit& unit) {
     Part& part = unit.parts[p];
     part.request = request;
     part.first_token = a.query_start[request] + first_query;
-    part.first_position = a.seq_lens[request] - left;
-    part.end = part.first_position + queries;
+    part.num_tokens = queries;
+    part.whole_position = a.seq_lens[request] - left;
+    part.begin = kept(a, part.whole_position);
+    part.end = kept(a, part.whole_position + queries);
     part.first_row = unit.rows;
     part.shared_tiles = member.shared_tiles;
     unit.rows += queries * (a.num_heads / a.num_kv_heads);
-    const int64_t begin =
-        a.window > 0 && part.first_position >= a.window ? part.first_position - a.window + 1 : 0;
+    const int64_t begin = seen_from(a, part.whole_position);
     unit.begin = begin < unit.begin ? begin : unit.begin;
     unit.to = part.end > unit.to ? part.end : unit.to;
   }
@@ -414,7 +426,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
   const int64_t scores = rows * stride > size ? rows * stride : size;
   const int64_t keep = (rows + kLanes - 1) / kLanes * kLanes;
   float* memory =
-      scratch.get(static_cast<size_t>(rows * (size + 3 + 2 * sums_size(size)) + scores + 2 * stride + keep));
+      scratch.get(static_cast<size_t>(rows * (size + 4 + 2 * sums_size(size)) + scores + 2 * stride + keep));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   AttentionBuffers b;
   b.scores = memory;
@@ -426,7 +438,8 @@ static void attention_thread(void* data, int thread, const Team& team) {
   b.chunk = sums_at(b.query + rows * (size + sums_size(size)), rows, size);
   b.query_scale = b.query + rows * (size + 2 * sums_size(size));
   b.weight_scale = b.query_scale + rows;
-  b.positions = reinterpret_cast<int32_t*>(b.weight_scale + rows);
+  b.seen_from = reinterpret_cast<int32_t*>(b.weight_scale + rows);
+  b.seen_to = b.seen_from + rows;
   if (plan.writes_first) {
     if (memory != nullptr) write_all<T>(a, thread, team.num_threads, b.scores);
     team.barrier();
@@ -484,7 +497,7 @@ static bool attention(const AttentionArgs& a) {
     // A request of few tokens would write its own just before it reads them, but others may read them as well.
     const bool may_be_read = tokens > (a.num_requests > 1 ? 1 : plan.few_tokens);
     plan.writes_first |= may_be_read && a.phase == AttentionPhase::kBoth;
-    num_elements += (a.seq_lens[r] - begin_of(a, r)) * tokens * a.num_heads * a.head_size;
+    num_elements += (kept(a, a.seq_lens[r]) - begin_of(a, r)) * tokens * a.num_heads * a.head_size;
   }
   if (num_elements < kAloneAttention) plan.num_threads = 1;
 

@@ -40,6 +40,23 @@ PENSTOCK_INLINE void narrow_one(float x, float, Bfloat16* to) {
   to->bits = static_cast<uint16_t>(x == x ? rounded : bits >> 16 | 0x40);
 }
 
+// Of a request's positions from 0 on, so many, those that are here: the first ones here, in the same order. Whatever is
+// said of the cache counts these alone.
+PENSTOCK_INLINE int64_t kept(const AttentionArgs& a, int64_t length) {
+  if (a.num_shares == 1) return length;
+  const int64_t round = a.num_shares * a.interleave, rest = length % round - a.share * a.interleave;
+  return length / round * a.interleave + (rest < 0 ? 0 : rest < a.interleave ? rest : a.interleave);
+}
+
+// Which position of the request one of these is.
+PENSTOCK_INLINE int64_t whole_position(const AttentionArgs& a, int64_t position) {
+  if (a.num_shares == 1) return position;
+  return (position / a.interleave * a.num_shares + a.share) * a.interleave + position % a.interleave;
+}
+
+// Query heads of this rank.
+PENSTOCK_INLINE int64_t own_heads(const AttentionArgs& a) { return a.num_heads / a.num_shares; }
+
 template <class T>
 PENSTOCK_INLINE T* block_at(const AttentionArgs& a, void* cache, int64_t block, int64_t kv_head) {
   return reinterpret_cast<T*>(static_cast<char*>(cache) + (block * a.num_kv_heads + kv_head) * a.head_stride);
@@ -124,21 +141,22 @@ template <class T>
 static void write_positions(const AttentionArgs& a, int64_t request, int64_t kv_head, int64_t begin, int64_t end,
                             float* key) {
   const int32_t* blocks = a.block_table + request * a.block_table_stride;
-  const int64_t size = a.head_size;
+  const int64_t size = a.head_size, length = kept(a, a.seq_lens[request]);
   const int64_t first_token = a.query_start[request + 1] - a.seq_lens[request];  // that of position 0
   for (int64_t position = begin; position < end; ++position) {
-    const int64_t token = first_token + position, offset = position % a.block_size;
+    const int64_t token = first_token + whole_position(a, position), offset = position % a.block_size;
     const int64_t number = position / a.block_size, block = blocks[number];
     const float* from_key = a.key + token * a.key_stride + kv_head * size;
     const float* from_value = a.value + token * a.value_stride + kv_head * size;
-    if (position + a.block_size < a.seq_lens[request]) {
+    if (position + a.block_size < length) {
       const int64_t later = blocks[number + 1], share = size * static_cast<int64_t>(sizeof(T));
-      fetch_soon<false>(from_key + a.block_size * a.key_stride, size * sizeof(float));
-      fetch_soon<false>(from_value + a.block_size * a.value_stride, size * sizeof(float));
+      const int64_t tokens = a.block_size * a.num_shares;
+      fetch_soon<false>(from_key + tokens * a.key_stride, size * sizeof(float));
+      fetch_soon<false>(from_value + tokens * a.value_stride, size * sizeof(float));
       fetch_soon<true>(block_at<T>(a, a.key_cache, later, kv_head) + offset * size, share);
       fetch_soon<true>(block_at<T>(a, a.value_cache, later, kv_head) + offset * size, share);
     }
-    prepare_head(a, from_key, a.num_heads + kv_head, token, 1.0f, key);
+    prepare_head(a, from_key, own_heads(a) + kv_head, token, 1.0f, key);
     write_key(a, key, block_at<T>(a, a.key_cache, block, kv_head), offset);
     write_value(a, from_value, block_at<T>(a, a.value_cache, block, kv_head), offset);
   }

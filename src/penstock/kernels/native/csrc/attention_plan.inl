@@ -55,18 +55,24 @@ PENSTOCK_INLINE int64_t tokens_of(const AttentionArgs& a, int64_t request) {
   return a.query_start[request + 1] - a.query_start[request];
 }
 
-// First position that any of a request's queries sees.
-PENSTOCK_INLINE int64_t begin_of(const AttentionArgs& a, int64_t request) {
-  const int64_t first_position = a.seq_lens[request] - tokens_of(a, request);
-  return a.window > 0 && first_position >= a.window ? first_position - a.window + 1 : 0;
+// First position here that a query sees, given its own in the request. It may be that of the end of what is here.
+PENSTOCK_INLINE int64_t seen_from(const AttentionArgs& a, int64_t whole_position) {
+  return a.window > 0 && whole_position >= a.window ? kept(a, whole_position - a.window + 1) : 0;
 }
 
+// First position that any of a request's queries sees.
+PENSTOCK_INLINE int64_t begin_of(const AttentionArgs& a, int64_t request) {
+  return seen_from(a, a.seq_lens[request] - tokens_of(a, request));
+}
+
+// One, where it sees nothing.
 PENSTOCK_INLINE int64_t chunks_of(const AttentionArgs& a, const Cut& cut, int64_t request) {
-  return (a.seq_lens[request] - 1) / cut.chunk - begin_of(a, request) / cut.chunk + 1;
+  const int64_t begin = begin_of(a, request), end = kept(a, a.seq_lens[request]);
+  return end > begin ? (end - 1) / cut.chunk - begin / cut.chunk + 1 : 1;
 }
 
 PENSTOCK_INLINE int64_t blocks_of(const AttentionArgs& a, int64_t request) {
-  return (a.seq_lens[request] + a.block_size - 1) / a.block_size;
+  return (kept(a, a.seq_lens[request]) + a.block_size - 1) / a.block_size;
 }
 
 PENSTOCK_INLINE const int32_t* table_of(const AttentionArgs& a, int64_t request) {

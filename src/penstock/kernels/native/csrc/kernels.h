@@ -43,6 +43,10 @@ struct GreedyArgs {
 // Query and key heads are normalised and turned first where there is a norm's weight and a rotary table.
 // phase: only one half of this, where the other half comes, or came, in a call of its own. What only writes reads no
 // query and gives no output.
+// num_shares: of ranks that keep the positions by turns, `interleave` in a row, of which this one is `share`. Requests,
+// their lengths and windows are of all positions, blocks of those that are here. Queries are the heads of all ranks, equal
+// in number, norms those of this rank's. Where there are several, a vector of the output is an average over what is here,
+// zeros over nothing, and behind it comes the logarithm, to the base 2, of the sum of what it is weighed by.
 enum class AttentionPhase : int { kBoth = 0, kWrite = 1, kAttend = 2 };
 
 struct AttentionArgs {
@@ -61,7 +65,7 @@ struct AttentionArgs {
   const int32_t* block_table;
   int64_t block_table_stride;
   int64_t num_requests;
-  float* out;  // [tokens][heads][head_size]
+  float* out;  // [tokens][heads][head_size], or [heads][head_size + 1]
   int64_t out_stride;
   int64_t num_heads, num_kv_heads, head_size, block_size, window;
   float scale, soft_cap;
@@ -70,6 +74,7 @@ struct AttentionArgs {
   const float* rotary_table;  // [positions][cosines, then sines; rotary_half of each], or nullptr
   int64_t rotary_half;
   const int64_t* positions;  // [tokens]
+  int64_t num_shares, share, interleave;
   AttentionPhase phase;
   int num_threads;
 };

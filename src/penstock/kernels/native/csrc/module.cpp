@@ -9,6 +9,7 @@
 
 #include <new>
 
+#include "attention_of_ranks.h"
 #include "kernels.h"
 #include "meeting.h"
 #include "parallel.h"
@@ -194,17 +195,6 @@ PyObject* lookup(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() && are_rows(a.ids, a.num_ids, a.num_rows) ? run(kernels->lookup, a) : nullptr;
 }
 
-PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  AttentionArgs a;
-  in.read(a.query, a.query_stride, a.key, a.key_stride, a.value, a.value_stride, a.key_cache, a.value_cache,
-          a.head_stride, a.cache_type, a.query_start, a.seq_lens, a.block_table, a.block_table_stride, a.num_requests,
-          a.out, a.out_stride, a.num_heads, a.num_kv_heads, a.head_size, a.block_size, a.window, a.scale, a.soft_cap,
-          a.norm_weight, a.norm_eps, a.rotary_table, a.rotary_half, a.positions, a.phase, a.num_threads);
-  return in.are_good() ? run(kernels->attention, a) : nullptr;
-}
-
 PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
@@ -259,6 +249,7 @@ PyObject* allow_by_bits(PyObject*, PyObject* const* values, Py_ssize_t count) {
 #include "module_stored.inl"
 #include "module_quantized.inl"
 #include "module_meeting.inl"
+#include "module_attention.inl"
 #include "module_program.inl"
 #include "module_step.inl"
 

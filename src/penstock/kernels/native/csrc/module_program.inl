@@ -81,6 +81,8 @@ int64_t read_arguments(Operation& operation, Arguments& in) {
       AttentionArgs& a = operation.attention = {};
       in.read(a.key_cache, a.value_cache, a.head_stride, a.cache_type, a.num_heads, a.num_kv_heads, a.head_size,
               a.block_size, a.window, a.scale, a.soft_cap, a.norm_weight, a.norm_eps, a.rotary_table, a.rotary_half);
+      read(in, operation.ranks);
+      in.read(a.interleave);
       return 0;
     }
     case Operation::Kind::kLookup: {

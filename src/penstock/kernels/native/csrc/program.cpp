@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "attention_of_ranks.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -53,13 +54,13 @@ class Runner {
   bool last_attention(const Operation& operation) const {
     AttentionArgs a = attention_of_all(operation);
     a.phase = AttentionPhase::kWrite;
-    if (!program_.kernels->attention(a)) return false;
+    if (!attend(operation, a)) return false;
     Runner(program_, step_, 0, step_.last.count, outcome_).keep_last(operation.in);
     a.query_start = step_.last.query_start;
     a.seq_lens = step_.last.seq_lens;
     a.positions = step_.last.positions;
     a.phase = AttentionPhase::kAttend;
-    return program_.kernels->attention(a);
+    return attend(operation, a);
   }
 
  private:
@@ -176,7 +177,10 @@ class Runner {
   }
 
   bool meet(const Operation& operation, const MeetingArgs& args) const {
-    const int64_t status = penstock::meet(args);
+    return has_met(operation, penstock::meet(args));
+  }
+
+  bool has_met(const Operation& operation, int64_t status) const {
     if (status == 0) return true;
     outcome_ = {true, status, &operation - program_.operations.data(), num_rows_};
     return false;
@@ -249,7 +253,12 @@ class Runner {
     const AttentionArgs a = attention_of_all(operation);
     std::memset(a.out + step_.num_tokens * a.out_stride, 0,
                 (step_.num_rows - step_.num_tokens) * a.out_stride * sizeof(float));
-    return step_.num_tokens == 0 || program_.kernels->attention(a);
+    return step_.num_tokens == 0 || attend(operation, a);
+  }
+
+  bool attend(const Operation& operation, const AttentionArgs& args) const {
+    const AttentionOutcome outcome = attention_of_ranks(*program_.kernels, args, operation.ranks);
+    return outcome.had_memory && has_met(operation, outcome.meeting_status);
   }
 
   AttentionArgs attention_of_all(const Operation& operation) const {

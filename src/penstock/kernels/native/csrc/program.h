@@ -44,7 +44,7 @@ struct Operation {
   bool is_last;
   float factor;  // of kScale
   TokenShare share;
-  Ranks ranks;  // of kAllReduce and kMergeChoices
+  Ranks ranks;  // of kAllReduce, kMergeChoices and kAttention
   int64_t first_index;  // of kMergeChoices: this rank's first of all
   const QuantizedKernels* quantized_kernels;
   union {
