@@ -2,9 +2,9 @@
 
     python -m benchmarks.exchanges [--ranks 2] [--width 1024] [--tokens 256 512 1024 2048] [--rounds 200]
 
-Sums that are scattered over ranks, beside a sum of which each takes its share. Hidden states from one stage of a pipeline
-to the next, whose ranks all need them whole: sent by every rank, or in parts that the receivers gather. Medians, and the
-ratio of the medians.
+Sums that are scattered over ranks, beside a sum of which each takes its share. Hidden states from one stage of a
+pipeline to the next, whose ranks all need them whole: sent by every rank, or in parts that the receivers gather.
+Medians, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def hops(parallel: ParallelContext, hidden_TD: Tensor) -> list[Callable[[], obje
         return received
 
     return [
-        partial(
-            there_and_back, partial(pipeline.send, hidden_TD), lambda source: pipeline.receive(hidden_TD, source)
-        ),
+        partial(there_and_back, partial(pipeline.send, hidden_TD), lambda source: pipeline.receive(hidden_TD, source)),
         partial(
             there_and_back,
             lambda stage: pipeline.send(rows.own(hidden_TD), stage),
@@ -79,7 +77,9 @@ KINDS = {
 }
 
 
-def _seconds(rank: int, *, kind: str, config: ParallelConfig, descriptor: int, shape: tuple[int, int], rounds: int) -> list[float]:
+def _seconds(
+    rank: int, *, kind: str, config: ParallelConfig, descriptor: int, shape: tuple[int, int], rounds: int
+) -> list[float]:
     """The median of each way."""
     torch.set_num_threads(1)
     make, _ = KINDS[kind]
@@ -118,7 +118,9 @@ def main() -> None:
     for kind in KINDS:
         for num_tokens in arguments.tokens:
             first, second = measure(kind, arguments.ranks, (num_tokens, arguments.width), arguments.rounds)
-            print(f"| {kind} | {num_tokens} | {first * 1e6:.0f} | {second * 1e6:.0f} | {first / second:.2f} |", flush=True)
+            print(
+                f"| {kind} | {num_tokens} | {first * 1e6:.0f} | {second * 1e6:.0f} | {first / second:.2f} |", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -71,10 +71,6 @@ def test_what_does_not_fit_together_is_refused_by_name(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "gpt2", "gpt2", vocab_size=VOCAB_SIZE)
     with pytest.raises(UnsupportedFeature, match=r"decode_context_parallel_size=2: with \d+ KV heads"):
         make(tmp_path / "gpt2", 2, 2)
-    with pytest.raises(UnsupportedFeature, match="cpu_paged: it needs all positions on one rank"):
-        make(tmp_path, 4, 2, attention_backend="cpu_paged")
-    with pytest.raises(UnsupportedFeature, match="cpu_context: it keeps no"):
-        make(tmp_path, 4, 2, attention_backend="cpu_context", kv_cache_dtype="int8")
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +21,7 @@ from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import RowParallelLinear, process_weights_after_loading
 from penstock.layers.quantization.choose import choose_method
 from penstock.parallel import GroupAgreement, ParallelContext
-from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
-from penstock.parallel.shared_memory_group import SharedMemoryGroup, group_bytes
-from support.ranks import run_ranks
+from support.ranks import run_ranks, shared_memory_groups
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
 
@@ -32,9 +29,7 @@ VOCAB_SIZE, WIDTH = 96, 48
 
 
 def parallel_contexts(size: int, **options: Any) -> list[ParallelContext]:
-    descriptor = create_shared_memory(group_bytes(size))
-    groups = [SharedMemoryGroup(rank, size, SharedMemory(descriptor), **options) for rank in range(size)]
-    os.close(descriptor)
+    groups = shared_memory_groups(size, **options)
     return [ParallelContext(rank=rank, world_size=size, tensor=group) for rank, group in enumerate(groups)]
 
 

@@ -14,26 +14,16 @@ import torch
 from penstock.config.parallel import ParallelConfig
 from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
-from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
-from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup, group_bytes
-from support.ranks import run_ranks
+from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup
+from support.ranks import run_ranks, shared_memory_groups
 
 SIZES = (2, 3, 4)
 # A few numbers; more than a rank gives at a time, and not a whole number of times.
 SHAPES = ((0, 4), (1, 1), (3, 5), (2, SLOT_BYTES // 8 + 3))
 
 
-def groups(size: int, **options: Any) -> list[SharedMemoryGroup]:
-    """Of ranks that each have a mapping of their own, as processes do."""
-    descriptor = create_shared_memory(group_bytes(size))
-    try:
-        return [SharedMemoryGroup(rank, size, SharedMemory(descriptor), **options) for rank in range(size)]
-    finally:
-        os.close(descriptor)
-
-
 def together(size: int, run: Callable[[SharedMemoryGroup], Any], **options: Any) -> list[Any]:
-    ranks = groups(size, **options)
+    ranks = shared_memory_groups(size, **options)
     return run_ranks(size, lambda rank: run(ranks[rank]))
 
 
@@ -137,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_call() -> None:
 
 
 def test_whoever_waits_long_sleeps() -> None:
-    ranks = groups(2)
+    ranks = shared_memory_groups(2)
     waiting = threading.Thread(target=lambda: ranks[0].all_reduce(torch.zeros(1)))
     waiting.start()
     time.sleep(0.1)
@@ -229,14 +219,14 @@ def test_what_is_sent_comes_whole_and_in_order() -> None:
 
 
 def test_small_tensors_are_sent_before_anybody_receives() -> None:
-    first, second = groups(2)
+    first, second = shared_memory_groups(2)
     for number in range(3):
         first.send(torch.tensor([number]), 1)
     assert [second.receive(torch.empty(1, dtype=torch.int64), 0).item() for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_tensor_of_another_size_and_one_that_does_not_come_are_errors() -> None:
-    first, second = groups(2, timeout_s=0.05)
+    first, second = shared_memory_groups(2, timeout_s=0.05)
     first.send(torch.zeros(2), 1)
     with pytest.raises(RanksDisagree, match="rank 0 makes another call"):
         second.receive(torch.zeros(3), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.parallel import Group, ParallelContext
+from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
+from penstock.parallel.shared_memory_group import SharedMemoryGroup, group_bytes
 
 _Result = TypeVar("_Result")
 _WAIT_S = 30.0
@@ -83,6 +86,15 @@ class ThreadGroup(Group):
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         return tensor.copy_(self._meeting.sent[source, self.rank].get(timeout=_WAIT_S))
+
+
+def shared_memory_groups(size: int, **options: Any) -> list[SharedMemoryGroup]:
+    """Of ranks that each have a mapping of their own, as processes do."""
+    descriptor = create_shared_memory(group_bytes(size))
+    try:
+        return [SharedMemoryGroup(rank, size, SharedMemory(descriptor), **options) for rank in range(size)]
+    finally:
+        os.close(descriptor)
 
 
 def contexts(size: int) -> list[ParallelContext]:

@@ -189,7 +189,10 @@ class Trace:
         *arguments: Argument,
         meetings: Meetings | None = None,
     ) -> TracedTensor:
-        """An attention from the output of the projections, which it overwrites. meetings: where ranks do it together."""
+        """An attention from the output of the projections, which it overwrites.
+
+        meetings: where ranks do it together.
+        """
         if self._is_last:
             raise Untraceable("there is an attention after the one that leaves last tokens")
         cell = self._cell(qkv_TX)
