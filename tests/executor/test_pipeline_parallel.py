@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.engine.core import EngineCore
 from penstock.executor import MultiprocessExecutor
+from penstock.worker import WorkerBase
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of, some_steps
 from support.checkpoints import tiny_checkpoint
 from support.engines import add, finish, greedy, make_core, run
@@ -97,6 +99,58 @@ def test_constrained_requests_and_others_go_through_the_stages_together(tmp_path
             texts.append([output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)])
     assert texts[0] == texts[1]
     assert all(set(text) <= set("abcdef") for text, given in zip(texts[0], params, strict=True) if given is with_form)
+
+
+def sending_parts(worker: WorkerBase) -> None:
+    """From now on, ranks of a stage each send a part, as between machines."""
+    worker.parallel.pipeline.sends_parts = True  # type: ignore[attr-defined]
+    worker.runner.kv_cache.programs.forget()  # type: ignore[attr-defined]
+
+
+def noting_what_is_sent(worker: WorkerBase) -> None:
+    """From now on, `sent` has the numbers of rows that this worker sends to the next stage, and `gathered` those that
+    it gathers."""
+    pipeline, tensor = worker.parallel.pipeline, worker.parallel.tensor  # type: ignore[attr-defined]
+    worker.sent, worker.gathered = [], []  # type: ignore[attr-defined]
+    send, all_gather = pipeline.send, tensor.all_gather
+
+    def noted_send(tensor_TD: Tensor, destination: int) -> None:
+        worker.sent.append(len(tensor_TD))  # type: ignore[attr-defined]
+        send(tensor_TD, destination)
+
+    def noted_gather(tensor_TD: Tensor, dim: int) -> Tensor:
+        worker.gathered.append(len(tensor_TD))  # type: ignore[attr-defined]
+        return all_gather(tensor_TD, dim)  # type: ignore[no-any-return]
+
+    pipeline.send, tensor.all_gather = noted_send, noted_gather
+
+
+def noted(worker: WorkerBase) -> tuple[list[int], list[int]]:
+    return worker.sent, worker.gathered  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_scattered", [True, False])
+def test_ranks_of_a_stage_send_each_their_rows(is_scattered: bool, tmp_path: Path) -> None:
+    """What is scattered between layers goes on so; what is not is put together by those who receive parts."""
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=2)
+    prompts, params = PROMPTS[2:4], PARAMS[2:4]
+    expected = run(make(tmp_path, (2,)), prompts, params)
+    core = make(tmp_path, (1, 1), 2, enable_sp=is_scattered, sp_min_token_num=8)
+    try:
+        if not is_scattered:
+            core.collective_rpc(sending_parts)
+        core.collective_rpc(noting_what_is_sent)
+        found = run(core, prompts, params)
+        sent = core.collective_rpc(noted)
+    finally:
+        core.close()
+    assert_same(found, expected)
+    (first, gathered), *_ = sent
+    # Of the steps of 64 tokens, which come first, half.
+    assert first[0] == 32
+    assert sent[1][0] == first
+    # A layer gathers what its two parts take, and the stage behind it nothing more.
+    assert gathered.count(32) == (2 * first.count(32) if is_scattered else 0)
 
 
 @pytest.mark.slow

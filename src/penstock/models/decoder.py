@@ -31,7 +31,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Elsewhere, Into, WeightTable, expand_table, names_elsewhere
 from penstock.parallel import ParallelContext, layers_of_stage
 from penstock.parallel.context_share import context_share
-from penstock.parallel.scattered_rows import scattered_rows
+from penstock.parallel.scattered_rows import ScatteredRows, scattered_rows, sends_parts
 
 DECODER_WEIGHTS: WeightTable = {
     "model.embed_tokens": Into("model.embed_tokens"),
@@ -227,7 +227,8 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Embedding, layers, final norm, or those of them that are this stage's of a pipeline.
 
-    Between stages goes the sum of what a layer takes as two tensors.
+    Between stages goes the sum of what a layer takes as two tensors: of each rank its rows, where they are scattered or
+    the group of stages sends parts (`num_rows_between_stages`).
 
     layer: makes a layer, such as `DecoderLayer`, given its number. ropes: the rotary embedding of each layer; None
     takes the configuration's for all. embed_tokens, norm: where they are not the usual ones.
@@ -259,29 +260,39 @@ class DecoderModel(nn.Module):
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
-        hidden_TD = self._first_hidden(input_ids_T) if given_TD is None else given_TD
+        context = self._scattering(input_ids_T, context)
+        parts = self._parts(input_ids_T, context)
+        if given_TD is None:
+            hidden_TD = self._first_hidden(input_ids_T)
+            if context.rows is not None:
+                hidden_TD = context.rows.own(hidden_TD)
+        else:
+            hidden_TD = given_TD if parts is None else parts.whole(given_TD)
         residual_TD: Tensor | None = None
         rotations = self.rotations(positions_T, hidden_TD.dtype)
-        context = self._scattering(hidden_TD, context)
-        if context.rows is not None:
-            hidden_TD = context.rows.own(hidden_TD)
         contexts = context.by_layer(len(self._stage))
         for index, rotation, of_layer in zip(self._stage, rotations, contexts, strict=True):
             context.note_hidden(index, hidden_TD, residual_TD)
             hidden_TD, residual_TD = self.layers[index](hidden_TD, residual_TD, rotation, of_layer)
         context.note_hidden(self._stage.stop, hidden_TD, residual_TD)
         assert residual_TD is not None, "a decoder has at least one layer"
-        if self.is_last:
-            hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
-        else:
+        if not self.is_last:
             hidden_TD = sum_rows(hidden_TD, residual_TD)
+            return hidden_TD if parts is None else parts.own(hidden_TD)
+        hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
         return hidden_TD if context.rows_asked_for is None else context.whole(hidden_TD)
 
-    def _scattering(self, hidden_TD: Tensor, context: ForwardContext) -> ForwardContext:
+    def _parts(self, input_ids_T: Tensor, context: ForwardContext) -> ScatteredRows | None:
+        """How ranks that have all of the hidden states send them to the next stage, unless each sends all."""
+        if context.rows is not None or not sends_parts(self.parallel):
+            return None
+        return ScatteredRows(self.parallel.tensor, input_ids_T.shape[0])
+
+    def _scattering(self, input_ids_T: Tensor, context: ForwardContext) -> ForwardContext:
         """The context in which this step's hidden states are scattered over ranks; not where they are noted."""
         if self.parallel.min_scattered_tokens is None or context.taps is not None:
             return context
-        return replace(context, rows=scattered_rows(self.parallel, hidden_TD.shape[0]))
+        return replace(context, rows=scattered_rows(self.parallel, input_ids_T.shape[0]))
 
     def _first_hidden(self, input_ids_T: Tensor) -> Tensor:
         """Embeddings; in later stages, whose steps are given hidden states, those of a step that serves nobody."""
@@ -333,7 +344,10 @@ class DecoderForCausalLM(CausalLM):
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
-        """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much."""
+        """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much.
+
+        It has the rows of `num_rows_between_stages`.
+        """
         return self.model(input_ids_T, positions_T, context, *_if_any(given_TD))  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ class Group(ABC):
     """rank: this one's place in the group, from 0 on. size: of the group.
 
     meetings: by which programs of the C++ library do the same; None where they cannot.
+    sends_parts: whether to send takes so much longer than to gather that ranks who all have a tensor each send a part.
 
     Every rank of a group makes the same calls in the same order, with tensors of the same shape and dtype.
     """
@@ -23,6 +24,7 @@ class Group(ABC):
     rank: int
     size: int
     meetings: Meetings | None = None
+    sends_parts: bool = False
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:

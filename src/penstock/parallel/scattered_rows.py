@@ -21,10 +21,14 @@ class ScatteredRows:
     group: Group
     num_tokens: int
 
+    @property
+    def num_own(self) -> int:
+        """S."""
+        return -(-self.num_tokens // self.group.size)
+
     def own(self, whole_TD: Tensor) -> Tensor:
         """This rank's rows of what all ranks have: [S, D]."""
-        size = -(-self.num_tokens // self.group.size)
-        return self._filled_up(whole_TD).narrow(0, self.group.rank * size, size)
+        return self._filled_up(whole_TD).narrow(0, self.group.rank * self.num_own, self.num_own)
 
     def add_up(self, part_TD: Tensor) -> Tensor:
         """This rank's rows of the sum of all ranks' tensors: [S, D]."""
@@ -45,3 +49,16 @@ def scattered_rows(parallel: ParallelContext, num_tokens: int) -> ScatteredRows 
     if least is None or parallel.tensor.size == 1 or num_tokens < least:
         return None
     return ScatteredRows(parallel.tensor, num_tokens)
+
+
+def sends_parts(parallel: ParallelContext) -> bool:
+    """Whether the ranks of a stage, which all have its hidden states, each send a part of them to the next stage."""
+    return parallel.pipeline.sends_parts and parallel.tensor.size > 1
+
+
+def num_rows_between_stages(parallel: ParallelContext, num_tokens: int) -> int:
+    """Rows that a rank sends to the next stage, and is sent, of a step of so many tokens."""
+    rows = scattered_rows(parallel, num_tokens)
+    if rows is None and sends_parts(parallel):
+        rows = ScatteredRows(parallel.tensor, num_tokens)
+    return num_tokens if rows is None else rows.num_own

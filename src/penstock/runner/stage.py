@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -48,12 +50,22 @@ class PipelineStage(OneStage):
 
     Whatever goes to another stage comes behind the number of its step. What is received lies in the same place in every
     step.
+    num_rows: those that a rank is sent of a step of so many tokens, all by default.
     """
 
     has_others = True
 
-    def __init__(self, device: Device, group: Group, max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        device: Device,
+        group: Group,
+        max_num_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        num_rows: Callable[[int], int] = int,
+    ) -> None:
         self._group = group
+        self._num_rows = num_rows
         self._last = group.size - 1
         self.is_last = group.rank == self._last
         has_buffer = group.rank > 0
@@ -70,7 +82,7 @@ class PipelineStage(OneStage):
     def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
         if self._group.rank == 0:
             return inputs
-        hidden_TD = self._received[: inputs.tokens.shape[0]]
+        hidden_TD = self._received[: self._num_rows(inputs.tokens.shape[0])]
         self._receive(self._step_id, hidden_TD, self._group.rank - 1)
         return inputs._replace(hidden=hidden_TD)
 

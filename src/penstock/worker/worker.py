@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
+from penstock.parallel.scattered_rows import num_rows_between_stages
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
@@ -339,7 +341,8 @@ class Worker(WorkerBase):
             return ONE_STAGE
         most_tokens = self.config.scheduler.max_num_batched_tokens
         hidden_size = int(self.config.model.hf_config["hidden_size"])
-        return PipelineStage(self.device, pipeline, most_tokens, hidden_size, self.dtype.torch_dtype)
+        num_rows = partial(num_rows_between_stages, self.parallel)
+        return PipelineStage(self.device, pipeline, most_tokens, hidden_size, self.dtype.torch_dtype, num_rows)
 
     def _required(self, part: _Part | None, method: str) -> _Part:
         if part is None:
