@@ -108,14 +108,15 @@ def sending_parts(worker: WorkerBase) -> None:
 
 
 def noting_what_is_sent(worker: WorkerBase) -> None:
-    """From now on, `sent` has the numbers of rows that this worker sends to the next stage, and `gathered` those that
-    it gathers."""
+    """From now on, `sent` has the numbers of rows of hidden states that this worker sends to the next stage, and
+    `gathered` those that it gathers."""
     pipeline, tensor = worker.parallel.pipeline, worker.parallel.tensor  # type: ignore[attr-defined]
     worker.sent, worker.gathered = [], []  # type: ignore[attr-defined]
     send, all_gather = pipeline.send, tensor.all_gather
 
     def noted_send(tensor_TD: Tensor, destination: int) -> None:
-        worker.sent.append(len(tensor_TD))  # type: ignore[attr-defined]
+        if tensor_TD.is_floating_point():
+            worker.sent.append(len(tensor_TD))  # type: ignore[attr-defined]
         send(tensor_TD, destination)
 
     def noted_gather(tensor_TD: Tensor, dim: int) -> Tensor:
@@ -146,8 +147,8 @@ def test_ranks_of_a_stage_send_each_their_rows(is_scattered: bool, tmp_path: Pat
         core.close()
     assert_same(found, expected)
     (first, gathered), *_ = sent
-    # Of the steps of 64 tokens, which come first, half.
-    assert first[0] == 32
+    # Half of a prompt's 40 tokens, then of 64 of the other one's.
+    assert first[:2] == [20, 32]
     assert sent[1][0] == first
     # A layer gathers what its two parts take, and the stage behind it nothing more.
     assert gathered.count(32) == (2 * first.count(32) if is_scattered else 0)
