@@ -15,7 +15,7 @@ from penstock.contract import GrammarOutput, ModelRunnerOutput, SamplingParams, 
 from penstock.engine.core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.errors import EngineDead, GrammarError
-from penstock.executor import StepHandle
+from penstock.executor import Executor, StepHandle
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
@@ -254,6 +254,26 @@ def test_without_a_grammar_a_step_hears_its_number_and_nothing_else(
     run(core, PROMPTS[:2], ALL_PARAMS[:2])
     core.close()
     assert [GrammarOutput(step_id=step_id) for what, step_id in events if what == "sampled"] == WatchedWorker.grammars
+
+
+def test_only_steps_without_constrained_requests_may_be_sampled_before_their_grammar_is_asked(
+    folder: Path, events: list[Event], runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free: list[list[str]] = []
+    execute = Executor.execute_unconstrained
+
+    def note(executor: Executor, output: SchedulerOutput) -> None:
+        free.append(sorted(output.num_scheduled_tokens))
+        execute(executor, output)
+
+    monkeypatch.setattr(Executor, "execute_unconstrained", note)
+    core, _ = watched_core(folder, events, constrained=["r1"], async_scheduling=runs_ahead)
+    params = [sampled(0), SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)]
+    run(core, PROMPTS[:2], params)
+    core.close()
+    num_steps = sum(what == "executed" for what, _ in events)
+    assert 0 < len(free) < num_steps
+    assert all(req_ids in (["r0"], []) for req_ids in free)
 
 
 @pytest.mark.parametrize("step_id", [0, 4, 5])

@@ -194,7 +194,9 @@ class EngineCore:
             return None
         self._launched = output
         try:
-            self._executor.execute_model(output)
+            is_constrained = any(map(self._grammar.constrains, output.num_scheduled_tokens))
+            executor = self._executor
+            (executor.execute_model if is_constrained else executor.execute_unconstrained)(output)
         except WorkerError:
             logger.error("The failed step was %s", output.anonymous())
             raise

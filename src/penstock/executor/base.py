@@ -95,9 +95,16 @@ class Executor(ABC):
     def execute_model(self, output: SchedulerOutput) -> None:
         """Launch a step; `sample_tokens` of the same step must follow."""
 
+    def execute_unconstrained(self, output: SchedulerOutput) -> None:
+        """`execute_model` of a step of which it is known that no grammar limits its tokens.
+
+        They may be chosen as soon as it has run; `sample_tokens` must follow nevertheless.
+        """
+        self.execute_model(output)
+
     @abstractmethod
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
-        """Launch the sampling of a step that was executed."""
+        """Launch the sampling of a step that was executed, unless it is under way, and say where its result will be."""
 
     def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
         """The drafts for the next step to be sampled, once the one before it was read.

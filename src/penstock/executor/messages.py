@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from penstock.errors import ErrorData
 
 
@@ -27,7 +28,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class ExecuteStep(_Message, frozen=True, kw_only=True, tag="execute"):
+    """Run a step's forward pass.
+
+    output: packed (`pack_step`). is_unconstrained: no grammar limits its tokens, which are to be chosen at once: there
+        is no `SampleStep` of it.
+    """
+
     output: SchedulerOutput
+    is_unconstrained: bool = False
 
 
 class SampleStep(_Message, frozen=True, kw_only=True, tag="sample"):
@@ -75,6 +83,26 @@ class ToWorker(msgspec.Struct, frozen=True):
     """Anything that an executor says after `WorkerStart`."""
 
     message: ExecuteStep | SampleStep | CallWorker | CloseWorker
+
+
+def pack_step(output: SchedulerOutput) -> SchedulerOutput:
+    """The step with what new requests have generated alone as their `prefill_token_ids`: the prompt is told once."""
+    if not output.scheduled_new_reqs:
+        return output
+    return _with_prefill(output, lambda request: request.prefill_token_ids[len(request.prompt_token_ids) :])
+
+
+def unpack_step(output: SchedulerOutput) -> SchedulerOutput:
+    """The step that was packed."""
+    if not output.scheduled_new_reqs:
+        return output
+    return _with_prefill(output, lambda request: request.prompt_token_ids + request.prefill_token_ids)
+
+
+def _with_prefill(output: SchedulerOutput, prefill: Callable[[NewRequestData], list[int]]) -> SchedulerOutput:
+    replace = msgspec.structs.replace
+    requests = [replace(request, prefill_token_ids=prefill(request)) for request in output.scheduled_new_reqs]
+    return replace(output, scheduled_new_reqs=requests)
 
 
 class FromWorker(msgspec.Struct, frozen=True):

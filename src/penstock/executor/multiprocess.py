@@ -44,6 +44,7 @@ from penstock.executor.messages import (
     WorkerFailed,
     WorkerStart,
     WorkerStarted,
+    pack_step,
 )
 from penstock.executor.processes import ProcessStarter, describe_end, limit_waits
 from penstock.executor.worker_process import PROGRAM
@@ -101,6 +102,8 @@ class MultiprocessExecutor(Executor):
         self._is_closed = False
         self._num_calls = 0
         self._outputs: dict[int, ModelRunnerOutput] = {}
+        # Steps whose sampling is under way, and that `sample_tokens` has not been called for.
+        self._unconstrained: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._starter = ProcessStarter()
         begin = time.monotonic()
@@ -156,12 +159,24 @@ class MultiprocessExecutor(Executor):
 
     def execute_model(self, output: SchedulerOutput) -> None:
         self._check_usable()
-        self._send(ExecuteStep(output=output), "execute_model")
+        self._send(ExecuteStep(output=pack_step(output)), "execute_model")
+
+    def execute_unconstrained(self, output: SchedulerOutput) -> None:
+        """One message, so that workers go on without waiting for this process."""
+        self._check_usable()
+        self._send(ExecuteStep(output=pack_step(output), is_unconstrained=True), "execute_model")
+        self._unconstrained.add(output.step_id)
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
+        """As `Executor` says. Raises LifecycleError for a grammar's limits on a step that was to have none."""
         self._check_usable()
-        self._send(SampleStep(grammar=grammar), "sample_tokens")
-        return _Handle(self, grammar.step_id)
+        step_id = grammar.step_id
+        if step_id not in self._unconstrained:
+            self._send(SampleStep(grammar=grammar), "sample_tokens")
+        elif grammar.structured_output_request_ids:
+            raise LifecycleError(f"Step {step_id} was executed as one that no grammar limits, and one does now.")
+        self._unconstrained.discard(step_id)
+        return _Handle(self, step_id)
 
     def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:
         """The result of a step that was launched; each can be had once."""

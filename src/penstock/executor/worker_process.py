@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from penstock.contract import decode, encode
+from penstock.contract import GrammarOutput, decode, encode
 from penstock.errors import ConfigError, LifecycleError, error_as_data
 from penstock.executor.messages import (
     Answer,
@@ -29,6 +29,7 @@ from penstock.executor.messages import (
     WorkerFailed,
     WorkerStart,
     WorkerStarted,
+    unpack_step,
 )
 from penstock.executor.processes import end_with_parent
 from penstock.observability.logging import LOGGER_NAME, configure_logging
@@ -128,9 +129,13 @@ class _WorkerLoop:
     def _step(self, message: ExecuteStep | SampleStep) -> None:
         try:
             if isinstance(message, ExecuteStep):
-                self._wrapper.execute_method("execute_model", message.output)
-                return
-            handle = self._wrapper.execute_method("sample_tokens", message.grammar)
+                self._wrapper.execute_method("execute_model", unpack_step(message.output))
+                if not message.is_unconstrained:
+                    return
+                grammar = GrammarOutput(step_id=message.output.step_id)
+            else:
+                grammar = message.grammar
+            handle = self._wrapper.execute_method("sample_tokens", grammar)
             if self._has_results:
                 output = self._reporting("get_output", lambda: handle.get_output(self._step_timeout_s))
                 self._outbox.put(StepDone(output=output))
