@@ -90,10 +90,14 @@ class RanksDisagree(PenstockError, RuntimeError):
     """Ranks that must run the same step were given different ones."""
 
 
+KILLED = "ProcessKilled"
+
+
 class WorkerError(PenstockError, RuntimeError):
     """A worker failed. Says in which call, at which stage, on which rank, and why.
 
-    `cause_type` keeps the original exception's type by name, since the exception itself may not cross processes.
+    `cause_type` keeps the original exception's type by name, since the exception itself may not cross processes. It is
+    `KILLED` where its process was ended by a signal that somebody sent to it.
     """
 
     def __init__(self, message: str, *, method: str, rank: int, cause_type: str) -> None:

@@ -460,9 +460,9 @@ def test_methods_are_refused_by_feature_and_are_not_there(name: str) -> None:
 
 def test_a_method_may_be_missing_from_one_class_only() -> None:
     assert all(issubclass(cls, vllm.RefusesMethods) for cls in (LLM, AsyncEngine))
-    with pytest.raises(UnsupportedFeature, match=r"^AsyncEngine\.collective_rpc asks for"):
-        AsyncEngine.__new__(AsyncEngine).collective_rpc  # type: ignore[attr-defined]  # noqa: B018
-    assert LLM.__new__(LLM).collective_rpc is not None
+    with pytest.raises(UnsupportedFeature, match=r"^AsyncEngine\.start_profile asks for"):
+        AsyncEngine.__new__(AsyncEngine).start_profile  # type: ignore[attr-defined]  # noqa: B018
+    assert LLM.__new__(LLM).start_profile is not None
 
 
 def test_another_attribute_is_an_attribute_error() -> None:

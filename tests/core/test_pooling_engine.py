@@ -62,6 +62,7 @@ class PoolingExecutor(Executor):
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
         if method == "get_kv_cache_spec":
             spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=1, head_size=4, dtype="float32")

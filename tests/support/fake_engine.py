@@ -80,6 +80,8 @@ class FakeCore:
 
     def wake(self) -> None: ...
 
+    def on_loss(self, tell: Callable[[], None]) -> None: ...
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
@@ -93,6 +95,7 @@ class FakeCore:
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
         assert callable(method), "a fake core has no workers with methods"
         return [method(self, *args, **(kwargs or {}))]

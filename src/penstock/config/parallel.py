@@ -10,6 +10,8 @@ from penstock.errors import ConfigError
 
 EXECUTORS = ("uni", "mp")
 DEFAULT_WORKER = "penstock.worker.worker.Worker"
+# How many times a limit for those who make no progress may be taken by those who compute.
+BUSY_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,9 @@ class ParallelConfig:
     worker_cls: qualified name of the worker class.
     worker_extension_cls: qualified name of a class whose methods become callable on the worker.
     max_restarts: how often a failed worker is replaced without progress before the engine gives up.
-    step_timeout_s: seconds that a worker in a process of its own may take for a step; then it is replaced, since it
-        hangs.
+    step_timeout_s: seconds of a step in which no worker computes; then all are replaced, since they hang. A step in
+        which they compute may take four times as long. Of workers in processes of their own.
+    start_timeout_s: the same for each stage of their start, such as loading the model; then the start fails.
     """
 
     tensor_parallel_size: int = 1
@@ -43,6 +46,7 @@ class ParallelConfig:
     worker_extension_cls: str | None = None
     max_restarts: int = 3
     step_timeout_s: float = 300.0
+    start_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
@@ -67,6 +71,7 @@ class ParallelConfig:
             )
         check_integer("max_restarts", self.max_restarts, 0)
         check_seconds("step_timeout_s", self.step_timeout_s)
+        check_seconds("start_timeout_s", self.start_timeout_s)
         for name in ("worker_cls", "worker_extension_cls"):
             value = getattr(self, name)
             if value is None and name == "worker_extension_cls":
@@ -84,6 +89,11 @@ class ParallelConfig:
     def rank_with_results(self) -> int:
         """The first of the last stage, which samples."""
         return self.world_size - self.tensor_parallel_size
+
+    @property
+    def longest_step_s(self) -> float:
+        """What a step may take in which workers compute."""
+        return BUSY_FACTOR * self.step_timeout_s
 
     @property
     def executor(self) -> str:

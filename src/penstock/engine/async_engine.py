@@ -6,7 +6,7 @@ import asyncio
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from penstock.engine.params_processor import check_is_params
 from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import load_tokenizer
+from penstock.engine.worker_calls import check_timeout
 from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.observability.logging import configure_logging
 
@@ -140,6 +141,23 @@ class AsyncEngine(RefusesMethods):
         reset = self._dispatcher.core.reset_prefix_cache
         is_reset: bool = await self._call("reset_prefix_cache", lambda: reset(reset_running_requests))
         return is_reset
+
+    @also_from_vllm
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, or a function of the worker, between two steps; as `LLM.collective_rpc`."""
+        check_timeout(timeout)
+        call = self._dispatcher.core.collective_rpc
+        answers: list[Any] = await self._call(
+            "collective_rpc", lambda: call(method, timeout, args, kwargs, unique_reply_rank)
+        )
+        return answers
 
     async def check_health(self) -> None:
         """Return if the engine serves; raise EngineDead, LifecycleError or WaitTimeout if it does not."""

@@ -19,7 +19,7 @@ from penstock.engine.messages import EngineRequest
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.startup import StartedEngine, start_engine
 from penstock.engine.structured_grammar import StructuredGrammar
-from penstock.errors import EngineDead, GrammarError, LifecycleError, PenstockError, WaitTimeout, WorkerError
+from penstock.errors import KILLED, EngineDead, GrammarError, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import Executor, StepHandle
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -67,9 +67,13 @@ class EngineCore:
         # The step that is launched and not in flight yet.
         self._launched: SchedulerOutput | None = None
         self._failures_in_a_row = 0
+        # The first of these.
+        self._first_failure: Exception | None = None
         # What a turn was broken off by, other than a worker.
         self._broken_off_by: str | None = None
         self._cause_of_death: str | None = None
+        # Tells whoever drives the core that there is something to mend.
+        self._tell_of_loss: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(
             config.scheduler,
             engine.kv_cache_config,
@@ -86,6 +90,7 @@ class EngineCore:
         # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
         self._draft_log = DraftLog(self.scheduler.spec_decode_metrics)
+        engine.executor.on_loss(self._note_loss)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -129,19 +134,25 @@ class EngineCore:
         return self._require_alive().memory_plan
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_requests()
+        """Whether the next step has anything to do: an output is still to come, or lost workers are to be replaced."""
+        return self.scheduler.has_unfinished_requests() or self._has_lost_workers
+
+    def on_loss(self, tell: Callable[[], None]) -> None:
+        self._tell_of_loss = tell
+        if self._has_lost_workers:
+            tell()
 
     def step(self) -> list[EngineCoreOutput]:
         """One turn: launch what can be launched, take in the oldest result. Empty when nothing came of it yet.
 
         Raises EngineDead when workers keep failing; the requests are lost then.
         """
-        if self._engine is None or self._broken_off_by is not None:
+        if self._engine is None or self._broken_off_by is not None or self._engine.executor.has_lost_workers:
             self._mend()
         try:
             self._turn()
         except (WorkerError, WaitTimeout) as error:
-            self._failures_in_a_row += 1
+            self._note_failure(error)
             self._recover(error)
         except BaseException as error:
             self._broken_off_by = f"{type(error).__name__}: {error}"
@@ -273,14 +284,17 @@ class EngineCore:
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, between two steps; one answer each.
+        """Call a method of every worker, between two steps; one answer each, or that of `unique_reply_rank` alone.
 
         What changes the weights is remembered for workers that replace failed ones. Requests that run go on from their
         tokens, and what the old weights left in the KV cache is forgotten.
         """
+        if self._has_lost_workers:
+            self._mend()
         engine = self._require_alive()
-        answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs)
+        answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
         if method == "update_config":
             engine.config_updates += [*args, *(kwargs or {}).values()]
         if method == "reload_weights":
@@ -330,17 +344,37 @@ class EngineCore:
         self._grammar.accept(ended)
 
     def _mend(self) -> None:
-        """Start over after a turn that was broken off, which may have left a step half launched.
+        """Start over with new workers where some were lost since the last step, or after a turn that was broken off.
 
-        Whoever broke it off has been told, and decides how often that is to happen.
+        That may have left a step half launched. Whoever broke it off has been told, and decides how often it happens.
         """
-        self._require_alive()
+        executor = self._require_alive().executor
         why, self._broken_off_by = self._broken_off_by, None
-        self._recover(PenstockError(f"A step was broken off by {why}"))
+        if why is not None:
+            self._recover(PenstockError(f"A step was broken off by {why}"))
+            return
+        try:
+            executor.check_health()
+        except PenstockError as error:
+            self._note_failure(error)
+            self._recover(error)
 
-    def _recover(self, error: PenstockError) -> None:
+    def _note_loss(self) -> None:
+        """In some thread: workers were lost."""
+        self.wake()
+        self._tell_of_loss()
+
+    @property
+    def _has_lost_workers(self) -> bool:
+        return self._engine is not None and self._engine.executor.has_lost_workers
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row == 1:
+            self._first_failure = error
+
+    def _recover(self, error: Exception) -> None:
         """Replace the workers and go on; give up when that does not help."""
-        limit = self.config.parallel.max_restarts
         steps = [*(output for output, _ in self._in_flight), *([self._launched] if self._launched else [])]
         self._in_flight.clear()
         self._launched = None
@@ -348,29 +382,51 @@ class EngineCore:
         why_not = engine.executor.why_not_restart()
         if why_not is not None:
             self._die(f"{error}. {why_not}", error)
-        if self._failures_in_a_row > limit:
-            self._die(f"Workers failed {self._failures_in_a_row} times in a row; the last time: {error}", error)
-        logger.warning("%s. Restarting the worker (failed %d of %d times)", error, self._failures_in_a_row, limit)
         self.scheduler.reset_for_recovery()
-        self._blame(list({req_id: None for step in steps for req_id in step.num_scheduled_tokens}), error)
-        if self._failures_in_a_row > 1:
-            time.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._failures_in_a_row))
-        try:
-            engine.restart_workers()
-        except PenstockError as cause:
-            self._die(f"The worker could not be restarted: {cause}. It had failed with: {error}", cause)
+        ran = list({req_id: None for step in steps for req_id in step.num_scheduled_tokens})
+        is_from_outside = isinstance(error, WaitTimeout) or getattr(error, "cause_type", None) == KILLED
+        is_solved = self._blame(ran, error, is_from_outside=is_from_outside)
+        # A trial takes one failure more where others may have brought it about.
+        limit = self.config.parallel.max_restarts + (is_solved and is_from_outside)
+        while True:
+            self._prepare_restart(error, limit)
+            try:
+                engine.restart_workers()
+            except Exception as cause:
+                error = WorkerError(
+                    f"The workers could not be replaced: {cause}",
+                    method="restart",
+                    rank=0,
+                    cause_type=type(cause).__name__,
+                )
+                error.__cause__ = cause
+                self._note_failure(error)
+            else:
+                engine.executor.on_loss(self._note_loss)
+                return
 
-    def _blame(self, req_ids: Collection[str], error: PenstockError) -> None:
-        """End the request that makes workers fail, once it is known which of these that is."""
-        culprit = self._quarantine.note_failure(req_ids)
+    def _prepare_restart(self, error: Exception, limit: int) -> None:
+        """Wait for a while after failures in a row; after more than this limit, give up."""
+        num_failures = self._failures_in_a_row
+        if num_failures > limit:
+            first = f"; the first time: {self._first_failure}" if num_failures > 1 else ""
+            self._die(f"Workers failed {num_failures} times in a row{first}; the last time: {error}", error)
+        logger.warning("%s. Restarting the workers (failed %d of %d times)", error, num_failures, limit)
+        if num_failures > 1:
+            time.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**num_failures))
+
+    def _blame(self, req_ids: Collection[str], error: Exception, *, is_from_outside: bool) -> bool:
+        """End the request that makes workers fail, once it is known which of these that is. Whether it is."""
+        culprit = self._quarantine.note_failure(req_ids, is_from_outside=is_from_outside)
         if culprit is None:
-            return
+            return False
         why = f"Workers failed again and again while they ran this request, the last time by itself: {error}"
         ended = self.scheduler.finish_requests([culprit], FinishReason.ERROR)
         logger.error("Request %s ends. %s", culprit, why)
         ended = [msgspec.structs.replace(output, error=why) for output in ended]
         self._outputs += ended
         self._grammar.accept(ended)
+        return True
 
     def _die(self, why: str, cause: Exception) -> None:
         self._cause_of_death = why

@@ -36,7 +36,10 @@ class CoreClient(Protocol):
         """End requests, wherever they are; unknown ones are ignored."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether an output is still to come."""
+        """Whether the next step has anything to do: an output is still to come, or something lost is to be replaced."""
+
+    def on_loss(self, tell: Callable[[], None]) -> None:
+        """Let this be called, in any thread, when `has_unfinished_requests` gets true by itself. It must not wait."""
 
     def step(self) -> list[EngineCoreOutput]:
         """What one step brought: a step that is made now, or that of a core which makes its steps by itself."""
@@ -56,8 +59,9 @@ class CoreClient(Protocol):
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, between two steps; one answer each."""
+        """Call a method of every worker, between two steps; one answer each, or that of `unique_reply_rank` alone."""
 
     def check_health(self) -> None:
         """Return if the core can serve; raise what is wrong if it cannot."""

@@ -114,6 +114,9 @@ class CoreProcess:
     def has_unfinished_requests(self) -> bool:
         return bool(self._unfinished or self._outputs)
 
+    def on_loss(self, tell: Callable[[], None]) -> None:
+        """The core itself replaces what it loses."""
+
     def step(self) -> list[EngineCoreOutput]:
         self._check_running()
         if not self._outputs:
@@ -143,8 +146,9 @@ class CoreProcess:
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        call = ("collective_rpc", method, timeout_s, args, kwargs)
+        call = ("collective_rpc", method, timeout_s, args, kwargs, unique_reply_rank)
         answers: list[Any] = self._call_utility(*call, wait_s=timeout_s)
         return answers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import signal
@@ -27,6 +28,7 @@ from penstock.engine.messages import (
 from penstock.errors import ConfigError, error_as_data
 from penstock.observability.logging import configure_logging
 
+_NOTHING = b""
 _UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "check_health"})
 
 
@@ -67,17 +69,26 @@ def read_all(
 def _serve(core: CoreClient, connection: Connection) -> None:
     # A client that goes on sending to a core that hangs is to notice.
     arrived: queue.Queue[bytes | None] = queue.Queue(maxsize=1)
+    core.on_loss(lambda: _nudge(arrived))
     threading.Thread(target=read_all, args=(connection, arrived, core.wake), daemon=True).start()
     while True:
         # A core without requests has nothing to wait for but its client.
         while not (arrived.empty() and core.has_unfinished_requests()):
             data = arrived.get()
+            if data == _NOTHING:
+                continue
             message = CloseCore() if data is None else decode(data, ToCore).message
             if isinstance(message, CloseCore):
                 return
             _send(connection, _answer(core, message))
         _send(connection, StepOutputs(outputs=core.step()))
         core.wait_for_work()
+
+
+def _nudge(arrived: queue.Queue[bytes | None]) -> None:
+    """Let whoever waits for a message look whether there is a step to make."""
+    with contextlib.suppress(queue.Full):
+        arrived.put_nowait(_NOTHING)
 
 
 def _answer(core: CoreClient, message: AddRequest | AbortRequests | UtilityCall) -> Answer:

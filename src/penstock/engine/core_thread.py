@@ -60,6 +60,8 @@ class CoreThread:
             self.stop()
             raise
         self._wake = self.dispatcher.core.wake
+        # A command that does nothing lets the thread look whether there is a step to make.
+        self.dispatcher.core.on_loss(lambda: self._commands.put(_Command(lambda: None)))
         _running.add(self)
 
     @property

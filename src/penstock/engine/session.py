@@ -107,11 +107,12 @@ class Session:
         timeout_s: float | None,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """Call a method of every worker between two steps, whoever drives them; one answer each."""
+        """Call a method of every worker between two steps, whoever drives them; one answer each, or that of one."""
         with self._lock:
             self._check_open()
-            return self._core.collective_rpc(method, timeout_s, args, kwargs)
+            return self._core.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
 
     def close(self) -> None:
         """Give back the model, its memory and its threads. A second call does nothing, nor does one in a fork."""

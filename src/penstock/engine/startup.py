@@ -13,6 +13,7 @@ from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache, specs_of_all, whole_kv_cache_bytes
 from penstock.errors import UnsupportedFeature
 from penstock.executor import Executor, create_executor
+from penstock.executor.stages import StageTime, describe_stages
 from penstock.observability.units import format_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency
 from penstock.worker.memory_plan import MemoryPlan
@@ -36,13 +37,20 @@ class StartedEngine:
     step_costs: list[tuple[int, float]] | None = None
     config_updates: list[Any] = field(default_factory=list)
 
+    @property
+    def startup_times(self) -> list[StageTime]:
+        """How long the stages of the start took, of the workers that serve now."""
+        return self.executor.startup_times
+
     def restart_workers(self) -> None:
         """Replace the workers by fresh ones with the same KV cache layout, empty."""
+        begin = time.monotonic()
         self.executor.shutdown()
         self.executor = create_executor(self.config)
         self.executor.initialize_from_config(self.kv_cache_config, self.max_model_len)
         for overrides in self.config_updates:
             self.executor.collective_rpc("update_config", args=(overrides,))
+        _log_times("Workers replaced", begin, self.executor, self.config)
 
 
 def start_engine(config: EngineConfig) -> StartedEngine:
@@ -81,8 +89,13 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         concurrency,
         f"{max_model_len:,}",
     )
-    logger.info("Ready in %.1f s", time.monotonic() - begin)
+    _log_times("Ready", begin, executor, config)
     return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs)
+
+
+def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig) -> None:
+    stages = describe_stages(executor.startup_times, config.parallel.world_size)
+    logger.info("%s in %.1f s: %s", what, time.monotonic() - begin, stages)
 
 
 def _check_can_speculate(executor: Executor, specs: Mapping[str, KVCacheSpec]) -> None:

@@ -29,18 +29,19 @@ class WorkerCalls:
         timeout: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[_Result]:
         """Call a method of the workers, or of their extension class, by its name; or a function of the worker.
 
         method: a name, or a function whose first argument is the worker; one that runs in another process is pickled.
         timeout: seconds to wait for workers in other processes; one in this process cannot be interrupted.
+        unique_reply_rank: the only worker whose answer is wanted. All run the call, so that they stay alike.
 
         Raises ConfigError when there is no such method, UnsupportedFeature for one that is not built yet, WorkerError
         with the method's name, the rank and the cause when it fails. Penstock's own errors come through as they are.
         """
-        if timeout is not None and not timeout > 0:
-            raise ConfigError(f"timeout={timeout!r} is not valid. Allowed: a positive number of seconds, or None.")
-        return self._session.collective_rpc(method, timeout, args, kwargs)
+        check_timeout(timeout)
+        return self._session.collective_rpc(method, timeout, args, kwargs, unique_reply_rank)
 
     def apply_model(self, func: Callable[[LanguageModel], _Result]) -> list[_Result]:
         """Call a function with each worker's model."""
@@ -64,5 +65,11 @@ class WorkerCalls:
 
     def get_model_inspection(self) -> str:
         """The first worker's model as a tree of text: modules with sizes, dtypes and how each computes."""
-        answers: list[str] = self.collective_rpc("get_model_inspection")
+        answers: list[str] = self.collective_rpc("get_model_inspection", unique_reply_rank=0)
         return answers[0]
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise ConfigError for one that is no time."""
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout={timeout!r} is not valid. Allowed: a positive number of seconds, or None.")

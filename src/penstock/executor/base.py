@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
@@ -15,6 +18,8 @@ from penstock.contract import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from penstock.errors import ConfigError
+from penstock.executor.stages import StageTime
 from penstock.worker.memory_plan import MemoryPlan
 
 # How long a step's result is waited for.
@@ -44,8 +49,33 @@ class Executor(ABC):
     (`why_not_restart`); one that has them in others ends those and starts new ones.
     """
 
+    # Whether workers must be replaced before the next step, as far as is known.
+    has_lost_workers: bool = False
+    # The rank that the last call waited for longest.
+    slowest_rank: int = 0
+    # Of the start, while it goes on.
+    current_stage: str | None = None
+
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None: ...
+
+    @cached_property
+    def startup_times(self) -> list[StageTime]:
+        """How long the stages of the start took, in their order."""
+        return []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What is called within is a stage of the start."""
+        self.current_stage, begin = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self.current_stage = None
+        self.startup_times.append(StageTime(name, time.monotonic() - begin, self.slowest_rank))
+
+    def on_loss(self, tell: Callable[[], None]) -> None:  # noqa: B027 - a worker in this process cannot die by itself
+        """Let this be called, in any thread, when `has_lost_workers` becomes true by itself. It must not wait."""
 
     @abstractmethod
     def collective_rpc(
@@ -54,10 +84,12 @@ class Executor(ABC):
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
         """Call a method, or a function with the worker as its first argument, on every worker; one answer each.
 
         timeout_s: how long to wait for workers in other processes.
+        unique_reply_rank: the only one whose answer is wanted; all run the call, so that they stay alike.
         """
 
     @property
@@ -79,16 +111,20 @@ class Executor(ABC):
         return self.collective_rpc("get_kv_cache_spec")
 
     def determine_available_memory(self) -> list[MemoryPlan]:
-        return self.collective_rpc("determine_available_memory")
+        with self.stage("memory"):
+            return self.collective_rpc("determine_available_memory")
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         """Allocate the KV cache on every worker, then warm up."""
-        self.collective_rpc("initialize_from_config", args=(kv_cache_config, max_model_len))
-        self.collective_rpc("compile_or_warm_up_model")
+        with self.stage("KV cache"):
+            self.collective_rpc("initialize_from_config", args=(kv_cache_config, max_model_len))
+        with self.stage("warm-up"):
+            self.collective_rpc("compile_or_warm_up_model")
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
         """How long steps take on the slowest worker: some numbers of tokens, rising, with seconds."""
-        by_worker: list[list[tuple[int, float]]] = self.collective_rpc("measure_step_costs")
+        with self.stage("step costs"):
+            by_worker: list[list[tuple[int, float]]] = self.collective_rpc("measure_step_costs")
         return [max(costs, key=lambda cost: cost[1]) for costs in zip(*by_worker, strict=True)]
 
     @abstractmethod
@@ -132,3 +168,11 @@ class Executor(ABC):
 
         Touches no device whose context is lost: what is held there is given back by the end of its process.
         """
+
+
+def check_reply_rank(unique_reply_rank: int | None, num_ranks: int) -> None:
+    """Raise ConfigError where there is no such rank."""
+    if unique_reply_rank is None or (type(unique_reply_rank) is int and 0 <= unique_reply_rank < num_ranks):
+        return
+    allowed = "0" if num_ranks == 1 else f"0 to {num_ranks - 1}"
+    raise ConfigError(f"unique_reply_rank={unique_reply_rank!r} is not valid. Allowed: {allowed}, or None for all.")

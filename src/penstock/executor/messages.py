@@ -45,10 +45,14 @@ class SampleStep(_Message, frozen=True, kw_only=True, tag="sample"):
 
 
 class CallWorker(_Message, frozen=True, kw_only=True, tag="call"):
-    """call: pickled (method, args, kwargs), since workers take anything."""
+    """call: pickled (method, args, kwargs), since workers take anything.
+
+    unique_reply_rank: the only one whose result is wanted; None for all.
+    """
 
     call_id: int
     call: bytes
+    unique_reply_rank: int | None = None
 
 
 class CloseWorker(_Message, frozen=True, kw_only=True, tag="close"):
@@ -66,7 +70,7 @@ class StepDone(_Message, frozen=True, kw_only=True, tag="done"):
 
 
 class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
-    """What a call came to. result: pickled. error: what it raised."""
+    """What a call came to. result: pickled; empty where it is not wanted. error: what it raised."""
 
     call_id: int
     result: bytes = b""

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -14,15 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 
 from penstock.config import EngineConfig
+from penstock.config.parallel import BUSY_FACTOR
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput, decode, encode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.errors import (
+    KILLED,
     ConfigError,
     LifecycleError,
     PenstockError,
@@ -31,7 +34,8 @@ from penstock.errors import (
     error_from_data,
     same_error,
 )
-from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
+from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
+from penstock.executor.death_watch import DeathWatch
 from penstock.executor.messages import (
     Answer,
     CallWorker,
@@ -46,19 +50,19 @@ from penstock.executor.messages import (
     WorkerStarted,
     pack_step,
 )
-from penstock.executor.processes import ProcessStarter, describe_end, limit_waits
+from penstock.executor.processes import ProcessStarter, describe_end, limit_waits, was_killed
+from penstock.executor.progress import ProgressWatch
 from penstock.executor.worker_process import PROGRAM
 from penstock.parallel.local_ranks import share_memory
 from penstock.worker.capabilities import check_options
 
 logger = logging.getLogger(__name__)
-# How long workers may take to import what they need.
-START_TIMEOUT_S = 600.0
 # How long one may take to read a message, or to finish one of its own.
 _MESSAGE_TIMEOUT_S = 60.0
 # How long the others are waited for after one has failed in a call, and all when they are to end.
 _GRACE_S = 10.0
 _EXIT_CODE_TIMEOUT_S = 0.5
+_Error = TypeVar("_Error", bound=PenstockError)
 
 
 @dataclass(slots=True)
@@ -91,6 +95,10 @@ class MultiprocessExecutor(Executor):
     raises, and the end of any process, ends the wait of whoever waits for a worker, at once. After that, or after a
     call that some workers made and others failed in, no step runs: all workers are to be replaced together.
 
+    A process that ends while nobody waits for it is noticed as soon (`DeathWatch`).
+
+    Steps, and the stages of the start, may take long while workers compute (`ProgressWatch`).
+
     Their processes end with this one, however it ends, and leave nothing behind.
     """
 
@@ -101,23 +109,26 @@ class MultiprocessExecutor(Executor):
         self._failure: PenstockError | None = None
         self._is_closed = False
         self._num_calls = 0
+        # Ranks that failed in the last call, the first one first.
+        self._failed: list[_Rank] = []
+        self._watch: DeathWatch | None = None
+        self._is_anybody_dead = False
+        self._tell_of_loss: Callable[[], None] = lambda: None
         self._outputs: dict[int, ModelRunnerOutput] = {}
         # Steps whose sampling is under way, and that `sample_tokens` has not been called for.
         self._unconstrained: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._starter = ProcessStarter()
-        begin = time.monotonic()
         try:
-            self._start_processes()
-            self._wait("start", START_TIMEOUT_S, lambda: [rank for rank in self._ranks if not rank.has_started])
-            logger.info(
-                "Workers: %d, in processes %s, after %.1f s",
-                len(self._ranks),
-                ", ".join(str(rank.process.pid) for rank in self._ranks),
-                time.monotonic() - begin,
-            )
-            self.collective_rpc("init_device")
-            self.collective_rpc("load_model")
+            with self.stage("processes"):
+                self._start_processes()
+                self._watch = DeathWatch([rank.connection for rank in self._ranks], self._note_death)
+                self._wait_in_stage("start", lambda: [rank for rank in self._ranks if not rank.has_started])
+            logger.info("Workers: %d, in processes %s", len(self._ranks), ", ".join(map(str, self.process_ids)))
+            with self.stage("device"):
+                self.collective_rpc("init_device")
+            with self.stage("model"):
+                self.collective_rpc("load_model")
         except BaseException:
             self.shutdown()
             raise
@@ -133,21 +144,32 @@ class MultiprocessExecutor(Executor):
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
         """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
 
         Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere.
         """
+        check_reply_rank(unique_reply_rank, len(self._ranks))
         name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
         self._check_usable()
         call = _pickled(name, (method, tuple(args), kwargs or {}))
         self._num_calls += 1
         call_id = self._num_calls
-        self._send(CallWorker(call_id=call_id, call=call), name)
-        self._wait(name, timeout_s, lambda: [] if self._failed_in(call_id) else self._without_answer(call_id))
-        if self._failed_in(call_id):
+        self._failed = []
+        self._send(CallWorker(call_id=call_id, call=call, unique_reply_rank=unique_reply_rank), name)
+
+        def missing() -> list[_Rank]:
+            return [] if self._failed else self._without_answer(call_id)
+
+        if self.current_stage is None:
+            self._wait(name, timeout_s, missing)
+        else:
+            self._wait_in_stage(name, missing)
+        if self._failed:
             self._raise_failed(name, call_id)
-        return [pickle.loads(rank.answers[call_id].result) for rank in self._ranks]
+        replying = self._ranks if unique_reply_rank is None else [self._ranks[unique_reply_rank]]
+        return [pickle.loads(rank.answers[call_id].result) for rank in replying]
 
     @property
     def overlaps_with_host(self) -> bool:
@@ -179,22 +201,36 @@ class MultiprocessExecutor(Executor):
         return _Handle(self, step_id)
 
     def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:
-        """The result of a step that was launched; each can be had once."""
+        """The result of a step that was launched; each can be had once.
+
+        timeout_s: how long no worker may compute; while one does, it is `BUSY_FACTOR` times that.
+        """
         self._check_usable()
-        try:
-            self._wait(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else [self._with_results])
-        except WaitTimeout as error:
-            # None of them is asked again, nor told to end.
-            self._fail(error)
+        self._wait_while_busy(
+            f"step {step_id}",
+            timeout_s,
+            lambda: [] if step_id in self._outputs else [self._with_results],
+            "Raise step_timeout_s if a step may take so long.",
+        )
         return self._outputs.pop(step_id)
 
     @property
     def _with_results(self) -> _Rank:
         return self._ranks[self._config.parallel.rank_with_results]
 
+    @property
+    def has_lost_workers(self) -> bool:  # type: ignore[override]
+        return self._is_anybody_dead or self._failure is not None or self._is_closed
+
+    def on_loss(self, tell: Callable[[], None]) -> None:
+        self._tell_of_loss = tell
+        if self._is_anybody_dead:
+            tell()
+
     def check_health(self) -> None:
         self._check_usable()
-        self._receive("check_health", 0.0)
+        while self._receive("", 0.0):
+            pass
 
     def why_not_restart(self) -> str | None:
         return None
@@ -203,6 +239,8 @@ class MultiprocessExecutor(Executor):
         if self._is_closed:
             return
         self._is_closed = True
+        if self._watch is not None:
+            self._watch.stop()
         if self._failure is None:
             # Who does not hear it is killed.
             self._tell_all_to_end()
@@ -278,6 +316,22 @@ class MultiprocessExecutor(Executor):
                 assert timeout_s is not None, "without a limit nothing but a message ends the wait"
                 raise _timed_out(name, timeout_s, late)
 
+    def _wait_in_stage(self, name: str, missing: Callable[[], list[_Rank]]) -> None:
+        remedy = "Raise start_timeout_s if it may take so long; else see what its output says, and what it waits for."
+        self._wait_while_busy(name, self._config.parallel.start_timeout_s, missing, remedy)
+
+    def _wait_while_busy(self, name: str, limit_s: float, missing: Callable[[], list[_Rank]], remedy: str) -> None:
+        """The same, for as long as workers compute. Those that hang are neither asked again nor told to end."""
+        watch = ProgressWatch(self.process_ids, limit_s, limit_s * BUSY_FACTOR)
+        while late := missing():
+            if self._receive(name, watch.interval_s):
+                continue
+            if (what := watch.look()) is not None:
+                waits = f"Process {os.getpid()} waits in {name} for {_described(late)}"
+                others = [rank for rank in self._ranks if rank not in late]
+                beside = f" (beside {_described(others)})" if others else ""
+                self._fail(self._located(WaitTimeout(f"{waits}{beside}. Workers {what}. {remedy}"), late[0]))
+
     def _receive(self, name: str, timeout_s: float | None) -> bool:
         """Take in what workers have said by then, at least something unless the time is over."""
         ready = self._selector.select(timeout_s)
@@ -294,31 +348,32 @@ class MultiprocessExecutor(Executor):
 
     def _take(self, rank: _Rank, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
         if isinstance(message, WorkerFailed):
-            self._fail(error_from_data(message.error))
+            self._fail(self._located(error_from_data(message.error), rank))
         if isinstance(message, StepDone):
             self._outputs[message.output.step_id] = message.output
         elif isinstance(message, Answer):
             # Answers to earlier calls come late, when nobody waits for them any more.
             if message.call_id == self._num_calls:
                 rank.answers = {message.call_id: message}
+                self.slowest_rank = rank.rank
+                if message.error is not None:
+                    self._failed.append(rank)
         else:
+            self.slowest_rank = rank.rank
             rank.has_started, rank.num_speculative_tokens = True, message.num_speculative_tokens
 
     def _without_answer(self, call_id: int) -> list[_Rank]:
         return [rank for rank in self._ranks if call_id not in rank.answers]
 
-    def _failed_in(self, call_id: int) -> list[_Rank]:
-        return [rank for rank in self._ranks if call_id in rank.answers and rank.answers[call_id].error is not None]
-
     def _raise_failed(self, name: str, call_id: int) -> NoReturn:
         """Raise what a worker raised first; if others did not, the workers are no longer alike."""
-        first, *_ = self._failed_in(call_id)
+        first = self._failed[0]
         data = first.answers[call_id].error
         assert data is not None, "it has failed"
-        error = error_from_data(data)
+        error = self._located(error_from_data(data), first)
         with contextlib.suppress(WaitTimeout):
             self._wait(name, _GRACE_S, lambda: self._without_answer(call_id))
-        num_failed = len(self._failed_in(call_id))
+        num_failed = len(self._failed)
         if num_failed < len(self._ranks):
             self._failure = WorkerError(
                 f"Rank {first.rank} failed in {name}, and {len(self._ranks) - num_failed} of {len(self._ranks)} ranks "
@@ -334,14 +389,31 @@ class MultiprocessExecutor(Executor):
             exit_code: int | None = rank.process.wait(_EXIT_CODE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             exit_code = None
-        self._fail(
-            WorkerError(
-                f"Rank {rank.rank}, process {rank.process.pid}, {describe_end(exit_code)} while {name} waited for it.",
-                method=name,
-                rank=rank.rank,
-                cause_type="ProcessEnded",
-            )
+        when = f"while {name} waited for it" if name else "while nobody waited for it"
+        is_killed = was_killed(exit_code)
+        remedy = (
+            " If nobody killed it, the system may have, for want of memory: its log says so (dmesg)."
+            if exit_code == -signal.SIGKILL
+            else " What it wrote before may say why."
         )
+        error = WorkerError(
+            f"Rank {rank.rank}, process {rank.process.pid}, {describe_end(exit_code)} {when}.{remedy}",
+            method=name,
+            rank=rank.rank,
+            cause_type=KILLED if is_killed else "ProcessEnded",
+        )
+        self._fail(self._located(error, rank))
+
+    def _note_death(self) -> None:
+        """In the thread of the watch."""
+        self._is_anybody_dead = True
+        self._tell_of_loss()
+
+    def _located(self, error: _Error, rank: _Rank) -> _Error:
+        """The same error, which says in which stage of the start it was, and on which rank."""
+        if self.current_stage is not None:
+            error.args = (f"The start failed in stage {self.current_stage!r}, on rank {rank.rank}: {error}",)
+        return error
 
     def _fail(self, error: PenstockError) -> NoReturn:
         self._failure = error
@@ -355,8 +427,12 @@ class MultiprocessExecutor(Executor):
 
 
 def _timed_out(name: str, timeout_s: float, ranks: Sequence[_Rank], what: str = "") -> WaitTimeout:
-    whom = ", ".join(f"rank {rank.rank} (process {rank.process.pid}, {_state(rank)})" for rank in ranks)
+    whom = _described(ranks)
     return WaitTimeout(f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {whom} {what}".rstrip() + ".")
+
+
+def _described(ranks: Sequence[_Rank]) -> str:
+    return ", ".join(f"rank {rank.rank} (process {rank.process.pid}, {_state(rank)})" for rank in ranks)
 
 
 def _state(rank: _Rank) -> str:

@@ -18,6 +18,8 @@ from penstock.config import env
 
 # Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
+# What the system sends to a program for what it has done itself; any other signal comes from somebody else.
+_OWN_FAULTS = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"}
 
 
 class ProcessStarter:
@@ -59,6 +61,13 @@ def end_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def keep_to_this_process(connection: Connection, *descriptors: int) -> None:
+    """Let no process that this one starts or forks have the connection, whose end is to be the end of this one."""
+    for descriptor in (connection.fileno(), *descriptors):
+        os.set_inheritable(descriptor, False)
+    os.register_at_fork(after_in_child=connection.close)
+
+
 def limit_waits(connection: Connection, *, send_s: float | None = None, receive_s: float | None = None) -> None:
     """Let what the other side does not take in, or does not finish saying, fail with BlockingIOError after a while."""
     with socket.socket(fileno=os.dup(connection.fileno())) as shared:
@@ -68,10 +77,22 @@ def limit_waits(connection: Connection, *, send_s: float | None = None, receive_
                 shared.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(fraction * 1e6)))
 
 
+def was_killed(exit_code: int | None) -> bool:
+    """Whether somebody else may have ended this process: a person, or the system for want of memory."""
+    return exit_code is None or (exit_code < 0 and _name_of_signal(-exit_code) not in _OWN_FAULTS)
+
+
 def describe_end(exit_code: int | None) -> str:
     """How a process ended, as the rest of a sentence; None for one that has not, as far as is known."""
     if exit_code is None:
         return "closed its connection"
     if exit_code < 0:
-        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        return f"was killed by signal {-exit_code} ({_name_of_signal(-exit_code)})"
     return f"ended with exit code {exit_code}"
+
+
+def _name_of_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a real-time signal"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
+from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
 from penstock.runner.async_output import ReadyOutput
 from penstock.worker import WorkerWrapperBase
 
@@ -39,8 +39,10 @@ class UniProcExecutor(Executor):
         self._worker: WorkerBase | None = None
         try:
             self._wrapper.init_worker(config)
-            self.collective_rpc("init_device")
-            self.collective_rpc("load_model")
+            with self.stage("device"):
+                self.collective_rpc("init_device")
+            with self.stage("model"):
+                self.collective_rpc("load_model")
             self._worker = self._wrapper.worker
         except BaseException:
             self.shutdown()
@@ -52,7 +54,9 @@ class UniProcExecutor(Executor):
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
+        check_reply_rank(unique_reply_rank, 1)
         return [self._wrapper.execute_method(method, *args, **(kwargs or {}))]
 
     @property

@@ -31,7 +31,7 @@ from penstock.executor.messages import (
     WorkerStarted,
     unpack_step,
 )
-from penstock.executor.processes import end_with_parent
+from penstock.executor.processes import end_with_parent, keep_to_this_process
 from penstock.observability.logging import LOGGER_NAME, configure_logging
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def main() -> None:
     # Ctrl-C goes to the parent too, which says what follows from it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(connection_descriptor)
+    keep_to_this_process(connection, memory_descriptor)
     outbox = _Outbox(connection)
     try:
         start: WorkerStart = pickle.loads(connection.recv_bytes())
@@ -146,7 +147,10 @@ class _WorkerLoop:
         try:
             method, args, kwargs = self._reporting("a call that was sent", lambda: self._program.load(message.call))
             result = self._wrapper.execute_method(method, *args, **kwargs)
-            answer = Answer(call_id=message.call_id, result=self._reporting("its result", lambda: pickle.dumps(result)))
+            answer = Answer(call_id=message.call_id)
+            if message.unique_reply_rank in (None, self._wrapper.rpc_rank):
+                pickled = self._reporting("its result", lambda: pickle.dumps(result))
+                answer = Answer(call_id=message.call_id, result=pickled)
         except BaseException as error:
             answer = Answer(call_id=message.call_id, error=error_as_data(error))
         self._outbox.put(answer)

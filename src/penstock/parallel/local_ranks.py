@@ -33,7 +33,7 @@ def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) 
     memory = SharedMemory(memory_descriptor)
     # A rank that waits on the core of the one that it waits for only keeps it from coming.
     spin_us = SPIN_US if usable_cores() >= config.world_size else 0
-    timeout_s = _SHARE_OF_STEP * config.step_timeout_s
+    timeout_s = _SHARE_OF_STEP * config.longest_step_s
     starts, _ = _areas(config)
 
     def join(kind: _Kind) -> Group:
