@@ -411,7 +411,8 @@ class EngineCore:
         if num_failures > limit:
             first = f"; the first time: {self._first_failure}" if num_failures > 1 else ""
             self._die(f"Workers failed {num_failures} times in a row{first}; the last time: {error}", error)
-        logger.warning("%s. Restarting the workers (failed %d of %d times)", error, num_failures, limit)
+        why = str(error).rstrip(".")
+        logger.warning("%s. Restarting the workers (failed %d of %d times)", why, num_failures, limit)
         if num_failures > 1:
             time.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**num_failures))
 

@@ -28,6 +28,8 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
 
     An idle rank takes part in the others' collectives with it, and warm-up makes kernels ready.
     """
+    # What a stage has not taken in yet of its last step is read from the buffers that this fills.
+    runner.after_forward.catch_up()
     runner.paths.forget()
     plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
     batch = runner.batcher.build({}, plan)
