@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,35 @@ def test_a_request_that_makes_workers_fail_ends_alone(
     core.close()
 
 
+class KilledWorker(Worker):
+    """Its process is killed, as by anybody, in its first steps with tokens: as many as the file's bytes say."""
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        kills = Path(os.environ["PENSTOCK_TEST_KILLS"])
+        if output.num_scheduled_tokens and (left := kills.read_bytes()):
+            kills.write_bytes(left[1:])
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().execute_model(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_kills", "is_convicted"), [(3, False), (4, True)])
+def test_it_takes_two_kills_in_its_trial_to_convict_a_request(
+    num_kills: int, is_convicted: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(folder)
+    undisturbed = [result.tokens for result in run(core, PROMPTS, greedy(8))]
+    core.close()
+    (tmp_path / "kills").write_bytes(b"k" * num_kills)
+    monkeypatch.setenv("PENSTOCK_TEST_KILLS", str(tmp_path / "kills"))
+    core = make_core(folder, worker_cls=f"{__name__}.KilledWorker", distributed_executor_backend="mp")
+    first, *others = run(core, PROMPTS, greedy(8))
+    core.close()
+    assert [result.tokens for result in others] == undisturbed[1:]
+    assert ("was killed by signal 9" in (first.error or "")) == is_convicted
+    assert first.tokens == ([] if is_convicted else undisturbed[0])
+
+
 class FakeScheduler:
     def __init__(self, req_ids: list[str]) -> None:
         self.held, self.alive = set[str](), set(req_ids)
@@ -76,6 +107,21 @@ class FakeScheduler:
 
     def holds(self, req_id: str) -> bool:
         return req_id in self.alive
+
+
+@pytest.mark.parametrize("is_from_outside", [True, False])
+def test_a_suspect_is_tried_again_only_after_a_kill(is_from_outside: bool) -> None:
+    scheduler = FakeScheduler(["a", "b"])
+    quarantine = Quarantine(scheduler)  # type: ignore[arg-type]
+    assert [quarantine.note_failure(["a", "b"]) for _ in range(2)] == [None, None]
+    assert quarantine.note_failure(["a"], is_from_outside=is_from_outside) == (None if is_from_outside else "a")
+    if is_from_outside:
+        # Whoever else is killed in between starts over in a trial of its own.
+        assert scheduler.held == {"b"}
+        quarantine.note_results(["a"])
+        assert scheduler.held == set()
+        assert quarantine.note_failure(["b"], is_from_outside=True) is None
+        assert quarantine.note_failure(["b"], is_from_outside=True) == "b"
 
 
 @given(st.integers(1, 6), st.data())
