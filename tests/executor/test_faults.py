@@ -73,10 +73,28 @@ def in_next_step(worker: WorkerBase, what: str) -> None:
     def happen(batch: Any) -> Any:
         if what == "exit":
             os._exit(3)
+        if what == "sleep":
+            time.sleep(600)
         raise ZeroDivisionError("of all things")
 
     if worker.rank == 1:
         worker.runner.model_state.inputs = happen  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_is_named_where_another_owes_the_result(
+    folder: Path, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make_core(folder, step_timeout_s=1.0, **TWO)
+    (first, second), results = process_ids(core), some_steps(core)
+    core.collective_rpc(in_next_step, args=("sleep",))
+    finish(core, results)
+    core.close()
+    assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
+    named = (
+        rf"waits in step \d+ for rank 1 \(process {second}, sleeping\) \(beside rank 0 \(process {first}, sleeping\)\)"
+    )
+    assert any(re.search(named, record.getMessage()) for record in caplog.records)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
+
+from penstock.errors import KILLED, WorkerError
+from penstock.executor.processes import describe_end, was_killed
+
+# How long a process whose connection has ended may take to end itself.
+_EXIT_CODE_TIMEOUT_S = 0.5
 
 
 class DeathWatch:
@@ -36,3 +44,23 @@ class DeathWatch:
         ended = {descriptor for descriptor, _ in self._poll.poll()}
         if self._stopped not in ended:
             self._tell()
+
+
+def death_of(process: subprocess.Popen[bytes], rank: int, name: str) -> WorkerError:
+    """How a rank's process has ended, and what to do about it. name: of the call that waited for it; empty for none."""
+    try:
+        exit_code: int | None = process.wait(_EXIT_CODE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        exit_code = None
+    when = f"while {name} waited for it" if name else "while nobody waited for it"
+    remedy = (
+        "If nobody killed it, the system may have, for want of memory: its log says so (dmesg)."
+        if exit_code == -signal.SIGKILL
+        else "What it wrote before may say why."
+    )
+    return WorkerError(
+        f"Rank {rank}, process {process.pid}, {describe_end(exit_code)} {when}. {remedy}",
+        method=name,
+        rank=rank,
+        cause_type=KILLED if was_killed(exit_code) else "ProcessEnded",
+    )

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +24,6 @@ from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput,
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.errors import (
-    KILLED,
     ConfigError,
     LifecycleError,
     PenstockError,
@@ -35,7 +33,7 @@ from penstock.errors import (
     same_error,
 )
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
-from penstock.executor.death_watch import DeathWatch
+from penstock.executor.death_watch import DeathWatch, death_of
 from penstock.executor.messages import (
     Answer,
     CallWorker,
@@ -50,10 +48,10 @@ from penstock.executor.messages import (
     WorkerStarted,
     pack_step,
 )
-from penstock.executor.processes import ProcessStarter, describe_end, limit_waits, was_killed
+from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.progress import ProgressWatch
 from penstock.executor.worker_process import PROGRAM
-from penstock.parallel.local_ranks import share_memory
+from penstock.parallel.local_ranks import ranks_behind, share_memory
 from penstock.worker.capabilities import check_options
 
 logger = logging.getLogger(__name__)
@@ -61,7 +59,6 @@ logger = logging.getLogger(__name__)
 _MESSAGE_TIMEOUT_S = 60.0
 # How long the others are waited for after one has failed in a call, and all when they are to end.
 _GRACE_S = 10.0
-_EXIT_CODE_TIMEOUT_S = 0.5
 _Error = TypeVar("_Error", bound=PenstockError)
 
 
@@ -117,6 +114,8 @@ class MultiprocessExecutor(Executor):
         self._outputs: dict[int, ModelRunnerOutput] = {}
         # Steps whose sampling is under way, and that `sample_tokens` has not been called for.
         self._unconstrained: set[int] = set()
+        # What they share, to see who waits for whom.
+        self._memory: int | None = None
         self._selector = selectors.DefaultSelector()
         self._starter = ProcessStarter()
         try:
@@ -250,17 +249,16 @@ class MultiprocessExecutor(Executor):
                 rank.process.kill()
             rank.process.wait()
             rank.connection.close()
+        if self._memory is not None:
+            os.close(self._memory)
         self._selector.close()
         self._starter.close()
 
     def _start_processes(self) -> None:
         size = self._config.parallel.world_size
-        memory = share_memory(self._config.parallel)
-        try:
-            for rank in range(size):
-                self._start_process(rank, size, memory)
-        finally:
-            os.close(memory)
+        self._memory = memory = share_memory(self._config.parallel)
+        for rank in range(size):
+            self._start_process(rank, size, memory)
         config = _pickled("The configuration", self._config)
         for started in self._ranks:
             message = WorkerStart(config=config, rank=started.rank, main_path=_main_path())
@@ -327,6 +325,10 @@ class MultiprocessExecutor(Executor):
             if self._receive(name, watch.interval_s):
                 continue
             if (what := watch.look()) is not None:
+                assert self._memory is not None, "they were started"
+                # Who waits for a result need not wait for the one that hangs.
+                behind = ranks_behind(self._config.parallel, self._memory)
+                late = [self._ranks[rank] for rank in behind] or late
                 waits = f"Process {os.getpid()} waits in {name} for {_described(late)}"
                 others = [rank for rank in self._ranks if rank not in late]
                 beside = f" (beside {_described(others)})" if others else ""
@@ -385,24 +387,7 @@ class MultiprocessExecutor(Executor):
         raise error
 
     def _died(self, rank: _Rank, name: str) -> NoReturn:
-        try:
-            exit_code: int | None = rank.process.wait(_EXIT_CODE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            exit_code = None
-        when = f"while {name} waited for it" if name else "while nobody waited for it"
-        is_killed = was_killed(exit_code)
-        remedy = (
-            " If nobody killed it, the system may have, for want of memory: its log says so (dmesg)."
-            if exit_code == -signal.SIGKILL
-            else " What it wrote before may say why."
-        )
-        error = WorkerError(
-            f"Rank {rank.rank}, process {rank.process.pid}, {describe_end(exit_code)} {when}.{remedy}",
-            method=name,
-            rank=rank.rank,
-            cause_type=KILLED if is_killed else "ProcessEnded",
-        )
-        self._fail(self._located(error, rank))
+        self._fail(self._located(death_of(rank.process, rank.rank, name), rank))
 
     def _note_death(self) -> None:
         """In the thread of the watch."""

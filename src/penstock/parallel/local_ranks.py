@@ -11,7 +11,7 @@ from penstock.parallel.agreement import GroupAgreement
 from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import ONE_RANK, Group
 from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
-from penstock.parallel.shared_memory_group import SPIN_US, SharedMemoryGroup, group_bytes
+from penstock.parallel.shared_memory_group import SPIN_US, SharedMemoryGroup, calls_of_ranks, group_bytes
 
 # All groups of one kind, by their ranks.
 _Kind: TypeAlias = Callable[[ParallelConfig], list[tuple[int, ...]]]
@@ -57,6 +57,19 @@ def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) 
         # Stages run the same step at different times.
         agreement=GroupAgreement(tensor),
     )
+
+
+def ranks_behind(config: ParallelConfig, memory_descriptor: int) -> list[int]:
+    """Ranks that have made fewer calls of one of their groups than others of it, who wait for them if all wait."""
+    starts, _ = _areas(config)
+    if not starts:
+        return []
+    memory = SharedMemory(memory_descriptor)
+    behind: set[int] = set()
+    for (_, ranks), start in starts.items():
+        calls = calls_of_ranks(memory.address + start, len(ranks))
+        behind |= {rank for rank, count in zip(ranks, calls, strict=True) if count < max(calls)}
+    return sorted(behind)
 
 
 def _areas(config: ParallelConfig) -> tuple[dict[tuple[_Kind, tuple[int, ...]], int], int]:

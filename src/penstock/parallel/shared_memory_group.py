@@ -132,6 +132,12 @@ def group_bytes(size: int) -> int:
     return int(library.meeting_bytes(size, SLOT_BYTES)) + size * size * int(library.mailbox_bytes())
 
 
+def calls_of_ranks(address: int, size: int) -> list[int]:
+    """How many calls each rank of a group has begun, by the group's memory, which anybody may look at."""
+    library = _library()
+    return [int(library.meeting_calls(address, rank)) for rank in range(size)]
+
+
 def _library() -> Library:
     library = meetings_library()
     if library is None:
