@@ -127,6 +127,14 @@ class EngineDead(PenstockError, RuntimeError):
     """The engine stopped after failures that restarts could not mend; carries the root cause."""
 
 
+class NeedsNewProcess(EngineDead):
+    """The engine stopped after a failure that a new process could mend, and this one cannot."""
+
+
+class ProcessLost(PenstockError, RuntimeError):
+    """A process of the engine's ended before it had answered a call. It is replaced, and requests go on."""
+
+
 class RemoteError(PenstockError, RuntimeError):
     """What another process raised, where it was no error of Penstock's; the message has its type and text."""
 

@@ -64,12 +64,12 @@ _to_core = st.one_of(
     st.builds(messages.CloseCore),
 ).map(ToCore)
 _from_core = st.one_of(
-    st.builds(messages.CoreStarted, max_model_len=_numbers, vocab_size=_numbers),
+    st.builds(messages.CoreStarted, max_model_len=_numbers, vocab_size=_numbers, kv_cache_bytes=_numbers),
+    st.builds(messages.CoreBusy),
     st.builds(messages.StepOutputs, outputs=st.lists(_outputs, max_size=3)),
     st.builds(
         Answer,
         call_id=_numbers,
-        outputs=st.lists(_outputs, max_size=2),
         result=st.binary(),
         error=st.sampled_from([None, _error]),
     ),

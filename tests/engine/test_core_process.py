@@ -1,4 +1,4 @@
-"""A core in another process behaves as one in this process does, and its death ends no wait but with an error."""
+"""A core in another process behaves as one in this process does, and its death, if that is final, ends every wait."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core_client import CoreClient
-from penstock.engine.core_process import CoreProcess
+from penstock.engine.core_group import CoreGroup
 from penstock.engine.messages import EngineRequest
 from penstock.engine.session import Session
 from penstock.errors import (
@@ -87,28 +88,33 @@ def process_id(core: FakeCore) -> int:
     return os.getpid()
 
 
+def sleeping(core: FakeCore) -> str:
+    time.sleep(1.0)
+    return "awake"
+
+
 def by_zero(core: FakeCore, number: int) -> float:
     return number / 0
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    return EngineConfig.create(str(write_model(tmp_path_factory.mktemp("model"))))
+    return EngineConfig.create(str(write_model(tmp_path_factory.mktemp("model"))), max_restarts=0)
 
 
 @pytest.fixture
-def start(config: EngineConfig) -> Iterator[Callable[..., CoreProcess]]:
+def start(config: EngineConfig) -> Iterator[Callable[..., CoreGroup]]:
     """Starts processes that the test need not close."""
     started = []
 
-    def start_one(load_core: Callable[[EngineConfig], CoreClient] = load_fake_core, **options: Any) -> CoreProcess:
-        started.append(CoreProcess(config, load_core, **options))
+    def start_one(load_core: Callable[[EngineConfig], FakeCore] = load_fake_core, **options: Any) -> CoreGroup:
+        started.append(CoreGroup(replace(config, parallel=replace(config.parallel, **options)), load_core))
         return started[-1]
 
     yield start_one
     for core in started:
         core.close()
-        assert not psutil.pid_exists(core.pid)
+        assert not any(psutil.pid_exists(pid) for pid in core.process_ids)
 
 
 def request(req_id: str = "a", **fields: Any) -> EngineRequest:
@@ -123,12 +129,11 @@ def run(core: CoreClient) -> dict[str, list[EngineCoreOutput]]:
     return outputs
 
 
-def kill(core: CoreProcess) -> None:
-    assert core.pid is not None
-    os.kill(core.pid, signal.SIGKILL)
+def kill(core: CoreGroup) -> None:
+    os.kill(core.process_ids[0], signal.SIGKILL)
 
 
-def test_outputs_are_those_of_a_core_in_this_process(config: EngineConfig, start: Callable[..., CoreProcess]) -> None:
+def test_outputs_are_those_of_a_core_in_this_process(config: EngineConfig, start: Callable[..., CoreGroup]) -> None:
     cores: list[CoreClient] = [FakeCore(config), start()]
     outputs = []
     for core in cores:
@@ -140,7 +145,7 @@ def test_outputs_are_those_of_a_core_in_this_process(config: EngineConfig, start
     assert (cores[0].max_model_len, cores[0].vocab_size) == (cores[1].max_model_len, cores[1].vocab_size)
 
 
-def test_an_offline_engine_over_it_gives_the_same(config: EngineConfig, start: Callable[..., CoreProcess]) -> None:
+def test_an_offline_engine_over_it_gives_the_same(config: EngineConfig, start: Callable[..., CoreGroup]) -> None:
     results = []
     for core in (FakeCore(config), start()):
         session = Session(config, load_core=lambda config, core=core: core)  # type: ignore[misc]
@@ -173,11 +178,11 @@ def test_an_async_engine_over_it_gives_the_same(config: EngineConfig) -> None:
             return results
 
     in_process = asyncio.run(serve(load_fake_core))
-    assert asyncio.run(serve(lambda config: CoreProcess(config, load_fake_core))) == in_process
+    assert asyncio.run(serve(lambda config: CoreGroup(config, load_fake_core))) == in_process
 
 
 def test_what_the_core_refuses_is_raised_with_its_type_and_others_are_served(
-    start: Callable[..., CoreProcess],
+    start: Callable[..., CoreGroup],
 ) -> None:
     core = start(refusing)
     core.add_request(request("a"))
@@ -186,7 +191,7 @@ def test_what_the_core_refuses_is_raised_with_its_type_and_others_are_served(
     assert list(run(core)) == ["a"]
 
 
-def test_a_request_that_is_aborted_leaves_nothing_behind_and_its_id_is_free(start: Callable[..., CoreProcess]) -> None:
+def test_a_request_that_is_aborted_leaves_nothing_behind_and_its_id_is_free(start: Callable[..., CoreGroup]) -> None:
     core = start(slow)
     for _ in range(5):
         core.add_request(request("a", sampling_params=SamplingParams(max_tokens=50, seed=1)))
@@ -201,20 +206,20 @@ def test_a_request_that_is_aborted_leaves_nothing_behind_and_its_id_is_free(star
         assert len(tokens["a"]) == 6
 
 
-def test_utility_calls_reach_it_between_steps(start: Callable[..., CoreProcess]) -> None:
+def test_utility_calls_reach_it_between_steps(start: Callable[..., CoreGroup]) -> None:
     core = start(slow)
     core.check_health()
     assert core.reset_prefix_cache()
     core.add_request(request())
     assert not core.reset_prefix_cache()
-    assert core.collective_rpc(process_id) == [core.pid]
+    assert core.collective_rpc(process_id) == core.process_ids
     with pytest.raises(RemoteError, match="ZeroDivisionError: division by zero"):
         core.collective_rpc(by_zero, args=(1,))
     assert len(run(core)["a"]) == 6
 
 
-def test_messages_larger_than_the_pipe_do_not_block_both_sides(start: Callable[..., CoreProcess]) -> None:
-    core = start(call_timeout_s=30)
+def test_messages_larger_than_the_pipe_do_not_block_both_sides(start: Callable[..., CoreGroup]) -> None:
+    core = start()
     for index in range(4):
         core.add_request(request(f"r{index}", prompt_token_ids=[200_000] * 500_000))
     # Outputs that nobody takes in while others are added do not keep the core from answering.
@@ -225,9 +230,7 @@ def test_messages_larger_than_the_pipe_do_not_block_both_sides(start: Callable[.
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-def test_a_process_that_is_killed_is_noticed_within_a_second(
-    start: Callable[..., CoreProcess], is_waiting: bool
-) -> None:
+def test_a_process_that_is_killed_is_noticed_within_a_second(start: Callable[..., CoreGroup], is_waiting: bool) -> None:
     core = start(hanging)
     core.add_request(request())
     if is_waiting:
@@ -236,23 +239,25 @@ def test_a_process_that_is_killed_is_noticed_within_a_second(
         kill(core)
         time.sleep(0.3)
     begin = time.monotonic()
-    with pytest.raises(EngineDead, match=rf"process {core.pid} was killed by signal 9 \(SIGKILL\) while step"):
-        core.step()
+    with pytest.raises(
+        EngineDead, match=rf"process {core.process_ids[0]}, was killed by signal 9 \(SIGKILL\) while it served"
+    ):
+        run(core)
     assert time.monotonic() - begin < 1.3
     with pytest.raises(EngineDead, match="SIGKILL"):
         core.add_request(request("b"))
     assert core.abort_requests(["a"]) == []
 
 
-def test_an_idle_process_that_is_killed_fails_the_next_call(start: Callable[..., CoreProcess]) -> None:
+def test_an_idle_process_that_is_killed_fails_the_next_call(start: Callable[..., CoreGroup]) -> None:
     core = start()
     kill(core)
-    with pytest.raises(EngineDead, match="SIGKILL.* while add_request waited"):
-        core.add_request(request())
+    with pytest.raises(EngineDead, match="SIGKILL.* while it served"):
+        core.check_health()
 
 
 def test_readers_of_a_killed_core_get_its_end(config: EngineConfig) -> None:
-    core = CoreProcess(config, hanging)
+    core = CoreGroup(config, hanging)
 
     async def serve() -> None:
         async with AsyncEngine.from_config(config, lambda config: core) as engine:
@@ -265,7 +270,7 @@ def test_readers_of_a_killed_core_get_its_end(config: EngineConfig) -> None:
     asyncio.run(serve())
 
 
-def test_a_core_that_gives_up_says_why_with_the_cause(start: Callable[..., CoreProcess]) -> None:
+def test_a_core_that_gives_up_says_why_with_the_cause(start: Callable[..., CoreGroup]) -> None:
     core = start(dying)
     core.add_request(request())
     with pytest.raises(EngineDead, match="^workers failed four times$") as raised:
@@ -277,43 +282,54 @@ def test_a_core_that_gives_up_says_why_with_the_cause(start: Callable[..., CoreP
         core.check_health()
 
 
-def test_a_core_that_hangs_is_not_waited_for_forever(start: Callable[..., CoreProcess]) -> None:
-    core = start(hanging, call_timeout_s=0.5)
+def test_a_core_that_hangs_is_not_waited_for_forever(start: Callable[..., CoreGroup]) -> None:
+    core = start(hanging, step_timeout_s=0.5)
     core.add_request(request())
-    expected = f"Process {os.getpid()} waited 0.5 s in step for the core in process {core.pid}"
-    with pytest.raises(WaitTimeout, match=expected):
-        core.step()
-    with pytest.raises(WaitTimeout, match=r"waited 0.5 s in check_health for the core"):
+    begin = time.monotonic()
+    expected = f"Process {os.getpid()} waited 0.5 s in step for the core in process {core.process_ids[0]}, which hangs"
+    with pytest.raises(EngineDead, match=expected) as raised:
+        run(core)
+    assert 0.5 < time.monotonic() - begin < 3
+    assert isinstance(raised.value.__cause__, WaitTimeout)
+    with pytest.raises(EngineDead, match=r"waited 0.5 s in step"):
         core.check_health()
+
+
+def test_a_call_may_take_longer_than_a_step_unless_it_has_a_limit(start: Callable[..., CoreGroup]) -> None:
+    core = start(step_timeout_s=0.5)
     with pytest.raises(WaitTimeout, match=r"waited 0.2 s in collective_rpc for the core"):
-        core.collective_rpc(process_id, timeout_s=0.2)
-    # It is larger than what the pipe takes while nobody reads from it; half of it was sent, and nothing can follow.
-    for call in (lambda: core.add_request(request("b", prompt_token_ids=[7] * 5_000_000)), core.check_health):
-        with pytest.raises(WaitTimeout, match="waited 0.5 s in add_request for the core"):
-            call()
-    kill(core)
+        core.collective_rpc(sleeping, timeout_s=0.2)
+    assert core.collective_rpc(sleeping) == ["awake"]
+
+
+def test_what_a_core_that_stands_still_does_not_read_is_not_waited_for_forever(start: Callable[..., CoreGroup]) -> None:
+    core = start(step_timeout_s=0.5)
+    os.kill(core.process_ids[0], signal.SIGSTOP)
+    # It is larger than what the pipe takes while nobody reads from it; a part of it was sent, and nothing can follow.
+    with pytest.raises(EngineDead, match=r"waited 0.5 s in add_request for the core"):
+        core.add_request(request("b", prompt_token_ids=[7] * 5_000_000))
 
 
 def test_what_keeps_a_core_from_starting_is_raised(config: EngineConfig) -> None:
     with pytest.raises(ConfigError, match="out of luck") as raised:
-        CoreProcess(config, not_starting)
+        CoreGroup(config, not_starting)
     assert str(raised.value.__cause__) == "ZeroDivisionError: of all things"
-    with pytest.raises(EngineDead, match="ended with exit code 7 while start waited"):
-        CoreProcess(config, killed_while_starting)
+    with pytest.raises(EngineDead, match="ended with exit code 7 while it started"):
+        CoreGroup(config, killed_while_starting)
     with pytest.raises(WaitTimeout, match="waited 0.5 s in start for the core"):
-        CoreProcess(config, never_starting, start_timeout_s=0.5)
-    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+        CoreGroup(config, never_starting, start_timeout_s=0.5)
+    assert not [child for child in psutil.Process().children() if "core_server" in " ".join(child.cmdline())]
 
 
 def test_closing_gives_process_thread_and_pipe_back(config: EngineConfig) -> None:
-    CoreProcess(config, load_fake_core).close()
+    CoreGroup(config, load_fake_core).close()
     this = psutil.Process()
     before = this.num_threads(), this.num_fds()
-    core = CoreProcess(config, load_fake_core)
+    core = CoreGroup(config, load_fake_core)
     core.add_request(request())
     core.close()
     core.close()
-    assert not psutil.pid_exists(core.pid)
+    assert not psutil.pid_exists(core.process_ids[0])
     # Before, a thread of the first core may still have been counted.
     assert num_threads(before[0]) <= before[0]
     assert this.num_fds() == before[1]
@@ -326,11 +342,11 @@ def test_a_client_that_dies_takes_the_core_along(tmp_path: Path) -> None:
     code = f"""
 import os
 from penstock.config import EngineConfig
-from penstock.engine.core_process import CoreProcess
+from penstock.engine.core_group import CoreGroup
 from support.fake_engine import load_fake_core
 if __name__ == "__main__":
-    core = CoreProcess(EngineConfig.create({str(model)!r}), load_fake_core)
-    print(core.pid, flush=True)
+    core = CoreGroup(EngineConfig.create({str(model)!r}), load_fake_core)
+    print(core.process_ids[0], flush=True)
     os._exit(0)
 """
     script = tmp_path / "client.py"

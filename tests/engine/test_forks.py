@@ -21,7 +21,6 @@ from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.beam_search import BeamSearchParams
-from penstock.engine.core_process import start_core_process
 from penstock.engine.session import Session
 from penstock.errors import LifecycleError
 
@@ -188,7 +187,7 @@ def test_an_engine_with_a_thread_is_refused() -> None:
 
 
 def test_an_engine_with_a_process_is_refused_and_its_process_lives_on() -> None:
-    with closing(Session(EngineConfig.create("demo", **SMALL), load_core=start_core_process)) as session:
+    with closing(Session(EngineConfig.create("demo", enable_multiprocessing=True, **SMALL))) as session:
         assert_refused(in_fork(lambda: next(session.run([session.accept(PROMPT, PARAMS)]))))
         assert_refused(in_fork(lambda: session._core.step()))
         assert in_fork(session.close) is None
@@ -204,7 +203,6 @@ def test_the_end_of_a_fork_leaves_the_parents_engines_alone() -> None:
         from penstock import LLM, SamplingParams
         from penstock.config import EngineConfig
         from penstock.engine.async_engine import AsyncEngine
-        from penstock.engine.core_process import start_core_process
         from penstock.engine.session import Session
 
         if __name__ == "__main__":
@@ -212,7 +210,7 @@ def test_the_end_of_a_fork_leaves_the_parents_engines_alone() -> None:
             params = SamplingParams(temperature=0, max_tokens=3)
             llm = LLM("demo", **options)
             engine = AsyncEngine("demo", **options)
-            session = Session(EngineConfig.create("demo", **options), load_core=start_core_process)
+            session = Session(EngineConfig.create("demo", enable_multiprocessing=True, **options))
             llm.generate("x", params)
             child = os.fork()
             if child == 0:

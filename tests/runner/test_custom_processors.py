@@ -19,7 +19,6 @@ from penstock import LLM, RequestOutput, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core import EngineCore
-from penstock.engine.core_process import start_core_process
 from penstock.engine.session import Session
 from penstock.errors import ConfigError, InvalidParameter, LogitsProcessorError, RemoteError
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
@@ -376,8 +375,8 @@ def test_in_a_thread_of_the_engines_nothing_is_for_the_program(kind: str, when: 
 
 
 def test_in_a_process_of_the_engines_nothing_is_for_the_program() -> None:
-    config = EngineConfig.create("demo", logits_processors=(QUITS,), **DEMO)
-    with closing(Session(config, load_core=start_core_process)) as session:
+    config = EngineConfig.create("demo", logits_processors=(QUITS,), enable_multiprocessing=True, **DEMO)
+    with closing(Session(config)) as session:
         for kind in Quits.kinds:
             requests = [session.accept("ROMEO:", FOUR), session.accept("x", quitting(kind))]
             ended = {progress.req_id: progress.output() for progress in session.run(requests) if progress.finished}

@@ -42,6 +42,8 @@ class FakeCore:
         self.config = config
         self.max_model_len = 64
         self.vocab_size = 400
+        self.is_recovering = False
+        self.kv_cache_bytes = 1 << 20
         self.tokens: TokenSource = seeded_token
         self.failing: set[int] = set()
         self.fail_after = 2
@@ -58,7 +60,7 @@ class FakeCore:
         if self.refuses(request):
             raise ContextTooLong("The cache is too small for this one.")
         self.added.append(request)
-        self.running[request.req_id] = (request, [])
+        self.running[request.req_id] = (request, list(request.output_token_ids))
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         known = [req_id for req_id in req_ids if req_id in self.running]

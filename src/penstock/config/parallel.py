@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.config.checks import check_choice, check_flag, check_integer, check_seconds
 from penstock.errors import ConfigError
@@ -24,13 +25,20 @@ class ParallelConfig:
     cp_kv_cache_interleave_size: positions in a row that each of them keeps; divides block_size.
     enable_sp: whether workers that share layers keep some tokens each of what is between the layers, in long steps.
     sp_min_token_num: tokens of a step from which on they do.
+    data_parallel_size: engines with the whole model each, which share the requests; each has that many workers.
+    data_parallel_size_local: how many of these are on this machine, and share its cores and its memory; None for all.
+    data_parallel_rank: start only the engine of this number, for a balancer of one's own; None starts all of them.
+    data_parallel_rank_local: its number among those on this machine; None for the rank modulo data_parallel_size_local.
+    enable_multiprocessing: whether the engine core runs in a process of its own, which is replaced when it dies; None
+        for that where there are several engines.
     distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own; None takes
         "mp" for several workers.
     worker_cls: qualified name of the worker class.
     worker_extension_cls: qualified name of a class whose methods become callable on the worker.
-    max_restarts: how often a failed worker is replaced without progress before the engine gives up.
+    max_restarts: how often a failed worker, or core, is replaced without progress before the engine gives up.
     step_timeout_s: seconds of a step in which no worker computes; then all are replaced, since they hang. A step in
-        which they compute may take four times as long. Of workers in processes of their own.
+        which they compute may take four times as long. Of workers in processes of their own, and of cores, which are
+        given longer where their workers are in processes of their own.
     start_timeout_s: the same for each stage of their start, such as loading the model; then the start fails.
     """
 
@@ -41,6 +49,11 @@ class ParallelConfig:
     cp_kv_cache_interleave_size: int = 1
     enable_sp: bool = False
     sp_min_token_num: int = 256
+    data_parallel_size: int = 1
+    data_parallel_size_local: int | None = None
+    data_parallel_rank: int | None = None
+    data_parallel_rank_local: int | None = None
+    enable_multiprocessing: bool | None = None
     distributed_executor_backend: str | None = None
     worker_cls: str = DEFAULT_WORKER
     worker_extension_cls: str | None = None
@@ -60,6 +73,7 @@ class ParallelConfig:
                 f"decode_context_parallel_size={self.decode_context_parallel_size} is not valid with "
                 f"tensor_parallel_size={self.tensor_parallel_size}. Allowed: its divisors."
             )
+        self._check_engines()
         if self.pipeline_layers is not None:
             object.__setattr__(self, "pipeline_layers", _layers(self.pipeline_layers, self.pipeline_parallel_size))
         if self.distributed_executor_backend is not None:
@@ -83,6 +97,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
+        """Workers of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -99,6 +114,64 @@ class ParallelConfig:
     def executor(self) -> str:
         """Of `EXECUTORS`, the one that is meant."""
         return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
+
+    @property
+    def num_engines_here(self) -> int:
+        """Engines that are started with these options."""
+        return self.data_parallel_size if self.data_parallel_rank is None else 1
+
+    @property
+    def has_core_process(self) -> bool:
+        """Whether cores run in processes of their own."""
+        return self.num_engines_here > 1 if self.enable_multiprocessing is None else self.enable_multiprocessing
+
+    def of_engine(self, index: int) -> ParallelConfig:
+        """The same for one of the engines that are started with these options, in a process of its own."""
+        rank = index if self.data_parallel_rank is None else self.data_parallel_rank
+        return replace(self, data_parallel_rank=rank, enable_multiprocessing=False)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Of a worker: its number among all workers of all engines on this machine, and how many these are."""
+        num_engines = self.data_parallel_size_local or self.data_parallel_size
+        engine = self.data_parallel_rank_local
+        if engine is None:
+            engine = (self.data_parallel_rank or 0) % num_engines
+        return engine * self.world_size + rank, num_engines * self.world_size
+
+    def _check_engines(self) -> None:
+        size, local, rank = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_rank
+        check_integer("data_parallel_size", size, 1)
+        if local is not None:
+            _check_at_most("data_parallel_size_local", local, 1, size, f"data_parallel_size={size}")
+        if rank is not None:
+            _check_at_most("data_parallel_rank", rank, 0, size - 1, f"data_parallel_size={size}")
+        elif local not in (None, size):
+            raise ConfigError(
+                f"data_parallel_size_local={local} is not valid with data_parallel_size={size} and no "
+                f"data_parallel_rank: all engines are started on this machine. Leave it out, or start each engine by "
+                "itself, with its data_parallel_rank."
+            )
+        if self.data_parallel_rank_local is not None:
+            if rank is None:
+                raise ConfigError(
+                    f"data_parallel_rank_local={self.data_parallel_rank_local} is not valid without data_parallel_rank."
+                )
+            here = size if local is None else local
+            limit = f"{here} engines on this machine (data_parallel_size_local)"
+            _check_at_most("data_parallel_rank_local", self.data_parallel_rank_local, 0, here - 1, limit)
+        if self.enable_multiprocessing is not None:
+            check_flag("enable_multiprocessing", self.enable_multiprocessing)
+        if self.enable_multiprocessing is False and self.num_engines_here > 1:
+            raise ConfigError(
+                f"enable_multiprocessing=False is not valid with data_parallel_size={size}: several engines are in "
+                "processes of their own. Leave it out, or start one engine, with its data_parallel_rank."
+            )
+
+
+def _check_at_most(name: str, value: Any, least: int, most: int, limit: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        allowed = f"{least}" if least == most else f"{least} to {most}"
+        raise ConfigError(f"{name}={value!r} is not valid with {limit}. Allowed: {allowed}.")
 
 
 def _layers(given: Sequence[int] | str, num_stages: int) -> tuple[int, ...]:

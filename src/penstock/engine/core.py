@@ -19,7 +19,16 @@ from penstock.engine.messages import EngineRequest
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.startup import StartedEngine, start_engine
 from penstock.engine.structured_grammar import StructuredGrammar
-from penstock.errors import KILLED, EngineDead, GrammarError, LifecycleError, PenstockError, WaitTimeout, WorkerError
+from penstock.errors import (
+    KILLED,
+    EngineDead,
+    GrammarError,
+    LifecycleError,
+    NeedsNewProcess,
+    PenstockError,
+    WaitTimeout,
+    WorkerError,
+)
 from penstock.executor import Executor, StepHandle
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -74,6 +83,8 @@ class EngineCore:
         self._cause_of_death: str | None = None
         # Tells whoever drives the core that there is something to mend.
         self._tell_of_loss: Callable[[], None] = lambda: None
+        # Whether workers are being replaced, which takes as long as starting them.
+        self.is_recovering = False
         self.scheduler = Scheduler(
             config.scheduler,
             engine.kv_cache_config,
@@ -127,6 +138,14 @@ class EngineCore:
     def kv_cache_config(self) -> KVCacheConfig:
         """How the KV cache is laid out."""
         return self._require_alive().kv_cache_config
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """What the KV cache takes on a worker, as `kv_cache_memory_bytes` says it; with stages, on the largest."""
+        tensors, parallel = self.kv_cache_config.tensors, self.config.parallel
+        layers = parallel.pipeline_layers or [1] * parallel.pipeline_parallel_size
+        num_largest = -(-len(tensors) * max(layers) // sum(layers))
+        return self.kv_cache_config.size_bytes * num_largest // max(1, len(tensors))
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -375,13 +394,14 @@ class EngineCore:
 
     def _recover(self, error: Exception) -> None:
         """Replace the workers and go on; give up when that does not help."""
+        self.is_recovering = True
         steps = [*(output for output, _ in self._in_flight), *([self._launched] if self._launched else [])]
         self._in_flight.clear()
         self._launched = None
         engine = self._require_alive()
         why_not = engine.executor.why_not_restart()
         if why_not is not None:
-            self._die(f"{error}. {why_not}", error)
+            self._die(f"{error}. {why_not}", error, NeedsNewProcess)
         self.scheduler.reset_for_recovery()
         ran = list({req_id: None for step in steps for req_id in step.num_scheduled_tokens})
         is_from_outside = isinstance(error, WaitTimeout) or getattr(error, "cause_type", None) == KILLED
@@ -403,6 +423,7 @@ class EngineCore:
                 self._note_failure(error)
             else:
                 engine.executor.on_loss(self._note_loss)
+                self.is_recovering = False
                 return
 
     def _prepare_restart(self, error: Exception, limit: int) -> None:
@@ -429,10 +450,10 @@ class EngineCore:
         self._grammar.accept(ended)
         return True
 
-    def _die(self, why: str, cause: Exception) -> None:
+    def _die(self, why: str, cause: Exception, kind: type[EngineDead] = EngineDead) -> None:
         self._cause_of_death = why
         self.close()
-        raise EngineDead(why) from cause
+        raise kind(why) from cause
 
     @property
     def _executor(self) -> Executor:

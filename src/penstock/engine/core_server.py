@@ -6,11 +6,11 @@ import contextlib
 import pickle
 import queue
 import signal
+import sys
 import threading
-from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Protocol, TypeAlias
 
-from penstock.config import EngineConfig
 from penstock.contract import decode, encode
 from penstock.engine.core_client import CoreClient
 from penstock.engine.messages import (
@@ -18,7 +18,9 @@ from penstock.engine.messages import (
     AddRequest,
     Answer,
     CloseCore,
+    CoreBusy,
     CoreEnded,
+    CoreStart,
     CoreStarted,
     FromCore,
     StepOutputs,
@@ -26,88 +28,148 @@ from penstock.engine.messages import (
     UtilityCall,
 )
 from penstock.errors import ConfigError, error_as_data
+from penstock.executor.processes import end_with_parent
+from penstock.executor.program import Program
 from penstock.observability.logging import configure_logging
 
-_NOTHING = b""
+_Asked: TypeAlias = AddRequest | AbortRequests | UtilityCall | CloseCore
+PROGRAM = "from penstock.engine.core_server import main; main()"
 _UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "check_health"})
+# How often a core that is busy with something else than steps says so.
+_BEAT_S = 0.2
+# How long a request that came may be followed by another one, for both to be in the next step: they come in bursts.
+_BURST_S = 0.0005
 
 
-def run_core(connection: Connection, load_core: Callable[[EngineConfig], CoreClient], config: EngineConfig) -> None:
-    """The life of a process that serves one core. It ends when its client lets go of the connection, however."""
+class ServedCore(CoreClient, Protocol):
+    """A core that can be in a process of its own.
+
+    is_recovering: whether workers are being replaced. kv_cache_bytes: what the KV cache takes on a worker.
+    """
+
+    is_recovering: bool
+
+    @property
+    def kv_cache_bytes(self) -> int: ...
+
+
+def main() -> None:
+    """Arguments: the process that starts this one, and the descriptor of the connection to it."""
+    parent, descriptor = map(int, sys.argv[1:])
+    end_with_parent(parent)
     # Ctrl-C goes to the client too, which says what follows from it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    configure_logging()
+    outbox = _Outbox(Connection(descriptor))
     try:
-        core = load_core(config)
+        start: CoreStart = pickle.loads(outbox.connection.recv_bytes())
+        configure_logging()
+        program = Program(start.main_path)
+        load_core, config = program.load(start.sent)
+        core: ServedCore = load_core(config)
         try:
-            _send(connection, CoreStarted(max_model_len=core.max_model_len, vocab_size=core.vocab_size))
-            _serve(core, connection)
+            outbox.send(
+                CoreStarted(
+                    max_model_len=core.max_model_len, vocab_size=core.vocab_size, kv_cache_bytes=core.kv_cache_bytes
+                )
+            )
+            _Server(core, program, outbox).run()
         finally:
             core.close()
     except (EOFError, ConnectionError):
         return
     except BaseException as error:
-        _send(connection, CoreEnded(error=error_as_data(error)))
+        with contextlib.suppress(OSError):
+            outbox.send(CoreEnded(error=error_as_data(error)))
         raise SystemExit(1) from error
 
 
-def read_all(
-    connection: Connection,
-    arrived: queue.SimpleQueue[bytes | None] | queue.Queue[bytes | None],
-    wake: Callable[[], None] = lambda: None,
-) -> None:
-    """Take in what comes, for as long as there is room for it; None at the end. wake: called each time."""
-    try:
-        while True:
-            arrived.put(connection.recv_bytes())
-            wake()
-    except (EOFError, OSError):
-        arrived.put(None)
-        wake()
+class _Outbox:
+    """Our end of the connection; several threads may send."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: CoreStarted | CoreBusy | StepOutputs | Answer | CoreEnded) -> None:
+        data = encode(FromCore(message))
+        with self._lock:
+            self.connection.send_bytes(data)
 
 
-def _serve(core: CoreClient, connection: Connection) -> None:
-    # A client that goes on sending to a core that hangs is to notice.
-    arrived: queue.Queue[bytes | None] = queue.Queue(maxsize=1)
-    core.on_loss(lambda: _nudge(arrived))
-    threading.Thread(target=read_all, args=(connection, arrived, core.wake), daemon=True).start()
-    while True:
-        # A core without requests has nothing to wait for but its client.
-        while not (arrived.empty() and core.has_unfinished_requests()):
-            data = arrived.get()
-            if data == _NOTHING:
-                continue
-            message = CloseCore() if data is None else decode(data, ToCore).message
-            if isinstance(message, CloseCore):
-                return
-            _send(connection, _answer(core, message))
-        _send(connection, StepOutputs(outputs=core.step()))
-        core.wait_for_work()
+class _Server:
+    """Steps a core and answers its client, until that says so or lets go of the connection."""
 
+    def __init__(self, core: ServedCore, program: Program, outbox: _Outbox) -> None:
+        self._core = core
+        self._program = program
+        self._outbox = outbox
+        self._arrived: queue.Queue[bytes | None] = queue.Queue()
+        self._is_answering = False
 
-def _nudge(arrived: queue.Queue[bytes | None]) -> None:
-    """Let whoever waits for a message look whether there is a step to make."""
-    with contextlib.suppress(queue.Full):
-        arrived.put_nowait(_NOTHING)
+    def run(self) -> None:
+        core = self._core
+        ended = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._beat, args=(ended,), daemon=True).start()
+        try:
+            while True:
+                message: _Asked | None = None
+                while (message := self._next(message)) is not None:
+                    if isinstance(message, CloseCore):
+                        return
+                    self._outbox.send(self._answer(message))
+                self._outbox.send(StepOutputs(outputs=core.step()))
+                core.wait_for_work()
+        finally:
+            ended.set()
 
+    def _read(self) -> None:
+        try:
+            while True:
+                self._arrived.put(self._outbox.connection.recv_bytes())
+                self._core.wake()
+        except (EOFError, OSError):
+            self._arrived.put(None)
+            self._core.wake()
 
-def _answer(core: CoreClient, message: AddRequest | AbortRequests | UtilityCall) -> Answer:
-    try:
-        if isinstance(message, AddRequest):
-            core.add_request(message.request)
-            return Answer(call_id=message.call_id)
-        if isinstance(message, AbortRequests):
-            return Answer(call_id=message.call_id, outputs=core.abort_requests(message.req_ids))
-        return Answer(call_id=message.call_id, result=_call(core, message))
-    except BaseException as error:
-        return Answer(call_id=message.call_id, error=error_as_data(error))
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(_BEAT_S):
+            if self._is_answering or self._core.is_recovering:
+                try:
+                    self._outbox.send(CoreBusy())
+                except OSError:
+                    return
 
+    def _next(self, last: _Asked | None) -> _Asked | None:
+        """What the client has said after `last`, waited for if there are no steps to make; else None."""
+        try:
+            if not self._core.has_unfinished_requests():
+                # A core without requests has nothing to wait for but its client.
+                data = self._arrived.get()
+            elif isinstance(last, AddRequest):
+                data = self._arrived.get(timeout=_BURST_S)
+            else:
+                data = self._arrived.get(block=False)
+        except queue.Empty:
+            return None
+        return CloseCore() if data is None else decode(data, ToCore).message
 
-def _call(core: CoreClient, message: UtilityCall) -> bytes:
-    if message.method not in _UTILITIES:
-        raise ConfigError(f"A core has no method {message.method!r} to be called. Allowed: {sorted(_UTILITIES)}.")
-    return pickle.dumps(getattr(core, message.method)(*pickle.loads(message.arguments)))
+    def _answer(self, message: AddRequest | AbortRequests | UtilityCall) -> Answer:
+        try:
+            if isinstance(message, AddRequest):
+                self._core.add_request(message.request)
+                return Answer(call_id=message.call_id)
+            if isinstance(message, AbortRequests):
+                self._core.abort_requests(message.req_ids)
+                return Answer(call_id=message.call_id)
+            self._is_answering = True
+            return Answer(call_id=message.call_id, result=self._call(message))
+        except BaseException as error:
+            return Answer(call_id=message.call_id, error=error_as_data(error))
+        finally:
+            self._is_answering = False
 
-
-def _send(connection: Connection, message: CoreStarted | StepOutputs | Answer | CoreEnded) -> None:
-    connection.send_bytes(encode(FromCore(message)))
+    def _call(self, message: UtilityCall) -> bytes:
+        if message.method not in _UTILITIES:
+            raise ConfigError(f"A core has no method {message.method!r} to be called. Allowed: {sorted(_UTILITIES)}.")
+        return pickle.dumps(getattr(self._core, message.method)(*self._program.load(message.arguments)))

@@ -17,7 +17,14 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 
 def start_core(config: EngineConfig) -> CoreClient:
-    """The engine core of this configuration, in this process; raises what loading the model raises."""
+    """The engine core of this configuration, in this process, or a client of the processes that it asks for.
+
+    Raises what loading the model raises.
+    """
+    if config.parallel.has_core_process:
+        from penstock.engine.core_group import CoreGroup
+
+        return CoreGroup(config)
     from penstock.engine.core import EngineCore
 
     return EngineCore(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from penstock.contract import SamplingParams
@@ -31,6 +33,18 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     needs_tokens_on_host: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class CoreStart:
+    """The first that a core's process is told, pickled.
+
+    sent: what makes the core, and its configuration, pickled by themselves. main_path: of the program, whose own
+    functions and classes may be sent.
+    """
+
+    sent: bytes
+    main_path: str | None
+
+
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Between a core in a process of its own and its client. Calls are numbered, and each gets one `Answer`."""
 
@@ -58,8 +72,15 @@ class CloseCore(_Message, frozen=True, kw_only=True, tag="close"):
 
 
 class CoreStarted(_Message, frozen=True, kw_only=True, tag="started"):
+    """kv_cache_bytes: on each worker."""
+
     max_model_len: int
     vocab_size: int
+    kv_cache_bytes: int
+
+
+class CoreBusy(_Message, frozen=True, kw_only=True, tag="busy"):
+    """The core makes no steps, for a reason: it answers a call, or replaces workers."""
 
 
 class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
@@ -69,10 +90,9 @@ class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
 
 
 class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
-    """What a call came to. outputs: of an abort. result: of a utility call, pickled. error: what it raised."""
+    """What a call came to. result: of a utility call, pickled. error: what it raised."""
 
     call_id: int
-    outputs: list[EngineCoreOutput] = []
     result: bytes = b""
     error: ErrorData | None = None
 
@@ -92,4 +112,4 @@ class ToCore(msgspec.Struct, frozen=True):
 class FromCore(msgspec.Struct, frozen=True):
     """Anything that a core says."""
 
-    message: CoreStarted | StepOutputs | Answer | CoreEnded
+    message: CoreStarted | CoreBusy | StepOutputs | Answer | CoreEnded

@@ -1,11 +1,10 @@
-"""Which of the requests that ran when workers failed made them fail."""
+"""Which of the requests that ran when workers, or a core, failed made them fail."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-
-from penstock.scheduler.scheduler import Scheduler
+from typing import Protocol
 
 # What a suspect waits for while another one is tried.
 _TURN = "its turn to run without other suspects"
@@ -13,6 +12,16 @@ _TURN = "its turn to run without other suspects"
 _MOST_FAILURES = 2
 # Ends of workers in a request's trial that somebody else may have brought about, and that convict it nevertheless.
 _MOST_KILLS = 2
+
+
+class Waiting(Protocol):
+    """Whoever keeps the requests, such as the scheduler; its methods of these names say what they do."""
+
+    def wait_for(self, req_id: str, reason: str) -> None: ...
+
+    def ready(self, req_id: str, reason: str) -> None: ...
+
+    def holds(self, req_id: str) -> bool: ...
 
 
 class Quarantine:
@@ -23,7 +32,7 @@ class Quarantine:
     the one that is tried.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Waiting) -> None:
         self._scheduler = scheduler
         self._num_failures: Counter[str] = Counter()
         # In the order of their trials; the first one's is now.

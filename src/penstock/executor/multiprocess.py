@@ -8,7 +8,6 @@ import os
 import pickle
 import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput,
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.errors import (
-    ConfigError,
     LifecycleError,
     PenstockError,
     WaitTimeout,
@@ -49,6 +47,7 @@ from penstock.executor.messages import (
     pack_step,
 )
 from penstock.executor.processes import ProcessStarter, limit_waits
+from penstock.executor.program import main_path, pickled
 from penstock.executor.progress import ProgressWatch
 from penstock.executor.worker_process import PROGRAM
 from penstock.parallel.local_ranks import ranks_behind, share_memory
@@ -152,7 +151,7 @@ class MultiprocessExecutor(Executor):
         check_reply_rank(unique_reply_rank, len(self._ranks))
         name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
         self._check_usable()
-        call = _pickled(name, (method, tuple(args), kwargs or {}))
+        call = pickled(name, (method, tuple(args), kwargs or {}))
         self._num_calls += 1
         call_id = self._num_calls
         self._failed = []
@@ -255,19 +254,19 @@ class MultiprocessExecutor(Executor):
         self._starter.close()
 
     def _start_processes(self) -> None:
-        size = self._config.parallel.world_size
         self._memory = memory = share_memory(self._config.parallel)
-        for rank in range(size):
-            self._start_process(rank, size, memory)
-        config = _pickled("The configuration", self._config)
+        for rank in range(self._config.parallel.world_size):
+            self._start_process(rank, memory)
+        config = pickled("The configuration", self._config)
         for started in self._ranks:
-            message = WorkerStart(config=config, rank=started.rank, main_path=_main_path())
+            message = WorkerStart(config=config, rank=started.rank, main_path=main_path())
             self._send_to(started, pickle.dumps(message), "start")
 
-    def _start_process(self, rank: int, size: int, memory: int) -> None:
+    def _start_process(self, rank: int, memory: int) -> None:
         ours, theirs = Pipe()
         limit_waits(ours, send_s=_MESSAGE_TIMEOUT_S, receive_s=_MESSAGE_TIMEOUT_S)
-        threads = plan_threads(self._config.device.num_threads, quota=cpu_quota(), rank=rank, num_ranks=size)
+        place, num_places = self._config.parallel.place(rank)
+        threads = plan_threads(self._config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
         descriptors = [theirs.fileno(), memory]
         # The end of the process is to be the end of the connection, so nobody else keeps that end.
         with theirs:
@@ -426,20 +425,3 @@ def _state(rank: _Rank) -> str:
         return str(psutil.Process(rank.process.pid).status())
     except psutil.Error:
         return "gone"
-
-
-def _pickled(name: str, sent: Any) -> bytes:
-    try:
-        return pickle.dumps(sent)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"{name} cannot be sent to the workers' processes: {error}. Functions and classes must be defined at the "
-            "top of a module, and arguments must be plain data or tensors."
-        ) from error
-
-
-def _main_path() -> str | None:
-    """The file of the program that runs, if it is one that can be run again."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    return None if path is None else os.path.abspath(path)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import signal
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
+from typing import TypeAlias
 
 from penstock.config import env
 
+_Process: TypeAlias = subprocess.Popen[bytes]
 # Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
 # What the system sends to a program for what it has done itself; any other signal comes from somebody else.
@@ -30,11 +34,14 @@ class ProcessStarter:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-processes")
+        self._launches: queue.SimpleQueue[tuple[Callable[[], _Process], Future[_Process]] | None] = queue.SimpleQueue()
+        # It does not end before Python does, as one that Python waits for would.
+        self._thread = threading.Thread(target=self._launch_all, name="penstock-processes", daemon=True)
+        self._thread.start()
 
     def start(
         self, program: str, arguments: Sequence[object], descriptors: Sequence[int], environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
+    ) -> _Process:
         """Run Python source with these arguments. It imports from where this process does, and runs no script again.
 
         descriptors: that it inherits, under the same numbers. environment: changes to this process's.
@@ -43,14 +50,25 @@ class ProcessStarter:
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         variables = env.with_changes({"PYTHONPATH": search_path, **environment})
 
-        def launch() -> subprocess.Popen[bytes]:
+        def launch() -> _Process:
             return subprocess.Popen(command, env=variables, pass_fds=descriptors, stdin=subprocess.DEVNULL)
 
-        return self._thread.submit(launch).result()
+        started: Future[_Process] = Future()
+        self._launches.put((launch, started))
+        return started.result()
 
     def close(self) -> None:
         """What it has started and is not over by now, ends."""
-        self._thread.shutdown()
+        self._launches.put(None)
+        self._thread.join()
+
+    def _launch_all(self) -> None:
+        while (wanted := self._launches.get()) is not None:
+            launch, started = wanted
+            try:
+                started.set_result(launch())
+            except BaseException as error:
+                started.set_exception(error)
 
 
 def end_with_parent(parent_pid: int) -> None:

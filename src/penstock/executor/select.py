@@ -5,8 +5,8 @@ from __future__ import annotations
 from penstock.config import EngineConfig
 from penstock.executor.base import Executor
 from penstock.executor.multiprocess import MultiprocessExecutor
+from penstock.executor.program import refuse_in_program
 from penstock.executor.uni import UniProcExecutor
-from penstock.executor.worker_process import refuse_in_program
 
 _EXECUTORS: dict[str, type[Executor]] = {"uni": UniProcExecutor, "mp": MultiprocessExecutor}
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import pickle
 import queue
-import runpy
 import signal
 import sys
 import threading
@@ -16,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from penstock.contract import GrammarOutput, decode, encode
-from penstock.errors import ConfigError, LifecycleError, error_as_data
+from penstock.errors import error_as_data
 from penstock.executor.messages import (
     Answer,
     CallWorker,
@@ -32,6 +30,7 @@ from penstock.executor.messages import (
     unpack_step,
 )
 from penstock.executor.processes import end_with_parent, keep_to_this_process
+from penstock.executor.program import Program
 from penstock.observability.logging import LOGGER_NAME, configure_logging
 
 if TYPE_CHECKING:
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 PROGRAM = "from penstock.executor.worker_process import main; main()"
 # What a connection's buffers take in without being read, on every system.
 _SMALL_BYTES = 4096
-# The program's `__name__` while a worker looks for what it defines; runpy makes a module of it for as long.
-_PROGRAM_IN_WORKER = "__penstock_worker__"
 
 
 def main() -> None:
@@ -105,7 +102,7 @@ class _WorkerLoop:
     def __init__(
         self,
         wrapper: WorkerWrapperBase,
-        program: _Program,
+        program: Program,
         outbox: _Outbox,
         *,
         has_results: bool,
@@ -163,49 +160,12 @@ class _WorkerLoop:
             self._wrapper.report(name, error)
 
 
-class _Program:
-    """What the program that started the workers defines itself, found by running it under another name."""
-
-    def __init__(self, path: str | None) -> None:
-        self._path = path
-        self._names: dict[str, Any] | None = None
-
-    def load(self, data: bytes) -> Any:
-        """What was pickled there. Raises ConfigError where the program has no file."""
-        return _Unpickler(io.BytesIO(data), self).load()
-
-    def find(self, name: str) -> Any:
-        if self._path is None:
-            raise ConfigError(f"{name} is defined in a program without a file: import it from a module instead.")
-        if self._names is None:
-            self._names = runpy.run_path(self._path, run_name=_PROGRAM_IN_WORKER)
-        return self._names[name]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: io.BytesIO, program: _Program) -> None:
-        super().__init__(data)
-        self._program = program
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self._program.find(name) if module == "__main__" else super().find_class(module, name)
-
-
-def refuse_in_program() -> None:
-    """Raise LifecycleError where a worker is only looking for what its program defines: no engine must start again."""
-    if _PROGRAM_IN_WORKER in sys.modules:
-        raise LifecycleError(
-            "A worker's process runs the program again for a function of it that was sent there, and the program "
-            'starts an engine. Let it do so under `if __name__ == "__main__":`, or define the function in a module.'
-        )
-
-
 def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, outbox: _Outbox) -> None:
     from penstock.parallel.local_ranks import join_local_ranks
     from penstock.worker import WorkerWrapperBase
 
     wrapper = WorkerWrapperBase(rpc_rank=start.rank)
-    program = _Program(start.main_path)
+    program = Program(start.main_path)
     config: EngineConfig = program.load(start.config)
     wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel, memory_descriptor))
     try:

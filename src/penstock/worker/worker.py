@@ -91,7 +91,7 @@ class Worker(WorkerBase):
 
     def init_device(self) -> None:
         refuse_unsuitable(self.config.model)
-        self._device = create_device(self.config.device, self.parallel.rank, self.parallel.world_size)
+        self._device = create_device(self.config.device, *self.config.parallel.place(self.parallel.rank))
         model = self.config.model
         stored = find_stored_dtype(model.folder, self.config.load, self.parallel)
         self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)

@@ -1,0 +1,316 @@
+"""One client of several cores, each in a process of its own; or of one."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.engine.core_client import START_TIMEOUT_S
+from penstock.engine.core_process import CoreProcess
+from penstock.engine.core_server import ServedCore
+from penstock.engine.messages import EngineRequest
+from penstock.engine.owning_process import OwningProcess
+from penstock.engine.replica import Call, Replica
+from penstock.engine.routing import Router
+from penstock.engine.silence import LONGEST_WAIT_S
+from penstock.errors import InvalidRequest, LifecycleError, PenstockError, same_error
+from penstock.executor.processes import ProcessStarter
+from penstock.executor.program import refuse_in_program
+from penstock.scheduler.outputs import EngineCoreOutput
+
+logger = logging.getLogger(__name__)
+# How long whoever brings a request waits to hear that it is refused.
+_REFUSAL_TIMEOUT_S = 1.0
+# How long cores that were told to end are given to do so.
+_END_TIMEOUT_S = 30.0
+
+
+def load_engine_core(config: EngineConfig) -> ServedCore:
+    """The engine core of this configuration; raises what loading the model raises."""
+    from penstock.engine.core import EngineCore
+
+    return EngineCore(config)
+
+
+class CoreGroup:
+    """The client (`CoreClient`) of the cores that a configuration asks for, which it starts.
+
+    A core that dies, or says nothing for too long while it owes something, is replaced, and its requests go on
+    (`Replica`); those of other cores go on meanwhile. `EngineDead` comes when that does not help, for all.
+
+    load_core: makes a core in its process; it is pickled by its name. start_timeout_s: how long a core may take for it.
+
+    Raises what `load_core` raises; EngineDead when a process dies before it has started, WaitTimeout when it says
+    nothing for too long.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        load_core: Callable[[EngineConfig], ServedCore] = load_engine_core,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        refuse_in_program()
+        self._owner = OwningProcess()
+        # Held by whoever takes in messages: callers, and, for a core that died while nobody called, its reader.
+        self._lock = threading.RLock()
+        self._inbox: queue.SimpleQueue[tuple[CoreProcess, bytes | None] | None] = queue.SimpleQueue()
+        self._turns: deque[list[EngineCoreOutput]] = deque()
+        self._is_woken = False
+        self._ended_by: PenstockError | None = None
+        parallel, cache = config.parallel, config.cache
+        num_engines = parallel.num_engines_here
+        block_size = cache.block_size * parallel.decode_context_parallel_size
+        self._router = Router(num_engines, block_size if cache.enable_prefix_caching else None)
+        self._starter = ProcessStarter()
+        self._replicas: list[Replica] = []
+        try:
+            with self._listening():
+                for index in range(num_engines):
+                    name = "the core" if num_engines == 1 else f"the core of engine {index}"
+                    own = replace(config, parallel=parallel.of_engine(index))
+                    self._replicas.append(
+                        Replica(name, own, load_core, self._starter, self._deliver, start_timeout_s=start_timeout_s)
+                    )
+                self._wait_until(self._are_running)
+        except BaseException as error:
+            self._ended_by = self._ended_by or LifecycleError(f"This engine did not start: {error}")
+            self._end_processes()
+            raise
+        started = [replica.started for replica in self._replicas if replica.started is not None]
+        self.max_model_len = min(one.max_model_len for one in started)
+        self.vocab_size = started[0].vocab_size
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the cores' processes, by engine."""
+        return [replica.pid for replica in self._replicas]
+
+    def add_request(self, request: EngineRequest) -> None:
+        """As `CoreClient`. A refusal that comes late, as from a core that is being replaced, ends the request."""
+        with self._listening():
+            self._check_running()
+            if any(request.req_id in replica.kept for replica in self._replicas):
+                raise InvalidRequest(
+                    f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own "
+                    "id."
+                )
+            replica = self._choose(request)
+            call = replica.add(request)
+            if call is None:
+                return
+            self._wait_for(lambda: call.is_over, _REFUSAL_TIMEOUT_S)
+            call.is_awaited = False
+            if call.answer is not None and call.error is not None:
+                del replica.kept[request.req_id]
+                raise call.error
+
+    def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        with self._listening():
+            # Those of cores that have ended have ended with them.
+            if self._ended_by is not None:
+                return []
+            names = list(req_ids)
+            ended = [output for replica in self._replicas for output in replica.abort(names)]
+            # Their ids may be used again, so what steps brought them meanwhile is dropped.
+            gone = {output.req_id for output in ended}
+            for outputs in self._turns:
+                outputs[:] = [output for output in outputs if output.req_id not in gone]
+            return ended
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._turns) or any(replica.kept for replica in self._replicas)
+
+    def step(self) -> list[EngineCoreOutput]:
+        """What steps of any cores brought. Nothing where they take long, so that others have their turn."""
+        with self._listening():
+            self._is_woken = False
+            self._wait_for(lambda: bool(self._turns) or self._is_woken, LONGEST_WAIT_S)
+            while not self._inbox.empty():
+                self._receive(0.0)
+            outputs = [output for turn in self._turns for output in turn]
+            self._turns.clear()
+            return outputs
+
+    def wait_for_work(self) -> None:
+        """The cores themselves wait, before they say what their next steps brought."""
+
+    def wake(self) -> None:
+        """End `step`: it seems to have brought nothing."""
+        self._inbox.put(None)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `CoreClient`, of all cores; the cache of one that is being replaced is empty."""
+        with self._listening():
+            self._check_running()
+            calls = [
+                (index, replica.call("reset_prefix_cache", reset_running_requests))
+                for index, replica in enumerate(self._replicas)
+                if replica.is_running
+            ]
+            self._wait_until(lambda: all(call.is_over for _, call in calls))
+            are_reset = True
+            for index, call in calls:
+                is_reset = call.lost is not None or _result_of(call)
+                are_reset = are_reset and is_reset
+                if is_reset:
+                    self._router.forget(index)
+            return are_reset
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `CoreClient`, of all cores: the answers of the first one's workers, then of the next one's.
+
+        What changes the weights is remembered for cores that replace lost ones. A core that did not do it while others
+        did is replaced by one that does.
+
+        Raises ProcessLost when a core is lost meanwhile; requests go on.
+        """
+        with self._listening():
+            calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs)
+            done = [index for index, call in enumerate(calls) if call.error is None]
+            if done and method == "update_config":
+                for replica in self._replicas:
+                    replica.config_updates += [*args, *(kwargs or {}).values()]
+            if done and method == "reload_weights":
+                self._keep_config_of(self._replicas[done[0]])
+            if done and method in ("update_config", "reload_weights"):
+                for index, replica in enumerate(self._replicas):
+                    if index not in done:
+                        replica.restart(f"is replaced, since others have done {method}, and it has not")
+            return [answer for call in calls for answer in _result_of(call)]
+
+    def check_health(self) -> None:
+        """As `CoreClient`, once cores that are being replaced have started."""
+        with self._listening():
+            calls = self._call_all("check_health", None)
+            while any(call.lost is not None for call in calls):
+                calls = self._call_all("check_health", None)
+            for call in calls:
+                _result_of(call)
+
+    def close(self) -> None:
+        if not self._owner.is_here():
+            return
+        with self._lock:
+            self._ended_by = self._ended_by or LifecycleError("This engine was closed. Create a new one.")
+            self._turns.clear()
+        self._end_processes()
+
+    def _choose(self, request: EngineRequest) -> Replica:
+        running = [index for index, replica in enumerate(self._replicas) if replica.is_running]
+        loads = {index: len(self._replicas[index].kept) for index in running or range(len(self._replicas))}
+        return self._replicas[self._router.choose(loads, request.prompt_token_ids, request.cache_salt)]
+
+    def _are_running(self) -> bool:
+        return all(replica.is_running for replica in self._replicas)
+
+    def _keep_config_of(self, replica: Replica) -> None:
+        """Let cores that are started from now on load the weights that this one has by now."""
+        call = replica.call("collective_rpc", "get_config")
+        self._wait_until(lambda: call.is_over)
+        config: EngineConfig = _result_of(call)[0]
+        for other in self._replicas:
+            other.config = replace(config, parallel=other.config.parallel)
+            other.config_updates.clear()
+
+    def _call_all(self, method: str, timeout_s: float | None, *args: Any) -> list[Call]:
+        """Ask all cores for the same, once they all run. The calls are over then."""
+        self._wait_until(self._are_running)
+        calls = [replica.call(method, *args) for replica in self._replicas]
+        self._wait_for(lambda: all(call.is_over for call in calls), timeout_s)
+        for replica, call in zip(self._replicas, calls, strict=True):
+            if not call.is_over:
+                call.is_awaited = False
+                raise replica.timed_out(method, timeout_s)
+        return calls
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Take in messages until something is over, which takes as long as cores that get on need for it."""
+        self._wait_for(is_over, None)
+
+    def _wait_for(self, is_over: Callable[[], bool], timeout_s: float | None) -> None:
+        """The same, for that long at most. Raises why there is nothing to wait for any more."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not is_over():
+            self._check_running()
+            left_s = LONGEST_WAIT_S if deadline is None else deadline - time.monotonic()
+            if left_s <= 0.0:
+                return
+            self._receive(min(left_s, LONGEST_WAIT_S))
+
+    def _receive(self, timeout_s: float) -> None:
+        """Take in one message, if there is one by then, and see to what is due for each core."""
+        begin = time.monotonic()
+        try:
+            message = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            message = None
+        else:
+            self._is_woken = self._is_woken or message is None
+        waited_s = time.monotonic() - begin
+        try:
+            for index, replica in enumerate(self._replicas):
+                if message is not None and replica.process is message[0]:
+                    self._take(index, message[1])
+                else:
+                    replica.tend(waited_s)
+        except PenstockError as error:
+            self._ended_by = self._ended_by or error
+
+    def _take(self, index: int, data: bytes | None) -> None:
+        if data is None:
+            self._router.forget(index)
+        outputs = self._replicas[index].take(data)
+        if outputs is not None:
+            self._turns.append(outputs)
+
+    def _deliver(self, process: CoreProcess, data: bytes | None) -> None:
+        """Put a message where whoever listens finds it; the end of a process is seen to even if nobody does."""
+        self._inbox.put((process, data))
+        if data is not None:
+            return
+        with self._lock:
+            while self._ended_by is None and not self._inbox.empty():
+                self._receive(0.0)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """For a `with` block that takes in messages, in this process."""
+        self._owner.check()
+        with self._lock:
+            yield
+
+    def _check_running(self) -> None:
+        if self._ended_by is not None:
+            raise same_error(self._ended_by)
+
+    def _end_processes(self) -> None:
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        for replica in self._replicas:
+            replica.tell_to_end()
+        for replica in self._replicas:
+            replica.process.close(max(0.0, deadline - time.monotonic()))
+        self._starter.close()
+
+
+def _result_of(call: Call) -> Any:
+    if call.error is not None:
+        raise call.error
+    assert call.answer is not None, "it is over"
+    return pickle.loads(call.answer.result)

@@ -1,0 +1,54 @@
+"""What the client of a core keeps of a request, so that another core can go on with it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.engine.messages import EngineRequest
+from penstock.scheduler.outputs import EngineCoreOutput
+
+
+class KeptRequest:
+    """A request, and what has been heard of it so far.
+
+    To its reader it stays one request: tokens and log-probabilities are told once, since the next core goes on behind
+    what was heard, and its history goes on too. That a core was lost counts as a preemption.
+    """
+
+    __slots__ = ("_first_output", "_num_preemptions", "_num_preemptions_before", "_request", "_token_ids")
+
+    def __init__(self, request: EngineRequest) -> None:
+        self._request = request
+        self._token_ids: list[int] = []
+        # The first that told the history, after which `num_cached_tokens` and the like do not change.
+        self._first_output: EngineCoreOutput | None = None
+        self._num_preemptions = 0
+        # By cores that are gone.
+        self._num_preemptions_before = 0
+
+    def take(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Note what a step brought. Returns it as its reader is to have it."""
+        self._token_ids += output.new_token_ids
+        if output.first_scheduled_time is None:
+            return output
+        first = self._first_output
+        if first is None:
+            self._first_output = first = output
+        self._num_preemptions = output.num_preemptions + self._num_preemptions_before
+        if first is output or not self._num_preemptions_before:
+            return output
+        return msgspec.structs.replace(
+            output,
+            num_cached_tokens=first.num_cached_tokens,
+            first_scheduled_time=first.first_scheduled_time,
+            num_preemptions=self._num_preemptions,
+        )
+
+    def resume(self) -> EngineRequest:
+        """The request for another core, which goes on behind what was heard; the one before it is gone."""
+        if self._first_output is not None:
+            self._num_preemptions += 1
+            self._num_preemptions_before = self._num_preemptions
+        return msgspec.structs.replace(
+            self._request, output_token_ids=[*self._request.output_token_ids, *self._token_ids]
+        )

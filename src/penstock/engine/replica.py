@@ -1,0 +1,354 @@
+"""A core in a process of its own that is replaced when it is lost, by one that goes on with its requests."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.contract import decode
+from penstock.engine.core_process import CoreProcess
+from penstock.engine.core_server import ServedCore
+from penstock.engine.kept_request import KeptRequest
+from penstock.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Answer,
+    CloseCore,
+    CoreEnded,
+    CoreStarted,
+    EngineRequest,
+    FromCore,
+    StepOutputs,
+    UtilityCall,
+)
+from penstock.engine.quarantine import Quarantine
+from penstock.engine.silence import Silence
+from penstock.errors import EngineDead, NeedsNewProcess, PenstockError, ProcessLost, WaitTimeout, error_from_data
+from penstock.executor.processes import ProcessStarter
+from penstock.executor.program import pickled
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+
+logger = logging.getLogger(__name__)
+# Before a core is replaced that was lost once more: 0.2 s, 0.4 s and so on.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+
+
+class _State(enum.Enum):
+    STARTING = enum.auto()
+    RUNNING = enum.auto()
+    PAUSING = enum.auto()
+    CLOSED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Something that a core was asked for.
+
+    answer: None until it came. lost: why none will come. is_awaited: whether somebody looks at it still.
+    req_id: of the request that it brings, if any. aborted: ids of those that it ends.
+    """
+
+    name: str
+    answer: Answer | None = None
+    lost: ProcessLost | None = None
+    is_awaited: bool = True
+    req_id: str | None = None
+    aborted: frozenset[str] = frozenset()
+
+    @property
+    def is_over(self) -> bool:
+        return self.answer is not None or self.lost is not None
+
+    @property
+    def error(self) -> PenstockError | None:
+        """What came instead of a result."""
+        data = None if self.answer is None else self.answer.error
+        return self.lost if data is None else error_from_data(data)
+
+
+class Replica:
+    """One engine of several, or the only one; not for several threads at once.
+
+    It has a process that can die, and keeps what a process after that one needs: the requests with their tokens, and
+    what was changed about the weights. A request that is there whenever cores are lost is found out (`Quarantine`).
+
+    name: what errors and logs call the core.
+    deliver: gets the process with each of its messages, in a thread of its own.
+
+    Methods raise EngineDead, or what kept the first core from starting, when it gives up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        load_core: Callable[[EngineConfig], ServedCore],
+        starter: ProcessStarter,
+        deliver: Callable[[CoreProcess, bytes | None], None],
+        *,
+        start_timeout_s: float,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.config_updates: list[Any] = []
+        self.kept: dict[str, KeptRequest] = {}
+        self._load_core = load_core
+        self._starter = starter
+        self._deliver = deliver
+        parallel = config.parallel
+        self._start_timeout_s = start_timeout_s
+        # A core that drives workers finds out by itself which of them hangs, after half of it.
+        self._step_timeout_s = parallel.step_timeout_s * (2 if parallel.executor != "uni" else 1)
+        self._silence = Silence(start_timeout_s)
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        # Requests whose end the core has not confirmed: what it still tells of them is dropped.
+        self._aborting: dict[str, int] = {}
+        self._quarantine = Quarantine(self)
+        # Those of `kept` that are not given to the core for now.
+        self._held_back: set[str] = set()
+        self._num_losses = 0
+        # What this process was killed for, or said at its end.
+        self._end: PenstockError | None = None
+        self._is_to_restart = False
+        self.started: CoreStarted | None = None
+        self._restart_at = 0.0
+        self.process = self._start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._state is _State.RUNNING
+
+    @property
+    def pid(self) -> int:
+        """Of the process that there is, or was last."""
+        return self.process.pid
+
+    def add(self, request: EngineRequest) -> Call | None:
+        """Take a request. Returns the call that brings it to the core; None where that has to wait.
+
+        A refusal that nobody awaits ends the request, with an error.
+        """
+        self.kept[request.req_id] = KeptRequest(request)
+        return self._submit(request) if self.is_running else None
+
+    def abort(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """End those requests that are here, at once."""
+        names = [req_id for req_id in req_ids if req_id in self.kept]
+        if not names:
+            return []
+        outputs = [self._end_request(req_id, FinishReason.ABORT) for req_id in names]
+        if self.is_running:
+            call = Call("abort_requests", is_awaited=False, aborted=frozenset(names))
+            call_id = self._ask(call, lambda call_id: AbortRequests(call_id=call_id, req_ids=names))
+            self._aborting.update(dict.fromkeys(names, call_id))
+        return outputs
+
+    def call(self, method: str, *args: Any) -> Call:
+        """Ask the core, which must run, for something else."""
+        call, sent = Call(method), pickled(method, args)
+        self._ask(call, lambda call_id: UtilityCall(call_id=call_id, method=method, arguments=sent))
+        return call
+
+    def restart(self, why: str) -> None:
+        """Replace the core, though nothing has happened to it."""
+        self._is_to_restart = True
+        self._kill(ProcessLost(f"{self._who} {why}."))
+
+    def take(self, data: bytes | None) -> list[EngineCoreOutput] | None:
+        """Take in what its process has said, or its end (None). Returns what a step brought, if it was that."""
+        self._silence.end()
+        if data is None:
+            return self._lose()
+        message = decode(data, FromCore).message
+        if isinstance(message, StepOutputs):
+            return self._take_outputs(message.outputs)
+        if isinstance(message, Answer):
+            return self._take_answer(message)
+        if isinstance(message, CoreStarted):
+            self._take_over(message)
+        elif isinstance(message, CoreEnded):
+            self._end = error_from_data(message.error)
+        return None
+
+    def tend(self, waited_s: float) -> None:
+        """Do what is due after one more wait in which this one has said nothing."""
+        if self._state is _State.PAUSING:
+            if time.monotonic() >= self._restart_at:
+                self.process = self._start()
+        elif self._state is _State.STARTING or self._calls or self.kept:
+            if self._silence.go_on(waited_s):
+                self._silence.end()
+                what = "step" if self.is_running else "start"
+                self._kill(self.timed_out(next((call.name for call in self._calls.values()), what)))
+        else:
+            self._silence.end()
+
+    def timed_out(self, name: str, timeout_s: float | None = None) -> WaitTimeout:
+        """The error for a wait of that long; None for as long as a core is waited for."""
+        limit_s = self._silence.limit_s if timeout_s is None else timeout_s
+        return WaitTimeout(
+            f"Process {os.getpid()} waited {limit_s:g} s in {name} for {self.name} in process {self.pid}, which hangs "
+            "or is overloaded."
+        )
+
+    def tell_to_end(self) -> None:
+        """The core gives everything back and ends, if it is one that can be asked."""
+        if self.is_running:
+            try:
+                self.process.send(CloseCore())
+            except BlockingIOError:
+                self.process.kill()
+        else:
+            self.process.kill()
+        self._state = _State.CLOSED
+
+    # For the quarantine.
+
+    def wait_for(self, req_id: str, reason: str) -> None:
+        self._held_back.add(req_id)
+
+    def ready(self, req_id: str, reason: str) -> None:
+        self._held_back.discard(req_id)
+        if self.is_running and req_id in self.kept:
+            self._submit(self.kept[req_id].resume()).is_awaited = False
+
+    def holds(self, req_id: str) -> bool:
+        return req_id in self.kept
+
+    @property
+    def _who(self) -> str:
+        return f"{self.name[0].upper()}{self.name[1:]}, process {self.pid},"
+
+    def _start(self) -> CoreProcess:
+        """Begin to start a process, which says when its core has started."""
+        self._state = _State.STARTING
+        self._silence = Silence(self._start_timeout_s)
+        self._end = None
+        config = self.config
+        if self.started is not None:
+            # As large as it was, whatever else takes memory by now.
+            cache = replace(config.cache, kv_cache_memory_bytes=self.started.kv_cache_bytes or None)
+            config = replace(config, cache=cache)
+        return CoreProcess(config, self._load_core, self._starter, self._deliver, send_timeout_s=self._step_timeout_s)
+
+    def _take_over(self, started: CoreStarted) -> None:
+        """Give a core that has started what there is to go on with."""
+        self._state = _State.RUNNING
+        self._silence = Silence(self._step_timeout_s)
+        if self.started is None:
+            self.started = started
+            return
+        logger.info("%s goes on with %d requests", self._who, len(self.kept))
+        for update in self.config_updates:
+            self.call("collective_rpc", "update_config", None, (update,), None).is_awaited = False
+        for req_id, kept in self.kept.items():
+            if req_id not in self._held_back:
+                self._submit(kept.resume()).is_awaited = False
+
+    def _submit(self, request: EngineRequest) -> Call:
+        call = Call("add_request", req_id=request.req_id)
+        self._ask(call, lambda call_id: AddRequest(call_id=call_id, request=request))
+        return call
+
+    def _ask(self, call: Call, make: Callable[[int], AddRequest | AbortRequests | UtilityCall]) -> int:
+        call_id = next(self._call_ids)
+        self._calls[call_id] = call
+        try:
+            self.process.send(make(call_id))
+        except BlockingIOError:
+            self._kill(self.timed_out(call.name))
+        return call_id
+
+    def _take_outputs(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        taken = []
+        for output in outputs:
+            req_id = output.req_id
+            kept = self.kept.get(req_id)
+            if kept is None or req_id in self._aborting:
+                continue
+            taken.append(kept.take(output))
+            if output.finish_reason is not None:
+                del self.kept[req_id]
+        if taken and self._num_losses:
+            self._num_losses = 0
+        self._quarantine.note_results([output.req_id for output in taken])
+        return taken
+
+    def _take_answer(self, answer: Answer) -> list[EngineCoreOutput] | None:
+        call = self._calls.pop(answer.call_id)
+        call.answer = answer
+        for req_id in call.aborted:
+            if self._aborting.get(req_id) == answer.call_id:
+                del self._aborting[req_id]
+        if answer.error is None or call.is_awaited:
+            return None
+        if call.req_id in self.kept:
+            return [self._end_request(call.req_id, FinishReason.ERROR, str(call.error))]
+        logger.error("%s: %s of %s failed", call.error, call.name, self.name)
+        return None
+
+    def _end_request(self, req_id: str, reason: FinishReason, error: str | None = None) -> EngineCoreOutput:
+        kept = self.kept.pop(req_id)
+        self._held_back.discard(req_id)
+        return kept.take(EngineCoreOutput(req_id=req_id, finish_reason=reason, error=error))
+
+    def _kill(self, why: PenstockError) -> None:
+        if self._state is not _State.PAUSING:
+            self._end = why
+            self.process.kill()
+
+    def _lose(self) -> list[EngineCoreOutput]:
+        """Its process has ended, or let go: replace it, or give up."""
+        error = self._end
+        if error is None:
+            doing = "served" if self.is_running else "started"
+            error = ProcessLost(f"{self._who} {self.process.describe_end()} while it {doing}.")
+        self.process.close()
+        if self.started is None:
+            raise error if self._end is not None else EngineDead(*error.args)
+        if isinstance(error, EngineDead) and not isinstance(error, NeedsNewProcess):
+            # It has tried by itself whether restarts help.
+            raise error
+        return self._begin_anew(error)
+
+    def _begin_anew(self, error: PenstockError) -> list[EngineCoreOutput]:
+        limit, is_wanted, self._is_to_restart = self.config.parallel.max_restarts, self._is_to_restart, False
+        if not is_wanted:
+            self._num_losses += 1
+            if self._num_losses > limit:
+                times = f"{self._num_losses} times in a row" if self._num_losses > 1 else "once"
+                raise EngineDead(f"{self.name} was lost {times}, without a result; the last time: {error}") from error
+        for call in self._calls.values():
+            call.lost = ProcessLost(f"{call.name} was not answered: {error}")
+        self._calls.clear()
+        self._aborting.clear()
+        was_running, self._state = self.is_running, _State.PAUSING
+        ended = self._blame(error) if was_running and not is_wanted else []
+        logger.warning(
+            "%s It is replaced, and %d requests go on (lost %d of %d times)",
+            error,
+            len(self.kept),
+            self._num_losses,
+            limit,
+        )
+        pause_s = 0.0 if self._num_losses <= 1 else min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._num_losses)
+        self._restart_at = time.monotonic() + pause_s
+        self.tend(0.0)
+        return ended
+
+    def _blame(self, error: PenstockError) -> list[EngineCoreOutput]:
+        """End the request that makes cores fail, once it is known which that is."""
+        culprit = self._quarantine.note_failure([req_id for req_id in self.kept if req_id not in self._held_back])
+        if culprit is None:
+            return []
+        why = f"Cores were lost again and again while they ran this request, the last time by itself: {error}"
+        logger.error("Request %s ends. %s", culprit, why)
+        return [self._end_request(culprit, FinishReason.ERROR, why)]

@@ -1,0 +1,88 @@
+"""What the program that started an engine defines itself, and sends to the engine's processes."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import runpy
+import sys
+from types import FunctionType
+from typing import Any
+
+from penstock.errors import ConfigError, LifecycleError
+
+# The program's `__name__` while a process looks for what it defines; runpy makes a module of it for as long.
+_PROGRAM_ELSEWHERE = "__penstock_worker__"
+
+
+def main_path() -> str | None:
+    """The file of the program that runs, if it is one that can be run again."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return None if path is None else os.path.abspath(path)
+
+
+def pickled(name: str, sent: Any) -> bytes:
+    """For `Program.load` in another process. name: what errors call it.
+
+    Raises ConfigError for what cannot be found there.
+    """
+    try:
+        return pickle.dumps(sent)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{name} cannot be sent to the workers' processes: {error}. Functions and classes must be defined at the "
+            "top of a module, and arguments must be plain data or tensors."
+        ) from error
+
+
+class Program:
+    """What the program that started this process defines itself, found by running it under another name.
+
+    From then on this process has it too, so that it can be sent on to processes that this one starts.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._names: dict[str, Any] | None = None
+
+    def load(self, data: bytes) -> Any:
+        """What was pickled there. Raises ConfigError where the program has no file."""
+        return _Unpickler(io.BytesIO(data), self).load()
+
+    def find(self, name: str) -> Any:
+        if self._path is None:
+            raise ConfigError(f"{name} is defined in a program without a file: import it from a module instead.")
+        if self._names is None:
+            self._names = _run(self._path)
+        return self._names[name]
+
+
+def _run(path: str) -> dict[str, Any]:
+    names = runpy.run_path(path, run_name=_PROGRAM_ELSEWHERE)
+    main = sys.modules["__main__"]
+    main.__file__ = path
+    for name, value in names.items():
+        if isinstance(value, type | FunctionType) and value.__module__ == _PROGRAM_ELSEWHERE:
+            value.__module__ = "__main__"
+            setattr(main, name, value)
+    return names
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, program: Program) -> None:
+        super().__init__(data)
+        self._program = program
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._program.find(name) if module == "__main__" else super().find_class(module, name)
+
+
+def refuse_in_program() -> None:
+    """Raise LifecycleError where a process is only looking for what its program defines: no engine must start again."""
+    if _PROGRAM_ELSEWHERE in sys.modules:
+        raise LifecycleError(
+            "A worker's process runs the program again for a function of it that was sent there, and the program "
+            'starts an engine. Let it do so under `if __name__ == "__main__":`, or define the function in a module.'
+        )

@@ -1,0 +1,374 @@
+"""Cores that are killed, end, stand still or give up are replaced, and requests go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.engine.core_client import CoreClient
+from penstock.engine.core_group import CoreGroup
+from penstock.engine.messages import EngineRequest
+from penstock.errors import EngineDead, InvalidRequest, NeedsNewProcess, ProcessLost
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from support.fake_engine import FakeCore, write_model
+
+PARAMS = SamplingParams(max_tokens=40, seed=5, logprobs=2)
+POISON = 13
+
+
+def slow(config: EngineConfig) -> FakeCore:
+    core = FakeCore(config)
+    core.on_step = lambda step: time.sleep(0.01)
+    return core
+
+
+def exiting_in_a_step(config: EngineConfig) -> FakeCore:
+    """Ends in its tenth step."""
+    core = slow(config)
+    core.on_step = lambda step: os._exit(3) if step == 10 else time.sleep(0.01)
+    return core
+
+
+def raising_in_a_step(config: EngineConfig) -> FakeCore:
+    def on_step(step: int) -> None:
+        if step == 10:
+            raise ZeroDivisionError("of all things")
+
+    core = FakeCore(config)
+    core.on_step = on_step
+    return core
+
+
+def needing_a_new_process(config: EngineConfig) -> FakeCore:
+    def on_step(step: int) -> None:
+        if step == 10:
+            raise NeedsNewProcess("the device's context is lost")
+
+    core = FakeCore(config)
+    core.on_step = on_step
+    return core
+
+
+def standing_still_in_a_step(config: EngineConfig) -> FakeCore:
+    core = FakeCore(config)
+    core.on_step = lambda step: time.sleep(3600) if step == 10 else None
+    return core
+
+
+def dying_at_once(config: EngineConfig) -> FakeCore:
+    core = FakeCore(config)
+    core.on_step = lambda step: os._exit(3)
+    return core
+
+
+def giving_up(config: EngineConfig) -> FakeCore:
+    def on_step(step: int) -> None:
+        raise EngineDead("workers failed four times in a row")
+
+    core = FakeCore(config)
+    core.on_step = on_step
+    return core
+
+
+def poisoned(config: EngineConfig) -> FakeCore:
+    """One kind of request kills it."""
+    core = FakeCore(config)
+
+    def on_step(step: int) -> None:
+        if any(request.prompt_token_ids[0] == POISON for request, _ in core.running.values()):
+            os._exit(3)
+
+    core.on_step = on_step
+    return core
+
+
+def recovering(config: EngineConfig) -> FakeCore:
+    """Replaces its workers in a step, which takes longer than a step may."""
+    core = FakeCore(config)
+
+    def on_step(step: int) -> None:
+        core.is_recovering = step == 3
+        if core.is_recovering:
+            time.sleep(1.2)
+            core.is_recovering = False
+
+    core.on_step = on_step
+    return core
+
+
+def starting_once(config: EngineConfig) -> FakeCore:
+    """The second one cannot start any more."""
+    marker = Path(str(config.model.folder)) / "started"
+    if marker.exists():
+        raise ValueError("the disk is gone")
+    marker.touch()
+    return slow(config)
+
+
+def added(core: FakeCore) -> list[tuple[str, int]]:
+    return [(request.req_id, len(request.output_token_ids)) for request in core.added]
+
+
+def kill_itself(core: FakeCore) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig.create(str(write_model(tmp_path)), step_timeout_s=20)
+
+
+@pytest.fixture
+def start(config: EngineConfig) -> Iterator[Callable[..., CoreGroup]]:
+    """Starts cores of which nothing may be left."""
+    started = []
+    before = psutil.Process().num_fds()
+
+    def start_one(load_core: Callable[[EngineConfig], FakeCore], **options: Any) -> CoreGroup:
+        started.append(CoreGroup(replace(config, parallel=replace(config.parallel, **options)), load_core))
+        return started[-1]
+
+    yield start_one
+    for core in started:
+        core.close()
+        core.close()
+    assert not psutil.Process().children()
+    assert psutil.Process().num_fds() == before
+
+
+def request(req_id: str, **fields: Any) -> EngineRequest:
+    seed = int(req_id[1:])
+    params = SamplingParams(max_tokens=40, seed=seed, logprobs=2 if seed % 2 else None)
+    return EngineRequest(**{"req_id": req_id, "prompt_token_ids": [9, 10], "sampling_params": params, **fields})
+
+
+class Heard:
+    """What the readers of a core's requests heard."""
+
+    def __init__(self, core: CoreClient, num_requests: int = 4) -> None:
+        self.core = core
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        for index in range(num_requests):
+            self.add(f"r{index}")
+
+    def add(self, req_id: str, **fields: Any) -> None:
+        self.core.add_request(request(req_id, **fields))
+        self.outputs[req_id] = []
+
+    def step(self) -> None:
+        for output in self.core.step():
+            assert self.outputs[output.req_id][-1:] != ["end"]
+            self.outputs[output.req_id].append(output)
+
+    def until(self, num_tokens: int) -> Heard:
+        while min(len(self.tokens(req_id)) for req_id in self.outputs) < num_tokens:
+            self.step()
+        return self
+
+    def finish(self) -> Heard:
+        while self.core.has_unfinished_requests():
+            self.step()
+        return self
+
+    def tokens(self, req_id: str) -> list[int]:
+        return [token for output in self.outputs[req_id] for token in output.new_token_ids]
+
+    def everything(self) -> dict[str, Any]:
+        """Tokens, log-probabilities and ends."""
+        return {
+            req_id: (
+                self.tokens(req_id),
+                [output.new_logprobs for output in outputs if output.new_logprobs is not None],
+                [output.finish_reason for output in outputs if output.finish_reason is not None],
+            )
+            for req_id, outputs in self.outputs.items()
+        }
+
+
+def undisturbed(num_requests: int = 4) -> dict[str, Any]:
+    return Heard(FakeCore(), num_requests).finish().everything()
+
+
+def test_requests_go_on_when_their_core_is_killed(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow)
+    heard = Heard(core).until(5)
+    first = core.process_ids[0]
+    os.kill(first, signal.SIGKILL)
+    # Nobody listens for a while; what it had said is not said again.
+    time.sleep(0.2)
+    assert heard.finish().everything() == undisturbed()
+    assert core.process_ids[0] != first
+    ((again, *_),) = [core.collective_rpc(added)]
+    assert [req_id for req_id, _ in again] == ["r0", "r1", "r2", "r3"]
+    assert all(num_tokens >= 5 for _, num_tokens in again)
+
+
+def test_requests_go_on_when_their_core_stands_still(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow, step_timeout_s=0.7)
+    heard = Heard(core).until(5)
+    os.kill(core.process_ids[0], signal.SIGSTOP)
+    assert heard.finish().everything() == undisturbed()
+
+
+@pytest.mark.parametrize(
+    "load_core", [exiting_in_a_step, raising_in_a_step, needing_a_new_process, standing_still_in_a_step]
+)
+def test_requests_go_on_whatever_ends_their_core_in_a_step(
+    start: Callable[..., CoreGroup], load_core: Callable[[EngineConfig], FakeCore]
+) -> None:
+    # Each of its cores brings nine tokens.
+    core = start(load_core, step_timeout_s=0.7)
+    first = core.process_ids[0]
+    assert Heard(core).finish().everything() == undisturbed()
+    assert core.process_ids[0] != first
+
+
+def test_a_core_that_replaces_its_workers_is_not_taken_for_one_that_hangs(start: Callable[..., CoreGroup]) -> None:
+    core = start(recovering, step_timeout_s=0.5)
+    first = core.process_ids
+    assert Heard(core).finish().everything() == undisturbed()
+    assert core.process_ids == first
+
+
+def test_time_in_which_nobody_listens_is_no_silence(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow, step_timeout_s=0.5)
+    first = core.process_ids
+    heard = Heard(core).until(2)
+    time.sleep(1.2)
+    assert heard.finish().everything() == undisturbed()
+    assert core.process_ids == first
+
+
+def test_a_core_that_has_nothing_to_say_is_left_alone(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow, step_timeout_s=0.3)
+    first = core.process_ids
+    os.kill(first[0], signal.SIGSTOP)
+    for _ in range(5):
+        core.step()
+    os.kill(first[0], signal.SIGCONT)
+    assert Heard(core).finish().everything() == undisturbed()
+    assert core.process_ids == first
+
+
+def test_an_idle_core_that_dies_is_replaced_at_once(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow)
+    Heard(core).finish()
+    first = core.process_ids
+    os.kill(first[0], signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while core.process_ids == first:
+        assert time.monotonic() < deadline, "nobody notices"
+        time.sleep(0.01)
+    core.check_health()
+    assert Heard(core).finish().everything() == undisturbed()
+
+
+def test_restarts_come_later_and_later_and_end_with_the_cause(start: Callable[..., CoreGroup]) -> None:
+    core = start(dying_at_once, max_restarts=2)
+    heard = Heard(core)
+    pids = set()
+
+    def step() -> None:
+        pids.update(core.process_ids)
+        Heard.step(heard)
+
+    heard.step = step  # type: ignore[method-assign]
+    with pytest.raises(EngineDead, match=r"the core was lost 3 times in a row.*exit code 3 while it served") as raised:
+        heard.finish()
+    assert isinstance(raised.value.__cause__, ProcessLost)
+    assert len(pids) == 3
+    for call in (core.check_health, core.step, lambda: core.add_request(request("r9"))):
+        with pytest.raises(EngineDead, match="3 times in a row"):
+            call()
+    assert core.abort_requests(["r0"]) == []
+
+
+def test_results_in_between_begin_the_count_anew(start: Callable[..., CoreGroup]) -> None:
+    core = start(exiting_in_a_step, max_restarts=1)
+    assert Heard(core).finish().everything() == undisturbed()
+
+
+def test_a_core_that_has_given_up_itself_is_not_tried_again(start: Callable[..., CoreGroup]) -> None:
+    core = start(giving_up)
+    first = core.process_ids
+    with pytest.raises(EngineDead, match="^workers failed four times in a row$"):
+        Heard(core).finish()
+    assert core.process_ids == first
+
+
+def test_a_core_that_does_not_start_again_is_the_end_with_its_cause(start: Callable[..., CoreGroup]) -> None:
+    core = start(starting_once, max_restarts=1)
+    heard = Heard(core).until(2)
+    os.kill(core.process_ids[0], signal.SIGKILL)
+    with pytest.raises(EngineDead, match="lost 2 times in a row.*ValueError: the disk is gone"):
+        heard.finish()
+
+
+def test_a_request_that_kills_its_cores_ends_and_others_go_on(start: Callable[..., CoreGroup]) -> None:
+    core = start(poisoned)
+    heard = Heard(core, 2)
+    heard.add("r2", prompt_token_ids=[POISON, 10])
+    heard.add("r3")
+    found = heard.finish().everything()
+    expected = undisturbed()
+    assert {name: found[name] for name in ("r0", "r1", "r3")} == {name: expected[name] for name in ("r0", "r1", "r3")}
+    (last,) = heard.outputs["r2"]
+    assert last.finish_reason is FinishReason.ERROR
+    assert "while they ran this request, the last time by itself" in (last.error or "")
+
+
+def test_what_is_aborted_or_added_while_a_core_is_replaced_happens(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow)
+    heard = Heard(core, 3).until(3)
+    os.kill(core.process_ids[0], signal.SIGKILL)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    (aborted,) = core.abort_requests(["r1", "unknown"])
+    assert (aborted.req_id, aborted.finish_reason) == ("r1", FinishReason.ABORT)
+    with pytest.raises(InvalidRequest, match="a request 'r0' already"):
+        core.add_request(request("r0"))
+    heard.add("r3")
+    # The name is free, for another request.
+    heard.add("r1", sampling_params=SamplingParams(max_tokens=4, seed=3))
+    del heard.outputs["r1"][:]
+    assert time.monotonic() - begin < 1
+    found, expected = heard.finish().everything(), undisturbed()
+    assert [found[name] for name in ("r0", "r2", "r3")] == [expected[name] for name in ("r0", "r2", "r3")]
+    assert found["r1"][0] == expected["r3"][0][:4]
+
+
+def test_a_call_whose_core_dies_says_so_and_requests_go_on(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow)
+    heard = Heard(core).until(3)
+    with pytest.raises(ProcessLost, match=r"collective_rpc was not answered: The core, process \d+, was killed by"):
+        core.collective_rpc(kill_itself)
+    assert core.reset_prefix_cache(reset_running_requests=True)
+    assert heard.finish().everything() == undisturbed()
+
+
+def test_who_waits_in_another_thread_is_woken(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow)
+    threading.Timer(0.05, core.wake).start()
+    begin = time.monotonic()
+    assert core.step() == []
+    assert time.monotonic() - begin < 0.2
+
+
+def test_the_history_of_a_request_goes_on_too(start: Callable[..., CoreGroup]) -> None:
+    core = start(slow)
+    heard = Heard(core, 1).until(3)
+    os.kill(core.process_ids[0], signal.SIGKILL)
+    outputs = heard.finish().outputs["r0"]
+    assert {output.first_scheduled_time for output in outputs} == {outputs[0].first_scheduled_time}
+    assert (outputs[0].num_preemptions, outputs[-1].num_preemptions) == (0, 1)
