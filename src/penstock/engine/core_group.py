@@ -19,7 +19,7 @@ from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
 from penstock.engine.messages import EngineRequest
 from penstock.engine.owning_process import OwningProcess
-from penstock.engine.replica import Call, Replica
+from penstock.engine.replica import REFUSAL_TIMEOUT_S, Call, Replica
 from penstock.engine.routing import Router
 from penstock.engine.silence import LONGEST_WAIT_S
 from penstock.errors import InvalidRequest, LifecycleError, PenstockError, same_error
@@ -28,8 +28,6 @@ from penstock.executor.program import refuse_in_program
 from penstock.scheduler.outputs import EngineCoreOutput
 
 logger = logging.getLogger(__name__)
-# How long whoever brings a request waits to hear that it is refused.
-_REFUSAL_TIMEOUT_S = 1.0
 # How long cores that were told to end are given to do so.
 _END_TIMEOUT_S = 30.0
 
@@ -109,7 +107,7 @@ class CoreGroup:
             call = replica.add(request)
             if call is None:
                 return
-            self._wait_for(lambda: call.is_over, _REFUSAL_TIMEOUT_S)
+            self._wait_for(lambda: call.is_over, REFUSAL_TIMEOUT_S)
             call.is_awaited = False
             if call.answer is not None and call.error is not None:
                 del replica.kept[request.req_id]
@@ -213,8 +211,8 @@ class CoreGroup:
         self._end_processes()
 
     def _choose(self, request: EngineRequest) -> Replica:
-        running = [index for index, replica in enumerate(self._replicas) if replica.is_running]
-        loads = {index: len(self._replicas[index].kept) for index in running or range(len(self._replicas))}
+        prompt = [index for index, replica in enumerate(self._replicas) if replica.is_prompt]
+        loads = {index: len(self._replicas[index].kept) for index in prompt or range(len(self._replicas))}
         return self._replicas[self._router.choose(loads, request.prompt_token_ids, request.cache_salt)]
 
     def _are_running(self) -> bool:

@@ -46,6 +46,7 @@ def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: CoreCl
         sampling=config.sampling,
         structured=config.structured,
         policy=config.scheduler.policy,
+        engine=config.parallel.data_parallel_rank or 0,
     )
 
 

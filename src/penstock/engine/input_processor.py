@@ -39,6 +39,7 @@ class InputProcessor:
 
     max_model_len, vocab_size: of the core. sampling, structured: what requests may ask for; None takes the defaults.
     policy: the scheduler's; only "priority" knows priorities.
+    engine: its number among engines with the same seed behind a balancer of one's own, which are not to answer alike.
 
     A request without a seed gets one made of the engine's seed and the number of requests accepted before it. So the
     same calls to an engine of the same seed give the same tokens, and equal prompts in one run differ.
@@ -54,12 +55,14 @@ class InputProcessor:
         sampling: SamplingConfig | None = None,
         structured: StructuredOutputsConfig | None = None,
         policy: str = "fcfs",
+        engine: int = 0,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._policy = policy
+        self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
         self._eos_token_ids = model.eos_token_ids
         if tokenizer.eos_token_id is not None:
             self._eos_token_ids |= {tokenizer.eos_token_id}
@@ -112,7 +115,7 @@ class InputProcessor:
         prompt_token_ids = self._truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
         self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
         if sampling_params.seed is None:
-            seed = _drawn_seed(self._model.seed, self._num_accepted)
+            seed = _drawn_seed(self._seed, self._num_accepted)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
         request = EngineRequest(
             req_id=str(self._num_accepted) if request_id is None else request_id,
@@ -213,6 +216,6 @@ def located(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {error}") from error
 
 
-def _drawn_seed(engine_seed: int, num_accepted: int) -> int:
+def _drawn_seed(engine_seed: str, num_accepted: int) -> int:
     digest = hashlib.blake2b(f"{engine_seed}/{num_accepted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -67,17 +67,21 @@ class EnginePlan:
     num_tokens: int
     concurrency: float
     num_workers: int = 1
+    num_engines: int = 1
 
     def table(self) -> str:
         """All of it, for a person to check."""
         in_all = f"In all, once the KV cache is filled: {format_bytes(self.engine_bytes)}"
+        if self.num_engines > 1:
+            total = format_bytes(self.num_engines * self.engine_bytes)
+            in_all += f" for an engine, {total} for {self.num_engines} engines"
         whose = "" if self.num_workers == 1 else f" of each of {self.num_workers} workers"
         memory, cache = [f"Memory{whose}", self.memory.table()], [f"KV cache{whose}", *self._cache_lines()]
         return "\n".join([*self._model_lines(), "", *memory, "", *cache, "", in_all])
 
     @property
     def engine_bytes(self) -> int:
-        """What all workers take together, once their KV cache is filled and full steps have run."""
+        """What all workers of an engine take together, once their KV cache is filled and full steps have run."""
         return self.num_workers * (self.memory.without_kv_cache + self.kv_cache.size_bytes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +97,7 @@ class EnginePlan:
             "num_parameters": self.num_parameters,
             "max_model_len": self.max_model_len,
             "num_workers": self.num_workers,
+            "num_engines": self.num_engines,
             "engine_bytes": self.engine_bytes,
             "memory": memory,
             "kv_cache": {
@@ -178,6 +183,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
         num_tokens=num_tokens_that_fit(kv_cache, **lengths),
         concurrency=max_concurrency(kv_cache, **lengths),
         num_workers=config.parallel.world_size,
+        num_engines=config.parallel.num_engines_here,
     )
 
 
@@ -224,7 +230,7 @@ def _choose_dtype(config: EngineConfig, stored: str | None, device: str) -> Dtyp
 
 
 def _plan_memory(config: EngineConfig, model: UnloadedModel, limits: RunnerLimits, device: str) -> MemoryPlan:
-    num_ranks, cache = config.parallel.world_size, config.cache
+    (_, num_ranks), cache = config.parallel.place(0), config.cache
     limit = _memory_of(device, num_ranks)
     threads = plan_threads(config.device.num_threads, quota=cpu_quota(), num_ranks=num_ranks)
     split = split_context_bytes(

@@ -36,6 +36,8 @@ from penstock.executor.program import pickled
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 logger = logging.getLogger(__name__)
+# How long whoever brings a request waits to hear that it is refused.
+REFUSAL_TIMEOUT_S = 1.0
 # Before a core is replaced that was lost once more: 0.2 s, 0.4 s and so on.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
@@ -125,6 +127,11 @@ class Replica:
     @property
     def is_running(self) -> bool:
         return self._state is _State.RUNNING
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it runs, and answers as soon as a step allows, as far as is known."""
+        return self.is_running and self._silence.lasts_s < REFUSAL_TIMEOUT_S
 
     @property
     def pid(self) -> int:

@@ -19,6 +19,10 @@ class Silence:
         self.limit_s = limit_s
         self._heard_nothing_s = 0.0
 
+    @property
+    def lasts_s(self) -> float:
+        return self._heard_nothing_s
+
     def end(self) -> None:
         """It has said something, or owes nothing."""
         self._heard_nothing_s = 0.0
