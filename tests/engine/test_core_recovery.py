@@ -16,6 +16,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
+from penstock.engine import replica
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_group import CoreGroup
 from penstock.engine.messages import EngineRequest
@@ -272,6 +273,20 @@ def test_an_idle_core_that_dies_is_replaced_at_once(start: Callable[..., CoreGro
         time.sleep(0.01)
     core.check_health()
     assert Heard(core).finish().everything() == undisturbed()
+
+
+def test_a_core_that_has_stood_by_for_a_while_counts_as_good(
+    start: Callable[..., CoreGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start(slow, max_restarts=1)
+    monkeypatch.setattr(replica, "_GOOD_AFTER_S", 0.0)
+    for _ in range(3):
+        os.kill(core.process_ids[0], signal.SIGKILL)
+        core.check_health()
+    monkeypatch.undo()
+    os.kill(core.process_ids[0], signal.SIGKILL)
+    with pytest.raises(EngineDead, match="lost 2 times in a row"):
+        core.check_health()
 
 
 def test_restarts_come_later_and_later_and_end_with_the_cause(start: Callable[..., CoreGroup]) -> None:

@@ -14,7 +14,7 @@ CALL_TIMEOUT_S = 1800.0
 
 
 class CoreClient(Protocol):
-    """A core in this process is its own client (`EngineCore`); `CoreProcess` is that of a core in another one.
+    """A core in this process is its own client (`EngineCore`); `CoreGroup` that of cores in others.
 
     Requests and outputs are messages. One thread at a time may call it, but for `wait_for_work` and `wake`.
 

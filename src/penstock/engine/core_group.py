@@ -23,6 +23,7 @@ from penstock.engine.replica import REFUSAL_TIMEOUT_S, Call, Replica
 from penstock.engine.routing import Router
 from penstock.engine.silence import LONGEST_WAIT_S
 from penstock.errors import InvalidRequest, LifecycleError, PenstockError, same_error
+from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
 from penstock.executor.program import refuse_in_program
 from penstock.scheduler.outputs import EngineCoreOutput
@@ -171,14 +172,19 @@ class CoreGroup:
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
         """As `CoreClient`, of all cores: the answers of the first one's workers, then of the next one's.
+
+        unique_reply_rank: counts in that order.
 
         What changes the weights is remembered for cores that replace lost ones. A core that did not do it while others
         did is replaced by one that does.
 
         Raises ProcessLost when a core is lost meanwhile; requests go on.
         """
+        num_ranks = sum(replica.config.parallel.world_size for replica in self._replicas)
+        check_reply_rank(unique_reply_rank, num_ranks)
         with self._listening():
             calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs)
             done = [index for index, call in enumerate(calls) if call.error is None]
@@ -191,7 +197,11 @@ class CoreGroup:
                 for index, replica in enumerate(self._replicas):
                     if index not in done:
                         replica.restart(f"is replaced, since others have done {method}, and it has not")
-            return [answer for call in calls for answer in _result_of(call)]
+            answers = [answer for call in calls for answer in _result_of(call)]
+        return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
+
+    def on_loss(self, tell: Callable[[], None]) -> None:
+        """Cores replace what they lose by themselves, and so do clients theirs."""
 
     def check_health(self) -> None:
         """As `CoreClient`, once cores that are being replaced have started."""

@@ -39,6 +39,8 @@ _UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "check_health"})
 _BEAT_S = 0.2
 # How long a request that came may be followed by another one, for both to be in the next step: they come in bursts.
 _BURST_S = 0.0005
+# Ends the wait for a client.
+_NOTHING = b""
 
 
 class ServedCore(CoreClient, Protocol):
@@ -109,6 +111,8 @@ class _Server:
     def run(self) -> None:
         core = self._core
         ended = threading.Event()
+        # A core without requests may have workers to replace.
+        core.on_loss(lambda: self._arrived.put(_NOTHING))
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._beat, args=(ended,), daemon=True).start()
         try:
@@ -151,6 +155,8 @@ class _Server:
             else:
                 data = self._arrived.get(block=False)
         except queue.Empty:
+            return None
+        if data == _NOTHING:
             return None
         return CloseCore() if data is None else decode(data, ToCore).message
 

@@ -38,6 +38,8 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 logger = logging.getLogger(__name__)
 # How long whoever brings a request waits to hear that it is refused.
 REFUSAL_TIMEOUT_S = 1.0
+# A core that has stood by for so long, with nothing to do, was as good as one that brought results.
+_GOOD_AFTER_S = 30.0
 # Before a core is replaced that was lost once more: 0.2 s, 0.4 s and so on.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
@@ -122,6 +124,7 @@ class Replica:
         self._is_to_restart = False
         self.started: CoreStarted | None = None
         self._restart_at = 0.0
+        self._running_since = 0.0
         self.process = self._start()
 
     @property
@@ -249,6 +252,7 @@ class Replica:
     def _take_over(self, started: CoreStarted) -> None:
         """Give a core that has started what there is to go on with."""
         self._state = _State.RUNNING
+        self._running_since = time.monotonic()
         self._silence = Silence(self._step_timeout_s)
         if self.started is None:
             self.started = started
@@ -329,6 +333,8 @@ class Replica:
     def _begin_anew(self, error: PenstockError) -> list[EngineCoreOutput]:
         limit, is_wanted, self._is_to_restart = self.config.parallel.max_restarts, self._is_to_restart, False
         if not is_wanted:
+            if self.is_running and not self.kept and time.monotonic() - self._running_since > _GOOD_AFTER_S:
+                self._num_losses = 0
             self._num_losses += 1
             if self._num_losses > limit:
                 times = f"{self._num_losses} times in a row" if self._num_losses > 1 else "once"
