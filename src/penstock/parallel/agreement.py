@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from penstock.contract import SchedulerOutput
+import msgspec
+
+from penstock.contract import SchedulerOutput, encode
 from penstock.errors import RanksDisagree
 from penstock.parallel.group import Group
 
@@ -17,6 +20,7 @@ class StepFacts(NamedTuple):
     step_id: int
     num_tokens: int
     num_reqs: int
+    digest: str = ""
 
 
 class Agreement(Protocol):
@@ -35,24 +39,43 @@ NO_AGREEMENT = NoAgreement()
 
 @dataclass(frozen=True, slots=True)
 class GroupAgreement:
-    """Asks the ranks of a group."""
+    """Asks the ranks of a group.
+
+    others: groups of the same rank, which are told the step. compares_all: whether a step must be the same in
+    everything, where each rank has an engine that makes it.
+    """
 
     group: Group
+    others: tuple[Group, ...] = ()
+    compares_all: bool = False
 
     def on_step(self, output: SchedulerOutput) -> None:
-        if self.group.meetings is not None:
-            self.group.meetings.step_id = output.step_id
-        facts = StepFacts(output.step_id, output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
+        for group in (self.group, *self.others):
+            group.note_step(output.step_id)
+        facts = StepFacts(
+            output.step_id,
+            output.total_num_scheduled_tokens,
+            len(output.num_scheduled_tokens),
+            _digest(output) if self.compares_all else "",
+        )
         by_rank = self.group.gather_values(facts)
         most, _ = Counter(by_rank).most_common(1)[0]
         others = [
             f"rank {rank} runs step {fact.step_id} with {fact.num_tokens} tokens of {fact.num_reqs} requests"
+            f"{fact.digest and f' ({fact.digest})'}"
             for rank, fact in enumerate(by_rank)
             if fact != most
         ]
         if others:
             raise RanksDisagree(
                 f"Step {output.step_id}: {'; '.join(others)}, where the first of the others runs step {most.step_id} "
-                f"with {most.num_tokens} tokens of {most.num_reqs} requests. Every rank must be given every step, "
-                "in the same order."
+                f"with {most.num_tokens} tokens of {most.num_reqs} requests{most.digest and f' ({most.digest})'}. "
+                "Every rank must be given every step, in the same order."
             )
+
+
+def _digest(output: SchedulerOutput) -> str:
+    """Of everything in a step; of what has no order, its order does not count."""
+    unordered = sorted(output.finished_req_ids), sorted(output.preempted_req_ids)
+    ordered = msgspec.structs.replace(output, finished_req_ids=set(), preempted_req_ids=set())
+    return hashlib.blake2b(encode(ordered) + repr(unordered).encode(), digest_size=8).hexdigest()

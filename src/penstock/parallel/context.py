@@ -18,6 +18,7 @@ class ParallelContext:
         layers; None keeps all.
     pipeline_layers: how many each stage has, if that was asked for. agreement: made by all ranks of a stage on every
         step.
+    local_rank, num_local_ranks: of those on this machine, which share its processors; None where that is all of them.
     """
 
     rank: int = 0
@@ -29,3 +30,13 @@ class ParallelContext:
     min_scattered_tokens: int | None = None
     agreement: Agreement = NO_AGREEMENT
     pipeline_layers: tuple[int, ...] | None = None
+    local_rank: int | None = None
+    num_local_ranks: int | None = None
+
+    @property
+    def place_on_machine(self) -> tuple[int, int]:
+        """This rank among those of the machine, from 0 on, and their number."""
+        return (
+            self.rank if self.local_rank is None else self.local_rank,
+            self.world_size if self.num_local_ranks is None else self.num_local_ranks,
+        )

@@ -26,6 +26,11 @@ class Group(ABC):
     meetings: Meetings | None = None
     sends_parts: bool = False
 
+    def note_step(self, step_id: int) -> None:
+        """The step that runs, for messages."""
+        if self.meetings is not None:
+            self.meetings.step_id = step_id
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, added in the ranks' order; it may be in the memory of the one given."""

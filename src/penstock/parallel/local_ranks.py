@@ -14,10 +14,10 @@ from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
 from penstock.parallel.shared_memory_group import SPIN_US, SharedMemoryGroup, calls_of_ranks, group_bytes
 
 # All groups of one kind, by their ranks.
-_Kind: TypeAlias = Callable[[ParallelConfig], list[tuple[int, ...]]]
-# Of the time for a step, how long ranks wait for each other: they say which one is missing before whoever waits for
+Kind: TypeAlias = Callable[[ParallelConfig], list[tuple[int, ...]]]
+# Of `step_timeout_s`, how long ranks wait for each other: they say which one is missing before whoever waits for
 # them all loses patience.
-_SHARE_OF_STEP = 0.8
+SHARE_OF_STEP = 0.8
 
 
 def share_memory(config: ParallelConfig) -> int:
@@ -33,29 +33,35 @@ def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) 
     memory = SharedMemory(memory_descriptor)
     # A rank that waits on the core of the one that it waits for only keeps it from coming.
     spin_us = SPIN_US if usable_cores() >= config.world_size else 0
-    timeout_s = _SHARE_OF_STEP * config.longest_step_s
+    timeout_s = SHARE_OF_STEP * config.longest_step_s
     starts, _ = _areas(config)
 
-    def join(kind: _Kind) -> Group:
-        groups = kind(config)
-        (ranks,) = (ranks for ranks in groups if rank in ranks)
-        if len(ranks) == 1:
-            return ONE_RANK
+    def join(kind: Kind, ranks: tuple[int, ...]) -> Group:
         place, start = ranks.index(rank), starts[kind, ranks]
         return SharedMemoryGroup(place, len(ranks), memory, start=start, timeout_s=timeout_s, spin_us=spin_us)
 
-    tensor = join(_tensor_groups)
+    return place_rank(rank, config, join)
+
+
+def place_rank(rank: int, config: ParallelConfig, join: Callable[[Kind, tuple[int, ...]], Group]) -> ParallelContext:
+    """A rank's place among all. join: makes a group of several, of that kind and of these ranks."""
+
+    def group_of(kind: Kind) -> Group:
+        (ranks,) = (ranks for ranks in kind(config) if rank in ranks)
+        return ONE_RANK if len(ranks) == 1 else join(kind, ranks)
+
+    tensor, pipeline, context = map(group_of, KINDS)
     return ParallelContext(
         rank=rank,
         world_size=config.world_size,
         tensor=tensor,
-        pipeline=join(_pipeline_groups),
+        pipeline=pipeline,
         pipeline_layers=config.pipeline_layers,
-        context=join(_context_groups),
+        context=context,
         min_scattered_tokens=config.sp_min_token_num if config.enable_sp else None,
         interleave=config.cp_kv_cache_interleave_size,
         # Stages run the same step at different times.
-        agreement=GroupAgreement(tensor),
+        agreement=GroupAgreement(tensor, (pipeline, context)),
     )
 
 
@@ -72,11 +78,11 @@ def ranks_behind(config: ParallelConfig, memory_descriptor: int) -> list[int]:
     return sorted(behind)
 
 
-def _areas(config: ParallelConfig) -> tuple[dict[tuple[_Kind, tuple[int, ...]], int], int]:
+def _areas(config: ParallelConfig) -> tuple[dict[tuple[Kind, tuple[int, ...]], int], int]:
     """Where each group of several ranks has its memory, and the bytes of all of them."""
-    starts: dict[tuple[_Kind, tuple[int, ...]], int] = {}
+    starts: dict[tuple[Kind, tuple[int, ...]], int] = {}
     end = 0
-    for kind in (_tensor_groups, _pipeline_groups, _context_groups):
+    for kind in KINDS:
         for ranks in kind(config):
             if len(ranks) > 1:
                 starts[kind, ranks] = end
@@ -102,3 +108,6 @@ def _pipeline_groups(config: ParallelConfig) -> list[tuple[int, ...]]:
 
 def _neighbours(num_ranks: int, size: int) -> list[tuple[int, ...]]:
     return [tuple(range(first, first + size)) for first in range(0, num_ranks, size)]
+
+
+KINDS: tuple[Kind, ...] = (_tensor_groups, _pipeline_groups, _context_groups)

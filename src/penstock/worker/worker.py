@@ -91,7 +91,9 @@ class Worker(WorkerBase):
 
     def init_device(self) -> None:
         refuse_unsuitable(self.config.model)
-        self._device = create_device(self.config.device, *self.config.parallel.place(self.parallel.rank))
+        config, ranks = self.config.parallel, self.parallel
+        place = config.place(ranks.rank) if ranks.local_rank is None else ranks.place_on_machine
+        self._device = create_device(self.config.device, *place)
         model = self.config.model
         stored = find_stored_dtype(model.folder, self.config.load, self.parallel)
         self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)

@@ -1,0 +1,297 @@
+"""What ranks of any machines do together is what their tensors say as a whole, and who takes no part is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from penstock.config.parallel import ParallelConfig
+from penstock.contract import SchedulerOutput
+from penstock.errors import RanksDisagree, WaitTimeout, WorkerError
+from penstock.parallel import GroupAgreement
+from penstock.parallel.connections import RankConnections, address_towards, open_store
+from penstock.parallel.distributed_ranks import join_connected_ranks
+from penstock.parallel.local_ranks import join_local_ranks, share_memory
+from penstock.parallel.torch_group import _LONG, TorchGroup
+from support.ranks import run_ranks
+
+SIZES = (2, 3)
+# Nothing; a few numbers; so many that each of three ranks adds up a share, which do not divide.
+SHAPES = ((0, 4), (1, 1), (3, 5), (2, _LONG // 2 + 1))
+HOST = "127.0.0.1"
+
+
+def connect(size: int, timeout_s: float = 30.0) -> list[RankConnections]:
+    store = open_store(HOST, 0, is_host=True)
+
+    def one(rank: int) -> RankConnections:
+        theirs = store if rank == 0 else open_store(HOST, store.port, is_host=False)
+        return RankConnections(theirs, rank, size, address=HOST, timeout_s=timeout_s)
+
+    connections = run_ranks(size, one)
+    assert all(isinstance(found, RankConnections) for found in connections), connections
+    return connections  # type: ignore[return-value]
+
+
+def together(size: int, run: Callable[[TorchGroup], Any], timeout_s: float = 30.0) -> list[Any]:
+    connections = connect(size, timeout_s)
+    try:
+        return run_ranks(size, lambda rank: run(TorchGroup(connections[rank], range(size), 0)))
+    finally:
+        for one in connections:
+            one.close()
+
+
+def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).mul_(100).to(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives_are_numpys(size: int) -> None:
+    def run(group: TorchGroup) -> list[torch.Tensor]:
+        found = []
+        for shape in SHAPES:
+            own = of_rank(group.rank, shape)
+            found += [group.all_reduce(own.clone()), group.all_gather(own, 0), group.all_gather(own.T, -1)]
+            found += [group.broadcast(own.clone(), size - 1)]
+            found += [group.reduce_scatter(own.repeat(1, size), 1)]
+        return found
+
+    each = [[of_rank(rank, shape).numpy() for rank in range(size)] for shape in SHAPES]
+    for rank, found in enumerate(together(size, run)):
+        expected: list[np.ndarray] = []
+        for arrays in each:
+            total = arrays[0]
+            for other in arrays[1:]:
+                total = total + other
+            expected += [total, np.concatenate(arrays), np.concatenate([array.T for array in arrays], -1)]
+            expected += [arrays[-1], total]
+        assert len(found) == len(expected), found
+        for ours, theirs in zip(found, expected, strict=True):
+            assert np.array_equal(ours.numpy(), theirs), rank
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_sums_have_the_bits_of_ranks_that_share_memory(dtype: torch.dtype) -> None:
+    size = 3
+    config = ParallelConfig(tensor_parallel_size=size)
+    descriptor = share_memory(config)
+    local = [join_local_ranks(rank, config, descriptor).tensor for rank in range(size)]
+    os.close(descriptor)
+    given = [[of_rank(10 * rank, shape, dtype) for shape in SHAPES] for rank in range(size)]
+
+    def reduce(group: Any) -> list[torch.Tensor]:
+        return [group.all_reduce(tensor.clone()) for tensor in given[group.rank]]
+
+    expected = run_ranks(size, lambda rank: reduce(local[rank]))
+    for ours, theirs in zip(together(size, reduce), expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))  # type: ignore[arg-type]
+
+
+def test_values_of_any_size_are_gathered_and_ranks_may_be_late() -> None:
+    values = [{"rank": rank, "text": "ä" * (length * rank)} for length in (0, 200, 10**5) for rank in range(3)]
+
+    def run(group: TorchGroup) -> list[Any]:
+        found = []
+        for number in range(0, len(values), 3):
+            time.sleep(0.01 * ((group.rank + number) % 3))
+            found += group.gather_values(values[number + group.rank])
+        return found
+
+    assert together(3, run) == [values] * 3
+
+
+def test_stages_of_split_layers_talk_in_the_groups_of_each() -> None:
+    config = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    connections = connect(4)
+    contexts = [join_connected_ranks(one, config) for one in connections]
+    assert [(c.pipeline.rank, c.tensor.rank) for c in contexts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    # Nothing; more than may be on its way to one who has not come; a few.
+    sent = [of_rank(number, shape) for number, shape in enumerate([(0, 4), (2, 1 << 20), (7,), (7,)])]
+
+    def run(rank: int) -> Any:
+        tensor, pipeline = contexts[rank].tensor, contexts[rank].pipeline
+        if pipeline.rank == 0:
+            for given in sent:
+                buffer = given.clone()
+                pipeline.send(buffer, 1)
+                buffer.zero_()
+        in_stage = tensor.gather_values(rank)
+        received = [pipeline.receive(torch.empty_like(given), 0) for given in sent] if pipeline.rank == 1 else []
+        return in_stage, all(map(torch.equal, sent, received))
+
+    assert run_ranks(4, run) == [([0, 1], True), ([0, 1], True), ([2, 3], True), ([2, 3], True)]
+    for one in connections:
+        one.close()
+
+
+def test_small_tensors_are_sent_before_anybody_receives() -> None:
+    connections = connect(2)
+    first, second = (TorchGroup(one, range(2), 1) for one in connections)
+    for number in range(3):
+        first.send(torch.tensor([number]), 1)
+    assert [second.receive(torch.empty(1, dtype=torch.int64), 0).item() for _ in range(3)] == [0, 1, 2]
+    for one in connections:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "theirs"),
+    [
+        (lambda group: group.all_gather(torch.zeros(4), 0), r"all_gather \(call 2 of its group of 2"),
+        (lambda group: group.all_reduce(torch.zeros(5)), r"all_reduce \(call 2 of its group of 2"),
+        (lambda group: group.receive(torch.zeros(5), 0), r"receive from rank 0 \(message 1 of its group of 2"),
+    ],
+)
+def test_ranks_in_different_calls_are_told_with_the_step(other: Callable[[TorchGroup], Any], theirs: str) -> None:
+    """gloo would end the process where sizes differ."""
+
+    def run(group: TorchGroup) -> None:
+        group.all_reduce(torch.zeros(3))
+        group.note_step(17)
+        group.all_reduce(torch.zeros(4)) if group.rank == 0 else other(group)
+
+    for rank, error in enumerate(together(2, run, timeout_s=0.4)):
+        assert isinstance(error, RanksDisagree)
+        calls = r"all_reduce \(call 2 of its group of 2", theirs
+        assert re.search(rf"Rank {rank} is in {calls[rank]}\), step 17, while rank {1 - rank} is in", str(error)), error
+
+
+def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others_too() -> None:
+    """Rank 1 waits for 2, and 0 for 1."""
+
+    def run(group: TorchGroup) -> Any:
+        if group.rank == 2:
+            return time.sleep(1.5)
+        begin = time.monotonic()
+        with pytest.raises(WaitTimeout, match=rf"Rank {group.rank} waited 0.4 s in receive from .* for rank 2, which"):
+            group.receive(torch.zeros(3), group.rank + 1)
+        assert 0.3 <= time.monotonic() - begin < 5
+        with pytest.raises(RanksDisagree, match=rf"cannot go on in broadcast .*, after this: Rank {group.rank} waited"):
+            group.broadcast(torch.zeros(3))
+        return None
+
+    assert together(3, run, timeout_s=0.4) == [None] * 3
+
+
+def test_engines_that_make_different_steps_are_told() -> None:
+    steps = [
+        SchedulerOutput(step_id=3, num_scheduled_tokens={"a": 1, "b": 1}, total_num_scheduled_tokens=2),
+        SchedulerOutput(step_id=3, num_scheduled_tokens={"b": 1, "a": 1}, total_num_scheduled_tokens=2),
+    ]
+
+    def run(group: TorchGroup) -> None:
+        GroupAgreement(group).on_step(steps[group.rank])
+        GroupAgreement(group, compares_all=True).on_step(steps[0])
+        GroupAgreement(group, compares_all=True).on_step(steps[group.rank])
+
+    for error in together(2, run):
+        assert isinstance(error, RanksDisagree)
+        assert "Step 3: rank 1 runs step 3 with 2 tokens of 2 requests (" in str(error)
+
+
+RANK = """
+import sys, time, torch
+from penstock.errors import PenstockError
+from penstock.parallel.connections import RankConnections, open_store
+from penstock.parallel.torch_group import TorchGroup
+
+rank, size, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+store = open_store("127.0.0.1", port, is_host=False)
+connections = RankConnections(store, rank, size, address="127.0.0.1", timeout_s=timeout_s)
+group = TorchGroup(connections, range(size), 0)
+group.note_step(5)
+try:
+    for number in range(10**6):
+        assert group.all_reduce(torch.full((1000,), float(rank)))[0] == size * (size - 1) / 2
+        if number == 10:
+            print("runs", flush=True)
+except PenstockError as error:
+    print(type(error).__name__, str(error), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "victim", "said"),
+    [
+        (signal.SIGKILL, 2, 0, r"WorkerError Rank 1 lost rank 0 in all_reduce \(call \d+ .* of 2\), step 5: "),
+        (signal.SIGKILL, 3, 1, r"WorkerError Rank [02] lost rank 1 in all_reduce \(call \d+ .* of 3\), step 5: "),
+        (signal.SIGSTOP, 3, 2, r"WaitTimeout Rank [01] waited 1.5 s in all_reduce \(call \d+ .* step 5 for rank 2, "),
+    ],
+    ids=["killed, of 2", "killed, of 3", "stopped, of 3"],
+)
+def test_who_is_killed_or_stopped_is_named_and_the_others_end_as_they_would(
+    how: signal.Signals, size: int, victim: int, said: str
+) -> None:
+    store = open_store(HOST, 0, is_host=True)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, *map(str, (rank, size, store.port, 1.5))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        assert [rank.stdout.readline() for rank in ranks] == ["runs\n"] * size  # type: ignore[union-attr]
+        ranks[victim].send_signal(how)
+        begin = time.monotonic()
+        for number, rank in enumerate(ranks):
+            if number != victim:
+                out, errors = rank.communicate(timeout=30)
+                assert re.search(said, out), (out, errors)
+                # No abort of gloo's on the way out.
+                assert (rank.returncode, errors) == (0, "")
+        assert time.monotonic() - begin < 10
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = open_store(HOST, 0, is_host=True)
+    with pytest.raises(WaitTimeout, match=r"Rank 1 waited 0.1 s at its start for rank 0, 2, of 3"):
+        RankConnections(store, 1, 3, address=HOST, timeout_s=1, join_timeout_s=0.1)
+    port = store.port
+    del store
+    with pytest.raises(WaitTimeout, match=rf"did not find the other ranks at {HOST}:{port} within 0.3 s"):
+        open_store(HOST, port, is_host=False, timeout_s=0.3)
+
+
+def test_closed_connections_leave_nothing_and_tell_the_others() -> None:
+    def resources() -> tuple[int, int]:
+        return psutil.Process().num_fds(), psutil.Process().num_threads()
+
+    for one in connect(2):
+        one.close()
+    before = resources()
+    connections = connect(2)
+    first, second = (TorchGroup(one, range(2), 0) for one in connections)
+    connections[0].close()
+    with pytest.raises(RanksDisagree, match="its connections were closed"):
+        first.all_reduce(torch.zeros(1))
+    with pytest.raises(WorkerError, match="Rank 1 lost rank 0 in all_reduce"):
+        second.all_reduce(torch.zeros(1))
+    connections[1].close()
+    del connections, first, second
+    deadline = time.monotonic() + 5
+    while resources() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert resources() <= before
+
+
+def test_the_address_of_this_machine_is_the_one_towards_the_other() -> None:
+    assert address_towards("127.0.0.1", 80) == "127.0.0.1"
