@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -273,6 +274,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_closed_connections_leave_nothing_and_tell_the_others() -> None:
     def resources() -> tuple[int, int]:
+        gc.collect()
         return psutil.Process().num_fds(), psutil.Process().num_threads()
 
     for one in connect(2):

@@ -6,6 +6,8 @@
 | PENSTOCK_PLUGINS | comma-separated names of the entry points to load as plugins; unset loads all, empty none |
 | PENSTOCK_CPU_KERNELS | kernels on the CPU: auto (default), torch, or an instruction set: avx512, avx2, generic |
 | PENSTOCK_CPU_PRODUCTS | matrix products on the CPU: auto (default), or torch for its own beside our other kernels |
+| GLOO_SOCKET_IFNAME | network interface by which ranks of several machines talk; unset takes the one to the first |
+| RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and others | set by torchrun for external_launcher |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1 forbids the network: models come from the local cache only |
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from penstock.config.rank_variables import SET_BEFORE_TORCH, LauncherPlace, for_another_machine, place_from_launcher
 from penstock.errors import ConfigError
 
 # What tells people how an engine was run, and cannot be a secret.
@@ -73,6 +76,29 @@ def variables_of_vllm() -> list[str]:
 def with_changes(changes: Mapping[str, str]) -> dict[str, str]:
     """The whole environment, for a process that is to have it with these changes."""
     return {**os.environ, **changes}
+
+
+def launcher_place() -> LauncherPlace:
+    """What torchrun has told this process. Raises ConfigError where it has not."""
+    return place_from_launcher(os.environ)
+
+
+def variables_for_another_machine() -> dict[str, str]:
+    """What a rank takes over that this process starts there."""
+    return for_another_machine(os.environ)
+
+
+def prepare_rank(variables: Mapping[str, str]) -> None:
+    """Set these, and what every rank needs; to be called before torch is imported."""
+    wanted = {**variables, **SET_BEFORE_TORCH}
+    for name in wanted:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in wanted.items() if value is not None})
+
+
+def gloo_interface() -> str | None:
+    """Name of the network interface by which ranks are to talk, where the user has said one."""
+    return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def reported_variables() -> dict[str, str]:

@@ -9,7 +9,8 @@ from typing import Any
 from penstock.config.checks import check_choice, check_flag, check_integer, check_seconds
 from penstock.errors import ConfigError
 
-EXECUTORS = ("uni", "mp")
+EXECUTORS = ("uni", "mp", "ray", "external_launcher")
+RAY_PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 DEFAULT_WORKER = "penstock.worker.worker.Worker"
 # How many times a limit for those who make no progress may be taken by those who compute.
 BUSY_FACTOR = 4
@@ -31,8 +32,10 @@ class ParallelConfig:
     data_parallel_rank_local: its number among those on this machine; None for the rank modulo data_parallel_size_local.
     enable_multiprocessing: whether the engine core runs in a process of its own, which is replaced when it dies; None
         for that where there are several engines.
-    distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own; None takes
-        "mp" for several workers.
+    distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own, "ray" each
+        in an actor of a Ray cluster; "external_launcher" makes this process, which torchrun has started, one of them.
+        None takes "mp" for several workers.
+    ray_placement: how Ray spreads the stages over its nodes, or the workers where a stage fits no node.
     worker_cls: qualified name of the worker class.
     worker_extension_cls: qualified name of a class whose methods become callable on the worker.
     max_restarts: how often a failed worker, or core, is replaced without progress before the engine gives up.
@@ -55,6 +58,7 @@ class ParallelConfig:
     data_parallel_rank_local: int | None = None
     enable_multiprocessing: bool | None = None
     distributed_executor_backend: str | None = None
+    ray_placement: str = "PACK"
     worker_cls: str = DEFAULT_WORKER
     worker_extension_cls: str | None = None
     max_restarts: int = 3
@@ -83,6 +87,7 @@ class ParallelConfig:
                 f"distributed_executor_backend='uni' runs one worker, and {self.world_size} are asked for. "
                 "Leave it out, or use 'mp'."
             )
+        check_choice("ray_placement", self.ray_placement, RAY_PLACEMENTS)
         check_integer("max_restarts", self.max_restarts, 0)
         check_seconds("step_timeout_s", self.step_timeout_s)
         check_seconds("start_timeout_s", self.start_timeout_s)
@@ -109,6 +114,11 @@ class ParallelConfig:
     def longest_step_s(self) -> float:
         """What a step may take in which workers compute."""
         return BUSY_FACTOR * self.step_timeout_s
+
+    @property
+    def must_agree_on_time(self) -> bool:
+        """Whether nothing may depend on how long anything takes, since every rank has an engine."""
+        return self.executor == "external_launcher"
 
     @property
     def executor(self) -> str:

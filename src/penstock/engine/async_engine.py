@@ -29,7 +29,7 @@ from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.engine.worker_calls import check_timeout
-from penstock.errors import InvalidParameter, PenstockError, same_error
+from penstock.errors import InvalidParameter, PenstockError, UnsupportedArgument, same_error
 from penstock.observability.logging import configure_logging
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ class AsyncEngine(RefusesMethods):
     from_engine_args = from_config
 
     def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient]) -> None:
+        if config.parallel.must_agree_on_time:
+            raise UnsupportedArgument(
+                "distributed_executor_backend='external_launcher': requests would reach the ranks' engines between "
+                "different steps. Use LLM."
+            )
         self._tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self._default_sampling_params = default_sampling_params(config.model)
         processor = output_processor_for(config, self._tokenizer)

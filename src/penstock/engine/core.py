@@ -68,7 +68,12 @@ class EngineCore:
         # Set by whoever gives the core something to do while it waits.
         self._woken = threading.Event()
         self._has_to_wait = False
-        self._grammar = grammar or StructuredGrammar(config.model, config.structured, config.constraints_wait_for)
+        self._grammar = grammar or StructuredGrammar(
+            config.model,
+            config.structured,
+            config.constraints_wait_for,
+            compiles_beside=not config.parallel.must_agree_on_time,
+        )
         self._grammar.on_ready(self.wake)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # What was read and not returned yet: a failure later in the turn must not take it along.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,8 @@ class StructuredGrammar:
     """The `Grammar` of an engine. Matchers live here, beside the core, so that no worker has any of their state.
 
     One thread calls it, apart from those that compile, which wake the core when `take_ready` has news.
-    reasoning: what constraints wait for; None where they begin with the output.
+    reasoning: what constraints wait for; None where they begin with the output. compiles_beside: False lets `add` wait
+    until a grammar is there, so that when a request begins does not depend on how long that takes.
     """
 
     def __init__(
@@ -62,9 +64,12 @@ class StructuredGrammar:
         reasoning: ReasoningMarkers | None = None,
         *,
         make_backend: Callable[[], GrammarBackend] | None = None,
+        compiles_beside: bool = True,
     ) -> None:
         self._wake: Callable[[], None] = lambda: None
         self._num_words = (model.vocab_size + 31) // 32
+        self._compiles_beside = compiles_beside
+        self._has_come = threading.Event()
         self._followed: dict[str, _Followed] = {}
         self._waiting: dict[StructuredOutputsParams, list[str]] = {}
         # Filled by the threads that compile.
@@ -90,7 +95,10 @@ class StructuredGrammar:
         waiting = self._waiting.setdefault(params, [])
         waiting.append(request.req_id)
         if len(waiting) == 1:
+            self._has_come.clear()
             self._compiler.compile(params, self._take_compiled)
+            if not self._compiles_beside:
+                self._has_come.wait()
         return False
 
     def take_ready(self) -> Sequence[str]:
@@ -153,6 +161,7 @@ class StructuredGrammar:
 
     def _take_compiled(self, params: StructuredOutputsParams, result: Compiled) -> None:
         self._compiled.append((params, result))
+        self._has_come.set()
         self._wake()
 
     def _waits(self, req_id: str, params: StructuredOutputsParams) -> bool:

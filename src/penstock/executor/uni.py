@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
+from penstock.parallel import ParallelContext
 from penstock.runner.async_output import ReadyOutput
 from penstock.worker import WorkerWrapperBase
 
@@ -33,12 +34,13 @@ class _ReportingHandle:
 class UniProcExecutor(Executor):
     """Calls run where they are made, so nothing is waited for and `timeout_s` of a call has no meaning."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._wrapper = WorkerWrapperBase(rpc_rank=0)
+    def __init__(self, config: EngineConfig, parallel: ParallelContext | None = None) -> None:
+        """parallel: the worker's place among others, which whoever calls this knows of; None is alone."""
+        self._wrapper = WorkerWrapperBase(rpc_rank=0 if parallel is None else parallel.rank)
         # Its worker, for the calls of every step; None before it is ready and after shutdown.
         self._worker: WorkerBase | None = None
         try:
-            self._wrapper.init_worker(config)
+            self._wrapper.init_worker(config, parallel)
             with self.stage("device"):
                 self.collective_rpc("init_device")
             with self.stage("model"):

@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.config import env
 from penstock.contract import GrammarOutput, decode, encode
 from penstock.errors import error_as_data
 from penstock.executor.messages import (
@@ -53,7 +54,7 @@ def main() -> None:
     outbox = _Outbox(connection)
     try:
         start: WorkerStart = pickle.loads(connection.recv_bytes())
-        _configure_logging(start.rank)
+        configure_worker_logging(start.rank)
         _run(start, memory_descriptor, connection, outbox)
     except (EOFError, ConnectionError):
         return
@@ -96,14 +97,20 @@ class _Outbox:
             self._waiting.task_done()
 
 
-class _WorkerLoop:
+class Outbox(Protocol):
+    """Where what a worker says goes."""
+
+    def put(self, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None: ...
+
+
+class WorkerLoop:
     """Does what the executor says, in order."""
 
     def __init__(
         self,
         wrapper: WorkerWrapperBase,
         program: Program,
-        outbox: _Outbox,
+        outbox: Outbox,
         *,
         has_results: bool,
         step_timeout_s: float,
@@ -115,14 +122,15 @@ class _WorkerLoop:
         self._step_timeout_s = step_timeout_s
 
     def run(self, connection: Connection) -> None:
-        while True:
-            message = decode(connection.recv_bytes(), ToWorker).message
-            if isinstance(message, CloseWorker):
-                return
-            if isinstance(message, CallWorker):
-                self._call(message)
-            else:
-                self._step(message)
+        while not isinstance(message := decode(connection.recv_bytes(), ToWorker).message, CloseWorker):
+            self.do(message)
+
+    def do(self, message: ExecuteStep | SampleStep | CallWorker) -> None:
+        """What one message says; what comes of it is put in the outbox."""
+        if isinstance(message, CallWorker):
+            self._call(message)
+        else:
+            self._step(message)
 
     def _step(self, message: ExecuteStep | SampleStep) -> None:
         try:
@@ -161,6 +169,7 @@ class _WorkerLoop:
 
 
 def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, outbox: _Outbox) -> None:
+    env.prepare_rank({})
     from penstock.parallel.local_ranks import join_local_ranks
     from penstock.worker import WorkerWrapperBase
 
@@ -171,7 +180,7 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
     try:
         outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
         limits = config.parallel
-        loop = _WorkerLoop(
+        loop = WorkerLoop(
             wrapper,
             program,
             outbox,
@@ -183,7 +192,7 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
         wrapper.shutdown()
 
 
-def _configure_logging(rank: int) -> None:
+def configure_worker_logging(rank: int) -> None:
     """The first rank tells what all do."""
     configure_logging()
     logger = logging.getLogger(LOGGER_NAME)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import ProcessGroupGloo, Work
 
-from penstock.errors import PenstockError, RanksDisagree, WaitTimeout, WorkerError
+from penstock.config import env
+from penstock.errors import PenstockError, RanksDisagree, WaitTimeout, WorkerError, same_error
 from penstock.parallel.missing_ranks import VainWait, find_missing
 
 # Tensors by rank.
@@ -55,7 +56,11 @@ class RankConnections:
         self._failure: PenstockError | None = None
         _wait_for_all(store, rank, size, join_timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._devices = [
+            ProcessGroupGloo.create_device(hostname=address)
+            if (interface := env.gloo_interface()) is None
+            else ProcessGroupGloo.create_device(interface=interface)
+        ]
         options._timeout = timedelta(seconds=join_timeout_s)
         self._gloo: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
 
@@ -101,7 +106,8 @@ class RankConnections:
             raise RanksDisagree(f"Rank {self.rank} cannot go on in {self._named(call)}, after this: {self._failure}")
         if self._gloo is None:
             raise RanksDisagree(f"Rank {self.rank} cannot go on in {self._named(call)}: its connections were closed.")
-        if tensor.numel() == 0:
+        # Without memory there is nothing to say: all ranks only see what their steps would take.
+        if tensor.numel() == 0 or tensor.is_meta:
             return None
         try:
             work: Work = getattr(self._gloo, what)([tensor], rank, tag)
@@ -134,7 +140,7 @@ class RankConnections:
                 f"Rank {self.rank} waited {self._timeout_s:g} s in {self._named(call)} for {who}, which hangs or is "
                 f"gone.{told}"
             )
-        raise self._failure from error
+        raise same_error(self._failure) from error
 
     def _named(self, call: str) -> str:
         return call if self.step_id is None else f"{call}, step {self.step_id}"

@@ -1,0 +1,123 @@
+"""This process is one rank of several that `torchrun` has started, and every one has an engine of its own."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from penstock.config import EngineConfig, env
+from penstock.config.rank_variables import LauncherPlace
+from penstock.contract import KVCacheSpec
+from penstock.errors import ConfigError, UnsupportedArgument
+from penstock.executor.uni import UniProcExecutor
+from penstock.parallel import GroupAgreement, ParallelContext
+from penstock.parallel.connections import RankConnections, address_towards, open_store
+from penstock.parallel.distributed_ranks import join_connected_ranks
+from penstock.parallel.local_ranks import SHARE_OF_STEP
+from penstock.worker.capabilities import check_options
+from penstock.worker.memory_plan import MemoryPlan
+
+_Value = TypeVar("_Value")
+# Every process makes its engines in the same order, so that each finds those of the same number.
+_NUMBERS = itertools.count()
+
+
+class ExternalLauncherExecutor(UniProcExecutor):
+    """Engines that are given the same requests make the same steps, and compare them: RanksDisagree where they differ.
+
+    What `torchrun` starts may be several times as many processes as the engine has ranks: then each run of so many is
+    an engine, and they have nothing to do with each other.
+
+    A call goes to this process's worker alone. What the engine plans by is told by all.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        refuse_what_differs(config)
+        check_options(config)
+        size = config.parallel.world_size
+        place = env.launcher_place()
+        if place.world_size % size != 0:
+            raise ConfigError(
+                f"WORLD_SIZE={place.world_size} processes cannot be engines of tensor_parallel_size={size} ranks. "
+                f"Start a multiple of {size}: torchrun --nproc-per-node {size} ..."
+            )
+        env.prepare_rank({})
+        self._connections: RankConnections | None = None
+        store, address = _meet(place)
+        self._connections = RankConnections(
+            PrefixStore(f"penstock/{place.attempt}/{next(_NUMBERS)}/{place.rank // size}", store),
+            place.rank % size,
+            size,
+            address=address,
+            timeout_s=SHARE_OF_STEP * config.parallel.step_timeout_s,
+        )
+        self._parallel = _context(self._connections, config, place)
+        try:
+            super().__init__(config, self._parallel)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        return self._of_all(super().get_kv_cache_specs()[0])
+
+    def determine_available_memory(self) -> list[MemoryPlan]:
+        return self._of_all(super().determine_available_memory()[0])
+
+    def why_not_restart(self) -> str | None:
+        if self._parallel.world_size == 1:
+            return super().why_not_restart()
+        return (
+            "The other ranks are processes of a launcher, with which this one cannot start again by itself: end this "
+            "one too, and let the launcher start all of them (torchrun --max-restarts)."
+        )
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
+
+    def _of_all(self, value: _Value) -> list[_Value]:
+        return self._parallel.tensor.gather_values(value)
+
+
+def refuse_what_differs(config: EngineConfig) -> None:
+    """Raise UnsupportedArgument for what would let engines of the same requests make different steps."""
+    refused: dict[str, tuple[Any, str]] = {
+        "pipeline_parallel_size": (config.parallel.pipeline_parallel_size != 1, "Use tensor_parallel_size."),
+        "speculative_config": (
+            config.speculative.method is not None and config.speculative.adaptive,
+            "It goes by measured times, which differ. Say 'adaptive': False in it.",
+        ),
+    }
+    for name, (is_asked_for, instead) in refused.items():
+        if is_asked_for:
+            raise UnsupportedArgument(
+                f"distributed_executor_backend='external_launcher' is not supported with this {name} yet. {instead}"
+            )
+
+
+def _meet(place: LauncherPlace) -> tuple[Store, str]:
+    """What all processes share, and this machine's address for the others.
+
+    That is torch's own store where the program has made process groups before, or the launcher's.
+    """
+    address = address_towards(place.host, place.port)
+    if distributed.is_initialized():
+        return distributed.distributed_c10d._get_default_store(), address
+    is_host = place.rank == 0 and not place.has_store
+    return open_store(place.host, place.port, is_host=is_host), address
+
+
+def _context(connections: RankConnections, config: EngineConfig, place: LauncherPlace) -> ParallelContext:
+    parallel = replace(
+        join_connected_ranks(connections, config.parallel),
+        local_rank=place.local_rank,
+        num_local_ranks=place.local_world_size,
+    )
+    return replace(parallel, agreement=GroupAgreement(parallel.tensor, (parallel.context,), compares_all=True))

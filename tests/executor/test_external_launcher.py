@@ -1,0 +1,168 @@
+"""Engines of processes that `torchrun` starts make the same steps, and give the tokens of one worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock import LLM, AsyncEngine, EngineConfig, SamplingParams, StructuredOutputsParams
+from penstock.config.rank_variables import LauncherPlace, place_from_launcher
+from penstock.errors import ConfigError, UnsupportedArgument
+from penstock.executor import create_executor
+from support.checkpoints import tiny_checkpoint
+
+OPTIONS: dict[str, Any] = {"num_threads": 2, "kv_cache_memory_bytes": "8MiB", "max_num_batched_tokens": 64}
+PROMPTS = ["ROMEO:", "The cat", "What light through yonder window breaks?", "A"]
+# Greedy, drawn without a seed, and with a form whose grammar is compiled first.
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12),
+    SamplingParams(temperature=0.9, max_tokens=12),
+    SamplingParams(
+        temperature=0.9, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,8} [0-9]+")
+    ),
+    SamplingParams(temperature=0.7, max_tokens=12, seed=3),
+]
+PROGRAM = """
+import json, os, sys
+from penstock import LLM
+from test_external_launcher import OPTIONS, PARAMS, PROMPTS, tokens_of
+
+def engine():
+    return LLM("demo", tensor_parallel_size=2, distributed_executor_backend="external_launcher", **OPTIONS)
+
+# Two at once, and one after another.
+with engine() as first, engine() as second:
+    found = [tokens_of(first), tokens_of(second)]
+with engine() as third:
+    found.append(tokens_of(third))
+
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(found, file)
+"""
+WAITING = """
+import os, sys, time
+from penstock import LLM, SamplingParams
+from test_external_launcher import OPTIONS, PROMPTS
+
+llm = LLM("demo", tensor_parallel_size=2, distributed_executor_backend="external_launcher", step_timeout_s=5, **OPTIONS)
+params = SamplingParams(temperature=0.0, max_tokens=4)
+llm.generate(PROMPTS, params)
+if os.environ["RANK"] == "1" and sys.argv[1] == "another":
+    llm.generate(PROMPTS[:2], params)
+elif os.environ["RANK"] == "1":
+    os.kill(os.getpid(), int(sys.argv[1]))
+else:
+    llm.generate(PROMPTS, params)
+"""
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def torchrun(tmp_path: Path, program: str, argument: object, size: int = 2) -> subprocess.Popen[str]:
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    search_path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.Popen(
+        [*command, str(path), str(argument)],
+        env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_each_rank_has_the_tokens_of_one_worker(tmp_path: Path) -> None:
+    with torchrun(tmp_path, PROGRAM, tmp_path) as processes:
+        with LLM("demo", **OPTIONS) as llm:
+            expected = tokens_of(llm)
+        said, _ = processes.communicate(timeout=240)
+    assert processes.returncode == 0, said
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [[expected] * 3] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("another", r"RanksDisagree: Step \d+: rank \d runs step \d+ with"),
+        (int(signal.SIGSTOP), r"Rank 0 waited 4 s in .*, step \d+ for rank 1"),
+    ],
+)
+def test_a_rank_that_is_lost_ends_the_engine_of_the_other_with_its_name(
+    what: object, said: str, tmp_path: Path
+) -> None:
+    with torchrun(tmp_path, WAITING, what) as processes:
+        begin = time.monotonic()
+        ranks = children_of(processes.pid)
+        out, _ = processes.communicate(timeout=200)
+    assert time.monotonic() - begin < 150
+    assert processes.returncode != 0
+    assert re.search(said, out), out
+    assert not any(process.is_running() for process in ranks)
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if len(found := psutil.Process(pid).children()) == 2:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("torchrun starts nothing")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    tiny_checkpoint(tmp_path)
+    return configuration(tmp_path, tensor_parallel_size=2)
+
+
+def configuration(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig.create(str(folder), device="cpu", distributed_executor_backend="external_launcher", **options)
+
+
+def test_without_a_launcher_its_variables_are_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set. Start"):
+        create_executor(config)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="of which MASTER_PORT is not set"):
+        create_executor(config)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=3 processes cannot be engines of tensor_parallel_size=2 ranks"):
+        create_executor(config)
+
+
+def test_what_would_let_ranks_differ_is_refused(config: EngineConfig, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedArgument, match="pipeline_parallel_size"):
+        create_executor(configuration(tmp_path, pipeline_parallel_size=2))
+    with pytest.raises(UnsupportedArgument, match="Say 'adaptive': False"):
+        create_executor(configuration(tmp_path, speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
+    with pytest.raises(UnsupportedArgument, match="Use LLM"):
+        AsyncEngine.from_config(config)
+
+
+def test_what_torchrun_says_is_understood() -> None:
+    said = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
+    assert place_from_launcher(said) == LauncherPlace(5, 8, 1, 8, "10.0.0.7", 29500)
+    more = {"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert place_from_launcher({**said, **more}) == LauncherPlace(5, 8, 1, 4, "10.0.0.7", 29500, True, 2)
+    with pytest.raises(ConfigError, match="RANK='-1' is not valid"):
+        place_from_launcher({**said, "RANK": "-1"})
+    with pytest.raises(ConfigError, match="LOCAL_RANK=4 is not valid. Allowed: less than 4"):
+        place_from_launcher({**said, **more, "LOCAL_RANK": "4"})
