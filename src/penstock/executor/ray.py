@@ -1,0 +1,378 @@
+"""One actor per rank, on the nodes of a Ray cluster that is there already."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from penstock.config import EngineConfig, env
+from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput, decode, encode
+from penstock.errors import (
+    ConfigError,
+    LifecycleError,
+    PenstockError,
+    UnsupportedFeature,
+    WaitTimeout,
+    WorkerError,
+    error_from_data,
+    same_error,
+)
+from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
+from penstock.executor.messages import (
+    Answer,
+    CallWorker,
+    ExecuteStep,
+    FromWorker,
+    SampleStep,
+    StepDone,
+    ToWorker,
+    WorkerFailed,
+    WorkerStart,
+    WorkerStarted,
+)
+from penstock.executor.ray_placement import RankPlace, can_hold, place_ranks, plan_bundles
+from penstock.executor.ray_worker import RankActor, RayStart
+from penstock.executor.sending import main_path, pickled
+from penstock.parallel.connections import open_store
+from penstock.worker.capabilities import check_options
+
+logger = logging.getLogger(__name__)
+# How long workers may take to import what they need.
+START_TIMEOUT_S = 600.0
+# How long the cluster may take to find room, such as that of workers that have just ended.
+_PLACEMENT_TIMEOUT_S = 120.0
+# How long the others are waited for after one has failed in a call, and all when they are to end.
+_GRACE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """An actor. address: of its node. life: ends with its process. answers: by call. has_started: its worker exists."""
+
+    rank: int
+    actor: Any
+    address: str
+    life: Any
+    process_id: int = 0
+    has_started: bool = False
+    num_speculative_tokens: int = 0
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process_id} on node {self.address})"
+
+
+class _Handle:
+    """A step whose tokens some actor returns."""
+
+    def __init__(self, executor: RayExecutor, step_id: int) -> None:
+        self.step_id = step_id
+        self._executor = executor
+
+    def get_output(self, timeout_s: float = STEP_TIMEOUT_S) -> ModelRunnerOutput:
+        return self._executor.output_of(self.step_id, timeout_s)
+
+
+class RayExecutor(Executor):
+    """Says to actors what `MultiprocessExecutor` says to processes, by calls of theirs, which Ray keeps in order.
+
+    What any worker raises, and the end of any actor or node, ends the wait of whoever waits for a worker, at once.
+    After that, or after a call that some workers made and others failed in, no step runs: all are to be replaced.
+
+    Tensors go from rank to rank by connections of their own. The connection to the cluster is kept for other engines.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        check_options(config)
+        self._config = config
+        self._ray = _connect()
+        self._ranks: list[_Rank] = []
+        # Calls that were made and have not returned.
+        self._calls: dict[Any, _Rank] = {}
+        self._failure: PenstockError | None = None
+        self._is_closed = False
+        self._num_calls = 0
+        self._outputs: dict[int, ModelRunnerOutput] = {}
+        self._room: Any = None
+        begin = time.monotonic()
+        try:
+            # Kept by this process, so that ranks can say who is missing, whichever of them is.
+            self._store = open_store(self._ray.util.get_node_ip_address(), 0, is_host=True)
+            self._start_actors(self._find_room())
+            self._wait("start", START_TIMEOUT_S, lambda: [rank for rank in self._ranks if not rank.has_started])
+            logger.info("Workers: %s, after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - begin)
+            self.collective_rpc("init_device")
+            self.collective_rpc("load_model")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the workers' processes, each on its node, by rank."""
+        return [rank.process_id for rank in self._ranks]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the workers' nodes, by rank."""
+        return [rank.address for rank in self._ranks]
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
+
+        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere.
+        """
+        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+        self._check_usable()
+        call = pickled(name, (method, tuple(args), kwargs or {}))
+        self._num_calls += 1
+        call_id = self._num_calls
+        self._send(CallWorker(call_id=call_id, call=call))
+        self._wait(name, timeout_s, lambda: [] if self._failed_in(call_id) else self._without_answer(call_id))
+        if self._failed_in(call_id):
+            self._raise_failed(name, call_id)
+        return [pickle.loads(rank.answers[call_id].result) for rank in self._ranks]
+
+    @property
+    def overlaps_with_host(self) -> bool:
+        return True
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return self._ranks[0].num_speculative_tokens
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        self._check_usable()
+        self._send(ExecuteStep(output=output))
+
+    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
+        self._check_usable()
+        self._send(SampleStep(grammar=grammar))
+        return _Handle(self, grammar.step_id)
+
+    def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:
+        """The result of a step that was launched; each can be had once."""
+        self._check_usable()
+        with_results = self._ranks[self._config.parallel.rank_with_results]
+        try:
+            self._wait(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else [with_results])
+        except WaitTimeout as error:
+            # None of them is asked again, nor told to end.
+            self._fail(error)
+        return self._outputs.pop(step_id)
+
+    def check_health(self) -> None:
+        self._check_usable()
+        self._receive("check_health", 0.0)
+
+    def why_not_restart(self) -> str | None:
+        return None
+
+    def shutdown(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # Whoever has left the cluster has left the actors to it, which ends them.
+        if not self._ray.is_initialized():
+            return
+        if self._failure is None:
+            endings = [rank.actor.close.remote() for rank in self._ranks]
+            _, late = self._ray.wait(endings, num_returns=len(endings), timeout=_GRACE_S) if endings else ([], [])
+            if late:
+                logger.warning("%d workers did not end within %g s", len(late), _GRACE_S)
+        for rank in self._ranks:
+            self._ray.kill(rank.actor, no_restart=True)
+        if self._room is not None:
+            self._ray.util.remove_placement_group(self._room)
+
+    def _find_room(self) -> list[RankPlace]:
+        """Of each rank. Raises ConfigError where the cluster has none."""
+        ray, parallel = self._ray, self._config.parallel
+        per_rank = {"CPU": 1.0, **({"GPU": 1.0} if self._config.device.device == "cuda" else {})}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        no_room = ConfigError(
+            f"{parallel.world_size} workers, for tensor_parallel_size={parallel.tensor_parallel_size} and "
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}, need {per_rank} of a node each, placed by "
+            f"ray_placement={parallel.ray_placement!r}. The Ray cluster has {_described(nodes, per_rank)}, some of it "
+            "perhaps taken by others. Add nodes, start them with more (ray start --num-cpus), or use fewer workers."
+        )
+        if not can_hold(parallel.world_size, per_rank, nodes):
+            raise no_room
+        bundles = plan_bundles(parallel.pipeline_parallel_size, parallel.tensor_parallel_size, per_rank, nodes)
+        self._room = ray.util.placement_group(bundles, strategy=parallel.ray_placement)
+        if not self._room.wait(_PLACEMENT_TIMEOUT_S):
+            raise no_room
+        nodes_by_bundle = ray.util.placement_group_table(self._room)["bundles_to_node_id"]
+        driver_node = ray.get_runtime_context().get_node_id()
+        return place_ranks(
+            [nodes_by_bundle[bundle] for bundle in range(len(bundles))], parallel.world_size, driver_node
+        )
+
+    def _start_actors(self, places: Sequence[RankPlace]) -> None:
+        ray = self._ray
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        actor_class = ray.remote(concurrency_groups={"watch": 1})(RankActor)
+        by_bundle = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        for number, place in enumerate(places):
+            actor = actor_class.options(
+                num_cpus=1,
+                num_gpus=int(self._config.device.device == "cuda"),
+                max_restarts=0,
+                scheduling_strategy=by_bundle(self._room, placement_group_bundle_index=place.bundle),
+            ).remote()
+            life = actor.watch.options(concurrency_group="watch").remote()
+            self._ranks.append(_Rank(number, actor, addresses[place.node], life))
+        config = pickled("The configuration", self._config)
+        variables = env.variables_for_another_machine()
+        store = self._store.host, self._store.port
+        for rank, place in zip(self._ranks, places, strict=True):
+            start = RayStart(
+                pickle.dumps(WorkerStart(config=config, rank=rank.rank, main_path=main_path())),
+                variables,
+                [path or os.getcwd() for path in sys.path],
+                store,
+                (place.local_rank, place.num_local_ranks),
+            )
+            self._calls[rank.actor.start.remote(start)] = rank
+
+    def _send(self, message: ExecuteStep | SampleStep | CallWorker) -> None:
+        data = encode(ToWorker(message))
+        for rank in self._ranks:
+            self._calls[rank.actor.do.remote(data)] = rank
+
+    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], list[_Rank]]) -> None:
+        """Take in what comes until nothing is missing. missing: from which ranks there is."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while late := missing():
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._receive(name, left_s):
+                raise WaitTimeout(
+                    f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {', '.join(map(str, late))}."
+                )
+
+    def _receive(self, name: str, timeout_s: float | None) -> bool:
+        """Take in what calls have returned by then, at least one unless the time is over."""
+        waiting = [*self._calls, *(rank.life for rank in self._ranks)]
+        if not self._ray.wait(waiting, timeout=timeout_s)[0]:
+            return False
+        ready, _ = self._ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        for reference in ready:
+            rank = self._calls.pop(reference, None) or self._living(reference)
+            for said in self._result_of(reference, rank, name):
+                self._take(rank, decode(said, FromWorker).message)
+        return True
+
+    def _living(self, life: Any) -> _Rank:
+        return next(rank for rank in self._ranks if rank.life == life)
+
+    def _result_of(self, reference: Any, rank: _Rank, name: str) -> list[bytes]:
+        try:
+            said: list[bytes] = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            self._died(rank, name, error)
+        return said
+
+    def _take(self, rank: _Rank, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
+        if isinstance(message, WorkerFailed):
+            self._fail(error_from_data(message.error))
+        if isinstance(message, StepDone):
+            self._outputs[message.output.step_id] = message.output
+        elif isinstance(message, Answer):
+            # Answers to earlier calls come late, when nobody waits for them any more.
+            if message.call_id == self._num_calls:
+                rank.answers = {message.call_id: message}
+        else:
+            rank.has_started, rank.num_speculative_tokens = True, message.num_speculative_tokens
+            rank.process_id = message.process_id
+
+    def _without_answer(self, call_id: int) -> list[_Rank]:
+        return [rank for rank in self._ranks if call_id not in rank.answers]
+
+    def _failed_in(self, call_id: int) -> list[_Rank]:
+        return [rank for rank in self._ranks if call_id in rank.answers and rank.answers[call_id].error is not None]
+
+    def _raise_failed(self, name: str, call_id: int) -> NoReturn:
+        """Raise what a worker raised first; if others did not, the workers are no longer alike."""
+        first, *_ = self._failed_in(call_id)
+        data = first.answers[call_id].error
+        assert data is not None, "it has failed"
+        error = error_from_data(data)
+        with contextlib.suppress(WaitTimeout):
+            self._wait(name, _GRACE_S, lambda: self._without_answer(call_id))
+        num_failed = len(self._failed_in(call_id))
+        if num_failed < len(self._ranks):
+            self._failure = WorkerError(
+                f"Rank {first.rank} failed in {name}, and {len(self._ranks) - num_failed} of {len(self._ranks)} ranks "
+                f"did not, so they must be replaced: {error}",
+                method=name,
+                rank=first.rank,
+                cause_type=type(error).__name__,
+            )
+        raise error
+
+    def _died(self, rank: _Rank, name: str, error: Exception) -> NoReturn:
+        described = str(rank)
+        self._fail(
+            WorkerError(
+                f"{described[0].upper()}{described[1:]} has ended while {name} waited for it: {_reason(error)}",
+                method=name,
+                rank=rank.rank,
+                cause_type=type(error).__name__,
+            )
+        )
+
+    def _fail(self, error: PenstockError) -> NoReturn:
+        self._failure = error
+        raise same_error(error)
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise LifecycleError("These workers were shut down.")
+        if self._failure is not None:
+            raise same_error(self._failure)
+
+
+def _connect() -> Any:
+    """The package, connected to a cluster."""
+    try:
+        ray = importlib.import_module("ray")
+        importlib.import_module("ray.util.placement_group")
+    except ImportError as error:
+        raise UnsupportedFeature(
+            "distributed_executor_backend='ray' needs the package ray. Install it: pip install 'penstock[distributed]'."
+        ) from error
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto")
+        except ConnectionError as error:
+            raise ConfigError(
+                "distributed_executor_backend='ray' found no Ray cluster from here. Start one: `ray start --head` on "
+                "this machine, `ray start --address=<this machine>:6379` on each of the others, and this program on "
+                "one of them."
+            ) from error
+    return ray
+
+
+def _described(nodes: Sequence[dict[str, float]], names: dict[str, float]) -> str:
+    each = [", ".join(f"{name} {node.get(name, 0):g}" for name in names) for node in nodes]
+    return f"{len(nodes)} node{'' if len(nodes) == 1 else 's'} ({'; '.join(each)})"
+
+
+def _reason(error: Exception) -> str:
+    """Ray's text without its advice: its last line tells what happened, up to what may have caused it."""
+    *_, last = str(error).strip().splitlines() or [type(error).__name__]
+    return last.partition(" Some common causes")[0].strip()

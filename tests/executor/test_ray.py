@@ -1,0 +1,261 @@
+"""Workers on the nodes of a Ray cluster give the tokens of one worker, whoever is lost on the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.config.rank_variables import for_another_machine
+from penstock.engine.core import EngineCore
+from penstock.errors import ConfigError, LifecycleError, ModelError, WaitTimeout, WorkerError
+from penstock.executor import create_executor
+from penstock.executor.ray import RayExecutor
+from penstock.worker import WorkerBase
+from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, some_steps
+from support.checkpoints import tiny_checkpoint
+from support.engines import Result, finish, make_core, run
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+LAYERS = 4
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": "2MiB", "max_model_len": 128, "num_threads": 2}
+
+
+def place_of(worker: WorkerBase) -> tuple[int, tuple[int, int], int, int]:
+    parallel = worker.parallel
+    return worker.rank, parallel.place_on_machine, parallel.tensor.size, parallel.pipeline.rank
+
+
+def environment_of(worker: WorkerBase) -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, ("PENSTOCK_CPU_KERNELS", "OMP_NUM_THREADS", "NCCL_ASYNC_ERROR_HANDLING", "OTHER")))
+
+
+def sum_of_ranks(worker: WorkerBase) -> list[int]:
+    return worker.parallel.tensor.gather_values(worker.rank)
+
+
+def failing(worker: WorkerBase) -> None:
+    raise ModelError(f"rank {worker.rank} says no")
+
+
+def failing_on_last(worker: WorkerBase) -> int:
+    if worker.rank == 1:
+        raise ZeroDivisionError("of all things")
+    return worker.rank
+
+
+def sleeping_on_last(worker: WorkerBase, duration_s: float) -> None:
+    if worker.rank == 1:
+        time.sleep(duration_s)
+
+
+def failing_in_next_step(worker: WorkerBase) -> None:
+    if worker.rank == 1:
+        worker.runner.model_state.inputs = lambda batch: 1 / 0  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def start_cluster() -> Iterator[Callable[..., None]]:
+    """Nodes with so many workers each; what there was before ends."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    clusters: list[Any] = []
+
+    def end() -> None:
+        ray.shutdown()
+        while clusters:
+            clusters.pop().shutdown()
+
+    def start(*sizes: int) -> None:
+        end()
+        memory = {"object_store_memory": 80 << 20}
+        first = {"num_cpus": sizes[0], "include_dashboard": False, **memory}
+        clusters.append(Cluster(initialize_head=True, head_node_args=first))
+        for size in sizes[1:]:
+            clusters[-1].add_node(num_cpus=size, **memory)
+        ray.init(address=clusters[-1].address, log_to_driver=False)
+
+    yield start
+    end()
+
+
+@pytest.fixture(scope="module")
+def two_nodes(start_cluster: Callable[..., None]) -> None:
+    start_cluster(1, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_checkpoint(folder, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> list[Result]:
+    core = make_core(folder, **OPTIONS)
+    try:
+        return run(core, PROMPTS, PARAMS)
+    finally:
+        core.close()
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> EngineConfig:
+    return EngineConfig.create(
+        str(folder), device="cpu", tensor_parallel_size=2, distributed_executor_backend="ray", **OPTIONS
+    )
+
+
+def make(folder: Path, ranks: int, stages: int, **options: Any) -> EngineCore:
+    arrangement = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    return make_core(folder, distributed_executor_backend="ray", **{**OPTIONS, **arrangement, **options})
+
+
+def executor_of(core: EngineCore) -> RayExecutor:
+    assert isinstance(core._executor, RayExecutor)
+    return core._executor
+
+
+def assert_nothing_is_left(pids: list[int]) -> None:
+    import ray
+
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+        free = ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
+        if not groups and free and not any(map(is_running, pids)):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"left: {groups}, {list(filter(is_running, pids))}, {ray.available_resources()}")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_workers_on_two_nodes_are_asked_and_fail_as_processes_do(
+    two_nodes: None, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CPU_KERNELS", "avx2")
+    monkeypatch.setenv("OTHER", "of this machine")
+    executor = create_executor(config)
+    assert isinstance(executor, RayExecutor)
+    # On both nodes, each of which one has to itself: two threads, as this machine has two cores.
+    assert executor.collective_rpc(place_of) == [(0, (0, 1), 2, 0), (1, (0, 1), 2, 0)]
+    assert executor.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
+    assert executor.collective_rpc(environment_of) == [("avx2", "2", None, None)] * 2
+    with pytest.raises(ModelError, match=r"^rank [01] says no$"):
+        executor.collective_rpc(failing)
+    with pytest.raises(ConfigError, match="has no method 'dance'"):
+        executor.collective_rpc("dance")
+    named = rf"waited 0.5 s in sleeping_on_last for rank 1 \(process {executor.process_ids[1]} on node [0-9.]+\)\.$"
+    with pytest.raises(WaitTimeout, match=named):
+        executor.collective_rpc(sleeping_on_last, args=(1.5,), timeout_s=0.5)
+    assert executor.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
+    executor.check_health()
+    with pytest.raises(WorkerError, match="Rank 1 failed in failing_on_last: ZeroDivisionError: of all things"):
+        executor.collective_rpc(failing_on_last)
+    with pytest.raises(WorkerError, match="Rank 1 failed in failing_on_last, and 1 of 2 ranks did not"):
+        executor.check_health()
+    assert executor.why_not_restart() is None
+    executor.shutdown()
+    with pytest.raises(LifecycleError, match="shut down"):
+        executor.collective_rpc(place_of)
+    assert_nothing_is_left(executor.process_ids)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_two_nodes_give_the_tokens_of_one_worker_though_an_actor_is_killed(
+    ranks: int, stages: int, two_nodes: None, folder: Path, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make(folder, ranks, stages)
+    assert_same(run(core, PROMPTS, PARAMS), undisturbed)
+    before = executor_of(core).process_ids
+    results = some_steps(core)
+    os.kill(before[1], signal.SIGKILL)
+    finish(core, results)
+    after = executor_of(core).process_ids
+    assert not set(before) & set(after)
+    assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
+    assert any(f"Rank 1 (process {before[1]} on node" in record.message for record in caplog.records)
+    core.close()
+    assert_nothing_is_left(before + after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stopped", "failing"])
+def test_requests_go_on_when_an_actor_hangs_or_fails(
+    how: str, two_nodes: None, folder: Path, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make(folder, 2, 1, step_timeout_s=5.0)
+    before = executor_of(core).process_ids
+    results = some_steps(core)
+    if how == "stopped":
+        os.kill(before[1], signal.SIGSTOP)
+    else:
+        core.collective_rpc(failing_in_next_step)
+    finish(core, results)
+    assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
+    cause = "Rank 0 waited 4 s in " if how == "stopped" else "Rank 1 failed in execute_model: ZeroDivisionError"
+    assert any(cause in record.message for record in caplog.records)
+    pids = before + executor_of(core).process_ids
+    core.close()
+    assert_nothing_is_left(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "ranks", "stages"), [((2, 2), 2, 2), ((1, 1, 1), 1, 3), ((3, 1), 2, 2)], ids=str)
+def test_more_arrangements_give_the_tokens_of_one_worker(
+    sizes: tuple[int, ...],
+    ranks: int,
+    stages: int,
+    start_cluster: Callable[..., None],
+    folder: Path,
+    undisturbed: list[Result],
+) -> None:
+    start_cluster(*sizes)
+    core = make(folder, ranks, stages, num_threads=ranks * stages)
+    assert_same(run(core, PROMPTS, PARAMS), undisturbed)
+    places = core.collective_rpc(place_of)
+    if sizes == (2, 2):
+        assert [place for _, place, _, _ in places] == [(0, 2), (1, 2)] * 2
+    pids = executor_of(core).process_ids
+    core.close()
+    assert_nothing_is_left(pids)
+
+
+def test_a_cluster_without_room_is_told(two_nodes: None, folder: Path) -> None:
+    config = EngineConfig.create(
+        str(folder), device="cpu", tensor_parallel_size=4, distributed_executor_backend="ray", num_threads=4
+    )
+    with pytest.raises(ConfigError, match=r"4 workers, for tensor_parallel_size=4 .* has 2 nodes \(CPU 1; CPU 1\)"):
+        create_executor(config)
+
+
+def test_what_another_machine_takes_over() -> None:
+    variables = {
+        "PENSTOCK_LOG_LEVEL": "debug",
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "7",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "HF_TOKEN": "secret",
+        "HF_HOME": "/home/one",
+        "PATH": "/bin",
+    }
+    taken = ["PENSTOCK_LOG_LEVEL", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "NCCL_DEBUG"]
+    assert list(for_another_machine(variables)) == taken

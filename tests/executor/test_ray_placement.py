@@ -1,0 +1,43 @@
+"""Ranks that share layers are on one node where they can be, and the driver's node is the first."""
+
+from __future__ import annotations
+
+from penstock.executor.ray_placement import RankPlace, can_hold, place_ranks, plan_bundles
+
+PER_RANK = {"CPU": 1.0}
+
+
+def nodes(*sizes: float) -> list[dict[str, float]]:
+    return [{"CPU": size, "memory": 1e9} for size in sizes]
+
+
+def test_a_stage_is_a_bundle_where_stages_fit_nodes() -> None:
+    assert plan_bundles(2, 2, PER_RANK, nodes(2, 2)) == [{"CPU": 2.0}] * 2
+    assert plan_bundles(2, 2, PER_RANK, nodes(5, 0)) == [{"CPU": 2.0}] * 2
+    assert plan_bundles(1, 2, PER_RANK, nodes(1, 1)) == [PER_RANK] * 2
+    assert plan_bundles(2, 2, PER_RANK, nodes(3, 1)) == [PER_RANK] * 4
+    assert plan_bundles(3, 1, PER_RANK, nodes(1, 1, 1)) == [PER_RANK] * 3
+    on_gpus = {"CPU": 1.0, "GPU": 1.0}
+    assert plan_bundles(1, 2, on_gpus, [{"CPU": 8, "GPU": 1}, {"CPU": 8, "GPU": 1}, {"CPU": 8}]) == [on_gpus] * 2
+
+
+def test_what_cannot_be_held_is_known() -> None:
+    assert can_hold(3, PER_RANK, nodes(2, 1.5))
+    assert not can_hold(4, PER_RANK, nodes(2, 1.5))
+    assert not can_hold(1, {"CPU": 1.0, "GPU": 1.0}, nodes(8))
+
+
+def test_ranks_of_a_node_follow_each_other_from_the_drivers_node_on() -> None:
+    assert place_ranks(["b", "a", "b"], 3, "a") == [
+        RankPlace(1, "a", 0, 1),
+        RankPlace(0, "b", 0, 2),
+        RankPlace(2, "b", 1, 2),
+    ]
+    # Two stages of two.
+    assert place_ranks(["b", "a"], 4, "a") == [
+        RankPlace(1, "a", 0, 2),
+        RankPlace(1, "a", 1, 2),
+        RankPlace(0, "b", 0, 2),
+        RankPlace(0, "b", 1, 2),
+    ]
+    assert [place.node for place in place_ranks(["c", "b", "c"], 3, "elsewhere")] == ["c", "c", "b"]
