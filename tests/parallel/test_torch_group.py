@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,12 @@ import torch
 
 from penstock.config.parallel import ParallelConfig
 from penstock.contract import SchedulerOutput
-from penstock.errors import RanksDisagree, WaitTimeout, WorkerError
+from penstock.errors import RanksDisagree, UnsupportedFeature, WaitTimeout, WorkerError
 from penstock.parallel import GroupAgreement
 from penstock.parallel.connections import RankConnections, address_towards, open_store
 from penstock.parallel.distributed_ranks import join_connected_ranks
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
+from penstock.parallel.nccl_group import NcclGroup
 from penstock.parallel.torch_group import _LONG, TorchGroup
 from support.ranks import run_ranks
 
@@ -98,6 +100,50 @@ def test_sums_have_the_bits_of_ranks_that_share_memory(dtype: torch.dtype) -> No
     expected = run_ranks(size, lambda rank: reduce(local[rank]))
     for ours, theirs in zip(together(size, reduce), expected, strict=True):
         assert all(map(torch.equal, ours, theirs))  # type: ignore[arg-type]
+
+
+class GlooForNccl:
+    """What `NcclGroup` asks of torch's NCCL, done by its gloo."""
+
+    class Options:
+        _timeout: timedelta
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self._gloo = torch.distributed.ProcessGroupGloo(store, rank, size, options._timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gloo, name)
+
+
+def test_groups_of_gpus_ask_nccl_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", GlooForNccl, raising=False)
+    connections = connect(2)
+
+    def run(rank: int) -> list[torch.Tensor]:
+        context = join_connected_ranks(connections[rank], ParallelConfig(tensor_parallel_size=2), torch.device("cpu"))
+        group, own = context.tensor, of_rank(rank, (4, 6))
+        if rank == 0:
+            group.send(own, 1)
+        received = group.receive(torch.empty(4, 6), 0) if rank == 1 else own
+        assert group.gather_values(rank) == [0, 1]
+        made = [group.all_reduce(own.clone()), group.reduce_scatter(own, 1), group.all_gather(own, 1)]
+        return [*made, group.all_gather(own.T, 0), group.broadcast(own.clone(), 1), received]
+
+    first, second = of_rank(0, (4, 6)), of_rank(1, (4, 6))
+    for rank, found in enumerate(run_ranks(2, run)):
+        expected = [first + second, (first + second).chunk(2, 1)[rank], torch.cat([first, second], 1)]
+        expected += [torch.cat([first.T, second.T]), second, first]
+        assert all(map(torch.equal, found, expected)), found  # type: ignore[arg-type]
+    for one in connections:
+        one.close()
+
+
+def test_gpus_need_a_torch_that_lets_them_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", None, raising=False)
+    (alone,) = connect(1)
+    with pytest.raises(UnsupportedFeature, match="by NCCL, without which this torch"):
+        NcclGroup(alone, [0], 0, torch.device("cuda", 0), 1.0)
+    alone.close()
 
 
 def test_values_of_any_size_are_gathered_and_ranks_may_be_late() -> None:
@@ -206,6 +252,7 @@ RANK = """
 import sys, time, torch
 from penstock.errors import PenstockError
 from penstock.parallel.connections import RankConnections, open_store
+from penstock.parallel.nccl_group import NcclGroup
 from penstock.parallel.torch_group import TorchGroup
 
 rank, size, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])

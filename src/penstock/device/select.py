@@ -6,27 +6,37 @@ import torch
 
 from penstock.config import DeviceConfig
 from penstock.device.base import Device
+from penstock.device.local_index import local_device_index
 from penstock.errors import UnsupportedFeature
 
 
 def create_device(config: DeviceConfig, local_rank: int = 0, num_local_ranks: int = 1) -> Device:
     """The device that the options ask for, or this rank's of those on this machine, which share a CPU.
 
-    Raises UnsupportedFeature when it is not there.
+    Raises what `gpu_of_rank` raises.
     """
-    has_cuda = torch.cuda.is_available()
-    kind = config.device
-    if kind == "auto":
-        kind = "cuda" if has_cuda else "cpu"
-    if kind == "cuda":
-        if not has_cuda:
-            raise UnsupportedFeature(
-                f"device='cuda' is not available: torch {torch.__version__} sees no CUDA device. "
-                "Use device='cpu', or install a CUDA build of torch on a machine with a GPU."
-            )
+    gpu = gpu_of_rank(config, local_rank, num_local_ranks)
+    if gpu is not None:
         from penstock.device.cuda import CudaDevice
 
-        return CudaDevice(local_rank)
+        return CudaDevice(gpu.index)
     from penstock.device.cpu import CpuDevice
 
     return CpuDevice(config.num_threads, local_rank, num_local_ranks)
+
+
+def gpu_of_rank(config: DeviceConfig, local_rank: int = 0, num_local_ranks: int = 1) -> torch.device | None:
+    """None where the options ask for the CPU.
+
+    Raises UnsupportedFeature where there is no GPU, ConfigError where there are fewer than ranks.
+    """
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cpu" or (config.device == "auto" and not has_cuda):
+        return None
+    if not has_cuda:
+        raise UnsupportedFeature(
+            f"device='cuda' is not available: torch {torch.__version__} sees no CUDA device. "
+            "Use device='cpu', or install a CUDA build of torch on a machine with a GPU."
+        )
+    index = local_device_index(local_rank, torch.cuda.device_count(), ranks_per_replica=num_local_ranks)
+    return torch.device("cuda", index)

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from penstock.config import EngineConfig, env
 from penstock.config.rank_variables import LauncherPlace
 from penstock.contract import KVCacheSpec
+from penstock.device.select import gpu_of_rank
 from penstock.errors import ConfigError, UnsupportedArgument
 from penstock.executor.uni import UniProcExecutor
 from penstock.parallel import GroupAgreement, ParallelContext
@@ -115,8 +116,9 @@ def _meet(place: LauncherPlace) -> tuple[Store, str]:
 
 
 def _context(connections: RankConnections, config: EngineConfig, place: LauncherPlace) -> ParallelContext:
+    gpu = gpu_of_rank(config.device, place.local_rank, place.local_world_size)
     parallel = replace(
-        join_connected_ranks(connections, config.parallel),
+        join_connected_ranks(connections, config.parallel, gpu),
         local_rank=place.local_rank,
         num_local_ranks=place.local_world_size,
     )

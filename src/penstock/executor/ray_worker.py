@@ -100,6 +100,7 @@ class RankActor:
         env.prepare_rank({**told.variables, "OMP_NUM_THREADS": str(threads.num_threads)})
         configure_worker_logging(start.rank)
 
+        from penstock.device.select import gpu_of_rank
         from penstock.parallel.connections import RankConnections, address_towards, open_store
         from penstock.parallel.distributed_ranks import join_connected_ranks
         from penstock.parallel.local_ranks import SHARE_OF_STEP
@@ -113,7 +114,8 @@ class RankActor:
             address=address_towards(host, port),
             timeout_s=SHARE_OF_STEP * limits.step_timeout_s,
         )
-        parallel = join_connected_ranks(self._connections, limits)
+        gpu = gpu_of_rank(config.device, local_rank, num_local_ranks)
+        parallel = join_connected_ranks(self._connections, limits, gpu)
         self._wrapper = WorkerWrapperBase(rpc_rank=start.rank)
         self._wrapper.init_worker(config, replace(parallel, local_rank=local_rank, num_local_ranks=num_local_ranks))
         self._loop = WorkerLoop(

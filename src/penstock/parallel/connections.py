@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn, TypeAlias
 
@@ -54,6 +54,7 @@ class RankConnections:
         self.step_id: int | None = None
         self._timeout_s = timeout_s
         self._failure: PenstockError | None = None
+        self._closes_with_it: list[Callable[[], None]] = []
         _wait_for_all(store, rank, size, join_timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [
@@ -99,7 +100,13 @@ class RankConnections:
         """End all connections; whoever waits for this rank is told."""
         gloo, self._gloo = self._gloo, None
         if gloo is not None:
+            for close in self._closes_with_it:
+                close()
             gloo.abort()
+
+    def on_close(self, close: Callable[[], None]) -> None:
+        """Call this too."""
+        self._closes_with_it.append(close)
 
     def _start(self, call: str, what: str, tag: int, tensor: Tensor, rank: int) -> Work | None:
         if self._failure is not None:

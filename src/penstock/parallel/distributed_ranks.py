@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import torch
+
 from penstock.config.parallel import ParallelConfig
 from penstock.parallel.connections import RankConnections
 from penstock.parallel.context import ParallelContext
-from penstock.parallel.local_ranks import KINDS, place_rank
+from penstock.parallel.local_ranks import KINDS, Kind, place_rank
+from penstock.parallel.nccl_group import NcclGroup
 from penstock.parallel.torch_group import TorchGroup
 
 
-def join_connected_ranks(connections: RankConnections, config: ParallelConfig) -> ParallelContext:
-    """This process's place among all ranks, whose connections the caller closes."""
-    return place_rank(connections.rank, config, lambda kind, ranks: TorchGroup(connections, ranks, KINDS.index(kind)))
+def join_connected_ranks(
+    connections: RankConnections, config: ParallelConfig, device: torch.device | None = None
+) -> ParallelContext:
+    """This process's place among all ranks, whose connections the caller closes. device: its GPU, if it has one.
+
+    Raises UnsupportedFeature where torch cannot let GPUs talk.
+    """
+
+    def join(kind: Kind, ranks: tuple[int, ...]) -> TorchGroup:
+        number = KINDS.index(kind)
+        if device is None:
+            return TorchGroup(connections, ranks, number)
+        return NcclGroup(connections, ranks, number, device, config.step_timeout_s)
+
+    return place_rank(connections.rank, config, join)

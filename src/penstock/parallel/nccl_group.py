@@ -1,0 +1,70 @@
+"""A group whose ranks have a GPU each, and exchange tensors by NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import PrefixStore
+
+from penstock.errors import UnsupportedFeature
+from penstock.parallel.connections import RankConnections
+from penstock.parallel.torch_group import TorchGroup
+
+
+class NcclGroup(TorchGroup):
+    """Exchanges are queued on the device's current stream, and the host does not wait for them.
+
+    So a rank that is gone or silent shows in whoever waits for a step's result. Plain data goes by the ranks'
+    connections, whose errors name the rank. NCCL adds up in an order of its own, the same in every run of as many
+    ranks, and gives all of them the same bits.
+    """
+
+    def __init__(
+        self, connections: RankConnections, ranks: Sequence[int], number: int, device: torch.device, timeout_s: float
+    ) -> None:
+        super().__init__(connections, ranks, number)
+        nccl: Any = getattr(distributed, "ProcessGroupNCCL", None)
+        if nccl is None:
+            raise UnsupportedFeature(
+                f"Ranks on {device} exchange tensors by NCCL, without which this torch {torch.__version__} was built. "
+                "Install a CUDA build of torch, or use device='cpu'."
+            )
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        name = f"nccl/{number}/{'-'.join(map(str, ranks))}"
+        self._nccl = nccl(PrefixStore(name, connections.store), self.rank, self.size, options)
+        connections.on_close(self._nccl.abort)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        self._nccl.allreduce([tensor]).wait()
+        return tensor
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        parts = tensor.chunk(self.size, dim)
+        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        self._nccl._reduce_scatter_base(own, torch.cat(parts)).wait()
+        return own
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        self._nccl._allgather_base(gathered, tensor).wait()
+        return torch.cat(gathered.chunk(self.size), dim)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        tensor = tensor.contiguous()
+        self._nccl.broadcast(tensor, source).wait()
+        return tensor
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        self._nccl.send([tensor.contiguous()], destination, 0).wait()
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        assert tensor.is_contiguous(), "it is filled as it lies"
+        self._nccl.recv([tensor], source, 0).wait()
+        return tensor
