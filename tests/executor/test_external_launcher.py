@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from penstock import LLM, AsyncEngine, EngineConfig, SamplingParams, StructuredOutputsParams
-from penstock.config.rank_variables import LauncherPlace, place_from_launcher
 from penstock.errors import ConfigError, UnsupportedArgument
 from penstock.executor import create_executor
 from support.checkpoints import tiny_checkpoint
@@ -155,14 +154,3 @@ def test_what_would_let_ranks_differ_is_refused(config: EngineConfig, tmp_path: 
         create_executor(configuration(tmp_path, speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
     with pytest.raises(UnsupportedArgument, match="Use LLM"):
         AsyncEngine.from_config(config)
-
-
-def test_what_torchrun_says_is_understood() -> None:
-    said = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
-    assert place_from_launcher(said) == LauncherPlace(5, 8, 1, 8, "10.0.0.7", 29500)
-    more = {"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert place_from_launcher({**said, **more}) == LauncherPlace(5, 8, 1, 4, "10.0.0.7", 29500, True, 2)
-    with pytest.raises(ConfigError, match="RANK='-1' is not valid"):
-        place_from_launcher({**said, "RANK": "-1"})
-    with pytest.raises(ConfigError, match="LOCAL_RANK=4 is not valid. Allowed: less than 4"):
-        place_from_launcher({**said, **more, "LOCAL_RANK": "4"})

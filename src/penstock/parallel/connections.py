@@ -22,8 +22,9 @@ ByRank: TypeAlias = Mapping[int, Tensor]
 # How long ranks that are started together may differ in when they come.
 JOIN_TIMEOUT_S = 300.0
 _POLL_S = 0.02
-# How long ranks that wait in vain may differ in when they find out.
-_GRACE_S = 1.0
+# How long ranks that wait in vain may differ in when they find out: a share of how long they wait, within limits. They
+# say it before whoever waits for them all loses patience.
+_GRACE_SHARE, _LEAST_GRACE_S, _MOST_GRACE_S = 0.1, 0.25, 2.0
 # What gloo says at the end of a wait, whatever else it may raise: it has one type for all errors.
 _TIMED_OUT = "timed out"
 
@@ -124,9 +125,10 @@ class RankConnections:
 
     def _fail(self, call: str, rank: int, also: Sequence[int], error: RuntimeError) -> NoReturn:
         """Raise what is the matter: with this rank, with the others that are waited for, or whoever those wait for."""
+        grace_s = min(_MOST_GRACE_S, max(_LEAST_GRACE_S, _GRACE_SHARE * self._timeout_s))
         has_lost = _TIMED_OUT not in str(error).lower()
         own = VainWait(self.rank, call, [rank] if has_lost else sorted({rank, *also}), has_lost)
-        missing, others = find_missing(self.store, own, min(_GRACE_S, self._timeout_s))
+        missing, others = find_missing(self.store, own, grace_s)
         told = "".join(f" Rank {other.rank} has found out in {other.call}." for other in others)
         who = f"rank {', '.join(map(str, missing))}"
         if not missing:
