@@ -33,17 +33,25 @@ PARAMS = [
 ]
 PROGRAM = """
 import json, os, sys
+import torch.distributed
 from penstock import LLM
 from test_external_launcher import OPTIONS, PARAMS, PROMPTS, tokens_of
 
-def engine():
-    return LLM("demo", tensor_parallel_size=2, distributed_executor_backend="external_launcher", **OPTIONS)
+def engine(size=2):
+    return LLM("demo", tensor_parallel_size=size, distributed_executor_backend="external_launcher", **OPTIONS)
 
 # Two at once, and one after another.
 with engine() as first, engine() as second:
     found = [tokens_of(first), tokens_of(second)]
 with engine() as third:
     found.append(tokens_of(third))
+# Each process by itself; and beside the program's own process group.
+with engine(1) as alone:
+    found.append(tokens_of(alone))
+torch.distributed.init_process_group("gloo")
+with engine() as fourth:
+    found.append(tokens_of(fourth))
+torch.distributed.destroy_process_group()
 
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     json.dump(found, file)
@@ -90,7 +98,7 @@ def test_each_rank_has_the_tokens_of_one_worker(tmp_path: Path) -> None:
             expected = tokens_of(llm)
         said, _ = processes.communicate(timeout=240)
     assert processes.returncode == 0, said
-    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [[expected] * 3] * 2
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [[expected] * 5] * 2
 
 
 @pytest.mark.slow
