@@ -25,7 +25,7 @@ from penstock.errors import (
     error_from_data,
     same_error,
 )
-from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
+from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
 from penstock.executor.messages import (
     Answer,
     CallWorker,
@@ -37,10 +37,11 @@ from penstock.executor.messages import (
     WorkerFailed,
     WorkerStart,
     WorkerStarted,
+    pack_step,
 )
+from penstock.executor.program import main_path, pickled
 from penstock.executor.ray_placement import RankPlace, can_hold, place_ranks, plan_bundles
 from penstock.executor.ray_worker import RankActor, RayStart
-from penstock.executor.sending import main_path, pickled
 from penstock.parallel.connections import open_store
 from penstock.worker.capabilities import check_options
 
@@ -109,8 +110,10 @@ class RayExecutor(Executor):
             self._start_actors(self._find_room())
             self._wait("start", START_TIMEOUT_S, lambda: [rank for rank in self._ranks if not rank.has_started])
             logger.info("Workers: %s, after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - begin)
-            self.collective_rpc("init_device")
-            self.collective_rpc("load_model")
+            with self.stage("device"):
+                self.collective_rpc("init_device")
+            with self.stage("model"):
+                self.collective_rpc("load_model")
         except BaseException:
             self.shutdown()
             raise
@@ -131,21 +134,24 @@ class RayExecutor(Executor):
         timeout_s: float | None = None,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
     ) -> list[Any]:
         """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
 
         Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere.
         """
+        check_reply_rank(unique_reply_rank, len(self._ranks))
         name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
         self._check_usable()
         call = pickled(name, (method, tuple(args), kwargs or {}))
         self._num_calls += 1
         call_id = self._num_calls
-        self._send(CallWorker(call_id=call_id, call=call))
+        self._send(CallWorker(call_id=call_id, call=call, unique_reply_rank=unique_reply_rank))
         self._wait(name, timeout_s, lambda: [] if self._failed_in(call_id) else self._without_answer(call_id))
         if self._failed_in(call_id):
             self._raise_failed(name, call_id)
-        return [pickle.loads(rank.answers[call_id].result) for rank in self._ranks]
+        replying = self._ranks if unique_reply_rank is None else [self._ranks[unique_reply_rank]]
+        return [pickle.loads(rank.answers[call_id].result) for rank in replying]
 
     @property
     def overlaps_with_host(self) -> bool:
@@ -157,7 +163,7 @@ class RayExecutor(Executor):
 
     def execute_model(self, output: SchedulerOutput) -> None:
         self._check_usable()
-        self._send(ExecuteStep(output=output))
+        self._send(ExecuteStep(output=pack_step(output)))
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
         self._check_usable()

@@ -25,7 +25,8 @@ from penstock.executor.messages import (
     WorkerStart,
     WorkerStarted,
 )
-from penstock.executor.worker_process import Program, WorkerLoop, configure_worker_logging
+from penstock.executor.program import Program
+from penstock.executor.worker_process import WorkerLoop, configure_worker_logging
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
