@@ -9,7 +9,6 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.engine.plan import plan_engine
 from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.kernels.native import NATIVE
@@ -105,13 +104,6 @@ def test_plan_and_engine_count_the_same_bytes(folder: Path, dtype: str, num_byte
 def test_a_dtype_that_is_not_known_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype='int3'.*auto, float32, bfloat16, int8"):
         EngineConfig.create(str(folder), kv_cache_dtype="int3")
-
-
-def test_a_gpu_keeps_the_cache_in_the_models_dtype() -> None:
-    assert choose_kv_cache_dtype("auto", "bfloat16", "cuda") == "bfloat16"
-    assert choose_kv_cache_dtype("bfloat16", "bfloat16", "cuda") == "bfloat16"
-    with pytest.raises(UnsupportedFeature, match="kv_cache_dtype='int8'"):
-        choose_kv_cache_dtype("int8", "bfloat16", "cuda")
 
 
 def test_int8_without_the_kernels_is_refused(folder: Path) -> None:

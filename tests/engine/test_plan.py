@@ -21,7 +21,6 @@ from penstock.errors import (
     ConfigError,
     ModelNotFound,
     OutOfMemory,
-    UnsupportedArgument,
     UnsupportedFeature,
 )
 from penstock.loader.sharded_state import copy_model_files
@@ -75,9 +74,27 @@ def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
     assert (2 * plan.kv_bytes_per_token, plan.memory.total) == (alone.kv_bytes_per_token, alone.memory.total // 2)
 
 
-def test_stages_are_not_planned_yet() -> None:
-    with pytest.raises(UnsupportedArgument, match=r"pipeline_parallel_size=2.*each stage"):
-        plan_engine("demo", pipeline_parallel_size=2)
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("gpt2", 2)])
+def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: Path) -> None:
+    save_checkpoint(tiny_model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 6}), tmp_path)
+    options = {**PLANNED, "pipeline_layers": "4,2", "pipeline_parallel_size": 2, "tensor_parallel_size": ranks}
+    plan, core = plan_engine(str(tmp_path), **options), make_core(tmp_path, **options)
+    memories, kv_cache = core.collective_rpc("determine_available_memory"), core.kv_cache_config
+    core.close()
+    for index, (stage, num_layers) in enumerate(zip(plan.stages, (4, 2), strict=True)):
+        memory = memories[index * ranks]
+        assert len(stage.specs) == num_layers
+        assert stage.memory.weights == pytest.approx(memory.weights, rel=TOLERANCE)
+        assert stage.memory.activations == pytest.approx(memory.activations, rel=TOLERANCE)
+        assert stage.memory.sampling == pytest.approx(memory.sampling, rel=TOLERANCE)
+        assert (stage.memory.total, stage.memory.runner_state) == (memory.total, memory.runner_state)
+        assert 6 * stage.kv_cache.size_bytes == num_layers * kv_cache.size_bytes
+    assert (plan.kv_cache.num_blocks, plan.kv_cache.size_bytes) == (kv_cache.num_blocks, kv_cache.size_bytes)
+    alone = plan_engine(str(tmp_path), **PLANNED)
+    assert plan.kv_bytes_per_token * ranks == alone.kv_bytes_per_token
+    assert plan.engine_bytes == ranks * sum(stage.worker_bytes for stage in plan.stages)
+    assert "stage 2 of 2 (2 layers" in plan.table()
+    assert [stage["num_layers"] for stage in plan.to_dict()["stages"]] == [4, 2]
 
 
 def compare(folder: Path | str, **options: Any) -> None:
@@ -344,9 +361,7 @@ def test_a_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     assert plan.memory.budget == int(0.9 * (80 << 30))
     # Attention by definition writes all scores down, which no GPU needs to that torch serves.
     assert plan.memory.activations > plan_engine("demo", max_num_seqs=8, device="cpu").memory.activations
-    with pytest.raises(
-        UnsupportedFeature, match=r"quantization='int8' is not supported on cuda yet\. Use device='cpu'"
-    ):
+    with pytest.raises(UnsupportedFeature, match=r"quantization='int8' on cuda: .*\. Use device='cpu'"):
         plan_engine("demo", device="cuda", quantization="int8")
     # Half of float32, and no head is packed there.
     in_float32 = plan_engine("demo", max_num_seqs=8, device="cpu", dtype="float32").memory.weights

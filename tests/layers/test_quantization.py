@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams
-from penstock.config.quantized_checkpoint import refuse_quantization_on
 from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.embedding import LMHead, VocabEmbedding
@@ -225,9 +224,3 @@ def test_weights_are_reloaded_quantised_and_their_state_is_not_saved(tmp_path: P
 def test_an_unknown_quantization_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"quantization='int3' is not valid\. Allowed: int8, int4"):
         LLM("demo", quantization="int3")
-
-
-def test_a_device_without_products_is_refused() -> None:
-    with pytest.raises(UnsupportedFeature, match=r"quantization='int8' is not supported on cuda"):
-        refuse_quantization_on("cuda", "int8")
-    refuse_quantization_on("cpu", "int8")

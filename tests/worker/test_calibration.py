@@ -13,7 +13,7 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.errors import ConfigError
 from penstock.layers.linear import LinearLayer
 from penstock.layers.quantization.method import QuantizedMethod
 from penstock.worker import calibration
@@ -149,17 +149,3 @@ def test_ranks_read_texts_together(few_texts: Path) -> None:
     options = {**INT4, "num_threads": 2, "tensor_parallel_size": 2}
     with LLM("demo", **options, quantization_calibration=str(few_texts)) as llm:
         assert abs(log_likelihood(llm) - exact) < abs(nearest - exact)
-
-
-def test_a_gpu_refuses_before_anything_is_read(few_texts: Path) -> None:
-    from types import SimpleNamespace
-
-    config = EngineConfig.create("demo", quantization="int4", quantization_calibration=str(few_texts))
-    with pytest.raises(UnsupportedFeature, match="quantization='int4' is not supported on cuda yet"):
-        calibration.load_for_device(
-            config.model,
-            config.load,
-            None,
-            SimpleNamespace(kind="cuda"),
-            None,  # type: ignore[arg-type]
-        )

@@ -13,7 +13,6 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature, WorkerError
 from penstock.parallel import ParallelContext
 from penstock.worker import WorkerWrapperBase
-from penstock.worker.capabilities import check_options
 from penstock.worker.plugins import load_plugins
 from penstock.worker.worker import Worker
 
@@ -125,16 +124,9 @@ def test_what_is_not_built_is_refused_by_the_features_name(method: str) -> None:
         getattr(wrapper.worker, method)
 
 
-def test_options_that_cannot_be_combined_are_refused_at_start() -> None:
+def test_a_worker_of_several_needs_the_others() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2 needs a worker in a group of as many ranks"):
         _wrapper(pipeline_parallel_size=2)
-    config = EngineConfig.create("demo", device="cuda", pipeline_parallel_size=2)
-    with pytest.raises(UnsupportedFeature, match="pipeline_parallel_size=2: .*not supported with device='cuda' yet"):
-        check_options(config)
-    config = EngineConfig.create("demo", device="cuda", tensor_parallel_size=2)
-    with pytest.raises(UnsupportedFeature, match="tensor_parallel_size=2: .*not supported with device='cuda' yet"):
-        check_options(config)
-    check_options(EngineConfig.create("demo", device="cpu", quantization="int4", tensor_parallel_size=2))
 
 
 def test_environment_variables_of_the_own_rank_are_set(

@@ -94,7 +94,7 @@ def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes:
     from penstock.engine.plan import plan_engine
 
     planned = plan_engine(model, **engine)
-    return StepBytes(weights=planned.memory.weights - planned.lookup_bytes, kv_per_token=planned.kv_bytes_per_token)
+    return StepBytes(weights=planned.weights - planned.lookup_bytes, kv_per_token=planned.kv_bytes_per_token)
 
 
 def _show(settings: Settings, results: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ NO_CALIBRATION = "none"
 CALIBRATION_FILE = "calibration.jsonl"
 # What models call the number of positions that they were made for.
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
+# And the width of what goes from layer to layer.
+_HIDDEN_FIELDS = ("hidden_size", "n_embd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,17 @@ class ModelConfig:
         return self.require_int(self._context_field or _CONTEXT_FIELDS[0])
 
     @property
+    def hidden_size(self) -> int:
+        """Values of a token between two layers."""
+        return self.require_int(self._first_of(_HIDDEN_FIELDS) or _HIDDEN_FIELDS[0])
+
+    @property
     def _context_field(self) -> str | None:
-        return next((name for name in _CONTEXT_FIELDS if self.hf_config.get(name) is not None), None)
+        return self._first_of(_CONTEXT_FIELDS)
+
+    def _first_of(self, names: Sequence[str]) -> str | None:
+        """Of several names of a field of `config.json`, the one that it has."""
+        return next((name for name in names if self.hf_config.get(name) is not None), None)
 
     @property
     def checkpoint_dtype(self) -> str:

@@ -65,14 +65,6 @@ def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Quant
     return readers[method](_Fields(content, model))
 
 
-def refuse_quantization_on(device: str, quantization: str) -> None:
-    """Raises UnsupportedFeature for a kind of device that has no products with quantised weights."""
-    if device != "cpu":
-        raise UnsupportedFeature(
-            f"quantization={quantization!r} is not supported on {device} yet. Use device='cpu', or none."
-        )
-
-
 def refuse_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> None:
     """Raises UnsupportedFeature for a checkpoint of integers: models that run through Transformers take none."""
     content = hf_config.get("quantization_config")

@@ -71,19 +71,9 @@ def choose_cuda_dtype(requested: str, checkpoint: str) -> DtypeChoice:
     return DtypeChoice(name, reason, name)
 
 
-def choose_kv_cache_dtype(requested: str, model_dtype: str, device: str) -> str:
-    """What keys and values are kept in: what is asked for, "auto" being what the model computes in.
-
-    device: its kind. Raises UnsupportedFeature for a cache that this kind of device cannot have.
-    """
-    if requested in ("auto", model_dtype):
-        return model_dtype
-    if device != "cpu":
-        raise UnsupportedFeature(
-            f"kv_cache_dtype={requested!r}: on {device} the KV cache has the model's dtype, {model_dtype}. "
-            "Use kv_cache_dtype='auto', or device='cpu'."
-        )
-    return requested
+def choose_kv_cache_dtype(requested: str, model_dtype: str) -> str:
+    """What keys and values are kept in: what is asked for, "auto" being what the model computes in."""
+    return model_dtype if requested == "auto" else requested
 
 
 def has_native_kernels() -> bool:

@@ -49,7 +49,7 @@ def load_model(
     files. Raises UnsupportedModel, UnsupportedFeature or ModelError for what `config.json` says, CheckpointError for
     weights that are damaged or do not fit.
     """
-    rounding = choose_rounding(model_config, load_config, device.type)
+    rounding = choose_rounding(model_config, load_config)
     if rounding is not None:
         log_rounding(rounding)
     logger.info("Implementation: %s", describe_implementation(model_config))
@@ -81,7 +81,7 @@ def load_without_memory(
     tensors: of the checkpoint, on the meta device, where its files are not here. Raises what `load_model` does.
     Returns the number of the model's parameters too, which shows in no form that weights are kept in.
     """
-    rounding = choose_rounding(model_config, load_config, kind)
+    rounding = choose_rounding(model_config, load_config)
     model = build_model(model_config, parallel_context)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with _naming(model_config.folder):

@@ -12,38 +12,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.errors import UnsupportedFeature
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.linear import restore_weights
 from penstock.layers.weights import WeightSlot
 from penstock.models.weights import load_into_slots
-from penstock.parallel import ParallelContext
-
-
-def refuse_pipeline_parallelism(parallel: ParallelContext, model: str) -> None:
-    """Raises UnsupportedFeature, of a model that is not split over pipeline ranks yet."""
-    if parallel.pipeline.size != 1:
-        raise UnsupportedFeature(
-            f"pipeline_parallel_size={parallel.pipeline.size}: "
-            f"{model} cannot be split over pipeline ranks yet. Supported: 1."
-        )
-
-
-def refuse_tensor_parallelism(parallel: ParallelContext, model: str, why: str) -> None:
-    """Raises UnsupportedFeature, of a model whose layers cannot be split. why: a reason, as a clause."""
-    if parallel.tensor.size != 1:
-        raise UnsupportedFeature(
-            f"tensor_parallel_size={parallel.tensor.size}: {model} cannot be split over ranks, since {why}. "
-            "Supported: 1."
-        )
-
-
-def refuse_sequence_parallelism(parallel: ParallelContext, model: str) -> None:
-    """Raises UnsupportedFeature, of a model that keeps all tokens between its layers."""
-    if parallel.min_scattered_tokens is not None:
-        raise UnsupportedFeature(
-            f"enable_sp: what is between the layers of {model} cannot be scattered over ranks yet. Leave it out."
-        )
 
 
 class CausalLM(nn.Module, ABC):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
-from penstock.models.weights import Elsewhere, Into, WeightTable, expand_table, names_elsewhere
+from penstock.models.weights import Elsewhere, Into, WeightTable, elsewhere, expand_table, names_elsewhere
 from penstock.parallel import ParallelContext, layers_of_stage
 from penstock.parallel.context_share import context_share
 from penstock.parallel.scattered_rows import ScatteredRows, scattered_rows, sends_parts
@@ -250,12 +250,12 @@ class DecoderModel(nn.Module):
         self._hidden_size = config.hidden_size
         self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
         has_embedding = self.is_first or (self.is_last and config.tie_word_embeddings)
-        self.embed_tokens = (embed_tokens or _embedding(config, parallel)) if has_embedding else _elsewhere()
+        self.embed_tokens = (embed_tokens or _embedding(config, parallel)) if has_embedding else elsewhere()
         self.rotations = LayerRotations((ropes or [config.rope] * config.num_layers)[stage.start : stage.stop])
         self.layers = nn.ModuleList(
             layer(index) if index in stage else Elsewhere() for index in range(config.num_layers)
         )
-        self.norm = (norm or RMSNorm(config.hidden_size, config.norm_eps)) if self.is_last else _elsewhere()
+        self.norm = (norm or RMSNorm(config.hidden_size, config.norm_eps)) if self.is_last else elsewhere()
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
@@ -339,7 +339,7 @@ class DecoderForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = model
-        self.lm_head = _head(config, parallel, model) if model.is_last else _elsewhere()
+        self.lm_head = _head(config, parallel, model) if model.is_last else elsewhere()
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
@@ -390,8 +390,3 @@ def _embedding(config: DecoderConfig, parallel: ParallelContext) -> VocabEmbeddi
 def _head(config: DecoderConfig, parallel: ParallelContext, model: DecoderModel) -> LMHead:
     tied_to = model.embed_tokens if config.tie_word_embeddings else None
     return LMHead(config.vocab_size, config.hidden_size, parallel=parallel, tied_to=tied_to)
-
-
-def _elsewhere() -> Any:
-    """What another stage has, and nobody asks this one for."""
-    return Elsewhere()

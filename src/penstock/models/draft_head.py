@@ -20,7 +20,7 @@ from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.rotary import RotaryEmbedding
 from penstock.layers.weights import WeightSlot
-from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism
+from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM
 from penstock.models.weights import Into, WeightTable, expand_table
@@ -76,7 +76,6 @@ class DraftHead(CausalLM):
     ) -> None:
         """has_embedding: of its own. head_size: tokens that its own output projection knows; None for the target's."""
         super().__init__()
-        refuse_pipeline_parallelism(parallel, type(self).__name__)
         self.name = model_config.model
         self.config = config
         self.rotation = RotaryEmbedding(config.rope)

@@ -5,10 +5,11 @@ Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, LayerAttention
@@ -20,10 +21,10 @@ from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
 from penstock.layers.weights import WeightSlot
-from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism, refuse_sequence_parallelism
+from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
-from penstock.models.weights import Into, WeightTable, expand_table
-from penstock.parallel import ParallelContext
+from penstock.models.weights import Elsewhere, Into, WeightTable, elsewhere, expand_table, names_elsewhere
+from penstock.parallel import ParallelContext, layers_of_stage
 from penstock.parallel.context_share import context_share
 
 # Checkpoints hold the layers' matrices as [inputs, outputs].
@@ -152,35 +153,39 @@ class GPT2LMHeadModel(CausalLM):
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
         super().__init__()
-        refuse_pipeline_parallelism(parallel, type(self).__name__)
-        refuse_sequence_parallelism(parallel, type(self).__name__)
         self.config = config = GPT2Config.read(ConfigFields(model_config))
-        self.wte = VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        # Every rank has all positions.
-        self.wpe = VocabEmbedding(config.num_positions, config.hidden_size, parallel=ParallelContext())
-        self.layers = nn.ModuleList(GPT2Layer(config, layer, parallel) for layer in range(config.num_layers))
-        self.ln_f = LayerNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = LMHead(
-            config.vocab_size,
-            config.hidden_size,
-            parallel=parallel,
-            tied_to=self.wte if config.tie_word_embeddings else None,
+        self._stage = stage = layers_of_stage(config.num_layers, parallel)
+        self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
+        has_embedding = self.is_first or (self.is_last and config.tie_word_embeddings)
+        self.wte = _embedding(config.vocab_size, config, parallel) if has_embedding else elsewhere()
+        # Every rank of the first stage has all positions.
+        self.wpe = _embedding(config.num_positions, config, ParallelContext()) if self.is_first else elsewhere()
+        self.layers = nn.ModuleList(
+            GPT2Layer(config, index, parallel) if index in stage else Elsewhere() for index in range(config.num_layers)
         )
+        self.ln_f = LayerNorm(config.hidden_size, config.norm_eps) if self.is_last else elsewhere()
+        self.lm_head = _head(config, parallel, self.wte) if self.is_last else elsewhere()
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        hidden_TD = self.wte(input_ids_T).add_(self.wpe(positions_T))
-        for layer, of_layer in zip(self.layers, context.by_layer(len(self.layers)), strict=True):
-            hidden_TD = layer(hidden_TD, of_layer)
-        return self.ln_f(hidden_TD)  # type: ignore[no-any-return]
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
+    ) -> Tensor:
+        """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much."""
+        hidden_TD = self._first_hidden(input_ids_T, positions_T) if given_TD is None else given_TD
+        for index, of_layer in zip(self._stage, context.by_layer(len(self._stage)), strict=True):
+            hidden_TD = self.layers[index](hidden_TD, of_layer)
+        return self.ln_f(hidden_TD) if self.is_last else hidden_TD
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        if not self.is_last:
+            # Of a step that serves nobody.
+            return hidden_LD.new_zeros(hidden_LD.shape[0], self.config.vocab_size, dtype=torch.float32)
         return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        table = dict(_WEIGHTS)
-        if self.config.tie_word_embeddings:
-            del table["lm_head"]
-        return expand_table(self, table, self.config.num_layers)
+        return expand_table(self, self._table(), self.config.num_layers)
+
+    def names_elsewhere(self) -> Sequence[str]:
+        return names_elsewhere(self, self._table(), self.config.num_layers)
 
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
@@ -189,6 +194,28 @@ class GPT2LMHeadModel(CausalLM):
         if slots is None:
             weights = ((_with_prefix(name), tensor) for name, tensor in weights)
         super().load_weights(weights, slots)
+
+    def _table(self) -> WeightTable:
+        table = dict(_WEIGHTS)
+        if self.config.tie_word_embeddings:
+            del table["lm_head"]
+        return table
+
+    def _first_hidden(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Embeddings; in later stages, whose steps are given hidden states, those of a step that serves nobody."""
+        if self.is_first:
+            return self.wte(input_ids_T).add_(self.wpe(positions_T))  # type: ignore[no-any-return]
+        weight = next(self.layers[self._stage.start].parameters())
+        return weight.new_zeros(input_ids_T.shape[0], self.config.hidden_size)
+
+
+def _embedding(num_rows: int, config: GPT2Config, parallel: ParallelContext) -> VocabEmbedding:
+    return VocabEmbedding(num_rows, config.hidden_size, parallel=parallel)
+
+
+def _head(config: GPT2Config, parallel: ParallelContext, embedding: VocabEmbedding) -> LMHead:
+    tied_to = embedding if config.tie_word_embeddings else None
+    return LMHead(config.vocab_size, config.hidden_size, parallel=parallel, tied_to=tied_to)
 
 
 def _with_prefix(name: str) -> str:

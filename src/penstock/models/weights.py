@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,11 @@ WeightTable = Mapping[str, Into]
 
 class Elsewhere(nn.Module):
     """In the place of what another stage of the pipeline has."""
+
+
+def elsewhere() -> Any:
+    """The same, for places whose module nobody asks this stage for."""
+    return Elsewhere()
 
 
 def names_elsewhere(model: nn.Module, table: WeightTable, num_layers: int) -> list[str]:

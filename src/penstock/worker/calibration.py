@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from penstock.config import LoadConfig, ModelConfig
-from penstock.config.quantized_checkpoint import refuse_quantization_on
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError
 from penstock.layers.embedding import LMHead
@@ -59,7 +58,6 @@ def load_for_device(
     path = model_config.calibration_file
     if path is None:
         return load(model_config)
-    refuse_quantization_on(device.kind, "int4")
     texts = read_calibration_text(path, model_config.tokenizer_folder)
     largest = max(max(text) for text in texts)
     if largest >= model_config.vocab_size:

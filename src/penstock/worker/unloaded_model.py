@@ -62,7 +62,7 @@ def measure_unloaded(
     model, num_parameters = load_without_memory(
         config.model, config.load, parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype, tensors
     )
-    cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, kind)
+    cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name)
     drafter, num_drafter_parameters = load_drafter_without_memory(config, model, parallel, kind, dtype, tensors)
     layers, specs = cache_layers(model), drafted_specs(model, drafter, config.cache.block_size, cache_dtype)
     backend = config.device.attention_backend

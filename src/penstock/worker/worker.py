@@ -121,7 +121,7 @@ class Worker(WorkerBase):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         cache = self.config.cache
-        dtype = choose_kv_cache_dtype(cache.kv_cache_dtype, self.dtype.name, self.device.kind)
+        dtype = choose_kv_cache_dtype(cache.kv_cache_dtype, self.dtype.name)
         return drafted_specs(self.model, self._drafter, cache.block_size, dtype)
 
     def determine_available_memory(self) -> MemoryPlan:
@@ -253,6 +253,7 @@ class Worker(WorkerBase):
         """
         device, model = self.device, self.model
         new = replace(self._next_config, model=config_of_replacement(self._next_config.model, weights_path))
+        check_options(new, device.kind)
         with device.loading_weights():
             try:
                 replacement = load_replacement(
@@ -342,9 +343,9 @@ class Worker(WorkerBase):
         if pipeline.size == 1:
             return ONE_STAGE
         most_tokens = self.config.scheduler.max_num_batched_tokens
-        hidden_size = int(self.config.model.hf_config["hidden_size"])
         num_rows = partial(num_rows_between_stages, self.parallel)
-        return PipelineStage(self.device, pipeline, most_tokens, hidden_size, self.dtype.torch_dtype, num_rows)
+        dtype = self.dtype.torch_dtype
+        return PipelineStage(self.device, pipeline, most_tokens, self.config.model.hidden_size, dtype, num_rows)
 
     def _required(self, part: _Part | None, method: str) -> _Part:
         if part is None:

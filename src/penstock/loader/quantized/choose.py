@@ -6,7 +6,7 @@ import logging
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
-from penstock.config.quantized_checkpoint import read_quantized_checkpoint, refuse_quantization_on
+from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.quantization.choose import choose_method
@@ -17,17 +17,16 @@ from penstock.loader.quantized.stream import QuantizedTensors
 logger = logging.getLogger(__name__)
 
 
-def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: str) -> Rounding | None:
-    """None for weights that stay in floating point. device: its kind.
+def choose_rounding(model_config: ModelConfig, load_config: LoadConfig) -> Rounding | None:
+    """None for weights that stay in floating point.
 
-    Raises UnsupportedFeature for a checkpoint, a load format or a device that cannot have quantised weights.
+    Raises UnsupportedFeature for a checkpoint or a load format that cannot have quantised weights.
     """
     checkpoint = read_quantized_checkpoint(model_config.hf_config, model_config.model)
     option = model_config.quantization
     if checkpoint is not None and load_config.load_format == "dummy":  # random weights get as many bits
         option, checkpoint = f"int{checkpoint.bits}", None
     if checkpoint is not None:
-        refuse_quantization_on(device, checkpoint.method)
         if load_config.load_format == SHARDED_STATE:
             raise UnsupportedFeature(
                 f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
@@ -36,7 +35,6 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, device: 
         return QuantizedTensors(checkpoint)
     if option is None:
         return None
-    refuse_quantization_on(device, option)
     return OptionRounding(choose_method(option), f"rounded to {option} while loading")
 
 

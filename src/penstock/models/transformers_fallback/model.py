@@ -20,7 +20,7 @@ from penstock.errors import UnsupportedModel
 from penstock.layers.linear import restore_weights
 from penstock.layers.weights import WeightSlot
 from penstock.models.attention_layers import attention_layers
-from penstock.models.causal_lm import CausalLM, refuse_pipeline_parallelism, refuse_tensor_parallelism
+from penstock.models.causal_lm import CausalLM
 from penstock.models.transformers_fallback.buffers import (
     buffers_on_meta,
     create_buffers,
@@ -47,8 +47,6 @@ class TransformersForCausalLM(CausalLM):
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
         super().__init__()
-        refuse_tensor_parallelism(parallel, type(self).__name__, "its layers are those of Transformers")
-        refuse_pipeline_parallelism(parallel, type(self).__name__)
         self._model_config = model_config
         self._slot = ContextSlot()
         try:

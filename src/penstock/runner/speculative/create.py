@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from penstock.config import SpeculativeConfig
 from penstock.device import Device
-from penstock.errors import UnsupportedFeature
 from penstock.models.causal_lm import CausalLM
 from penstock.models.draft_head import DraftHead
 from penstock.runner.speculative.draft_model import DraftModel
@@ -18,10 +17,7 @@ from penstock.runner.speculative.verification import create_verification
 def create_speculator(
     config: SpeculativeConfig, device: Device, vocab_size: int, drafter: CausalLM | None = None
 ) -> Speculator:
-    """The speculator that the options ask for. drafter: the model, loaded, of a method that has one.
-
-    Raises UnsupportedFeature for what is not there.
-    """
+    """The speculator that the options ask for. drafter: the model, loaded, of a method that has one."""
     if config.method is None:
         return NO_SPECULATOR
     speculator = _create(config, device) if drafter is None else _with_model(drafter, config, vocab_size, device)
@@ -39,9 +35,4 @@ def _create(config: SpeculativeConfig, device: Device) -> Speculator:
     if config.method == "ngram":
         return NgramOnHost(config) if device.kind == "cpu" else NgramOnDevice(config, device)
     assert config.method == "suffix", "other methods have a model"
-    if device.kind != "cpu":
-        raise UnsupportedFeature(
-            "speculative_config: the method 'suffix' reads tokens on the host, which the device "
-            f"{device.kind!r} does not show in time. Use the method 'ngram'."
-        )
     return SuffixSpeculator(config)

@@ -1,0 +1,185 @@
+"""What an engine that is not running would take, as data and for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from penstock.device.dtypes import DtypeChoice
+from penstock.observability.units import format_bytes
+from penstock.worker.memory_plan import MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Of each worker of a stage, or of all workers where one stage has all layers.
+
+    specs: what its layers keep. memory: the arithmetic, as each worker would print it. lookup_bytes: of weights of
+    which a step reads no more than its tokens' rows. kv_cache: its part of the engine's.
+    """
+
+    specs: Mapping[str, KVCacheSpec]
+    num_parameters: int
+    lookup_bytes: int
+    memory: MemoryPlan
+    kv_cache: KVCacheConfig
+
+    @property
+    def worker_bytes(self) -> int:
+        """What a worker takes, once its KV cache is filled and full steps have run."""
+        return self.memory.without_kv_cache + self.kv_cache.size_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes."""
+        return {
+            "num_layers": len(self.specs),
+            "num_parameters": self.num_parameters,
+            "worker_bytes": self.worker_bytes,
+            "memory": _memory_as_dict(self.memory),
+            "kv_cache_bytes": self.kv_cache.size_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """stages: of a pipeline, in its order; one without. kv_cache: of all stages' layers. concurrency: requests of
+    `max_model_len` tokens at once. num_tokens: in requests of that length. num_workers: of each stage, which have a
+    share of every one of its layers; all but `engine_bytes` is said of one of them. num_engines: on this machine.
+    """
+
+    model: str
+    architecture: str
+    device: str
+    dtype: DtypeChoice
+    stages: tuple[StagePlan, ...]
+    block_size: int
+    kv_cache_dtype: str
+    kv_cache: KVCacheConfig
+    max_model_len: int
+    num_tokens: int
+    concurrency: float
+    num_workers: int = 1
+    num_engines: int = 1
+
+    def table(self) -> str:
+        """All of it, for a person to check."""
+        in_all = f"In all, once the KV cache is filled: {format_bytes(self.engine_bytes)}"
+        if self.num_engines > 1:
+            total = format_bytes(self.num_engines * self.engine_bytes)
+            in_all += f" for an engine, {total} for {self.num_engines} engines"
+        cache = [f"KV cache{self._whose}", *self._cache_lines()]
+        memory = [line for number, stage in enumerate(self.stages) for line in self._memory_lines(number, stage)]
+        return "\n".join([*self._model_lines(), "", *memory, *cache, "", in_all])
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Of the stage with the least room, which decides on the number of blocks."""
+        return min((stage.memory for stage in self.stages), key=lambda memory: memory.kv_cache_bytes)
+
+    @property
+    def layers(self) -> tuple[KVCacheSpec, ...]:
+        """What each layer keeps, of all stages."""
+        return tuple(spec for stage in self.stages for spec in stage.specs.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all stages; what two of them have, such as a tied embedding, counts twice."""
+        return sum(stage.num_parameters for stage in self.stages)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all stages' weights."""
+        return sum(stage.memory.weights for stage in self.stages)
+
+    @property
+    def lookup_bytes(self) -> int:
+        """Of those, what a step only reads its tokens' rows of."""
+        return sum(stage.lookup_bytes for stage in self.stages)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In all layers together, where none has a window."""
+        return kv_bytes_per_token(self.layers)
+
+    @property
+    def engine_bytes(self) -> int:
+        """What all workers of an engine take together, once their KV cache is filled and full steps have run."""
+        return self.num_workers * sum(stage.worker_bytes for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes."""
+        return {
+            "model": self.model,
+            "architecture": self.architecture,
+            "device": self.device,
+            "dtype": self.dtype.name,
+            "weights_dtype": self.dtype.weights,
+            "num_parameters": self.num_parameters,
+            "max_model_len": self.max_model_len,
+            "num_workers": self.num_workers * len(self.stages),
+            "num_engines": self.num_engines,
+            "engine_bytes": self.engine_bytes,
+            "memory": _memory_as_dict(self.memory),
+            "stages": [stage.to_dict() for stage in self.stages],
+            "kv_cache": {
+                "bytes": self.kv_cache.size_bytes,
+                "dtype": self.kv_cache_dtype,
+                "bytes_per_token": self.kv_bytes_per_token,
+                "block_size": self.block_size,
+                "num_blocks": self.kv_cache.num_blocks,
+                "num_tokens": self.num_tokens,
+                "num_full_length_requests": round(self.concurrency, 2),
+            },
+        }
+
+    @property
+    def _whose(self) -> str:
+        whose = "" if self.num_workers == 1 else f" of each of {self.num_workers} workers"
+        return whose if len(self.stages) == 1 else f"{whose}, of all stages together"
+
+    def _model_lines(self) -> list[str]:
+        windows = sum(isinstance(layer, SlidingWindowSpec) for layer in self.layers)
+        layers = f"{len(self.layers)} layers" + (f" ({windows} with a window)" if windows else "")
+        where = "" if self.num_workers == 1 else " on each worker"
+        where = where if len(self.stages) == 1 else f"{where} in {len(self.stages)} stages"
+        return [
+            f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters{where}, {layers}",
+            f"on {self.device} in {self.dtype.name} ({self.dtype.reason})",
+        ]
+
+    def _memory_lines(self, number: int, stage: StagePlan) -> list[str]:
+        if len(self.stages) == 1:
+            return [f"Memory{self._whose}", stage.memory.table(), ""]
+        whose = "" if self.num_workers == 1 else f", each of {self.num_workers} workers"
+        return [
+            f"Memory of stage {number + 1} of {len(self.stages)} ({len(stage.specs)} layers{whose})",
+            stage.memory.table(),
+            f"  {'its part of the KV cache':<34}  {format_bytes(stage.kv_cache.size_bytes):>10}",
+            "",
+        ]
+
+    def _cache_lines(self) -> list[str]:
+        attention = [layer for layer in self.layers if isinstance(layer, AttentionSpec)]
+        heads = Counter((layer.num_kv_heads, layer.head_size) for layer in attention)
+        sizes = [f"2 x {num_heads} heads x {size} x {count} layers" for (num_heads, size), count in heads.items()]
+        per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}"
+        rows = [
+            ("size", format_bytes(self.kv_cache.size_bytes), ""),
+            ("per token", format_bytes(self.kv_bytes_per_token), per_token),
+            ("blocks", f"{self.kv_cache.num_blocks:,}", f"of {self.block_size} tokens, one of them empty"),
+            ("tokens that fit", f"{self.num_tokens:,}", ""),
+            ("full-length requests", f"{self.concurrency:,.1f}", f"of {self.max_model_len:,} tokens, at once"),
+        ]
+        return [f"  {name:<34}  {value:>10}  {note}".rstrip() for name, value, note in rows]
+
+
+def kv_bytes_per_token(layers: tuple[KVCacheSpec, ...]) -> int:
+    """In all of these layers together, where none has a window."""
+    return sum(spec.page_size_bytes // spec.block_size for spec in layers)
+
+
+def _memory_as_dict(memory: MemoryPlan) -> dict[str, Any]:
+    return {**asdict(memory), "budget": memory.budget, "left_for_kv_cache": memory.left_for_kv_cache}

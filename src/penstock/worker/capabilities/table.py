@@ -1,0 +1,147 @@
+"""Which cells of the table are refused, and why. All others work, and the tests go through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.config import EngineConfig
+from penstock.errors import UnsupportedArgument
+from penstock.worker.capabilities.arrangements import ARRANGEMENTS, DCP, PP, SP, TP, Arrangement
+from penstock.worker.capabilities.features import (
+    CALIBRATED,
+    DRAFT_MODEL,
+    FALLBACK,
+    GPT2,
+    HEADS,
+    INT4,
+    INT8,
+    INT8_CACHE,
+    OTHER_CACHE,
+    QUANTIZED_CHECKPOINTS,
+    SUFFIX,
+    Feature,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Of a feature in an arrangement on a device: None stands for all. why: a clause. instead: a sentence."""
+
+    why: str
+    instead: str
+    feature: Feature | None = None
+    arrangement: Arrangement | None = None
+    device: str | None = None
+
+    def applies(self, feature: Feature, arrangement: Arrangement, device: str) -> bool:
+        """Whether it is of this cell."""
+        return (
+            self.feature in (None, feature)
+            and (self.arrangement is None or self.arrangement.name in (arrangement.name, *_all_parts(arrangement)))
+            and self.device in (None, device)
+        )
+
+    def message(self, config: EngineConfig) -> str | None:
+        """What to tell who asks for it with these options, whatever the device; None if these options do not."""
+        options = []
+        for one in (self.arrangement, self.feature):
+            if one is not None and one.asked is not None:
+                asked = one.asked(config)
+                if asked is None:
+                    return None
+                options.append(asked)
+        on = "" if self.device is None else f" on {self.device}"
+        return f"{' with '.join(options)}{on}: {self.why}. {self.instead}"
+
+
+_ON_CPUS = "workers that share a model meet in the memory of CPUs so far"
+_DRAFTING = "a model that drafts reads the hidden states of all layers and shares the head, which stages have parts of"
+_NGRAM = "Use speculative_config={'method': 'ngram', ...}, or pipeline_parallel_size=1."
+_PRODUCTS = "products with integers are written for CPUs so far"
+_ROUNDED = "Use device='cpu', or weights in floating point."
+
+REFUSALS = (
+    Refusal(_ON_CPUS, "Use device='cpu', or tensor_parallel_size=1.", arrangement=TP, device="cuda"),
+    Refusal(_ON_CPUS, "Use device='cpu', or pipeline_parallel_size=1.", arrangement=PP, device="cuda"),
+    Refusal(
+        "its layers are those of Transformers, which are not split over workers",
+        "Use tensor_parallel_size=1.",
+        FALLBACK,
+        TP,
+    ),
+    Refusal(
+        "its layers are those of Transformers, which are not spread over stages",
+        "Use pipeline_parallel_size=1.",
+        FALLBACK,
+        PP,
+    ),
+    Refusal(
+        "each of its query heads has keys and values of its own, so no two workers have the same ones",
+        "Leave decode_context_parallel_size out.",
+        GPT2,
+        DCP,
+    ),
+    Refusal("what is between its layers is not scattered over workers yet", "Leave enable_sp out.", GPT2, SP),
+    Refusal(
+        "attention over positions that workers keep by turns reads floating point so far",
+        "Use another kv_cache_dtype, or decode_context_parallel_size=1.",
+        INT8_CACHE,
+        DCP,
+    ),
+    *(Refusal(_DRAFTING, _NGRAM, feature, PP) for feature in (DRAFT_MODEL, HEADS)),
+    *(
+        Refusal(_PRODUCTS, _ROUNDED, feature, device="cuda")
+        for feature in (INT8, INT4, CALIBRATED, *QUANTIZED_CHECKPOINTS)
+    ),
+    *(
+        Refusal(
+            "there the KV cache has the model's dtype",
+            "Use kv_cache_dtype='auto', or device='cpu'.",
+            feature,
+            None,
+            "cuda",
+        )
+        for feature in (INT8_CACHE, OTHER_CACHE)
+    ),
+    Refusal(
+        "it reads tokens on the host, which this device does not show in time",
+        "Use speculative_config={'method': 'ngram', ...}, or device='cpu'.",
+        SUFFIX,
+        device="cuda",
+    ),
+)
+
+
+def refusal_of(feature: Feature, arrangement: Arrangement, device: str) -> Refusal | None:
+    """Of a cell; None where the engine can do it."""
+    return next((one for one in REFUSALS if one.applies(feature, arrangement, device)), None)
+
+
+def check_options(config: EngineConfig, device: str | None = None) -> None:
+    """Refuse, at start and by name, what this combination of options cannot do.
+
+    device: its kind; None finds out, where it matters. Raises UnsupportedArgument.
+    """
+    for refusal in REFUSALS:
+        message = refusal.message(config)
+        if message is None:
+            continue
+        if refusal.device is not None:
+            device = device or _kind_of_device(config)
+        if refusal.device in (None, device):
+            raise UnsupportedArgument(message)
+
+
+def _all_parts(arrangement: Arrangement) -> Iterator[str]:
+    for name in arrangement.parts:
+        yield name
+        yield from _all_parts(next(one for one in ARRANGEMENTS if one.name == name))
+
+
+def _kind_of_device(config: EngineConfig) -> str:
+    if config.device.device != "auto":
+        return config.device.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
