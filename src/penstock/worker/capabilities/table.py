@@ -92,7 +92,7 @@ REFUSALS = (
     *(Refusal(_DRAFTING, _NGRAM, feature, PP) for feature in (DRAFT_MODEL, HEADS)),
     *(
         Refusal(_PRODUCTS, _ROUNDED, feature, device="cuda")
-        for feature in (INT8, INT4, CALIBRATED, *QUANTIZED_CHECKPOINTS)
+        for feature in (INT8, CALIBRATED, INT4, *QUANTIZED_CHECKPOINTS)
     ),
     *(
         Refusal(

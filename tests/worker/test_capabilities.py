@@ -1,0 +1,324 @@
+"""The table of capabilities, cell by cell: what is allowed gives the results of one worker, the rest is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.errors import UnsupportedArgument
+from penstock.executor import create_executor
+from penstock.worker.capabilities import (
+    ARRANGEMENTS,
+    FEATURES,
+    REFUSALS,
+    Arrangement,
+    Feature,
+    check_options,
+    refusal_of,
+)
+from support.arrangements import PROMPTS
+from support.checkpoints import edit_config, tiny_checkpoint
+from support.draft_heads import eagle_weights, write_head
+from support.engines import greedy
+from support.quantized_checkpoints import (
+    awq_layer,
+    gptq_layer,
+    packed_layer,
+    torchao_config,
+    torchao_int8_layer,
+    w4a16,
+    write_quantized,
+)
+from support.transformers_models import FAMILIES, save_for_fallback, tiny_transformers_model
+from support.tried_features import (
+    LAYERS,
+    TRIED_TOGETHER,
+    VOCAB_SIZE,
+    Engine,
+    arranged,
+    options_of_all,
+    plain,
+    sampled,
+    started,
+    write_model,
+)
+
+STAGES = {"pipeline_parallel_size": 2, "pipeline_layers": (2, 4)}
+TENSOR = {"tensor_parallel_size": 2}
+TURNS = {**TENSOR, "decode_context_parallel_size": 2}
+SCATTERED = {**TENSOR, "enable_sp": True, "sp_min_token_num": 6}
+# How each arrangement is asked for.
+ARRANGED: dict[str, dict[str, Any]] = {
+    "uni": {},
+    "mp": {"distributed_executor_backend": "mp"},
+    "TP": TENSOR,
+    "PP": STAGES,
+    "TP x PP": {**TENSOR, **STAGES},
+    "DCP": TURNS,
+    "SP": SCATTERED,
+    "PP x DCP x SP": {**STAGES, **TURNS, **SCATTERED},
+}
+SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "head_dim": 16, "num_key_value_heads": 1}
+ALL_FEATURES = {feature.name: feature for group in FEATURES.values() for feature in group}
+BY_NAME = {arrangement.name: arrangement for arrangement in ARRANGEMENTS}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a feature is asked for that takes an engine of its own. is_rounded: sums of several workers are rounded, or
+    each rounds its own share, so that log-probabilities are near and tokens may differ.
+    """
+
+    options: Callable[[Path], dict[str, Any]] = field(default=lambda folder: {})
+    model: Callable[[Path], Path] = write_model
+    is_rounded: bool = False
+
+
+def always(**options: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda folder: options
+
+
+def drafting(method: str, **fields: Any) -> Callable[[Path], dict[str, Any]]:
+    return always(speculative_config={"method": method, "num_speculative_tokens": 2, "adaptive": False, **fields})
+
+
+def for_texts(folder: Path) -> dict[str, Any]:
+    path = folder / "texts.jsonl"
+    path.write_text('{"text": "the cat sat on the mat, and the hat was a rat"}\n' * 8)
+    return {"quantization": "int4", "quantization_calibration": str(path)}
+
+
+def with_draft_model(folder: Path) -> dict[str, Any]:
+    model = folder / "draft_model"
+    tiny_checkpoint(model, vocab_size=VOCAB_SIZE, head_dim=16, num_key_value_heads=1, seed=7)
+    return drafting("draft_model", model=str(model))(folder)
+
+
+def with_head(folder: Path) -> dict[str, Any]:
+    write_head(folder / "eagle", eagle_weights(), max_position_embeddings=128)
+    return drafting("eagle", model=str(folder / "eagle"))(folder)
+
+
+def of_vocabulary_of_heads(folder: Path) -> Path:
+    return tiny_checkpoint(folder, num_hidden_layers=LAYERS, head_dim=16, num_key_value_heads=1).folder
+
+
+def gpt2(folder: Path) -> Path:
+    return tiny_checkpoint(folder, "gpt2", vocab_size=VOCAB_SIZE, n_layer=LAYERS).folder
+
+
+def of_transformers(folder: Path) -> Path:
+    class_name, changes = FAMILIES["starcoder2"]
+    return save_for_fallback(tiny_transformers_model(class_name, **changes), folder).folder
+
+
+def quantized(quantize: Any, config: dict[str, Any]) -> Way:
+    sizes = {**SIZES, "intermediate_size": 128}
+    return Way(model=lambda folder: write_quantized(folder, quantize, config, **sizes).config.folder, is_rounded=True)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+INT8_OF_TORCHAO = torchao_config("Int8WeightOnlyConfig", group_size=None)
+WAYS = {
+    "GPT-2": Way(model=gpt2),
+    "models of Transformers": Way(model=of_transformers),
+    "bfloat16 weights": Way(always(dtype="bfloat16")),
+    "weights rounded to int8": Way(always(quantization="int8"), is_rounded=True),
+    "weights rounded to int4": Way(always(quantization="int4"), is_rounded=True),
+    "weights rounded to int4 for texts": Way(for_texts, is_rounded=True),
+    "GPTQ checkpoints": quantized(gptq_layer(32, desc_act=False), GPTQ),
+    "AWQ checkpoints": quantized(awq_layer(32), AWQ),
+    "compressed-tensors checkpoints": quantized(packed_layer(32, symmetric=True), w4a16()),
+    "torchao checkpoints": quantized(torchao_int8_layer, INT8_OF_TORCHAO),
+    "keys and values of 8 bits": Way(always(kv_cache_dtype="int8"), is_rounded=True),
+    "keys and values of another dtype than the model's": Way(always(kv_cache_dtype="bfloat16"), is_rounded=True),
+    "drafts by n-grams": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
+    "drafts by suffixes": Way(drafting("suffix")),
+    "drafts by a draft model": Way(with_draft_model),
+    "drafts by heads (EAGLE, EAGLE-3, MTP)": Way(with_head, of_vocabulary_of_heads),
+}
+# Those that are tried in one engine, where none of them is refused.
+SETS = (
+    ("weights rounded to int8", "keys and values of 8 bits"),
+    ("weights rounded to int4", "keys and values of another dtype than the model's"),
+    ("weights rounded to int4 for texts", "drafts by suffixes"),
+    ("bfloat16 weights", "drafts by n-grams"),
+    *((name,) for name in WAYS if name.endswith("checkpoints")),
+    ("GPT-2",),
+    ("models of Transformers",),
+    ("drafts by a draft model",),
+    ("drafts by heads (EAGLE, EAGLE-3, MTP)",),
+)
+
+
+def allowed(names: tuple[str, ...], arrangement: str) -> tuple[str, ...]:
+    return tuple(name for name in names if refusal_of(ALL_FEATURES[name], BY_NAME[arrangement], "cpu") is None)
+
+
+def continuations(engine: Engine) -> Any:
+    """Of requests of each kind, twice, so that prefixes are found; and how likely the prompts are."""
+    params = [greedy(12), sampled(1, presence_penalty=0.5), greedy(12, logprobs=1), sampled(2, top_k=9)]
+    tokens = [engine.tokens(PROMPTS[:4], params) for _ in range(2)]
+    outputs = engine.generate(PROMPTS[1:4], greedy(1, prompt_logprobs=0))
+    return tokens, [logprob_of(entry) for out in outputs for entry in (out.prompt_logprobs or [])[1:]]
+
+
+def logprob_of(entry: Any) -> float:
+    (found,) = entry.values()
+    return float(found.logprob)
+
+
+def assert_near(found: Any, expected: Any, where: str = "") -> None:
+    """Equal, but for the last digits of numbers."""
+    if isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=2e-4), where
+    elif isinstance(expected, dict | list):
+        assert len(found) == len(expected), where
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_near(found[key], expected[key], f"{where}[{key!r}]")
+    else:
+        assert found == expected, where
+
+
+def try_together(model: Path, folder: Path, arrangement: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What comes of each feature that needs no engine of its own, by the name of the function that tries it."""
+    results: dict[str, Any] = {}
+    failures = {}
+    with started(model, folder, {**arranged(ARRANGED[arrangement]), **options_of_all(folder)}) as engine:
+        for name, attempt in TRIED_TOGETHER.items():
+            if attempt.__name__ in (*results, *without) or not allowed((name,), arrangement):
+                continue
+            try:
+                results[attempt.__name__] = plain(attempt(engine))
+            except Exception as error:
+                failures[name] = error
+    assert not failures
+    return results
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def of_one_worker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return try_together(model, tmp_path_factory.mktemp("uni"), "uni")
+
+
+@functools.cache
+def of_one_worker_with(names: tuple[str, ...], folder: Path) -> Any:
+    return try_alone(names, folder, "uni")
+
+
+def try_alone(names: tuple[str, ...], folder: Path, arrangement: str) -> Any:
+    folder = folder / "-".join(names).replace("'", "")
+    folder.mkdir(exist_ok=True)
+    path = folder / "model"
+    model = path if path.exists() else WAYS[names[0]].model(path)
+    model = next(iter(sorted(path.glob("quantized"))), model)
+    options = {name: value for one in names for name, value in WAYS[one].options(folder).items()}
+    with started(
+        model, folder, {**arranged(ARRANGED[arrangement]), "kv_cache_memory_bytes": "2MiB", **options}
+    ) as engine:
+        if "speculative_config" in options:
+            assert engine.core._executor.num_speculative_tokens > 0
+        return continuations(engine)
+
+
+def test_every_cell_can_be_asked_for() -> None:
+    assert set(ARRANGED) == set(BY_NAME)
+    assert sorted({*TRIED_TOGETHER, *WAYS}) == sorted(ALL_FEATURES)
+    assert sorted(name for names in SETS for name in names) == sorted(WAYS)
+    for name, options in ARRANGED.items():
+        assert BY_NAME[name].asked(EngineConfig.create("demo", device="cpu", **options)) is not None
+    # What requests and calls ask for could not be refused at start.
+    assert all(refusal.feature is None or refusal.feature.asked is not None for refusal in REFUSALS)
+
+
+def test_the_plain_engine_asks_for_nothing_that_is_refused() -> None:
+    config = EngineConfig.create("demo", device="cpu")
+    assert [name for name, arrangement in BY_NAME.items() if arrangement.asked(config) is not None] == ["uni"]
+    assert [name for name, one in ALL_FEATURES.items() if one.asked is not None and one.asked(config) is not None] == []
+    check_options(config)
+    check_options(config, "cuda")
+
+
+def test_what_is_tried_together_is_what_arrangements_can_do(
+    model: Path, of_one_worker: dict[str, Any], tmp_path: Path
+) -> None:
+    """A part of what the slow test tries, for every day."""
+    slow = ("sharded_state", "new_weights")
+    found = try_together(model, tmp_path, "PP", without=slow)
+    assert_near(found, {name: result for name, result in of_one_worker.items() if name not in slow})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arrangement", [name for name in ARRANGED if name != "uni"])
+def test_what_needs_no_engine_of_its_own_works(
+    arrangement: str, model: Path, of_one_worker: dict[str, Any], tmp_path: Path
+) -> None:
+    found = try_together(model, tmp_path, arrangement)
+    assert_near(found, {name: of_one_worker[name] for name in found})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arrangement", [name for name in ARRANGED if name != "uni"])
+@pytest.mark.parametrize("names", SETS, ids=" & ".join)
+def test_what_is_allowed_gives_what_one_worker_gives(
+    names: tuple[str, ...], arrangement: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    names = allowed(names, arrangement)
+    if not names:
+        pytest.skip("refused, as the next test says")
+    folder = tmp_path_factory.getbasetemp() / "alone"
+    folder.mkdir(exist_ok=True)
+    (expected, likely), (tokens, found) = of_one_worker_with(names, folder), try_alone(names, folder, arrangement)
+    if any(WAYS[name].is_rounded for name in names) and "tensor_parallel_size" in ARRANGED[arrangement]:
+        assert max(map(abs, map(float.__sub__, found, likely))) < 0.5
+    else:
+        assert tokens == expected
+        assert found == pytest.approx(likely, abs=2e-4)
+
+
+def refused(device: str) -> list[tuple[Feature, Arrangement]]:
+    return [
+        (feature, arrangement)
+        for feature in ALL_FEATURES.values()
+        for arrangement in ARRANGEMENTS
+        if refusal_of(feature, arrangement, device) is not None
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_refused_is_refused_at_start_with_the_words_of_the_table(device: str, tmp_path: Path) -> None:
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for feature, arrangement in refused(device):
+        refusal = refusal_of(feature, arrangement, device)
+        assert refusal is not None
+        if feature.name not in made:
+            way = WAYS.get(feature.name, Way())
+            made[feature.name] = way.model(tmp_path / str(len(made))), way.options(tmp_path)
+        folder, options = made[feature.name]
+        asked = {**options, **(options_of_all(tmp_path) if feature.name in TRIED_TOGETHER else {})}
+        config = EngineConfig.create(str(folder), **{**arranged(ARRANGED[arrangement.name]), "device": device, **asked})
+        with pytest.raises(UnsupportedArgument) as caught:
+            create_executor(config)
+        assert str(caught.value).endswith(f": {refusal.why}. {refusal.instead}")
+        if refusal.feature is not None:
+            assert str(feature.asked(config)) in str(caught.value)
+
+
+def test_a_cache_of_the_models_own_dtype_is_taken_on_a_gpu(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE)
+    edit_config(tmp_path, dtype="bfloat16")
+    check_options(EngineConfig.create(str(tmp_path), kv_cache_dtype="bfloat16"), "cuda")
+    with pytest.raises(UnsupportedArgument, match="kv_cache_dtype='float32' on cuda"):
+        check_options(EngineConfig.create(str(tmp_path), kv_cache_dtype="float32"), "cuda")
