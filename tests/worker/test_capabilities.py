@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,6 @@ from penstock.worker.capabilities import (
     ARRANGEMENTS,
     FEATURES,
     REFUSALS,
-    Arrangement,
-    Feature,
     check_options,
     refusal_of,
 )
@@ -26,6 +25,7 @@ from support.arrangements import PROMPTS
 from support.checkpoints import edit_config, tiny_checkpoint
 from support.draft_heads import eagle_weights, write_head
 from support.engines import greedy
+from support.fake_engine import byte_level_tokenizer, write_tokenizer
 from support.quantized_checkpoints import (
     awq_layer,
     gptq_layer,
@@ -71,13 +71,15 @@ BY_NAME = {arrangement.name: arrangement for arrangement in ARRANGEMENTS}
 
 @dataclass(frozen=True)
 class Way:
-    """How a feature is asked for that takes an engine of its own. is_rounded: sums of several workers are rounded, or
-    each rounds its own share, so that log-probabilities are near and tokens may differ.
+    """How a feature is asked for that takes an engine of its own.
+
+    off_by: how far log-probabilities with TP are from those of one worker, in the mean, since each worker rounds its
+    own share; tokens may differ then. Those of another text are off by 2.
     """
 
     options: Callable[[Path], dict[str, Any]] = field(default=lambda folder: {})
     model: Callable[[Path], Path] = write_model
-    is_rounded: bool = False
+    off_by: float = 0.0
 
 
 def always(**options: Any) -> Callable[[Path], dict[str, Any]]:
@@ -120,7 +122,7 @@ def of_transformers(folder: Path) -> Path:
 
 def quantized(quantize: Any, config: dict[str, Any]) -> Way:
     sizes = {**SIZES, "intermediate_size": 128}
-    return Way(model=lambda folder: write_quantized(folder, quantize, config, **sizes).config.folder, is_rounded=True)
+    return Way(model=lambda folder: write_quantized(folder, quantize, config, **sizes).config.folder, off_by=0.05)
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
@@ -130,15 +132,15 @@ WAYS = {
     "GPT-2": Way(model=gpt2),
     "models of Transformers": Way(model=of_transformers),
     "bfloat16 weights": Way(always(dtype="bfloat16")),
-    "weights rounded to int8": Way(always(quantization="int8"), is_rounded=True),
-    "weights rounded to int4": Way(always(quantization="int4"), is_rounded=True),
-    "weights rounded to int4 for texts": Way(for_texts, is_rounded=True),
+    "weights rounded to int8": Way(always(quantization="int8"), off_by=0.15),
+    "weights rounded to int4": Way(always(quantization="int4"), off_by=0.7),
+    "weights rounded to int4 for texts": Way(for_texts, off_by=0.7),
     "GPTQ checkpoints": quantized(gptq_layer(32, desc_act=False), GPTQ),
     "AWQ checkpoints": quantized(awq_layer(32), AWQ),
     "compressed-tensors checkpoints": quantized(packed_layer(32, symmetric=True), w4a16()),
     "torchao checkpoints": quantized(torchao_int8_layer, INT8_OF_TORCHAO),
-    "keys and values of 8 bits": Way(always(kv_cache_dtype="int8"), is_rounded=True),
-    "keys and values of another dtype than the model's": Way(always(kv_cache_dtype="bfloat16"), is_rounded=True),
+    "keys and values of 8 bits": Way(always(kv_cache_dtype="int8"), off_by=0.01),
+    "keys and values of another dtype than the model's": Way(always(kv_cache_dtype="bfloat16"), off_by=0.01),
     "drafts by n-grams": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
     "drafts by suffixes": Way(drafting("suffix")),
     "drafts by a draft model": Way(with_draft_model),
@@ -224,6 +226,7 @@ def try_alone(names: tuple[str, ...], folder: Path, arrangement: str) -> Any:
     path = folder / "model"
     model = path if path.exists() else WAYS[names[0]].model(path)
     model = next(iter(sorted(path.glob("quantized"))), model)
+    write_tokenizer(model, byte_level_tokenizer())
     options = {name: value for one in names for name, value in WAYS[one].options(folder).items()}
     with started(
         model, folder, {**arranged(ARRANGED[arrangement]), "kv_cache_memory_bytes": "2MiB", **options}
@@ -281,39 +284,34 @@ def test_what_is_allowed_gives_what_one_worker_gives(
     folder = tmp_path_factory.getbasetemp() / "alone"
     folder.mkdir(exist_ok=True)
     (expected, likely), (tokens, found) = of_one_worker_with(names, folder), try_alone(names, folder, arrangement)
-    if any(WAYS[name].is_rounded for name in names) and "tensor_parallel_size" in ARRANGED[arrangement]:
-        assert max(map(abs, map(float.__sub__, found, likely))) < 0.5
+    off_by = max(WAYS[name].off_by for name in names)
+    if off_by > 0 and "tensor_parallel_size" in ARRANGED[arrangement]:
+        assert statistics.mean(abs(ours - theirs) for ours, theirs in zip(found, likely, strict=True)) < off_by
     else:
         assert tokens == expected
         assert found == pytest.approx(likely, abs=2e-4)
 
 
-def refused(device: str) -> list[tuple[Feature, Arrangement]]:
-    return [
-        (feature, arrangement)
-        for feature in ALL_FEATURES.values()
-        for arrangement in ARRANGEMENTS
-        if refusal_of(feature, arrangement, device) is not None
-    ]
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_refused_is_refused_at_start_with_the_words_of_the_table(device: str, tmp_path: Path) -> None:
-    made: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for feature, arrangement in refused(device):
-        refusal = refusal_of(feature, arrangement, device)
-        assert refusal is not None
-        if feature.name not in made:
-            way = WAYS.get(feature.name, Way())
-            made[feature.name] = way.model(tmp_path / str(len(made))), way.options(tmp_path)
-        folder, options = made[feature.name]
-        asked = {**options, **(options_of_all(tmp_path) if feature.name in TRIED_TOGETHER else {})}
-        config = EngineConfig.create(str(folder), **{**arranged(ARRANGED[arrangement.name]), "device": device, **asked})
-        with pytest.raises(UnsupportedArgument) as caught:
-            create_executor(config)
-        assert str(caught.value).endswith(f": {refusal.why}. {refusal.instead}")
-        if refusal.feature is not None:
-            assert str(feature.asked(config)) in str(caught.value)
+def test_the_table_is_what_starting_goes_by(device: str, tmp_path: Path) -> None:
+    for number, feature in enumerate(ALL_FEATURES.values()):
+        way = WAYS.get(feature.name, Way())
+        options = way.options(tmp_path) if feature.name in WAYS else options_of_all(tmp_path)
+        folder = way.model(tmp_path / str(number))
+        for arrangement in ARRANGEMENTS:
+            asked = {**arranged(ARRANGED[arrangement.name]), "device": device, **options}
+            config = EngineConfig.create(str(folder), **asked)
+            refusal = refusal_of(feature, arrangement, device)
+            if refusal is None:
+                check_options(config, device)
+                continue
+            with pytest.raises(UnsupportedArgument) as caught:
+                create_executor(config)
+            assert str(caught.value).endswith(f": {refusal.why}. {refusal.instead}")
+            asking = [
+                one.asked(config) for one in (refusal.feature, refusal.arrangement) if one is not None and one.asked
+            ]
+            assert all(str(option) in str(caught.value) for option in asking)
 
 
 def test_a_cache_of_the_models_own_dtype_is_taken_on_a_gpu(tmp_path: Path) -> None:

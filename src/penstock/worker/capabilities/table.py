@@ -90,6 +90,12 @@ REFUSALS = (
         DCP,
     ),
     *(Refusal(_DRAFTING, _NGRAM, feature, PP) for feature in (DRAFT_MODEL, HEADS)),
+    Refusal(
+        "the texts are read by all layers, and stages have some of them",
+        "Use quantization_calibration='none', or pipeline_parallel_size=1.",
+        CALIBRATED,
+        PP,
+    ),
     *(
         Refusal(_PRODUCTS, _ROUNDED, feature, device="cuda")
         for feature in (INT8, CALIBRATED, INT4, *QUANTIZED_CHECKPOINTS)
