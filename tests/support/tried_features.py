@@ -22,6 +22,7 @@ from penstock import (
 )
 from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
+from penstock.engine.outputs import Logprob
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
 from support.arrangements import PARAMS, PROMPTS
@@ -120,6 +121,8 @@ def plain(value: Any) -> Any:
     """Results as lists and dictionaries, to compare."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Logprob):
+        return [value.logprob, value.rank, value.decoded_token]
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
     return [plain(one) for one in value] if isinstance(value, list | tuple) else value
