@@ -83,12 +83,6 @@ REFUSALS = (
         DCP,
     ),
     Refusal("what is between its layers is not scattered over workers yet", "Leave enable_sp out.", GPT2, SP),
-    Refusal(
-        "attention over positions that workers keep by turns reads floating point so far",
-        "Use another kv_cache_dtype, or decode_context_parallel_size=1.",
-        INT8_CACHE,
-        DCP,
-    ),
     *(Refusal(_DRAFTING, _NGRAM, feature, PP) for feature in (DRAFT_MODEL, HEADS)),
     Refusal(
         "the texts are read by all layers, and stages have some of them",
