@@ -67,10 +67,10 @@ def started(folder: str, length: int, num_requests: int, dtype: str, options: di
     numbers = random.Random(0)
     for number in range(num_requests):
         prompt = [numbers.randrange(10, CONFIG["vocab_size"]) for _ in range(length)]
-        params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=1000, ignore_eos=True)
         core.add_request(EngineRequest(req_id=str(number), prompt_token_ids=prompt, sampling_params=params))
     waiting = {str(number) for number in range(num_requests)}
-    while waiting:
+    while waiting and core.has_unfinished_requests():
         waiting -= {output.req_id for output in core.step() if output.new_token_ids}
     return core
 

@@ -215,6 +215,19 @@ def test_narrow_caches(interleave: int, cache: str, tolerance: float) -> None:
     torch.testing.assert_close(ranks.attend(step), ranks.expected(step), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("size", "interleave"), [(2, 1), (2, 4), (3, 2)])
+def test_positions_lie_where_the_share_says(size: int, interleave: int, backend: type[AttentionBackend]) -> None:
+    ranks = Ranks(MIXED, size, interleave, backend=backend)
+    step = [(5, 0, 90)]
+    ranks.attend(step)
+    for rank, layer in enumerate(ranks.layers):
+        assert layer.context is not None
+        own, slots = layer.context.slots(ranks.geometry(step).slot_mapping.numpy(), ranks.block_size)
+        found = ranks.caches[rank][1][slots // ranks.page, 0, slots % ranks.page]
+        assert torch.equal(found, ranks.given(rank, step)[own, -1])
+
+
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("cache", DTYPES)
 def test_rows_have_the_same_bits_however_steps_are_cut_and_whatever_else_runs(window: int | None, cache: str) -> None:
