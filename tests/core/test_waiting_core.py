@@ -18,7 +18,7 @@ from penstock.contract import SamplingParams
 from penstock.engine import core as core_module
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core import EngineCore
-from penstock.engine.core_process import CoreProcess
+from penstock.engine.core_group import CoreGroup
 from penstock.engine.grammar import NoGrammar
 from penstock.engine.messages import EngineRequest
 from penstock.engine.session import Session
@@ -224,7 +224,7 @@ def load_waiting_core(config: EngineConfig) -> EngineCore:
 
 
 def test_a_core_elsewhere_hears_its_client_while_it_waits(folder: Path) -> None:
-    core = CoreProcess(EngineConfig.create(str(folder), **SMALL), load_waiting_core)
+    core = CoreGroup(EngineConfig.create(str(folder), **SMALL), load_waiting_core)
     core.add_request(EngineRequest(req_id="waits", prompt_token_ids=PROMPT, sampling_params=slow()))
     time.sleep(0.3)
     began = time.monotonic()
