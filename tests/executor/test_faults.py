@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, some_
 from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, Result, add, finish, greedy, make_core, run
 from support.leftovers import descriptors, holders_of, nothing_left, shared_memory_of
+from support.threads import num_threads
 
 TWO = {"tensor_parallel_size": 2, "num_threads": 2, "max_model_len": 128}
 DEMO = {"tensor_parallel_size": 2, "num_threads": 2, "max_model_len": 128, "kv_cache_memory_bytes": "8MiB"}
@@ -180,7 +182,8 @@ def test_a_worker_that_dies_while_nobody_waits_is_replaced_before_the_next_step(
     os.kill(process_ids(core)[0], signal.SIGKILL)
     wait_until(lambda: told, 5)
     assert core.has_unfinished_requests()
-    assert told[0] - killed < 0.1
+    # It is a matter of milliseconds, where the system gives a thread its turn.
+    assert told[0] - killed < 1.0
     with pytest.raises(WorkerError, match=r"Rank 0, process \d+, was killed by signal 9 .* while nobody waited for it"):
         core.check_health()
     assert core.step() == []
@@ -284,6 +287,18 @@ def test_a_step_in_which_a_rank_computes_may_take_four_times_as_long(
     assert any(all(part in record.getMessage() for part in named) for record in caplog.records) == is_ended
 
 
+def test_workers_of_an_executor_that_is_dropped_end(folder: Path) -> None:
+    config = EngineConfig.create(str(folder), **{**SMALL, "distributed_executor_backend": "mp"})
+    before, num_before = descriptors(), num_threads()
+    executor = MultiprocessExecutor(config)
+    (worker,) = executor.process_ids
+    del executor
+    gc.collect()
+    wait_until(lambda: not is_running(worker), 10)
+    assert num_threads(num_before) <= num_before
+    assert descriptors() - before == {}
+
+
 @pytest.fixture
 def alone(folder: Path) -> Iterator[MultiprocessExecutor]:
     config = EngineConfig.create(str(folder), **{**SMALL, "distributed_executor_backend": "mp"})
@@ -292,23 +307,25 @@ def alone(folder: Path) -> Iterator[MultiprocessExecutor]:
     executor.shutdown()
 
 
-def test_a_call_that_computes_too_long_is_told_from_one_that_hangs() -> None:
-    """Of this process, which computes or sleeps."""
-    watch = ProgressWatch([os.getpid()], 0.5, 1.2)
-    begin, found = time.monotonic(), None
-    while found is None:
-        deadline = time.monotonic() + watch.interval_s
-        while time.monotonic() < deadline:
-            pass
-        found = watch.look()
-    assert found == "compute for more than 1.2 s"
-    assert time.monotonic() - begin >= 1.2
-    watch = ProgressWatch([os.getpid()], 0.5, 1000.0)
-    begin = time.monotonic()
-    while (found := watch.look()) is None:
-        time.sleep(watch.interval_s)
-    assert found == "make no progress for 0.5 s"
-    assert 0.5 <= time.monotonic() - begin < 1.0
+@pytest.mark.parametrize(
+    ("program", "limits", "found", "least_s"),
+    [
+        ("while True: pass", (0.5, 1.5), "compute for more than 1.5 s", 1.5),
+        ("import time; time.sleep(600)", (0.5, 1000.0), "make no progress for 0.5 s", 0.5),
+    ],
+)
+def test_a_process_that_computes_is_told_from_one_that_hangs(
+    program: str, limits: tuple[float, float], found: str, least_s: float
+) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
+        try:
+            watch, begin = ProgressWatch([process.pid], *limits), time.monotonic()
+            while (what := watch.look()) is None:
+                time.sleep(watch.interval_s)
+            assert what == found
+            assert least_s <= time.monotonic() - begin < least_s + 2.0
+        finally:
+            process.kill()
 
 
 def test_a_stopped_worker_is_found_out_in_about_the_limit(alone: MultiprocessExecutor) -> None:

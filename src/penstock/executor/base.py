@@ -147,8 +147,8 @@ class Executor(ABC):
 
         None where the workers' speculators have none.
         """
-        drafts: DraftTokenIds | None = self.collective_rpc("take_draft_token_ids", timeout_s)[0]
-        return drafts
+        (drafts,) = self.collective_rpc("take_draft_token_ids", timeout_s, unique_reply_rank=0)
+        return drafts  # type: ignore[no-any-return]
 
     @abstractmethod
     def check_health(self) -> None:

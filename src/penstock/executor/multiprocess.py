@@ -9,6 +9,7 @@ import pickle
 import selectors
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -19,7 +20,7 @@ import psutil
 
 from penstock.config import EngineConfig
 from penstock.config.parallel import BUSY_FACTOR
-from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput, decode, encode
+from penstock.contract import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput, decode, encode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.errors import (
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 _MESSAGE_TIMEOUT_S = 60.0
 # How long the others are waited for after one has failed in a call, and all when they are to end.
 _GRACE_S = 10.0
+_STEP_REMEDY = "Raise step_timeout_s if a step may take so long."
 _Error = TypeVar("_Error", bound=PenstockError)
 
 
@@ -105,22 +107,23 @@ class MultiprocessExecutor(Executor):
         self._failure: PenstockError | None = None
         self._is_closed = False
         self._num_calls = 0
+        # While a call waits for a step.
+        self._step_limit_s: float | None = None
         # Ranks that failed in the last call, the first one first.
         self._failed: list[_Rank] = []
-        self._watch: DeathWatch | None = None
+        self._stop_watch: Callable[[], object] = lambda: None
         self._is_anybody_dead = False
         self._tell_of_loss: Callable[[], None] = lambda: None
         self._outputs: dict[int, ModelRunnerOutput] = {}
         # Steps whose sampling is under way, and that `sample_tokens` has not been called for.
         self._unconstrained: set[int] = set()
-        # What they share, to see who waits for whom.
-        self._memory: int | None = None
+        self._close_memory: Callable[[], object] = lambda: None
         self._selector = selectors.DefaultSelector()
         self._starter = ProcessStarter()
         try:
             with self.stage("processes"):
                 self._start_processes()
-                self._watch = DeathWatch([rank.connection for rank in self._ranks], self._note_death)
+                self._watch_for_deaths()
                 self._wait_in_stage("start", lambda: [rank for rank in self._ranks if not rank.has_started])
             logger.info("Workers: %d, in processes %s", len(self._ranks), ", ".join(map(str, self.process_ids)))
             with self.stage("device"):
@@ -160,10 +163,12 @@ class MultiprocessExecutor(Executor):
         def missing() -> list[_Rank]:
             return [] if self._failed else self._without_answer(call_id)
 
-        if self.current_stage is None:
-            self._wait(name, timeout_s, missing)
-        else:
+        if self.current_stage is not None:
             self._wait_in_stage(name, missing)
+        elif self._step_limit_s is not None:
+            self._wait_while_busy(name, self._step_limit_s, missing, _STEP_REMEDY)
+        else:
+            self._wait(name, timeout_s, missing)
         if self._failed:
             self._raise_failed(name, call_id)
         replying = self._ranks if unique_reply_rank is None else [self._ranks[unique_reply_rank]]
@@ -208,9 +213,17 @@ class MultiprocessExecutor(Executor):
             f"step {step_id}",
             timeout_s,
             lambda: [] if step_id in self._outputs else [self._with_results],
-            "Raise step_timeout_s if a step may take so long.",
+            _STEP_REMEDY,
         )
         return self._outputs.pop(step_id)
+
+    def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
+        """As `Executor` says; a step that runs is waited for first, with its limits."""
+        self._step_limit_s = timeout_s
+        try:
+            return super().take_draft_token_ids()
+        finally:
+            self._step_limit_s = None
 
     @property
     def _with_results(self) -> _Rank:
@@ -237,8 +250,7 @@ class MultiprocessExecutor(Executor):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._watch is not None:
-            self._watch.stop()
+        self._stop_watch()
         if self._failure is None:
             # Who does not hear it is killed.
             self._tell_all_to_end()
@@ -248,13 +260,15 @@ class MultiprocessExecutor(Executor):
                 rank.process.kill()
             rank.process.wait()
             rank.connection.close()
-        if self._memory is not None:
-            os.close(self._memory)
+        self._close_memory()
         self._selector.close()
         self._starter.close()
 
     def _start_processes(self) -> None:
+        # It is kept to see who waits for whom.
         self._memory = memory = share_memory(self._config.parallel)
+        self._close_memory = finalizer = weakref.finalize(self, os.close, memory)
+        finalizer.atexit = False
         for rank in range(self._config.parallel.world_size):
             self._start_process(rank, memory)
         config = pickled("The configuration", self._config)
@@ -324,7 +338,6 @@ class MultiprocessExecutor(Executor):
             if self._receive(name, watch.interval_s):
                 continue
             if (what := watch.look()) is not None:
-                assert self._memory is not None, "they were started"
                 # Who waits for a result need not wait for the one that hangs.
                 behind = ranks_behind(self._config.parallel, self._memory)
                 late = [self._ranks[rank] for rank in behind] or late
@@ -388,10 +401,19 @@ class MultiprocessExecutor(Executor):
     def _died(self, rank: _Rank, name: str) -> NoReturn:
         self._fail(self._located(death_of(rank.process, rank.rank, name), rank))
 
-    def _note_death(self) -> None:
-        """In the thread of the watch."""
-        self._is_anybody_dead = True
-        self._tell_of_loss()
+    def _watch_for_deaths(self) -> None:
+        """Without keeping an executor that was dropped, whose workers end with their connections."""
+        me = weakref.ref(self)
+
+        def note_death() -> None:
+            executor = me()
+            if executor is not None:
+                executor._is_anybody_dead = True
+                executor._tell_of_loss()
+
+        watch = DeathWatch([rank.connection for rank in self._ranks], note_death)
+        self._stop_watch = finalizer = weakref.finalize(self, watch.stop)
+        finalizer.atexit = False
 
     def _located(self, error: _Error, rank: _Rank) -> _Error:
         """The same error, which says in which stage of the start it was, and on which rank."""
