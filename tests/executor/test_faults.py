@@ -22,7 +22,7 @@ from penstock.config import EngineConfig
 from penstock.contract import SchedulerOutput
 from penstock.engine import startup
 from penstock.engine.core import EngineCore
-from penstock.engine.core_process import CoreProcess
+from penstock.engine.core_group import CoreGroup
 from penstock.errors import ConfigError, EngineDead, ModelNotFound, WaitTimeout, WorkerError
 from penstock.executor import MultiprocessExecutor
 from penstock.executor.progress import ProgressWatch
@@ -237,11 +237,11 @@ def test_an_idle_asynchronous_engine_replaces_workers_by_itself() -> None:
 @pytest.mark.slow
 def test_an_idle_core_in_a_process_of_its_own_replaces_workers_by_itself(folder: Path) -> None:
     config = EngineConfig.create(str(folder), **{**SMALL, "distributed_executor_backend": "mp", "max_model_len": 128})
-    core = CoreProcess(config)
+    core = CoreGroup(config)
     try:
         (worker,) = core.collective_rpc(pid_of)
         os.kill(worker, signal.SIGKILL)
-        process = psutil.Process(core.pid)
+        process = psutil.Process(core.process_ids[0])
         wait_until(lambda: {child.pid for child in process.children()} - {worker}, 60)
         (other,) = core.collective_rpc(pid_of)
         assert other != worker
