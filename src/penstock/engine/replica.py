@@ -108,8 +108,9 @@ class Replica:
         self._deliver = deliver
         parallel = config.parallel
         self._start_timeout_s = start_timeout_s
-        # A core that drives workers finds out by itself which of them hangs, after half of it.
-        self._step_timeout_s = parallel.step_timeout_s * (2 if parallel.executor != "uni" else 1)
+        # A core that drives workers finds out by itself which of them hangs.
+        its_own_s = 0.0 if parallel.executor == "uni" else parallel.longest_step_s
+        self._step_timeout_s = its_own_s + parallel.step_timeout_s
         self._silence = Silence(start_timeout_s)
         self._call_ids = itertools.count(1)
         self._calls: dict[int, Call] = {}
