@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -20,6 +21,8 @@ from typing import TypeAlias
 from penstock.config import env
 
 _Process: TypeAlias = subprocess.Popen[bytes]
+_Launches: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], _Process], Future[_Process]] | None]"
+_THREAD_NAME = "penstock-processes"
 # Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
 # What the system sends to a program for what it has done itself; any other signal comes from somebody else.
@@ -34,10 +37,11 @@ class ProcessStarter:
     """
 
     def __init__(self) -> None:
-        self._launches: queue.SimpleQueue[tuple[Callable[[], _Process], Future[_Process]] | None] = queue.SimpleQueue()
-        # It does not end before Python does, as one that Python waits for would.
-        self._thread = threading.Thread(target=self._launch_all, name="penstock-processes", daemon=True)
+        self._launches: _Launches = queue.SimpleQueue()
+        # It does not end before Python does, as one that Python waits for would, but with a starter that is dropped.
+        self._thread = threading.Thread(target=_launch_all, args=(self._launches,), name=_THREAD_NAME, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._launches.put, None).atexit = False
 
     def start(
         self, program: str, arguments: Sequence[object], descriptors: Sequence[int], environment: Mapping[str, str]
@@ -62,13 +66,14 @@ class ProcessStarter:
         self._launches.put(None)
         self._thread.join()
 
-    def _launch_all(self) -> None:
-        while (wanted := self._launches.get()) is not None:
-            launch, started = wanted
-            try:
-                started.set_result(launch())
-            except BaseException as error:
-                started.set_exception(error)
+
+def _launch_all(launches: _Launches) -> None:
+    while (wanted := launches.get()) is not None:
+        launch, started = wanted
+        try:
+            started.set_result(launch())
+        except BaseException as error:
+            started.set_exception(error)
 
 
 def end_with_parent(parent_pid: int) -> None:
