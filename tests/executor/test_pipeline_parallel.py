@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
+from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.executor import MultiprocessExecutor
 from penstock.worker import WorkerBase
@@ -83,6 +84,12 @@ def test_as_many_steps_are_under_way_as_there_are_stages(tmp_path: Path) -> None
     core.close()
     assert most == 3
     assert all(len(req_ids) <= 3 for req_ids in steps)
+
+
+@pytest.mark.parametrize(("stages", "max_num_seqs", "expected"), [(1, 64, 1), (3, 256, 3), (6, 256, 4), (4, 4096, 2)])
+def test_no_more_steps_are_under_way_than_mailboxes_hold(stages: int, max_num_seqs: int, expected: int) -> None:
+    config = EngineConfig.create("demo", pipeline_parallel_size=stages, max_num_seqs=max_num_seqs)
+    assert config.max_concurrent_batches == expected
 
 
 def test_constrained_requests_and_others_go_through_the_stages_together(tmp_path: Path) -> None:

@@ -70,8 +70,14 @@ class EngineConfig:
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that workers have use for at once, one for each stage; those with drafts go one at a time."""
-        return 1 if self.speculative.method is not None else self.parallel.pipeline_parallel_size
+        """Steps that workers have use for at once, one for each stage; those with drafts go one at a time.
+
+        No more than those of which a mailbox holds what was sampled, so that the last stage never waits to tell it.
+        """
+        if self.speculative.method is not None:
+            return 1
+        pieces = 1 + -(-self.scheduler.max_num_seqs * _OUTCOME_BYTES // _MAIL_PIECE_BYTES)
+        return min(self.parallel.pipeline_parallel_size, max(1, _MAIL_PIECES // pieces))
 
     @property
     def constraints_wait_for(self) -> ReasoningMarkers | None:
@@ -102,6 +108,10 @@ class EngineConfig:
             **{name: config(**_take(options, _fields(config))) for name, config in _CONCERNS.items()},
         )
 
+
+# What ranks have room for between them (`csrc/meeting.cpp`), and what is told of a request in a step without drafts:
+# one token and three numbers. A step's number takes a piece of its own.
+_MAIL_PIECES, _MAIL_PIECE_BYTES, _OUTCOME_BYTES = 8, 64 << 10, 32
 
 _CONCERNS: dict[str, type[Any]] = {
     "cache": CacheConfig,
