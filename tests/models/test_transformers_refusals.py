@@ -17,7 +17,6 @@ from penstock.errors import UnsupportedFeature, UnsupportedModel
 from penstock.models.registry import find_model_class
 from penstock.models.transformers_fallback import hf_class
 from penstock.parallel import ParallelContext
-from support.ranks import SilentGroup
 from support.transformers_models import load, save_for_fallback, tiny_config_of, tiny_transformers_model
 
 
@@ -37,8 +36,8 @@ def as_model_config(content: dict[str, Any]) -> ModelConfig:
     )
 
 
-def build(model_config: ModelConfig, parallel: ParallelContext | None = None) -> None:
-    find_model_class(model_config)(model_config, parallel or ParallelContext())
+def build(model_config: ModelConfig) -> None:
+    find_model_class(model_config)(model_config, ParallelContext())
 
 
 STATE = "keeps a recurrent state"
@@ -110,18 +109,6 @@ def test_a_quantized_model_is_refused() -> None:
     config = config_of("GraniteForCausalLM", quantization_config={"quant_method": "gptq"})
     with pytest.raises(UnsupportedFeature, match=r"some/model is quantized.*gptq"):
         build(config)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "option"),
-    [
-        (ParallelContext(world_size=2, tensor=SilentGroup(0, 2)), "tensor_parallel_size=2"),
-        (ParallelContext(world_size=2, pipeline=SilentGroup(0, 2)), "pipeline_parallel_size=2"),
-    ],
-)
-def test_parallelism_that_is_not_built_is_refused(parallel: ParallelContext, option: str) -> None:
-    with pytest.raises(UnsupportedFeature, match=option):
-        build(config_of("GraniteForCausalLM"), parallel)
 
 
 def test_a_model_that_counts_positions_by_itself_is_refused_once_it_is_loaded(tmp_path: Path) -> None:

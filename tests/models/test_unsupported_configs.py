@@ -12,7 +12,6 @@ from penstock.errors import ModelError, PenstockError, UnsupportedFeature, Unsup
 from penstock.models.registry import find_model_class, supported_architectures
 from penstock.parallel import ParallelContext
 from support.checkpoints import FAMILIES, tiny_config
-from support.ranks import SilentGroup
 
 
 def config_of(family: str, **changes: Any) -> ModelConfig:
@@ -26,8 +25,8 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
     )
 
 
-def build(model_config: ModelConfig, parallel: ParallelContext | None = None) -> None:
-    find_model_class(model_config)(model_config, parallel or ParallelContext())
+def build(model_config: ModelConfig) -> None:
+    find_model_class(model_config)(model_config, ParallelContext())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -135,9 +134,3 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         build(config_of("llama", architectures=["Foo2ForCausalLM"], model_type="foo2"))
     for word in ("Foo2ForCausalLM", "foo2", *supported_architectures()):
         assert word in str(raised.value)
-
-
-def test_stages_that_are_not_built_are_refused() -> None:
-    parallel = ParallelContext(world_size=2, pipeline=SilentGroup(0, 2))
-    with pytest.raises(UnsupportedFeature, match="pipeline_parallel_size=2"):
-        build(config_of("gpt2"), parallel)

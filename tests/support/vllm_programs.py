@@ -434,10 +434,6 @@ REFUSED = {
     "several devices, processes or machines": [
         """
         from vllm import LLM
-        LLM(model="demo", distributed_executor_backend="ray")
-        """,
-        """
-        from vllm import LLM
         LLM(model="demo", data_parallel_size=2, enable_expert_parallel=True)
         """,
     ],
@@ -550,7 +546,7 @@ COMMANDS = {
     "vllm run-batch -i in.jsonl -o out.jsonl --model demo": "asks for the HTTP server",
     "vllm complete --quick Hello": "asks for the HTTP server",
     "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",
-    "vllm bench latency --model demo --data-parallel-size 2": "several devices, processes or machines",
+    "vllm bench latency --model demo --nnodes 2": "several devices, processes or machines",
     "vllm bench throughput --model demo --enable-lora": "asks for LoRA adapters",
     "vllm bench serve --model demo": "asks for the HTTP server",
     "vllm collect-env": "Penstock",

@@ -192,6 +192,7 @@ def _limits(config: EngineConfig) -> RunnerLimits:
         max_model_len=wanted if isinstance(wanted, int) else config.model.longest_context,
         vocab_size=config.model.vocab_size,
         max_drafts=config.speculative.num_speculative_tokens,
+        max_concurrent_steps=config.max_concurrent_batches,
     )
 
 
