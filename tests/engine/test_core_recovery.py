@@ -45,6 +45,8 @@ def raising_in_a_step(config: EngineConfig) -> FakeCore:
     def on_step(step: int) -> None:
         if step == 10:
             raise ZeroDivisionError("of all things")
+        # Or it would be over before all requests have come.
+        time.sleep(0.01)
 
     core = FakeCore(config)
     core.on_step = on_step
@@ -55,6 +57,8 @@ def needing_a_new_process(config: EngineConfig) -> FakeCore:
     def on_step(step: int) -> None:
         if step == 10:
             raise NeedsNewProcess("the device's context is lost")
+        # Or it would be over before all requests have come.
+        time.sleep(0.01)
 
     core = FakeCore(config)
     core.on_step = on_step
@@ -63,7 +67,7 @@ def needing_a_new_process(config: EngineConfig) -> FakeCore:
 
 def standing_still_in_a_step(config: EngineConfig) -> FakeCore:
     core = FakeCore(config)
-    core.on_step = lambda step: time.sleep(3600) if step == 10 else None
+    core.on_step = lambda step: time.sleep(3600 if step == 10 else 0.01)
     return core
 
 
