@@ -41,28 +41,25 @@ def exiting_in_a_step(config: EngineConfig) -> FakeCore:
     return core
 
 
-def raising_in_a_step(config: EngineConfig) -> FakeCore:
+def failing_in_a_step(config: EngineConfig, error: Exception) -> FakeCore:
+    """Raises this in its tenth step; the others take a while, so that all requests have come by then."""
+
     def on_step(step: int) -> None:
         if step == 10:
-            raise ZeroDivisionError("of all things")
-        # Or it would be over before all requests have come.
+            raise error
         time.sleep(0.01)
 
     core = FakeCore(config)
     core.on_step = on_step
     return core
+
+
+def raising_in_a_step(config: EngineConfig) -> FakeCore:
+    return failing_in_a_step(config, ZeroDivisionError("of all things"))
 
 
 def needing_a_new_process(config: EngineConfig) -> FakeCore:
-    def on_step(step: int) -> None:
-        if step == 10:
-            raise NeedsNewProcess("the device's context is lost")
-        # Or it would be over before all requests have come.
-        time.sleep(0.01)
-
-    core = FakeCore(config)
-    core.on_step = on_step
-    return core
+    return failing_in_a_step(config, NeedsNewProcess("the device's context is lost"))
 
 
 def standing_still_in_a_step(config: EngineConfig) -> FakeCore:
