@@ -155,7 +155,7 @@ def test_workers_that_differ_after_a_call_must_be_replaced(start: Callable[[], M
 def test_who_has_not_answered_is_named_and_its_late_answer_goes_nowhere(
     start: Callable[[], MultiprocessExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GRACE_S", 0.5)
+    monkeypatch.setattr(module, "GRACE_S", 0.5)
     executor = start()
     executor.collective_rpc(rank_of)
     with pytest.raises(WaitTimeout, match=r"waited 2 s in sleeping_on_last for rank 1 \(process \d+, \w+\)\.$"):
@@ -189,7 +189,7 @@ def test_health_tells_of_a_death_that_nobody_waited_for(start: Callable[[], Mult
 def test_a_stopped_worker_is_ended_too(
     start: Callable[[], MultiprocessExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GRACE_S", 0.5)
+    monkeypatch.setattr(module, "GRACE_S", 0.5)
     executor = start()
     executor.collective_rpc(rank_of)
     os.kill(executor.process_ids[1], signal.SIGSTOP)

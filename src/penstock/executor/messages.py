@@ -60,10 +60,10 @@ class CloseWorker(_Message, frozen=True, kw_only=True, tag="close"):
 
 
 class WorkerStarted(_Message, frozen=True, kw_only=True, tag="started"):
-    """The worker exists; its device and its model are called for next. process_id: on its machine, if not known."""
+    """The worker exists; its device and its model are called for next. process_id: on its machine."""
 
     num_speculative_tokens: int
-    process_id: int = 0
+    process_id: int
 
 
 class StepDone(_Message, frozen=True, kw_only=True, tag="done"):

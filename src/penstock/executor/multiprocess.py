@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
@@ -11,45 +10,37 @@ import subprocess
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import psutil
 
 from penstock.config import EngineConfig
 from penstock.config.parallel import BUSY_FACTOR
-from penstock.contract import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput, decode, encode
+from penstock.contract import DraftTokenIds, decode, encode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.errors import (
-    LifecycleError,
     PenstockError,
     WaitTimeout,
-    WorkerError,
-    error_from_data,
-    same_error,
 )
-from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
+from penstock.executor.base import STEP_TIMEOUT_S
 from penstock.executor.death_watch import DeathWatch, death_of
 from penstock.executor.messages import (
-    Answer,
     CallWorker,
     CloseWorker,
     ExecuteStep,
     FromWorker,
     SampleStep,
-    StepDone,
     ToWorker,
-    WorkerFailed,
     WorkerStart,
-    WorkerStarted,
-    pack_step,
 )
 from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.program import main_path, pickled
 from penstock.executor.progress import ProgressWatch
+from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
 from penstock.executor.worker_process import PROGRAM
 from penstock.parallel.local_ranks import ranks_behind, share_memory
 from penstock.worker.capabilities import check_options
@@ -57,43 +48,21 @@ from penstock.worker.capabilities import check_options
 logger = logging.getLogger(__name__)
 # How long one may take to read a message, or to finish one of its own.
 _MESSAGE_TIMEOUT_S = 60.0
-# How long the others are waited for after one has failed in a call, and all when they are to end.
-_GRACE_S = 10.0
 _STEP_REMEDY = "Raise step_timeout_s if a step may take so long."
 _Error = TypeVar("_Error", bound=PenstockError)
 
 
-@dataclass(slots=True)
-class _Rank:
-    """A worker's process. answers: by call. has_started: its worker exists."""
-
-    rank: int
+@dataclass(slots=True, kw_only=True)
+class _Rank(Rank):
     process: subprocess.Popen[bytes]
     connection: Connection
-    has_started: bool = False
-    num_speculative_tokens: int = 0
-    answers: dict[int, Answer] = field(default_factory=dict)
 
 
-class _Handle:
-    """A step whose tokens some worker sends."""
-
-    def __init__(self, executor: MultiprocessExecutor, step_id: int) -> None:
-        self.step_id = step_id
-        self._executor = executor
-
-    def get_output(self, timeout_s: float = STEP_TIMEOUT_S) -> ModelRunnerOutput:
-        return self._executor.output_of(self.step_id, timeout_s)
-
-
-class MultiprocessExecutor(Executor):
+class MultiprocessExecutor(RanksExecutor):
     """Starts processes that run no script again, so a program needs no guard around its start.
 
-    All workers get every step, in order, and make the same choice of tokens; the first one sends them. What any worker
-    raises, and the end of any process, ends the wait of whoever waits for a worker, at once. After that, or after a
-    call that some workers made and others failed in, no step runs: all workers are to be replaced together.
-
-    A process that ends while nobody waits for it is noticed as soon (`DeathWatch`).
+    The end of any process ends the wait of whoever waits for a worker, at once, and is noticed as soon while nobody
+    does (`DeathWatch`).
 
     Steps, and the stages of the start, may take long while workers compute (`ProgressWatch`).
 
@@ -102,21 +71,13 @@ class MultiprocessExecutor(Executor):
 
     def __init__(self, config: EngineConfig) -> None:
         check_options(config)
-        self._config = config
+        super().__init__(config)
         self._ranks: list[_Rank] = []
-        self._failure: PenstockError | None = None
-        self._is_closed = False
-        self._num_calls = 0
         # While a call waits for a step.
         self._step_limit_s: float | None = None
-        # Ranks that failed in the last call, the first one first.
-        self._failed: list[_Rank] = []
         self._stop_watch: Callable[[], object] = lambda: None
         self._is_anybody_dead = False
         self._tell_of_loss: Callable[[], None] = lambda: None
-        self._outputs: dict[int, ModelRunnerOutput] = {}
-        # Steps whose sampling is under way, and that `sample_tokens` has not been called for.
-        self._unconstrained: set[int] = set()
         self._close_memory: Callable[[], object] = lambda: None
         self._selector = selectors.DefaultSelector()
         self._starter = ProcessStarter()
@@ -124,7 +85,7 @@ class MultiprocessExecutor(Executor):
             with self.stage("processes"):
                 self._start_processes()
                 self._watch_for_deaths()
-                self._wait_in_stage("start", lambda: [rank for rank in self._ranks if not rank.has_started])
+                self._wait_in_stage("start", self._not_started)
             logger.info("Workers: %d, in processes %s", len(self._ranks), ", ".join(map(str, self.process_ids)))
             with self.stage("device"):
                 self.collective_rpc("init_device")
@@ -135,87 +96,8 @@ class MultiprocessExecutor(Executor):
             raise
 
     @property
-    def process_ids(self) -> list[int]:
-        """Of the workers' processes, by rank."""
-        return [rank.process.pid for rank in self._ranks]
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
-
-        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere.
-        """
-        check_reply_rank(unique_reply_rank, len(self._ranks))
-        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
-        self._check_usable()
-        call = pickled(name, (method, tuple(args), kwargs or {}))
-        self._num_calls += 1
-        call_id = self._num_calls
-        self._failed = []
-        self._send(CallWorker(call_id=call_id, call=call, unique_reply_rank=unique_reply_rank), name)
-
-        def missing() -> list[_Rank]:
-            return [] if self._failed else self._without_answer(call_id)
-
-        if self.current_stage is not None:
-            self._wait_in_stage(name, missing)
-        elif self._step_limit_s is not None:
-            self._wait_while_busy(name, self._step_limit_s, missing, _STEP_REMEDY)
-        else:
-            self._wait(name, timeout_s, missing)
-        if self._failed:
-            self._raise_failed(name, call_id)
-        replying = self._ranks if unique_reply_rank is None else [self._ranks[unique_reply_rank]]
-        return [pickle.loads(rank.answers[call_id].result) for rank in replying]
-
-    @property
-    def overlaps_with_host(self) -> bool:
-        return True
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        return self._ranks[0].num_speculative_tokens
-
-    def execute_model(self, output: SchedulerOutput) -> None:
-        self._check_usable()
-        self._send(ExecuteStep(output=pack_step(output)), "execute_model")
-
-    def execute_unconstrained(self, output: SchedulerOutput) -> None:
-        """One message, so that workers go on without waiting for this process."""
-        self._check_usable()
-        self._send(ExecuteStep(output=pack_step(output), is_unconstrained=True), "execute_model")
-        self._unconstrained.add(output.step_id)
-
-    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
-        """As `Executor` says. Raises LifecycleError for a grammar's limits on a step that was to have none."""
-        self._check_usable()
-        step_id = grammar.step_id
-        if step_id not in self._unconstrained:
-            self._send(SampleStep(grammar=grammar), "sample_tokens")
-        elif grammar.structured_output_request_ids:
-            raise LifecycleError(f"Step {step_id} was executed as one that no grammar limits, and one does now.")
-        self._unconstrained.discard(step_id)
-        return _Handle(self, step_id)
-
-    def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:
-        """The result of a step that was launched; each can be had once.
-
-        timeout_s: how long no worker may compute; while one does, it is `BUSY_FACTOR` times that.
-        """
-        self._check_usable()
-        self._wait_while_busy(
-            f"step {step_id}",
-            timeout_s,
-            lambda: [] if step_id in self._outputs else [self._with_results],
-            _STEP_REMEDY,
-        )
-        return self._outputs.pop(step_id)
+    def _all_ranks(self) -> Sequence[Rank]:
+        return self._ranks
 
     def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
         """As `Executor` says; a step that runs is waited for first, with its limits."""
@@ -224,10 +106,6 @@ class MultiprocessExecutor(Executor):
             return super().take_draft_token_ids()
         finally:
             self._step_limit_s = None
-
-    @property
-    def _with_results(self) -> _Rank:
-        return self._ranks[self._config.parallel.rank_with_results]
 
     @property
     def has_lost_workers(self) -> bool:  # type: ignore[override]
@@ -242,9 +120,6 @@ class MultiprocessExecutor(Executor):
         self._check_usable()
         while self._receive("", 0.0):
             pass
-
-    def why_not_restart(self) -> str | None:
-        return None
 
     def shutdown(self) -> None:
         if self._is_closed:
@@ -287,11 +162,11 @@ class MultiprocessExecutor(Executor):
             process = self._starter.start(
                 PROGRAM, [os.getpid(), *descriptors], descriptors, {"OMP_NUM_THREADS": str(threads.num_threads)}
             )
-        self._ranks.append(_Rank(rank, process, ours))
+        self._ranks.append(_Rank(rank=rank, process_id=process.pid, process=process, connection=ours))
         self._selector.register(ours, selectors.EVENT_READ, self._ranks[-1])
 
     def _tell_all_to_end(self) -> None:
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         data = encode(ToWorker(CloseWorker()))
         for rank in self._ranks:
             try:
@@ -302,7 +177,7 @@ class MultiprocessExecutor(Executor):
             try:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                logger.warning("Rank %d did not end within %g s", rank.rank, _GRACE_S)
+                logger.warning("Rank %d did not end within %g s", rank.rank, GRACE_S)
 
     def _send(self, message: ExecuteStep | SampleStep | CallWorker, name: str) -> None:
         data = encode(ToWorker(message))
@@ -318,8 +193,7 @@ class MultiprocessExecutor(Executor):
         except OSError:
             self._died(rank, name)
 
-    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], list[_Rank]]) -> None:
-        """Take in what comes until nothing is missing. missing: from which ranks there is."""
+    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while late := missing():
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -327,12 +201,24 @@ class MultiprocessExecutor(Executor):
                 assert timeout_s is not None, "without a limit nothing but a message ends the wait"
                 raise _timed_out(name, timeout_s, late)
 
-    def _wait_in_stage(self, name: str, missing: Callable[[], list[_Rank]]) -> None:
+    def _wait_for_answers(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
+        if self.current_stage is not None:
+            self._wait_in_stage(name, missing)
+        elif self._step_limit_s is not None:
+            self._wait_for_step(name, self._step_limit_s, missing)
+        else:
+            self._wait(name, timeout_s, missing)
+
+    def _wait_for_step(self, name: str, timeout_s: float, missing: Callable[[], Sequence[Rank]]) -> None:
+        """timeout_s: how long no worker may compute; while one does, it is `BUSY_FACTOR` times that."""
+        self._wait_while_busy(name, timeout_s, missing, _STEP_REMEDY)
+
+    def _wait_in_stage(self, name: str, missing: Callable[[], Sequence[Rank]]) -> None:
         remedy = "Raise start_timeout_s if it may take so long; else see what its output says, and what it waits for."
         self._wait_while_busy(name, self._config.parallel.start_timeout_s, missing, remedy)
 
-    def _wait_while_busy(self, name: str, limit_s: float, missing: Callable[[], list[_Rank]], remedy: str) -> None:
-        """The same, for as long as workers compute. Those that hang are neither asked again nor told to end."""
+    def _wait_while_busy(self, name: str, limit_s: float, missing: Callable[[], Sequence[Rank]], remedy: str) -> None:
+        """Wait for as long as workers compute. Those that hang are neither asked again nor told to end."""
         watch = ProgressWatch(self.process_ids, limit_s, limit_s * BUSY_FACTOR)
         while late := missing():
             if self._receive(name, watch.interval_s):
@@ -360,44 +246,6 @@ class MultiprocessExecutor(Executor):
             self._take(rank, decode(data, FromWorker).message)
         return bool(ready)
 
-    def _take(self, rank: _Rank, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
-        if isinstance(message, WorkerFailed):
-            self._fail(self._located(error_from_data(message.error), rank))
-        if isinstance(message, StepDone):
-            self._outputs[message.output.step_id] = message.output
-        elif isinstance(message, Answer):
-            # Answers to earlier calls come late, when nobody waits for them any more.
-            if message.call_id == self._num_calls:
-                rank.answers = {message.call_id: message}
-                self.slowest_rank = rank.rank
-                if message.error is not None:
-                    self._failed.append(rank)
-        else:
-            self.slowest_rank = rank.rank
-            rank.has_started, rank.num_speculative_tokens = True, message.num_speculative_tokens
-
-    def _without_answer(self, call_id: int) -> list[_Rank]:
-        return [rank for rank in self._ranks if call_id not in rank.answers]
-
-    def _raise_failed(self, name: str, call_id: int) -> NoReturn:
-        """Raise what a worker raised first; if others did not, the workers are no longer alike."""
-        first = self._failed[0]
-        data = first.answers[call_id].error
-        assert data is not None, "it has failed"
-        error = self._located(error_from_data(data), first)
-        with contextlib.suppress(WaitTimeout):
-            self._wait(name, _GRACE_S, lambda: self._without_answer(call_id))
-        num_failed = len(self._failed)
-        if num_failed < len(self._ranks):
-            self._failure = WorkerError(
-                f"Rank {first.rank} failed in {name}, and {len(self._ranks) - num_failed} of {len(self._ranks)} ranks "
-                f"did not, so they must be replaced: {error}",
-                method=name,
-                rank=first.rank,
-                cause_type=type(error).__name__,
-            )
-        raise error
-
     def _died(self, rank: _Rank, name: str) -> NoReturn:
         self._fail(self._located(death_of(rank.process, rank.rank, name), rank))
 
@@ -415,35 +263,25 @@ class MultiprocessExecutor(Executor):
         self._stop_watch = finalizer = weakref.finalize(self, watch.stop)
         finalizer.atexit = False
 
-    def _located(self, error: _Error, rank: _Rank) -> _Error:
-        """The same error, which says in which stage of the start it was, and on which rank."""
+    def _located(self, error: _Error, rank: Rank) -> _Error:
+        """As `RanksExecutor` says: in which stage of the start it was, and on which rank."""
         if self.current_stage is not None:
             error.args = (f"The start failed in stage {self.current_stage!r}, on rank {rank.rank}: {error}",)
         return error
 
-    def _fail(self, error: PenstockError) -> NoReturn:
-        self._failure = error
-        raise same_error(error)
 
-    def _check_usable(self) -> None:
-        if self._is_closed:
-            raise LifecycleError("These workers were shut down.")
-        if self._failure is not None:
-            raise same_error(self._failure)
-
-
-def _timed_out(name: str, timeout_s: float, ranks: Sequence[_Rank], what: str = "") -> WaitTimeout:
+def _timed_out(name: str, timeout_s: float, ranks: Sequence[Rank], what: str = "") -> WaitTimeout:
     whom = _described(ranks)
     return WaitTimeout(f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {whom} {what}".rstrip() + ".")
 
 
-def _described(ranks: Sequence[_Rank]) -> str:
-    return ", ".join(f"rank {rank.rank} (process {rank.process.pid}, {_state(rank)})" for rank in ranks)
+def _described(ranks: Sequence[Rank]) -> str:
+    return ", ".join(f"rank {rank.rank} (process {rank.process_id}, {_state(rank)})" for rank in ranks)
 
 
-def _state(rank: _Rank) -> str:
+def _state(rank: Rank) -> str:
     """What its process does, as the system knows it: such as sleeping, running, or stopped."""
     try:
-        return str(psutil.Process(rank.process.pid).status())
+        return str(psutil.Process(rank.process_id).status())
     except psutil.Error:
         return "gone"

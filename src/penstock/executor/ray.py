@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
@@ -10,36 +9,27 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from penstock.config import EngineConfig, env
-from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput, decode, encode
+from penstock.contract import decode, encode
 from penstock.errors import (
     ConfigError,
-    LifecycleError,
-    PenstockError,
     UnsupportedFeature,
     WaitTimeout,
     WorkerError,
-    error_from_data,
-    same_error,
 )
-from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
 from penstock.executor.messages import (
-    Answer,
     CallWorker,
     ExecuteStep,
     FromWorker,
     SampleStep,
-    StepDone,
     ToWorker,
-    WorkerFailed,
     WorkerStart,
-    WorkerStarted,
-    pack_step,
 )
 from penstock.executor.program import main_path, pickled
+from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
 from penstock.executor.ray_placement import RankPlace, can_hold, place_ranks, plan_bundles
 from penstock.executor.ray_worker import RankActor, RayStart
 from penstock.parallel.connections import open_store
@@ -50,65 +40,42 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 # How long the cluster may take to find room, such as that of workers that have just ended.
 _PLACEMENT_TIMEOUT_S = 120.0
-# How long the others are waited for after one has failed in a call, and all when they are to end.
-_GRACE_S = 10.0
 
 
-@dataclass(slots=True)
-class _Rank:
-    """An actor. address: of its node. life: ends with its process. answers: by call. has_started: its worker exists."""
+@dataclass(slots=True, kw_only=True)
+class _Rank(Rank):
+    """An actor. address: of its node. life: ends with its process."""
 
-    rank: int
     actor: Any
     address: str
     life: Any
-    process_id: int = 0
-    has_started: bool = False
-    num_speculative_tokens: int = 0
-    answers: dict[int, Answer] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process_id} on node {self.address})"
 
 
-class _Handle:
-    """A step whose tokens some actor returns."""
-
-    def __init__(self, executor: RayExecutor, step_id: int) -> None:
-        self.step_id = step_id
-        self._executor = executor
-
-    def get_output(self, timeout_s: float = STEP_TIMEOUT_S) -> ModelRunnerOutput:
-        return self._executor.output_of(self.step_id, timeout_s)
-
-
-class RayExecutor(Executor):
+class RayExecutor(RanksExecutor):
     """Says to actors what `MultiprocessExecutor` says to processes, by calls of theirs, which Ray keeps in order.
 
-    What any worker raises, and the end of any actor or node, ends the wait of whoever waits for a worker, at once.
-    After that, or after a call that some workers made and others failed in, no step runs: all are to be replaced.
+    The end of any actor or node ends the wait of whoever waits for a worker, at once.
 
     Tensors go from rank to rank by connections of their own. The connection to the cluster is kept for other engines.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         check_options(config)
-        self._config = config
+        super().__init__(config)
         self._ray = _connect()
         self._ranks: list[_Rank] = []
         # Calls that were made and have not returned.
         self._calls: dict[Any, _Rank] = {}
-        self._failure: PenstockError | None = None
-        self._is_closed = False
-        self._num_calls = 0
-        self._outputs: dict[int, ModelRunnerOutput] = {}
         self._room: Any = None
         begin = time.monotonic()
         try:
             # Kept by this process, so that ranks can say who is missing, whichever of them is.
             self._store = open_store(self._ray.util.get_node_ip_address(), 0, is_host=True)
             self._start_actors(self._find_room())
-            self._wait("start", START_TIMEOUT_S, lambda: [rank for rank in self._ranks if not rank.has_started])
+            self._wait("start", START_TIMEOUT_S, self._not_started)
             logger.info("Workers: %s, after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - begin)
             with self.stage("device"):
                 self.collective_rpc("init_device")
@@ -119,74 +86,17 @@ class RayExecutor(Executor):
             raise
 
     @property
-    def process_ids(self) -> list[int]:
-        """Of the workers' processes, each on its node, by rank."""
-        return [rank.process_id for rank in self._ranks]
-
-    @property
     def addresses(self) -> list[str]:
         """Of the workers' nodes, by rank."""
         return [rank.address for rank in self._ranks]
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
-
-        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere.
-        """
-        check_reply_rank(unique_reply_rank, len(self._ranks))
-        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
-        self._check_usable()
-        call = pickled(name, (method, tuple(args), kwargs or {}))
-        self._num_calls += 1
-        call_id = self._num_calls
-        self._send(CallWorker(call_id=call_id, call=call, unique_reply_rank=unique_reply_rank))
-        self._wait(name, timeout_s, lambda: [] if self._failed_in(call_id) else self._without_answer(call_id))
-        if self._failed_in(call_id):
-            self._raise_failed(name, call_id)
-        replying = self._ranks if unique_reply_rank is None else [self._ranks[unique_reply_rank]]
-        return [pickle.loads(rank.answers[call_id].result) for rank in replying]
-
     @property
-    def overlaps_with_host(self) -> bool:
-        return True
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        return self._ranks[0].num_speculative_tokens
-
-    def execute_model(self, output: SchedulerOutput) -> None:
-        self._check_usable()
-        self._send(ExecuteStep(output=pack_step(output)))
-
-    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
-        self._check_usable()
-        self._send(SampleStep(grammar=grammar))
-        return _Handle(self, grammar.step_id)
-
-    def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:
-        """The result of a step that was launched; each can be had once."""
-        self._check_usable()
-        with_results = self._ranks[self._config.parallel.rank_with_results]
-        try:
-            self._wait(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else [with_results])
-        except WaitTimeout as error:
-            # None of them is asked again, nor told to end.
-            self._fail(error)
-        return self._outputs.pop(step_id)
+    def _all_ranks(self) -> Sequence[Rank]:
+        return self._ranks
 
     def check_health(self) -> None:
         self._check_usable()
         self._receive("check_health", 0.0)
-
-    def why_not_restart(self) -> str | None:
-        return None
 
     def shutdown(self) -> None:
         if self._is_closed:
@@ -197,9 +107,9 @@ class RayExecutor(Executor):
             return
         if self._failure is None:
             endings = [rank.actor.close.remote() for rank in self._ranks]
-            _, late = self._ray.wait(endings, num_returns=len(endings), timeout=_GRACE_S) if endings else ([], [])
+            _, late = self._ray.wait(endings, num_returns=len(endings), timeout=GRACE_S) if endings else ([], [])
             if late:
-                logger.warning("%d workers did not end within %g s", len(late), _GRACE_S)
+                logger.warning("%d workers did not end within %g s", len(late), GRACE_S)
         for rank in self._ranks:
             self._ray.kill(rank.actor, no_restart=True)
         if self._room is not None:
@@ -241,7 +151,7 @@ class RayExecutor(Executor):
                 scheduling_strategy=by_bundle(self._room, placement_group_bundle_index=place.bundle),
             ).remote()
             life = actor.watch.options(concurrency_group="watch").remote()
-            self._ranks.append(_Rank(number, actor, addresses[place.node], life))
+            self._ranks.append(_Rank(rank=number, actor=actor, address=addresses[place.node], life=life))
         config = pickled("The configuration", self._config)
         variables = env.variables_for_another_machine()
         store = self._store.host, self._store.port
@@ -255,13 +165,18 @@ class RayExecutor(Executor):
             )
             self._calls[rank.actor.start.remote(start)] = rank
 
-    def _send(self, message: ExecuteStep | SampleStep | CallWorker) -> None:
+    def _send(self, message: ExecuteStep | SampleStep | CallWorker, name: str) -> None:
         data = encode(ToWorker(message))
         for rank in self._ranks:
             self._calls[rank.actor.do.remote(data)] = rank
 
-    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], list[_Rank]]) -> None:
-        """Take in what comes until nothing is missing. missing: from which ranks there is."""
+    def _wait_for_step(self, name: str, timeout_s: float, missing: Callable[[], Sequence[Rank]]) -> None:
+        try:
+            self._wait(name, timeout_s, missing)
+        except WaitTimeout as error:
+            self._fail(error)
+
+    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while late := missing():
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -292,44 +207,6 @@ class RayExecutor(Executor):
             self._died(rank, name, error)
         return said
 
-    def _take(self, rank: _Rank, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
-        if isinstance(message, WorkerFailed):
-            self._fail(error_from_data(message.error))
-        if isinstance(message, StepDone):
-            self._outputs[message.output.step_id] = message.output
-        elif isinstance(message, Answer):
-            # Answers to earlier calls come late, when nobody waits for them any more.
-            if message.call_id == self._num_calls:
-                rank.answers = {message.call_id: message}
-        else:
-            rank.has_started, rank.num_speculative_tokens = True, message.num_speculative_tokens
-            rank.process_id = message.process_id
-
-    def _without_answer(self, call_id: int) -> list[_Rank]:
-        return [rank for rank in self._ranks if call_id not in rank.answers]
-
-    def _failed_in(self, call_id: int) -> list[_Rank]:
-        return [rank for rank in self._ranks if call_id in rank.answers and rank.answers[call_id].error is not None]
-
-    def _raise_failed(self, name: str, call_id: int) -> NoReturn:
-        """Raise what a worker raised first; if others did not, the workers are no longer alike."""
-        first, *_ = self._failed_in(call_id)
-        data = first.answers[call_id].error
-        assert data is not None, "it has failed"
-        error = error_from_data(data)
-        with contextlib.suppress(WaitTimeout):
-            self._wait(name, _GRACE_S, lambda: self._without_answer(call_id))
-        num_failed = len(self._failed_in(call_id))
-        if num_failed < len(self._ranks):
-            self._failure = WorkerError(
-                f"Rank {first.rank} failed in {name}, and {len(self._ranks) - num_failed} of {len(self._ranks)} ranks "
-                f"did not, so they must be replaced: {error}",
-                method=name,
-                rank=first.rank,
-                cause_type=type(error).__name__,
-            )
-        raise error
-
     def _died(self, rank: _Rank, name: str, error: Exception) -> NoReturn:
         described = str(rank)
         self._fail(
@@ -340,16 +217,6 @@ class RayExecutor(Executor):
                 cause_type=type(error).__name__,
             )
         )
-
-    def _fail(self, error: PenstockError) -> NoReturn:
-        self._failure = error
-        raise same_error(error)
-
-    def _check_usable(self) -> None:
-        if self._is_closed:
-            raise LifecycleError("These workers were shut down.")
-        if self._failure is not None:
-            raise same_error(self._failure)
 
 
 def _connect() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import queue
 import signal
@@ -178,7 +179,7 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
     config: EngineConfig = program.load(start.config)
     wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel, memory_descriptor))
     try:
-        outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens))
+        outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens, process_id=os.getpid()))
         limits = config.parallel
         loop = WorkerLoop(
             wrapper,
