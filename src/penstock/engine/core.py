@@ -17,6 +17,7 @@ from penstock.engine.draft_log import DraftLog
 from penstock.engine.grammar import Grammar
 from penstock.engine.messages import EngineRequest
 from penstock.engine.quarantine import Quarantine
+from penstock.engine.restarts import pause_before_restart
 from penstock.engine.startup import StartedEngine, start_engine
 from penstock.engine.structured_grammar import StructuredGrammar
 from penstock.errors import (
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.1
 # What a request waits for whose grammar is being compiled.
 _GRAMMAR = "its grammar"
-# Before workers are replaced that failed once more: 0.2 s, 0.4 s and so on.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
 
 class EngineCore:
@@ -439,8 +438,7 @@ class EngineCore:
             self._die(f"Workers failed {num_failures} times in a row{first}; the last time: {error}", error)
         why = str(error).rstrip(".")
         logger.warning("%s. Restarting the workers (failed %d of %d times)", why, num_failures, limit)
-        if num_failures > 1:
-            time.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**num_failures))
+        time.sleep(pause_before_restart(num_failures))
 
     def _blame(self, req_ids: Collection[str], error: Exception, *, is_from_outside: bool) -> bool:
         """End the request that makes workers fail, once it is known which of these that is. Whether it is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import queue
 import threading
@@ -28,7 +27,6 @@ from penstock.executor.processes import ProcessStarter
 from penstock.executor.program import refuse_in_program
 from penstock.scheduler.outputs import EngineCoreOutput
 
-logger = logging.getLogger(__name__)
 # How long cores that were told to end are given to do so.
 _END_TIMEOUT_S = 30.0
 

@@ -29,6 +29,7 @@ from penstock.engine.messages import (
     UtilityCall,
 )
 from penstock.engine.quarantine import Quarantine
+from penstock.engine.restarts import pause_before_restart
 from penstock.engine.silence import Silence
 from penstock.errors import EngineDead, NeedsNewProcess, PenstockError, ProcessLost, WaitTimeout, error_from_data
 from penstock.executor.processes import ProcessStarter
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 REFUSAL_TIMEOUT_S = 1.0
 # A core that has stood by for so long, with nothing to do, was as good as one that brought results.
 _GOOD_AFTER_S = 30.0
-# Before a core is replaced that was lost once more: 0.2 s, 0.4 s and so on.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
 
 class _State(enum.Enum):
@@ -353,8 +352,7 @@ class Replica:
             self._num_losses,
             limit,
         )
-        pause_s = 0.0 if self._num_losses <= 1 else min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._num_losses)
-        self._restart_at = time.monotonic() + pause_s
+        self._restart_at = time.monotonic() + pause_before_restart(self._num_losses)
         self.tend(0.0)
         return ended
 
