@@ -36,8 +36,6 @@ from penstock.parallel.connections import open_store
 from penstock.worker.capabilities import check_options
 
 logger = logging.getLogger(__name__)
-# How long workers may take to import what they need.
-START_TIMEOUT_S = 600.0
 # How long the cluster may take to find room, such as that of workers that have just ended.
 _PLACEMENT_TIMEOUT_S = 120.0
 
@@ -75,7 +73,7 @@ class RayExecutor(RanksExecutor):
             # Kept by this process, so that ranks can say who is missing, whichever of them is.
             self._store = open_store(self._ray.util.get_node_ip_address(), 0, is_host=True)
             self._start_actors(self._find_room())
-            self._wait("start", START_TIMEOUT_S, self._not_started)
+            self._wait("start", config.parallel.start_timeout_s, self._not_started)
             logger.info("Workers: %s, after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - begin)
             with self.stage("device"):
                 self.collective_rpc("init_device")
