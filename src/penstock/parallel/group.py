@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.native.meetings import Meetings
@@ -87,3 +90,39 @@ class OneRank(Group):
 
 
 ONE_RANK = OneRank()
+
+# Plain data up to this size takes one exchange.
+_SHORT_BYTES = 248
+_LENGTH_BYTES = 8
+
+
+class ProcessGroup(Group):
+    """Ranks that are processes, and exchange bytes of equal size."""
+
+    @abstractmethod
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        """Of every rank as many as this one gives."""
+
+    def gather_values(self, value: _Value) -> list[_Value]:
+        data = pickle.dumps(value)
+        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_SHORT_BYTES]
+        heads = self._gather_bytes(head.ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0"))
+        lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+        longest = max(lengths)
+        wholes = (
+            [head[_LENGTH_BYTES:] for head in heads]
+            if longest <= _SHORT_BYTES
+            else self._gather_bytes(data.ljust(longest, b"\0"))
+        )
+        return [pickle.loads(whole[:length]) for whole, length in zip(wholes, lengths, strict=True)]
+
+
+def add_up(tensors: Sequence[Tensor]) -> Tensor:
+    """In their order; narrow numbers in float32, rounded once. Each stays as it is."""
+    first, *others = tensors
+    if not first.dtype.is_floating_point:
+        return torch.stack([first, *others]).sum(0, dtype=first.dtype)
+    total = first.to(torch.float32, copy=True)
+    for other in others:
+        total += other
+    return total.to(first.dtype)

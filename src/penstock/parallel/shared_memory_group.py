@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,22 +12,18 @@ from penstock.kernels.native import meetings_library
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.meetings import Mailboxes, Meetings, Together
 from penstock.kernels.native.tracing import TracedTensor
-from penstock.parallel.group import Group
+from penstock.parallel.group import ProcessGroup, add_up
 from penstock.parallel.shared_memory import SharedMemory
 
-_Value = TypeVar("_Value")
 # What a rank gives at a time: of all ranks together it should stay in a core's own cache.
 SLOT_BYTES = 256 << 10
 # How long others are waited for.
 GROUP_TIMEOUT_S = 240.0
 # How long a rank that waits keeps its core, where each has one of its own: longer than others are late in most layers.
 SPIN_US = 20
-# Plain data up to this size takes one meeting.
-_SHORT_BYTES = 248
-_LENGTH_BYTES = 8
 
 
-class SharedMemoryGroup(Group):
+class SharedMemoryGroup(ProcessGroup):
     """rank, size: of this process in the group. memory: has `group_bytes` from `start` on that are the group's.
 
     The calls of all ranks are compared: what does not match is RanksDisagree, with the rank. A rank that does not come
@@ -61,7 +55,7 @@ class SharedMemoryGroup(Group):
         if isinstance(tensor, TracedTensor):
             return tensor.origin.all_reduce(tensor, self.meetings)
         if tensor.dtype is not torch.float32:
-            return _sum(self.all_gather(tensor.unsqueeze(0), 0))
+            return add_up(self.all_gather(tensor.unsqueeze(0), 0).unbind())
         tensor = tensor.contiguous()
         self.meetings.meet("all_reduce", Together.SUM, tensor, 1, tensor)
         return tensor
@@ -70,7 +64,7 @@ class SharedMemoryGroup(Group):
         dim %= tensor.dim()
         size = tensor.shape[dim] // self.size
         if tensor.dtype is not torch.float32:
-            return _sum(self.all_gather(tensor.unsqueeze(0), 0).narrow(1 + dim, self.rank * size, size))
+            return add_up(self.all_gather(tensor.unsqueeze(0), 0).narrow(1 + dim, self.rank * size, size).unbind())
         share = tensor.new_empty([*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
         self._meet("reduce_scatter", Together.SUM_SCATTERED, tensor, dim, share)
         return share
@@ -98,32 +92,11 @@ class SharedMemoryGroup(Group):
         self._mailboxes.receive(tensor, source)
         return tensor
 
-    def gather_values(self, value: _Value) -> list[_Value]:
-        data = pickle.dumps(value)
-        heads = self._gather_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_SHORT_BYTES], _SHORT_BYTES + 8)
-        lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
-        longest = max(lengths)
-        wholes = (
-            [head[_LENGTH_BYTES:] for head in heads] if longest <= _SHORT_BYTES else self._gather_bytes(data, longest)
-        )
-        return [pickle.loads(whole[:length]) for whole, length in zip(wholes, lengths, strict=True)]
-
-    def _gather_bytes(self, data: bytes, num_bytes: int) -> list[bytes]:
-        """Of every rank so many, which its data is filled up to."""
-        given = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
-        gathered = torch.empty(self.size, num_bytes, dtype=torch.uint8)
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = torch.empty(self.size, len(data), dtype=torch.uint8)
         self.meetings.meet("gather_values", Together.GATHER, given, 1, gathered)
         return [row.numpy().tobytes() for row in gathered]
-
-
-def _sum(tensors: Tensor) -> Tensor:
-    """Narrow numbers are added in float32, in the ranks' order too, and rounded once."""
-    if not tensors.dtype.is_floating_point:
-        return tensors.sum(0, dtype=tensors.dtype)
-    total = tensors[0].to(torch.float32, copy=True)
-    for other in tensors[1:]:
-        total += other
-    return total.to(tensors.dtype)
 
 
 def group_bytes(size: int) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,21 +13,17 @@ from torch.distributed import Work
 
 from penstock.kernels.native.tracing import TracedTensor, Untraceable
 from penstock.parallel.connections import RankConnections
-from penstock.parallel.group import Group
+from penstock.parallel.group import ProcessGroup, add_up
 
-_Value = TypeVar("_Value")
 # Numbers from which on each of three or more ranks adds up a share only: it sends less then, but twice.
 _LONG = 1 << 14
 # What may be on its way to a rank that has not come yet.
 _SENT_BYTES, _SENT_MESSAGES = 4 << 20, 256
-# Plain data up to this size takes one message.
-_SHORT_BYTES = 248
-_LENGTH_BYTES = 8
 # Of a tag's 31 bits: the group, whether it is one rank's message to another, the call's number, and a checksum.
 _CALL_BITS, _SUM_BITS = 12, 16
 
 
-class TorchGroup(Group):
+class TorchGroup(ProcessGroup):
     """ranks: of all that are connected, those of the group, in its order. number: of the group among this rank's, < 4.
 
     Ranks send to each other directly, so that whoever does not come is known, and add up in their order, so that
@@ -90,19 +84,6 @@ class TorchGroup(Group):
         self._connections.exchange(call, tag, {}, {self._ranks[source]: tensor})
         return tensor
 
-    def gather_values(self, value: _Value) -> list[_Value]:
-        data = pickle.dumps(value)
-        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_SHORT_BYTES]
-        heads = self._gather_bytes(head.ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0"))
-        lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
-        longest = max(lengths)
-        wholes = (
-            [head[_LENGTH_BYTES:] for head in heads]
-            if longest <= _SHORT_BYTES
-            else self._gather_bytes(data.ljust(longest, b"\0"))
-        )
-        return [pickle.loads(whole[:length]) for whole, length in zip(wholes, lengths, strict=True)]
-
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self._gather("gather_values", given)]
@@ -146,14 +127,3 @@ class TorchGroup(Group):
 
     def _by_rank(self, by_place: dict[int, Tensor]) -> dict[int, Tensor]:
         return {self._ranks[place]: tensor for place, tensor in by_place.items()}
-
-
-def add_up(tensors: Sequence[Tensor]) -> Tensor:
-    """In their order, into the first of them if it can be; narrow numbers in float32, rounded once."""
-    first, *others = tensors
-    if not first.dtype.is_floating_point:
-        return torch.stack([first, *others]).sum(0, dtype=first.dtype)
-    total = first.to(torch.float32)
-    for other in others:
-        total += other
-    return total.to(first.dtype)
