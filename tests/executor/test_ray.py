@@ -63,11 +63,12 @@ def failing_in_next_step(worker: WorkerBase) -> None:
 
 @pytest.fixture(scope="module")
 def start_cluster() -> Iterator[Callable[..., None]]:
-    """Nodes with so many workers each; what there was before ends."""
+    """Nodes with so many workers each, unless there are such; what there was before ends."""
     import ray
     from ray.cluster_utils import Cluster
 
     clusters: list[Any] = []
+    there: tuple[int, ...] = ()
 
     def end() -> None:
         ray.shutdown()
@@ -75,7 +76,11 @@ def start_cluster() -> Iterator[Callable[..., None]]:
             clusters.pop().shutdown()
 
     def start(*sizes: int) -> None:
+        nonlocal there
+        if sizes == there:
+            return
         end()
+        there = sizes
         memory = {"object_store_memory": 80 << 20}
         first = {"num_cpus": sizes[0], "include_dashboard": False, **memory}
         clusters.append(Cluster(initialize_head=True, head_node_args=first))
@@ -87,7 +92,7 @@ def start_cluster() -> Iterator[Callable[..., None]]:
     end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def two_nodes(start_cluster: Callable[..., None]) -> None:
     start_cluster(1, 1)
 
