@@ -1,7 +1,7 @@
 """Several workers, a thread each, beside one worker with as many threads, in turns.
 
     python -m benchmarks.ranks [--shapes llama-60m llama-1024] [--ranks 2] [--arrangements tensor pipeline]
-                               [--turns 7] [--output FOLDER]
+                               [--pipeline-layers 5,3] [--turns 7] [--output FOLDER]
 
 Ratios are medians of the ratios of turns: what part of the one worker's speed the others reach together. Weights are
 random, in float32. What a meeting takes is measured by ranks that do nothing else.
@@ -71,6 +71,7 @@ class Work:
 WORKS = (
     Work("32 requests decode, 96 tokens each", 32, 16, 96),
     Work("8 prompts of 512 tokens", 8, 512, 1),
+    Work("32 prompts of 512 tokens", 32, 512, 1),
     Work("1 request decodes, 96 tokens", 1, 16, 96),
 )
 
@@ -135,11 +136,16 @@ def _seconds_of_sums(rank: int, *, num_ranks: int, descriptor: int, num_bytes: i
     return seconds
 
 
-def measure(shape: str, arrangements: Sequence[str], num_ranks: int, turns: int) -> Iterator[str]:
+def measure(
+    shape: str, arrangements: Sequence[str], num_ranks: int, turns: int, pipeline_layers: str | None
+) -> Iterator[str]:
     """A line of the table for every kind of work and arrangement."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[shape]))
         options: list[dict[str, Any]] = [{}, *(ARRANGEMENTS[name](num_ranks) for name in arrangements)]
+        for given in options:
+            if "pipeline_parallel_size" in given:
+                given["pipeline_layers"] = pipeline_layers
         with _closing([Engine(Path(folder), num_ranks, **given) for given in options]) as engines:
             for work in WORKS:
                 one, *others = _in_turns([partial(engine.seconds, work) for engine in engines], turns)
@@ -181,6 +187,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--arrangements", nargs="*", choices=ARRANGEMENTS, default=list(ARRANGEMENTS))
+    parser.add_argument("--pipeline-layers", help="of each stage; the same for all shapes")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--output", type=Path, help="a folder for the table")
     arguments = parser.parse_args()
@@ -191,7 +198,7 @@ def main() -> None:
     ]
     lines += ["| --- | --- | --- | ---: | ---: | ---: |"]
     for shape in arguments.shapes:
-        lines += measure(shape, arguments.arrangements, ranks, arguments.turns)
+        lines += measure(shape, arguments.arrangements, ranks, arguments.turns, arguments.pipeline_layers)
     lines += ["", *measure_meetings(ranks)]
     page = "\n".join(lines) + "\n"
     print(page)
