@@ -14,7 +14,9 @@ from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.executor import MultiprocessExecutor
+from penstock.parallel.connections import open_store
 from penstock.worker import WorkerBase
+from support import gloo_worker
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of, some_steps
 from support.checkpoints import tiny_checkpoint
 from support.engines import add, finish, greedy, make_core, run
@@ -108,12 +110,6 @@ def test_constrained_requests_and_others_go_through_the_stages_together(tmp_path
     assert all(set(text) <= set("abcdef") for text, given in zip(texts[0], params, strict=True) if given is with_form)
 
 
-def sending_parts(worker: WorkerBase) -> None:
-    """From now on, ranks of a stage each send a part, as between machines."""
-    worker.parallel.pipeline.sends_parts = True  # type: ignore[attr-defined]
-    worker.runner.kv_cache.programs.forget()  # type: ignore[attr-defined]
-
-
 def noting_what_is_sent(worker: WorkerBase) -> None:
     """From now on, `sent` has the numbers of rows of hidden states that this worker sends to the next stage, and
     `gathered` those that it gathers."""
@@ -138,15 +134,18 @@ def noted(worker: WorkerBase) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("is_scattered", [True, False])
-def test_ranks_of_a_stage_send_each_their_rows(is_scattered: bool, tmp_path: Path) -> None:
-    """What is scattered between layers goes on so; what is not is put together by those who receive parts."""
+def test_ranks_of_a_stage_send_each_their_rows(
+    is_scattered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is scattered between layers goes on so; what is not, and goes by gloo, is put together where it arrives."""
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=2)
     prompts, params = PROMPTS[2:4], PARAMS[2:4]
     expected = run(make(tmp_path, (2,)), prompts, params)
-    core = make(tmp_path, (1, 1), 2, enable_sp=is_scattered, sp_min_token_num=8)
+    store = open_store(gloo_worker.HOST, 0, is_host=True)
+    monkeypatch.setenv(gloo_worker.PORT, str(store.port))
+    by_gloo = {} if is_scattered else {"worker_cls": "support.gloo_worker.GlooWorker"}
+    core = make(tmp_path, (1, 1), 2, enable_sp=is_scattered, sp_min_token_num=8, **by_gloo)
     try:
-        if not is_scattered:
-            core.collective_rpc(sending_parts)
         core.collective_rpc(noting_what_is_sent)
         found = run(core, prompts, params)
         sent = core.collective_rpc(noted)
@@ -157,8 +156,9 @@ def test_ranks_of_a_stage_send_each_their_rows(is_scattered: bool, tmp_path: Pat
     # Half of a prompt's 40 tokens, then of 64 of the other one's.
     assert first[:2] == [20, 32]
     assert sent[1][0] == first
-    # A layer gathers what its two parts take, and the stage behind it nothing more.
+    # A layer gathers what its two parts take, and the stage behind it nothing more, or only what it was sent.
     assert gathered.count(32) == (2 * first.count(32) if is_scattered else 0)
+    assert sent[2][1].count(32) == (2 if is_scattered else 1) * first.count(32)
 
 
 @pytest.mark.slow

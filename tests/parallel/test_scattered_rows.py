@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.parallel import ParallelContext
 from penstock.parallel.group import OneRank
-from penstock.parallel.scattered_rows import ScatteredRows, num_rows_between_stages, scattered_rows
+from penstock.parallel.scattered_rows import ScatteredRows, parts_between_stages, scattered_rows
 
 
 class Recorded(OneRank):
@@ -49,15 +49,17 @@ def test_small_steps_are_not_scattered() -> None:
     assert scattered_rows(ParallelContext(min_scattered_tokens=1), 8) is None
 
 
-def test_ranks_send_their_rows_to_the_next_stage_or_all() -> None:
-    def rows(num_tokens: int, *, least: int | None, sends_parts: bool, size: int = 3) -> int:
+def test_ranks_send_parts_where_a_group_says_so_of_what_all_have() -> None:
+    def parts(num_tokens: int, *, least: int | None, sends_parts: bool, size: int = 3) -> ScatteredRows | None:
         pipeline = Recorded(0, 2)
         pipeline.sends_parts = sends_parts
         parallel = ParallelContext(tensor=Recorded(0, size), pipeline=pipeline, min_scattered_tokens=least)
-        return num_rows_between_stages(parallel, num_tokens)
+        return parts_between_stages(parallel, num_tokens)
 
-    assert rows(7, least=None, sends_parts=False) == 7
-    assert rows(7, least=None, sends_parts=True) == 3
-    assert rows(7, least=None, sends_parts=True, size=1) == 7
-    assert rows(7, least=8, sends_parts=False) == 7
-    assert rows(8, least=8, sends_parts=False) == 3
+    assert parts(7, least=None, sends_parts=False) is None
+    sent = parts(7, least=None, sends_parts=True)
+    assert sent is not None
+    assert sent.num_own == 3
+    assert parts(7, least=None, sends_parts=True, size=1) is None
+    assert parts(7, least=8, sends_parts=True) is not None
+    assert parts(8, least=8, sends_parts=True) is None

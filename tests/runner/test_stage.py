@@ -10,14 +10,20 @@ from penstock.device import create_device
 from penstock.errors import RanksDisagree
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
+from penstock.parallel import ParallelContext
+from penstock.parallel.scattered_rows import scattered_rows
 from penstock.runner.stage import PipelineStage
-from support.ranks import Meeting, ThreadGroup
+from support.ranks import Meeting, ThreadGroup, run_ranks
 
 
 def stages() -> list[PipelineStage]:
     meeting = Meeting(2)
+    return [stage(ParallelContext(pipeline=ThreadGroup(rank, meeting))) for rank in range(2)]
+
+
+def stage(parallel: ParallelContext) -> PipelineStage:
     device = create_device(DeviceConfig(device="cpu", num_threads=1))
-    return [PipelineStage(device, ThreadGroup(rank, meeting), 8, 4, torch.float32) for rank in range(2)]
+    return PipelineStage(device, parallel, 8, 4, torch.float32)
 
 
 def inputs(num_tokens: int) -> ModelInputs:
@@ -29,7 +35,7 @@ def test_hidden_states_and_outcomes_arrive_in_their_steps() -> None:
     hidden = [torch.randn(size, 4) for size in (3, 5)]
     for step_id, sent in enumerate(hidden):
         first.begin(step_id)
-        first.send_hidden(sent)
+        first.send_hidden(sent, len(sent))
     for step_id, sent in enumerate(hidden):
         last.begin(step_id)
         received = last.receive_hidden(inputs(len(sent))).hidden
@@ -45,10 +51,51 @@ def test_hidden_states_and_outcomes_arrive_in_their_steps() -> None:
 def test_what_belongs_to_another_step_is_refused() -> None:
     first, last = stages()
     first.begin(3)
-    first.send_hidden(torch.zeros(2, 4))
+    first.send_hidden(torch.zeros(2, 4), 2)
     last.begin(4)
     with pytest.raises(RanksDisagree, match="Stage 1 is at step 4, and stage 0 sent what belongs to step 3"):
         last.receive_hidden(inputs(2))
     last.send_outcome(4, StepOutcome(torch.zeros(1, 4, dtype=torch.int64)))
     with pytest.raises(RanksDisagree, match="Stage 0 is at step 3, and stage 1 sent what belongs to step 4"):
         first.receive_outcome(3, StepOutcome(torch.zeros(1, 4, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("least", [None, 6])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_of_a_stage_send_a_part_each_and_those_of_the_next_have_all(ranks: int, least: int | None) -> None:
+    """least: of tokens that are scattered between layers, and stay so: each rank's then are fewer than those."""
+    hidden = [torch.randn(size, 4) for size in (1, 5, 6, 7)]
+    in_stage, between = [Meeting(ranks) for _ in range(2)], [Meeting(2) for _ in range(ranks)]
+    sent: list[list[int]] = [[] for _ in range(ranks)]
+
+    class Between(ThreadGroup):
+        sends_parts = True
+
+        def __init__(self, rank: int, place: int) -> None:
+            super().__init__(rank, between[place])
+            self.place = place
+
+        def send(self, tensor: torch.Tensor, destination: int) -> None:
+            if tensor.is_floating_point():
+                sent[self.place].append(len(tensor))
+            super().send(tensor, destination)
+
+    def run(rank: int) -> None:
+        number, place = divmod(rank, ranks)
+        tensor = ThreadGroup(place, in_stage[number])
+        parallel = ParallelContext(tensor=tensor, pipeline=Between(number, place), min_scattered_tokens=least)
+        of_rank = stage(parallel)
+        for step_id, whole in enumerate(hidden):
+            of_rank.begin(step_id)
+            rows = scattered_rows(parallel, len(whole))
+            own = whole if rows is None else rows.own(whole)
+            if number == 0:
+                of_rank.send_hidden(own, len(whole))
+                continue
+            received = of_rank.receive_hidden(inputs(len(whole))).hidden
+            assert received is not None
+            assert torch.equal(received, own)
+            assert received.data_ptr() == of_rank._received.data_ptr()
+
+    assert run_ranks(2 * ranks, run) == [None] * (2 * ranks)
+    assert sent == [[-(-len(whole) // ranks) for whole in hidden]] * ranks

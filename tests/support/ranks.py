@@ -74,7 +74,8 @@ class ThreadGroup(Group):
         return torch.stack(self.gather_values(tensor)).sum(0)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.gather_values(tensor), dim)
+        # Whoever has all may change its own while others have yet to read it.
+        return torch.cat(self.gather_values(tensor.clone()), dim)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         result = self.gather_values(tensor)[source]

@@ -31,7 +31,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Elsewhere, Into, WeightTable, elsewhere, expand_table, names_elsewhere
 from penstock.parallel import ParallelContext, layers_of_stage
 from penstock.parallel.context_share import context_share
-from penstock.parallel.scattered_rows import ScatteredRows, scattered_rows, sends_parts
+from penstock.parallel.scattered_rows import scattered_rows
 
 DECODER_WEIGHTS: WeightTable = {
     "model.embed_tokens": Into("model.embed_tokens"),
@@ -227,8 +227,7 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Embedding, layers, final norm, or those of them that are this stage's of a pipeline.
 
-    Between stages goes the sum of what a layer takes as two tensors: of each rank its rows, where they are scattered or
-    the group of stages sends parts (`num_rows_between_stages`).
+    Between stages goes the sum of what a layer takes as two tensors: of each rank its rows, where they are scattered.
 
     layer: makes a layer, such as `DecoderLayer`, given its number. ropes: the rotary embedding of each layer; None
     takes the configuration's for all. embed_tokens, norm: where they are not the usual ones.
@@ -261,13 +260,12 @@ class DecoderModel(nn.Module):
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
         context = self._scattering(input_ids_T, context)
-        parts = self._parts(input_ids_T, context)
         if given_TD is None:
             hidden_TD = self._first_hidden(input_ids_T)
             if context.rows is not None:
                 hidden_TD = context.rows.own(hidden_TD)
         else:
-            hidden_TD = given_TD if parts is None else parts.whole(given_TD)
+            hidden_TD = given_TD
         residual_TD: Tensor | None = None
         rotations = self.rotations(positions_T, hidden_TD.dtype)
         contexts = context.by_layer(len(self._stage))
@@ -277,16 +275,9 @@ class DecoderModel(nn.Module):
         context.note_hidden(self._stage.stop, hidden_TD, residual_TD)
         assert residual_TD is not None, "a decoder has at least one layer"
         if not self.is_last:
-            hidden_TD = sum_rows(hidden_TD, residual_TD)
-            return hidden_TD if parts is None else parts.own(hidden_TD)
+            return sum_rows(hidden_TD, residual_TD)
         hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
         return hidden_TD if context.rows_asked_for is None else context.whole(hidden_TD)
-
-    def _parts(self, input_ids_T: Tensor, context: ForwardContext) -> ScatteredRows | None:
-        """How ranks that have all of the hidden states send them to the next stage, unless each sends all."""
-        if context.rows is not None or not sends_parts(self.parallel):
-            return None
-        return ScatteredRows(self.parallel.tensor, input_ids_T.shape[0])
 
     def _scattering(self, input_ids_T: Tensor, context: ForwardContext) -> ForwardContext:
         """The context in which this step's hidden states are scattered over ranks; not where they are noted."""
@@ -344,10 +335,7 @@ class DecoderForCausalLM(CausalLM):
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
-        """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much.
-
-        It has the rows of `num_rows_between_stages`.
-        """
+        """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much."""
         return self.model(input_ids_T, positions_T, context, *_if_any(given_TD))  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:

@@ -51,14 +51,12 @@ def scattered_rows(parallel: ParallelContext, num_tokens: int) -> ScatteredRows 
     return ScatteredRows(parallel.tensor, num_tokens)
 
 
-def sends_parts(parallel: ParallelContext) -> bool:
-    """Whether the ranks of a stage, which all have its hidden states, each send a part of them to the next stage."""
-    return parallel.pipeline.sends_parts and parallel.tensor.size > 1
+def parts_between_stages(parallel: ParallelContext, num_tokens: int) -> ScatteredRows | None:
+    """How the ranks of a stage, where all have its hidden states, each send a part of them to the next stage.
 
-
-def num_rows_between_stages(parallel: ParallelContext, num_tokens: int) -> int:
-    """Rows that a rank sends to the next stage, and is sent, of a step of so many tokens."""
-    rows = scattered_rows(parallel, num_tokens)
-    if rows is None and sends_parts(parallel):
-        rows = ScatteredRows(parallel.tensor, num_tokens)
-    return num_tokens if rows is None else rows.num_own
+    None where each sends what it has: its rows of those that are scattered already, or all.
+    """
+    sends_parts = parallel.pipeline.sends_parts and parallel.tensor.size > 1
+    if not sends_parts or scattered_rows(parallel, num_tokens) is not None:
+        return None
+    return ScatteredRows(parallel.tensor, num_tokens)

@@ -30,6 +30,9 @@ class TorchGroup(ProcessGroup):
     sums have the bits of `SharedMemoryGroup`'s. Raises what `RankConnections` raises.
     """
 
+    # What goes to another machine shares its connection with what the others send.
+    sends_parts = True
+
     def __init__(self, connections: RankConnections, ranks: Sequence[int], number: int) -> None:
         self.rank, self.size = ranks.index(connections.rank), len(ranks)
         self._connections = connections

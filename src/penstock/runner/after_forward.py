@@ -128,7 +128,7 @@ class Generation(AfterForward):
         paths = self._lanes.current.paths
         inputs = self._stage.receive_hidden(inputs)
         if not self._stage.is_last:
-            self._stage.send_hidden(paths.forward(model, inputs, context))
+            self._stage.send_hidden(paths.forward(model, inputs, context), inputs.tokens.shape[0])
             return PendingStep(errors, batch, context=context, inputs=inputs, num_drafts=num_drafts)
         speculator = self._speculator
         prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,8 @@ from penstock.device import Device
 from penstock.errors import RanksDisagree
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
-from penstock.parallel import Group
+from penstock.parallel import ParallelContext
+from penstock.parallel.scattered_rows import parts_between_stages, scattered_rows
 
 
 class OneStage:
@@ -30,8 +29,8 @@ class OneStage:
         """
         return inputs
 
-    def send_hidden(self, hidden_TD: Tensor) -> None:
-        """To the next stage, which is there."""
+    def send_hidden(self, hidden_TD: Tensor, num_tokens: int) -> None:
+        """What the model made of so many tokens, to the next stage, which is there."""
         raise AssertionError("the last stage samples")
 
     def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
@@ -49,8 +48,7 @@ class PipelineStage(OneStage):
     """A stage of several. max_num_tokens: of a step. dtype: of the hidden states, which are `hidden_size` wide.
 
     Whatever goes to another stage comes behind the number of its step. What is received lies in the same place in every
-    step.
-    num_rows: those that a rank is sent of a step of so many tokens, all by default.
+    step. Where ranks of a stage each send a part (`parts_between_stages`), those of the next put them together.
     """
 
     has_others = True
@@ -58,14 +56,13 @@ class PipelineStage(OneStage):
     def __init__(
         self,
         device: Device,
-        group: Group,
+        parallel: ParallelContext,
         max_num_tokens: int,
         hidden_size: int,
         dtype: torch.dtype,
-        num_rows: Callable[[int], int] = int,
     ) -> None:
-        self._group = group
-        self._num_rows = num_rows
+        self._parallel = parallel
+        self._group = group = parallel.pipeline
         self._last = group.size - 1
         self.is_last = group.rank == self._last
         has_buffer = group.rank > 0
@@ -82,12 +79,18 @@ class PipelineStage(OneStage):
     def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
         if self._group.rank == 0:
             return inputs
-        hidden_TD = self._received[: self._num_rows(inputs.tokens.shape[0])]
-        self._receive(self._step_id, hidden_TD, self._group.rank - 1)
+        num_tokens, source = inputs.tokens.shape[0], self._group.rank - 1
+        parts = parts_between_stages(self._parallel, num_tokens)
+        rows = parts or scattered_rows(self._parallel, num_tokens)
+        hidden_TD = self._received[: num_tokens if rows is None else rows.num_own]
+        self._receive(self._step_id, hidden_TD, source)
+        if parts is not None:
+            hidden_TD = self._received[:num_tokens].copy_(parts.whole(hidden_TD))
         return inputs._replace(hidden=hidden_TD)
 
-    def send_hidden(self, hidden_TD: Tensor) -> None:
-        self._send(self._step_id, hidden_TD, self._group.rank + 1)
+    def send_hidden(self, hidden_TD: Tensor, num_tokens: int) -> None:
+        parts = parts_between_stages(self._parallel, num_tokens)
+        self._send(self._step_id, hidden_TD if parts is None else parts.own(hidden_TD), self._group.rank + 1)
 
     def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
         for stage in range(self._last):

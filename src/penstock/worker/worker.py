@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +30,6 @@ from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
-from penstock.parallel.scattered_rows import num_rows_between_stages
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
@@ -339,13 +337,11 @@ class Worker(WorkerBase):
         return self._required(self._runner, "initialize_from_config")
 
     def _stage(self) -> OneStage:
-        pipeline = self.parallel.pipeline
-        if pipeline.size == 1:
+        if self.parallel.pipeline.size == 1:
             return ONE_STAGE
         most_tokens = self.config.scheduler.max_num_batched_tokens
-        num_rows = partial(num_rows_between_stages, self.parallel)
-        dtype = self.dtype.torch_dtype
-        return PipelineStage(self.device, pipeline, most_tokens, self.config.model.hidden_size, dtype, num_rows)
+        hidden_size, dtype = self.config.model.hidden_size, self.dtype.torch_dtype
+        return PipelineStage(self.device, self.parallel, most_tokens, hidden_size, dtype)
 
     def _required(self, part: _Part | None, method: str) -> _Part:
         if part is None:
