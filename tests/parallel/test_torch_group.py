@@ -193,6 +193,35 @@ def test_small_tensors_are_sent_before_anybody_receives() -> None:
         one.close()
 
 
+def test_what_is_asked_for_comes_before_it_is_waited_for() -> None:
+    connections = connect(2, timeout_s=20.0)
+    first, second = (TorchGroup(one, range(2), 1) for one in connections)
+    # More than may be on its way to one who has not asked.
+    sent = of_rank(0, (5, 1 << 18))
+    small, large = torch.zeros(3), torch.zeros_like(sent)
+    waits = [second.start_receiving(small, 0), second.start_receiving(large, 0)]
+    first.send(torch.ones(3), 1)
+    first.send(sent, 1)
+    # It has returned, so it was taken, though nobody waits for it.
+    received = [wait() for wait in waits]
+    assert received[0] is small
+    assert torch.equal(small, torch.ones(3))
+    assert torch.equal(received[1], sent)
+    for one in connections:
+        one.close()
+
+
+def test_who_does_not_send_what_is_asked_for_is_named_by_whoever_waits() -> None:
+    def run(group: TorchGroup) -> None:
+        if group.rank == 1:
+            wait = group.start_receiving(torch.zeros(3), 0)
+            group.note_step(4)
+            with pytest.raises(WaitTimeout, match=r"Rank 1 waited 0.4 s in receive .*, step 4 for rank 0"):
+                wait()
+
+    assert together(2, run, timeout_s=0.4) == [None, None]
+
+
 @pytest.mark.parametrize(
     ("other", "theirs"),
     [

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from penstock.config import DeviceConfig
+from penstock.contract import SchedulerOutput
 from penstock.device import create_device
 from penstock.errors import RanksDisagree
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
 from penstock.parallel import ParallelContext
 from penstock.parallel.scattered_rows import scattered_rows
+from penstock.runner.input_batch import InputBatch
 from penstock.runner.stage import PipelineStage
 from support.ranks import Meeting, ThreadGroup, run_ranks
+from support.runners import ArithmeticModel, make_runner, new_request
 
 
 def stages() -> list[PipelineStage]:
@@ -24,6 +30,12 @@ def stages() -> list[PipelineStage]:
 def stage(parallel: ParallelContext) -> PipelineStage:
     device = create_device(DeviceConfig(device="cpu", num_threads=1))
     return PipelineStage(device, parallel, 8, 4, torch.float32)
+
+
+class GoingOn(ArithmeticModel):
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, context: Any, given: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        assert given.any()
+        return super().__call__(ids, positions, context)
 
 
 def inputs(num_tokens: int) -> ModelInputs:
@@ -46,6 +58,39 @@ def test_hidden_states_and_outcomes_arrive_in_their_steps() -> None:
         outcome = StepOutcome(torch.empty(2, 4, dtype=torch.int64))
         first.receive_outcome(step_id, outcome)
         assert outcome.table_RX.eq(step_id).all()
+
+
+def test_hidden_states_are_asked_for_when_the_step_is_prepared_and_waited_for_when_it_runs() -> None:
+    said: list[tuple[str, int]] = []
+
+    class Asking(ThreadGroup):
+        def start_receiving(self, tensor: torch.Tensor, source: int) -> Callable[[], torch.Tensor]:
+            said.append(("ask", tensor.numel()))
+            wait = super().start_receiving(tensor, source)
+
+            def note() -> torch.Tensor:
+                said.append(("wait", tensor.numel()))
+                return wait()
+
+            return note
+
+    meeting = Meeting(2)
+    first, last = (stage(ParallelContext(pipeline=Asking(rank, meeting))) for rank in range(2))
+    runner = make_runner(stage=last, model=GoingOn())
+    build = runner.batcher.build
+
+    def noted_build(*args: Any) -> InputBatch:
+        said.append(("build", 0))
+        return build(*args)
+
+    runner.batcher.build = noted_build  # type: ignore[method-assign]
+    first.expect_hidden(3)
+    first.begin(1)
+    first.send_hidden(torch.ones(3, 4), 3)
+    prompt = [5, 6, 7]
+    message = SchedulerOutput(step_id=1, scheduled_new_reqs=[new_request("a", prompt)], num_scheduled_tokens={"a": 3})
+    runner.execute_model(message)
+    assert said == [("ask", 1), ("ask", 12), ("build", 0), ("wait", 1), ("wait", 12)]
 
 
 def test_what_belongs_to_another_step_is_refused() -> None:

@@ -73,7 +73,7 @@ class RankConnections:
         the same for messages of different sizes: gloo ends the process for those.
         """
         sendings = [(rank, self.start_sending(call, tag, tensor, rank)) for rank, tensor in given.items()]
-        receivings = [(rank, self._start(call, "recv", tag, tensor, rank)) for rank, tensor in received.items()]
+        receivings = [(rank, self.start_receiving(call, tag, tensor, rank)) for rank, tensor in received.items()]
         deadline = time.monotonic() + self._timeout_s
         for rank, work in (*receivings, *sendings):
             self.finish(call, work, rank, deadline, also=list(received))
@@ -81,6 +81,10 @@ class RankConnections:
     def start_sending(self, call: str, tag: int, tensor: Tensor, rank: int) -> Work | None:
         """`finish` must follow; the tensor stays as it is until then."""
         return self._start(call, "send", tag, tensor, rank)
+
+    def start_receiving(self, call: str, tag: int, tensor: Tensor, rank: int) -> Work | None:
+        """`finish` must follow; the tensor is filled until then."""
+        return self._start(call, "recv", tag, tensor, rank)
 
     def finish(
         self, call: str, work: Work | None, rank: int, deadline: float | None = None, also: Sequence[int] = ()

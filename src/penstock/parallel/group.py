@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -58,6 +59,13 @@ class Group(ABC):
     @abstractmethod
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """What another rank has sent, in the order that it did, into this contiguous tensor, which is returned."""
+
+    def start_receiving(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
+        """`receive`, of which what this returns is the rest, to be called once and in the order of these calls.
+
+        The tensor is the group's until then: it may be filled meanwhile, where somebody else than this thread does it.
+        """
+        return partial(self.receive, tensor, source)
 
     @abstractmethod
     def gather_values(self, value: _Value) -> list[_Value]:

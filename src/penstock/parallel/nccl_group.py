@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -64,7 +64,12 @@ class NcclGroup(TorchGroup):
     def send(self, tensor: Tensor, destination: int) -> None:
         self._nccl.send([tensor.contiguous()], destination, 0).wait()
 
-    def receive(self, tensor: Tensor, source: int) -> Tensor:
+    def start_receiving(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
         assert tensor.is_contiguous(), "it is filled as it lies"
-        self._nccl.recv([tensor], source, 0).wait()
-        return tensor
+        work = self._nccl.recv([tensor], source, 0)
+
+        def wait() -> Tensor:
+            work.wait()
+            return tensor
+
+        return wait

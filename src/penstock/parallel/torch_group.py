@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -82,10 +82,19 @@ class TorchGroup(ProcessGroup):
             self._connections.finish(call, waiting.popleft()[1], rank)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
+        return self.start_receiving(tensor, source)()
+
+    def start_receiving(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
         assert tensor.is_contiguous(), "it is filled as it lies"
         call, tag = self._mail(tensor, source, self.rank)
-        self._connections.exchange(call, tag, {}, {self._ranks[source]: tensor})
-        return tensor
+        rank = self._ranks[source]
+        work = self._connections.start_receiving(call, tag, tensor, rank)
+
+        def wait() -> Tensor:
+            self._connections.finish(call, work, rank)
+            return tensor
+
+        return wait
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         given = torch.frombuffer(bytearray(data), dtype=torch.uint8)

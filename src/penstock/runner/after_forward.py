@@ -80,6 +80,9 @@ class AfterForward(ABC):
     def begin(self, output: SchedulerOutput) -> None:  # noqa: B027
         """A step is to be prepared: wait for what another rank makes of those that were run here, if it needs that."""
 
+    def expect(self, num_tokens: int) -> None:  # noqa: B027
+        """The step that is being prepared will run so many: what it takes from other ranks may come meanwhile."""
+
     def catch_up(self) -> None:  # noqa: B027
         """Wait for what another rank makes of all steps that were run here."""
 
@@ -198,6 +201,9 @@ class Generation(AfterForward):
         self._stage.begin(output.step_id)
         for step_id, outcome in self._unfinished.finish_for(output, self._lanes.current):
             self._draft(self._pending.pop(step_id), outcome)
+
+    def expect(self, num_tokens: int) -> None:
+        self._stage.expect_hidden(num_tokens)
 
     def catch_up(self) -> None:
         for step_id, outcome in self._unfinished.finish():

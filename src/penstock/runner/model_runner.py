@@ -187,7 +187,9 @@ class ModelRunner:
         scheduled = _without(output.num_scheduled_tokens, errors)
         if not scheduled:
             return None
-        batch = self.batcher.build(scheduled, self._planner(scheduled), output.scheduled_spec_decode_tokens)
+        plan = self._planner(scheduled)
+        self.after_forward.expect(plan.num_tokens_padded)
+        batch = self.batcher.build(scheduled, plan, output.scheduled_spec_decode_tokens)
         context = self.kv_cache.make_context(batch)
         if not errors:
             self.paths.keep(output, batch, context)

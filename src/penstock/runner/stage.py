@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,13 @@ class OneStage:
     def begin(self, step_id: int) -> None:
         """This step's hidden states are received and sent next."""
 
+    def expect_hidden(self, num_tokens: int) -> None:
+        """The step runs so many tokens, and what it receives may come while it is prepared."""
+
     def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
         """The inputs with the hidden states that this stage's layers go on from, if others come before them.
 
-        Raises RanksDisagree where they are another step's.
+        Waits for them; to be called once they are needed. Raises RanksDisagree where they are another step's.
         """
         return inputs
 
@@ -70,20 +75,28 @@ class PipelineStage(OneStage):
             max_num_tokens if has_buffer else 0, hidden_size, dtype=dtype, device=device.torch_device
         )
         self._sent_number = torch.empty(1, dtype=torch.int64, device=device.torch_device)
-        self._received_number = torch.empty_like(self._sent_number)
+        # Waits for the hidden states that are expected.
+        self._expected: Callable[[int], None] | None = None
         self._step_id = -1
 
     def begin(self, step_id: int) -> None:
         self._step_id = step_id
 
+    def expect_hidden(self, num_tokens: int) -> None:
+        if self._group.rank > 0:
+            self._expected = self._start_receiving(self._rows_sent(num_tokens), self._group.rank - 1)
+
     def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
         if self._group.rank == 0:
             return inputs
-        num_tokens, source = inputs.tokens.shape[0], self._group.rank - 1
+        num_tokens = inputs.tokens.shape[0]
+        if self._expected is None:
+            self.expect_hidden(num_tokens)
+        wait, self._expected = self._expected, None
+        assert wait is not None, "it is expected"
+        wait(self._step_id)
+        hidden_TD = self._rows_sent(num_tokens)
         parts = parts_between_stages(self._parallel, num_tokens)
-        rows = parts or scattered_rows(self._parallel, num_tokens)
-        hidden_TD = self._received[: num_tokens if rows is None else rows.num_own]
-        self._receive(self._step_id, hidden_TD, source)
         if parts is not None:
             hidden_TD = self._received[:num_tokens].copy_(parts.whole(hidden_TD))
         return inputs._replace(hidden=hidden_TD)
@@ -97,17 +110,29 @@ class PipelineStage(OneStage):
             self._send(step_id, outcome.table_RX, stage)
 
     def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
-        self._receive(step_id, outcome.table_RX, self._last)
+        self._start_receiving(outcome.table_RX, self._last)(step_id)
+
+    def _rows_sent(self, num_tokens: int) -> Tensor:
+        """The place of those that come to this rank, in a step of so many tokens."""
+        rows = parts_between_stages(self._parallel, num_tokens) or scattered_rows(self._parallel, num_tokens)
+        return self._received[: num_tokens if rows is None else rows.num_own]
 
     def _send(self, step_id: int, tensor: Tensor, stage: int) -> None:
         self._group.send(self._sent_number.fill_(step_id), stage)
         self._group.send(tensor, stage)
 
-    def _receive(self, step_id: int, tensor: Tensor, stage: int) -> None:
-        sent = int(self._group.receive(self._received_number, stage))
-        if sent != step_id:
-            raise RanksDisagree(
-                f"Stage {self._group.rank} is at step {step_id}, and stage {stage} sent what belongs to step {sent}. "
-                "Every stage must be given every step, in the same order."
-            )
-        self._group.receive(tensor, stage)
+    def _start_receiving(self, tensor: Tensor, stage: int) -> Callable[[int], None]:
+        """What this returns waits for what is to be of this step."""
+        wait_for_number = self._group.start_receiving(torch.empty_like(self._sent_number), stage)
+        wait_for_tensor = self._group.start_receiving(tensor, stage)
+
+        def wait(step_id: int) -> None:
+            sent = int(wait_for_number())
+            if sent != step_id:
+                raise RanksDisagree(
+                    f"Stage {self._group.rank} is at step {step_id}, and stage {stage} sent what belongs to step "
+                    f"{sent}. Every stage must be given every step, in the same order."
+                )
+            wait_for_tensor()
+
+        return wait
