@@ -105,11 +105,8 @@ def test_sums_have_the_bits_of_ranks_that_share_memory(dtype: torch.dtype) -> No
 class GlooForNccl:
     """What `NcclGroup` asks of torch's NCCL, done by its gloo."""
 
-    class Options:
-        _timeout: timedelta
-
-    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        self._gloo = torch.distributed.ProcessGroupGloo(store, rank, size, options._timeout)
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        self._gloo = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gloo, name)
@@ -144,6 +141,13 @@ def test_gpus_need_a_torch_that_lets_them_talk(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UnsupportedFeature, match="by NCCL, without which this torch"):
         NcclGroup(alone, [0], 0, torch.device("cuda", 0), 1.0)
     alone.close()
+
+
+def test_a_torch_whose_gloo_cannot_be_told_where_to_listen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed.ProcessGroupGloo, "_Options")
+    store = open_store(HOST, 0, is_host=True)
+    with pytest.raises(UnsupportedFeature, match=r"has no options of gloo .*_Options.*, by which ranks"):
+        RankConnections(store, 0, 1, address=HOST, timeout_s=1.0)
 
 
 def test_values_of_any_size_are_gathered_and_ranks_may_be_late() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import distributed
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from penstock.config import EngineConfig, env
 from penstock.config.rank_variables import LauncherPlace

@@ -7,14 +7,14 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
+import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from penstock.config import env
-from penstock.errors import PenstockError, RanksDisagree, WaitTimeout, WorkerError, same_error
+from penstock.errors import PenstockError, RanksDisagree, UnsupportedFeature, WaitTimeout, WorkerError, same_error
 from penstock.parallel.missing_ranks import VainWait, find_missing
 
 # Tensors by rank.
@@ -57,13 +57,7 @@ class RankConnections:
         self._failure: PenstockError | None = None
         self._closes_with_it: list[Callable[[], None]] = []
         _wait_for_all(store, rank, size, join_timeout_s)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [
-            ProcessGroupGloo.create_device(hostname=address)
-            if (interface := env.gloo_interface()) is None
-            else ProcessGroupGloo.create_device(interface=interface)
-        ]
-        options._timeout = timedelta(seconds=join_timeout_s)
+        options = _gloo_options(address, join_timeout_s)
         self._gloo: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
 
     def exchange(self, call: str, tag: int, given: ByRank, received: ByRank) -> None:
@@ -185,6 +179,26 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
+
+
+def _gloo_options(address: str, timeout_s: float) -> Any:
+    """For a group that listens at this address. Raises UnsupportedFeature.
+
+    torch has no public name for it: without options gloo takes the address that the machine's name has.
+    """
+    interface = env.gloo_interface()
+    try:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        device = {"hostname": address} if interface is None else {"interface": interface}
+        options._devices = [ProcessGroupGloo.create_device(**device)]
+        options._timeout = timedelta(seconds=timeout_s)
+    except AttributeError as error:
+        raise UnsupportedFeature(
+            f"torch {torch.__version__} has no options of gloo as Penstock knows them ({error}), by which ranks of "
+            "several machines say where they listen. Install a torch that has, such as 2.11 to 2.13, or use "
+            "distributed_executor_backend='mp' on one machine."
+        ) from error
+    return options
 
 
 def _wait_for_all(store: Store, rank: int, size: int, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 _POLL_S = 0.02
 

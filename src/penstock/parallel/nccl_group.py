@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from penstock.errors import UnsupportedFeature
 from penstock.parallel.connections import RankConnections
@@ -33,10 +33,9 @@ class NcclGroup(TorchGroup):
                 f"Ranks on {device} exchange tensors by NCCL, without which this torch {torch.__version__} was built. "
                 "Install a CUDA build of torch, or use device='cpu'."
             )
-        options = nccl.Options()
-        options._timeout = timedelta(seconds=timeout_s)
         name = f"nccl/{number}/{'-'.join(map(str, ranks))}"
-        self._nccl = nccl(PrefixStore(name, connections.store), self.rank, self.size, options)
+        store = PrefixStore(name, connections.store)
+        self._nccl = nccl(store, self.rank, self.size, timedelta(seconds=timeout_s))
         connections.on_close(self._nccl.abort)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -45,16 +44,16 @@ class NcclGroup(TorchGroup):
         return tensor
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        parts = tensor.chunk(self.size, dim)
-        own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        self._nccl._reduce_scatter_base(own, torch.cat(parts)).wait()
+        parts = [part.contiguous() for part in tensor.chunk(self.size, dim)]
+        own = torch.empty_like(parts[0])
+        self._nccl.reduce_scatter([own], [parts]).wait()
         return own
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         tensor = tensor.contiguous()
-        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        self._nccl._allgather_base(gathered, tensor).wait()
-        return torch.cat(gathered.chunk(self.size), dim)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._nccl.allgather([gathered], [tensor]).wait()
+        return torch.cat(gathered, dim)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         tensor = tensor.contiguous()
