@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.errors import ConfigError, LifecycleError, ModelError, WaitTimeout, WorkerError
@@ -31,6 +32,10 @@ OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": "2MiB", "max_model_len": 128
 def place_of(worker: WorkerBase) -> tuple[int, tuple[int, int], int, int]:
     parallel = worker.parallel
     return worker.rank, parallel.place_on_machine, parallel.tensor.size, parallel.pipeline.rank
+
+
+def sends_parts(worker: WorkerBase) -> bool:
+    return worker.parallel.pipeline.sends_parts
 
 
 def environment_of(worker: WorkerBase) -> tuple[str | None, ...]:
@@ -256,8 +261,41 @@ def test_more_arrangements_give_the_tokens_of_one_worker(
     core = make(ranks, stages, num_threads=ranks * stages)
     assert_same(run(core, PROMPTS, PARAMS), undisturbed)
     places = core.collective_rpc(place_of)
+    assert all(core.collective_rpc(sends_parts))
     if sizes == (2, 2):
         assert [place for _, place, _, _ in places] == [(0, 2), (1, 2)] * 2
+
+
+def node_of(worker: WorkerBase) -> tuple[str, tuple[int, int], int]:
+    import ray
+
+    return ray.get_runtime_context().get_node_id(), worker.parallel.place_on_machine, os.getpid()
+
+
+@pytest.mark.slow
+def test_engines_side_by_side_have_a_node_each_and_go_on_when_a_worker_or_a_core_is_killed(two_nodes: None) -> None:
+    prompts, params = [f"{name}:" for name in ("ROMEO", "JULIET", "NURSE", "TYBALT")], SamplingParams(temperature=0.0)
+
+    def texts(llm: LLM) -> list[str]:
+        return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    options: dict[str, Any] = {"kv_cache_memory_bytes": "8MiB", "num_threads": 2}
+    with LLM("demo", **options) as llm:
+        expected = texts(llm)
+    with LLM("demo", data_parallel_size=2, distributed_executor_backend="ray", **options) as llm:
+        assert texts(llm) == expected
+        first, second = llm.collective_rpc(node_of)
+        assert first[0] != second[0]
+        # There is no room for the other one's worker.
+        assert first[1] == second[1] == (0, 1)
+        os.kill(second[2], signal.SIGKILL)
+        assert texts(llm) == expected
+        core = psutil.Process(llm._session._core.process_ids[0])  # type: ignore[attr-defined]
+        core.kill()
+        assert texts(llm) == expected
+        pids = [pid for *_, pid in llm.collective_rpc(node_of)]
+    assert not {first[2], second[2]} & set(pids)
+    assert_nothing_is_left([first[2], second[2], *pids])
 
 
 def test_a_cluster_without_room_is_told(two_nodes: None, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.executor.ray_placement import RankPlace, can_hold, place_ranks, plan_bundles
+from penstock.executor.ray_placement import RankPlace, can_hold, place_among_engines, place_ranks, plan_bundles
 
 PER_RANK = {"CPU": 1.0}
 
@@ -41,3 +41,19 @@ def test_ranks_of_a_node_follow_each_other_from_the_drivers_node_on() -> None:
         RankPlace(0, "b", 1, 2),
     ]
     assert [place.node for place in place_ranks(["c", "b", "c"], 3, "elsewhere")] == ["c", "c", "b"]
+
+
+def test_engines_leave_room_on_a_node_for_each_other() -> None:
+    def places(num_engines: int, num_ranks: int, room: int) -> list[tuple[int, int]]:
+        return [
+            place_among_engines(RankPlace(0, "a", rank, num_ranks), rank, num_ranks, engine, num_engines, room)
+            for engine in range(num_engines)
+            for rank in range(num_ranks)
+        ]
+
+    assert places(1, 2, 8) == [(0, 2), (1, 2)]
+    # All may be there.
+    assert places(2, 2, 8) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    # One engine's fill the node, or some of several do.
+    assert places(2, 2, 2) == [(0, 2), (1, 2)] * 2
+    assert places(4, 1, 2) == [(0, 2), (1, 2)] * 2

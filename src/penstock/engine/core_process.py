@@ -19,6 +19,7 @@ from penstock.engine.core_server import PROGRAM, ServedCore
 from penstock.engine.messages import AbortRequests, AddRequest, CloseCore, CoreStart, ToCore, UtilityCall
 from penstock.executor.processes import ProcessStarter, describe_end, limit_waits
 from penstock.executor.program import main_path, pickled
+from penstock.executor.select import environment_of_core
 
 logger = logging.getLogger(__name__)
 # How long a process that was told to end, or whose connection broke, is given to do so.
@@ -53,7 +54,7 @@ class CoreProcess:
         limit_waits(self._connection, send_s=send_timeout_s)
         # The end of the process is to be the end of the connection, so nobody else keeps that end.
         with theirs:
-            environment = {"OMP_NUM_THREADS": str(threads.num_threads)}
+            environment = {"OMP_NUM_THREADS": str(threads.num_threads), **environment_of_core(config)}
             self._process = starter.start(PROGRAM, [os.getpid(), theirs.fileno()], [theirs.fileno()], environment)
         _processes.add(self)
         self.pid = self._process.pid

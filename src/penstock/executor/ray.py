@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -30,7 +30,14 @@ from penstock.executor.messages import (
 )
 from penstock.executor.program import main_path, pickled
 from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
-from penstock.executor.ray_placement import RankPlace, can_hold, place_ranks, plan_bundles
+from penstock.executor.ray_placement import (
+    RankPlace,
+    can_hold,
+    num_fitting,
+    place_among_engines,
+    place_ranks,
+    plan_bundles,
+)
 from penstock.executor.ray_worker import RankActor, RayStart
 from penstock.parallel.connections import open_store
 from penstock.worker.capabilities import check_options
@@ -58,6 +65,7 @@ class RayExecutor(RanksExecutor):
     The end of any actor or node ends the wait of whoever waits for a worker, at once.
 
     Tensors go from rank to rank by connections of their own. The connection to the cluster is kept for other engines.
+    A core in a process of its own has its own, to the same cluster, and a placement group of its own.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -115,8 +123,7 @@ class RayExecutor(RanksExecutor):
 
     def _find_room(self) -> list[RankPlace]:
         """Of each rank. Raises ConfigError where the cluster has none."""
-        ray, parallel = self._ray, self._config.parallel
-        per_rank = {"CPU": 1.0, **({"GPU": 1.0} if self._config.device.device == "cuda" else {})}
+        ray, parallel, per_rank = self._ray, self._config.parallel, self._per_rank
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         no_room = ConfigError(
             f"{parallel.world_size} workers, for tensor_parallel_size={parallel.tensor_parallel_size} and "
@@ -136,9 +143,14 @@ class RayExecutor(RanksExecutor):
             [nodes_by_bundle[bundle] for bundle in range(len(bundles))], parallel.world_size, driver_node
         )
 
+    @property
+    def _per_rank(self) -> dict[str, float]:
+        """What each takes of its node."""
+        return {"CPU": 1.0, **({"GPU": 1.0} if self._config.device.device == "cuda" else {})}
+
     def _start_actors(self, places: Sequence[RankPlace]) -> None:
         ray = self._ray
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
         actor_class = ray.remote(concurrency_groups={"watch": 1})(RankActor)
         by_bundle = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         for number, place in enumerate(places):
@@ -149,7 +161,8 @@ class RayExecutor(RanksExecutor):
                 scheduling_strategy=by_bundle(self._room, placement_group_bundle_index=place.bundle),
             ).remote()
             life = actor.watch.options(concurrency_group="watch").remote()
-            self._ranks.append(_Rank(rank=number, actor=actor, address=addresses[place.node], life=life))
+            address = nodes[place.node]["NodeManagerAddress"]
+            self._ranks.append(_Rank(rank=number, actor=actor, address=address, life=life))
         config = pickled("The configuration", self._config)
         variables = env.variables_for_another_machine()
         store = self._store.host, self._store.port
@@ -159,9 +172,16 @@ class RayExecutor(RanksExecutor):
                 variables,
                 [path or os.getcwd() for path in sys.path],
                 store,
-                (place.local_rank, place.num_local_ranks),
+                self._place_on_machine(place, rank.rank, nodes[place.node]["Resources"]),
             )
             self._calls[rank.actor.start.remote(start)] = rank
+
+    def _place_on_machine(self, place: RankPlace, rank: int, node: Mapping[str, float]) -> tuple[int, int]:
+        parallel = self._config.parallel
+        # Of GPUs Ray gives each rank its own.
+        num_engines = 1 if self._config.device.device == "cuda" else parallel.data_parallel_size
+        engine, room = parallel.data_parallel_rank or 0, num_fitting(self._per_rank, node)
+        return place_among_engines(place, rank, parallel.world_size, engine, num_engines, room)
 
     def _send(self, message: ExecuteStep | SampleStep | CallWorker, name: str) -> None:
         data = encode(ToWorker(message))

@@ -25,15 +25,14 @@ def plan_bundles(
     per_rank: resources. nodes: what each has.
     """
     of_stage = {name: amount * ranks_per_stage for name, amount in per_rank.items()}
-    num_fitting = sum(_num_fitting(of_stage, node) for node in nodes)
-    if num_fitting >= num_stages:
+    if sum(num_fitting(of_stage, node) for node in nodes) >= num_stages:
         return [dict(of_stage) for _ in range(num_stages)]
     return [dict(per_rank) for _ in range(num_stages * ranks_per_stage)]
 
 
 def can_hold(num_ranks: int, per_rank: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> bool:
     """Whether these nodes have room for so many ranks, if nobody else needs it."""
-    return sum(_num_fitting(per_rank, node) for node in nodes) >= num_ranks
+    return sum(num_fitting(per_rank, node) for node in nodes) >= num_ranks
 
 
 def place_ranks(node_of_bundle: Sequence[str], num_ranks: int, driver_node: str) -> list[RankPlace]:
@@ -50,5 +49,20 @@ def place_ranks(node_of_bundle: Sequence[str], num_ranks: int, driver_node: str)
     return places
 
 
-def _num_fitting(wanted: Mapping[str, float], node: Mapping[str, float]) -> int:
+def place_among_engines(
+    place: RankPlace, rank: int, num_ranks: int, engine: int, num_engines: int, room: int
+) -> tuple[int, int]:
+    """A rank's number among those that share its node, and how many these are. room: for how many there is.
+
+    None of several engines knows where the others' ranks are. Then there are as many as can be there, so that what each
+    takes of the node is there for it; numbers differ where all ranks of all engines, or one engine's alone, fit a node.
+    """
+    if num_engines == 1:
+        return place.local_rank, place.num_local_ranks
+    most = min(room, num_engines * num_ranks)
+    return (engine * num_ranks + rank) % most, most
+
+
+def num_fitting(wanted: Mapping[str, float], node: Mapping[str, float]) -> int:
+    """For how many ranks, or stages, that want so much a node has room."""
     return int(min(node.get(name, 0.0) // amount for name, amount in wanted.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 from penstock.config import EngineConfig
 from penstock.executor.base import Executor
@@ -15,6 +16,14 @@ _EXECUTORS = {
     "ray": ("ray", "RayExecutor"),
     "external_launcher": ("external_launcher", "ExternalLauncherExecutor"),
 }
+
+
+def environment_of_core(config: EngineConfig) -> dict[str, str]:
+    """What a core in a process of its own must be told of what this process is connected to: the Ray cluster."""
+    ray = sys.modules.get("ray")
+    if config.parallel.executor != "ray" or ray is None or not ray.is_initialized():
+        return {}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
 def create_executor(config: EngineConfig) -> Executor:
