@@ -32,7 +32,9 @@ def scattered_steps(worker: WorkerBase) -> int:
     return worker.num_scattered  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize(("family", "size", "least"), [("llama", 2, 1), ("llama", 4, 8), ("gemma3", 2, 8)])
+@pytest.mark.parametrize(
+    ("family", "size", "least"), [("llama", 2, 1), ("llama", 4, 8), ("gemma3", 2, 8), ("olmo2", 2, 8)]
+)
 def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, least: int, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
     results = []
