@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from penstock import LLM
@@ -21,7 +22,7 @@ from penstock.kernels.native import NATIVE
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of, sampled, some_steps
-from support.checkpoints import tiny_checkpoint
+from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, add, finish, greedy, make_core, run
 
 # A block of all ranks: keys and values of 16 positions and two heads in two layers.
@@ -50,6 +51,25 @@ def test_ranks_give_the_tokens_of_one_worker(
     tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
     expected, found = (results_of(make(tmp_path, ranks, async_scheduling=async_scheduling)) for ranks in (1, size))
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("arrangement", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_nan_of_one_request_hurts_none_that_gets_its_blocks(arrangement: dict[str, int], tmp_path: Path) -> None:
+    """On no rank, though one reads results, and with a backend that reads whole blocks."""
+    bad = 77
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
+    save_checkpoint(model, tmp_path)
+    core = make_core(tmp_path, **arrangement, attention_backend="cpu_paged", kv_cache_memory_bytes="64KiB")
+    params = greedy(6, logit_bias={bad: -100.0})
+    try:
+        expected = run(core, [PROMPTS[0]], params)
+        poisoned, again = run(core, [[5, bad, *range(6, 30)]] * 2, params), run(core, [PROMPTS[0]] * 16, params)
+    finally:
+        core.close()
+    assert all(result.error is not None for result in poisoned)
+    assert [result.tokens for result in again] == [expected[0].tokens] * 16
 
 
 def num_programs(worker: WorkerBase) -> int:

@@ -237,7 +237,7 @@ class _ModelWithNaN(ArithmeticModel):
         return super().compute_logits(hidden).masked_fill(is_bad, torch.nan)
 
 
-def test_blocks_are_cleared_for_whoever_gets_them_once_there_was_nan() -> None:
+def test_blocks_are_cleared_for_whoever_gets_them_where_the_step_says_so() -> None:
     driver = Driver(make_runner(model=_ModelWithNaN()))
     memory = driver.runner.kv_cache.layer_memory("layer.0")
     requests = [new_request("a", PROMPT[:4], num_blocks=1), new_request("bad", [13], first_block=20, num_blocks=2)]
@@ -251,6 +251,7 @@ def test_blocks_are_cleared_for_whoever_gets_them_once_there_was_nan() -> None:
         [new_request("b", [1, 2, 3], first_block=22, num_blocks=2)],
         finished={"bad"},
         new_blocks={"a": ([20],)},
+        clears_blocks=True,
     )
 
     assert memory[:, [20, 22, 23]].isfinite().all()
@@ -258,7 +259,6 @@ def test_blocks_are_cleared_for_whoever_gets_them_once_there_was_nan() -> None:
 
 
 def test_of_a_row_without_a_token_that_counts_only_nan_is_a_failure() -> None:
-    noted = []
     failures = [Failure.NONE, Failure.NOT_FINITE, Failure.NOTHING_LEFT] * 2
     output = AsyncOutput(
         create_device(DeviceConfig(device="cpu", num_threads=1)),
@@ -267,13 +267,11 @@ def test_of_a_row_without_a_token_that_counts_only_nan_is_a_failure() -> None:
         outcome=StepOutcome(torch.tensor([[7] * 6, [0, 0, 0, 1, 1, 1], [0] * 6, failures]).T),
         logprobs=None,
         errors={"unknown": "no slot"},
-        on_not_finite=lambda: noted.append("nan"),
         rank=0,
     ).get_output(5.0)
     assert output.sampled_token_ids == [[], [], [], [7], [7], [7]]
     assert output.errors.keys() == {"unknown", "part, nan", "last, nan", "last, none left"}
     assert output.not_finite_req_ids == ["part, nan", "last, nan"]
-    assert noted == ["nan"]
 
 
 class _NeverDone:

@@ -309,3 +309,23 @@ def test_other_texts_stay_shared_when_a_request_with_nan_fails() -> None:
     driver.scheduler.update_from_output(output, answer(output, errors={"bad": "nan"}, not_finite_req_ids=["bad"]))
     driver.add("after", [7] * 9)
     assert driver.scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens == 8
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_steps_clear_blocks_from_the_first_nan_on_and_no_longer_in_workers_that_replace_those(is_aborted: bool) -> None:
+    driver = Driver(max_num_seqs=2)
+    driver.add("bad", PROMPT)
+    output = driver.scheduler.schedule()
+    if is_aborted:
+        driver.scheduler.finish_requests(["bad"])
+    nan = answer(output, errors={"bad": "nan"}, not_finite_req_ids=["bad"])
+    assert not output.clears_blocks
+    driver.scheduler.update_from_output(output, nan)
+    driver.add("after", [7] * 9, max_tokens=8, ignore_eos=True)
+    for _ in range(3):
+        output = driver.scheduler.schedule()
+        driver.scheduler.update_from_output(output, answer(output, 5))
+        assert output.clears_blocks
+    assert output.repeats_step_id is not None
+    driver.scheduler.reset_for_recovery()
+    assert not driver.scheduler.schedule().clears_blocks

@@ -126,6 +126,7 @@ class Driver:
         new_blocks: dict[str, tuple[list[int], ...]] | None = None,
         drafts: dict[str, list[int]] | None = None,
         repeats: bool = False,
+        clears_blocks: bool = False,
     ) -> SchedulerOutput:
         """Execute a step and leave it unsampled. repeats: say that it repeats the one before."""
         new = new or []
@@ -148,6 +149,7 @@ class Driver:
             finished_req_ids=finished or set(),
             preempted_req_ids=preempted or set(),
             repeats_step_id=self.step_id - 1 if repeats else None,
+            clears_blocks=clears_blocks,
         )
         for req_id, count in counts.items():
             self.computed[req_id] += count

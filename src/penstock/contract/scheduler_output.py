@@ -61,6 +61,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         asks for the same: the same requests in the same order, one token each and no drafts, nobody new, finished or
         preempted. What differs is what they have computed, and perhaps new blocks. A worker may keep what it made of
         that step; to pass over this changes nothing.
+    clears_blocks: whether blocks that requests get in this step may hold NaN of requests that had them before, so that
+        workers clear them, but for cached prefixes.
     A step with no tokens only updates state.
     """
 
@@ -74,6 +76,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished_req_ids: set[str] = set()
     preempted_req_ids: set[str] = set()
     repeats_step_id: int | None = None
+    clears_blocks: bool = False
 
     @property
     def is_empty(self) -> bool:

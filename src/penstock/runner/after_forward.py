@@ -19,7 +19,6 @@ from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.lanes import Lanes
-from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.prompt_logprobs import PromptRows
@@ -98,7 +97,6 @@ class Generation(AfterForward):
         lanes: Lanes,
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
-        poisoned_blocks: PoisonedBlocks,
         speculator: Speculator,
         rank: int,
         stage: OneStage,
@@ -113,7 +111,6 @@ class Generation(AfterForward):
         self._lanes = lanes
         self._sampler = sampler
         self._prompt_logprobs = prompt_logprobs
-        self._poisoned_blocks = poisoned_blocks
         self._speculator = speculator
         self._rank = rank
 
@@ -188,7 +185,6 @@ class Generation(AfterForward):
                 logprobs=sampled.logprobs,
                 prompt_logprobs=prompt_logprobs,
                 errors=errors,
-                on_not_finite=self._poisoned_blocks.note_failure,
                 processor_names=self._sampler.processor_names,
                 rank=self._rank,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -15,9 +15,6 @@ from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
 from penstock.runner.waiting import wait_until
-
-
-def _ignore() -> None: ...
 
 
 class AsyncOutput:
@@ -39,7 +36,6 @@ class AsyncOutput:
         logprobs: LogprobsTensors | None,
         prompt_logprobs: PendingPromptLogprobs | None = None,
         errors: dict[str, str],
-        on_not_finite: Callable[[], None] = _ignore,
         processor_names: Sequence[str] = (),
         rank: int,
     ) -> None:
@@ -49,7 +45,6 @@ class AsyncOutput:
         self._rank = rank
         self._has_logprobs = logprobs is not None
         self._prompt_logprobs = prompt_logprobs
-        self._on_not_finite = on_not_finite
         self._processor_names = processor_names
         self._on_host = on_host
         self._first_rows = first_rows
@@ -97,8 +92,6 @@ class AsyncOutput:
         return [req_id for req_id, why in zip(self._req_ids, failures, strict=True) if why == Failure.NOT_FINITE]
 
     def _failed(self, token_ids: list[list[int]], failures: list[int]) -> dict[str, str]:
-        if Failure.NOT_FINITE in failures:
-            self._on_not_finite()
         # An unfinished prefill's token is void, but with NaN in its logits there is NaN in its KV, and it is lost.
         return {
             req_id: describe_failure(why, self._processor_names)

@@ -113,7 +113,6 @@ class ModelRunner:
             self.lanes,
             self.sampler,
             self.prompt_logprobs,
-            self.poisoned_blocks,
             speculator,
             rank,
             stage,

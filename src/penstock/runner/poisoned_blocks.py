@@ -15,23 +15,18 @@ class PoisonedBlocks:
     """Once a request's logits were not finite, its blocks may hold NaN, and what frees them does not clear them.
 
     Attention multiplies by zero what is masked, and zero times NaN is NaN: a new owner that has filled only a part of
-    such a block would be hurt. So from the first such failure on, blocks are cleared when a request gets them. Until
-    then this costs nothing.
+    such a block would be hurt. So from the first such failure on, blocks are cleared when a request gets them, as the
+    step's message says to all ranks: results are read by one. Until then this costs nothing.
     """
 
     def __init__(self, device: Device, kv_cache: PagedKVCache) -> None:
         self._device = device
         self._kv_cache = kv_cache
         self._block_sizes = [group.spec.block_size for group in kv_cache.config.groups]
-        self._may_exist = False
-
-    def note_failure(self) -> None:
-        """A step's logits were not finite; its requests have not been told yet, so their blocks are still theirs."""
-        self._may_exist = True
 
     def clear(self, output: SchedulerOutput) -> None:
         """Clear the blocks that requests get in this step, but for cached prefixes, whose content is known good."""
-        if not self._may_exist:
+        if not output.clears_blocks:
             return
         for request in output.scheduled_new_reqs:
             for group, block_ids in enumerate(request.block_ids):

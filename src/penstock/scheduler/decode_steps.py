@@ -97,7 +97,11 @@ class DecodeSteps:
             self._note_capacity(row)
 
     def next(
-        self, step_id: int, new_block_ids: dict[int, tuple[list[int], ...]] | None = None
+        self,
+        step_id: int,
+        new_block_ids: dict[int, tuple[list[int], ...]] | None = None,
+        *,
+        clears_blocks: bool = False,
     ) -> tuple[SchedulerOutput, DecodeStep]:
         """The next step, for the worker and to be remembered; moves the requests ahead as if it were done.
 
@@ -121,6 +125,7 @@ class DecodeSteps:
             total_num_scheduled_tokens=len(self._req_ids),
             num_drafts_wanted=self._num_drafts_wanted,
             repeats_step_id=self.last_step_id if self._repeats else None,
+            clears_blocks=clears_blocks,
         )
         self._repeats = True
         self.last_step_id = step_id

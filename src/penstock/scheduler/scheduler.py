@@ -195,7 +195,9 @@ class Scheduler:
             rows = decodes.due.get(decodes.num_steps)
             new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
             if rows is None or new_block_ids is not None:
-                output, self._in_flight.steps[step_id] = decodes.next(step_id, new_block_ids)
+                output, self._in_flight.steps[step_id] = decodes.next(
+                    step_id, new_block_ids, clears_blocks=self._in_flight.had_nan
+                )
                 self._requests.end_turn()
                 self._last_turns.append(decodes.requests)
                 self.kv_cache.pool.note_launched(step_id)
@@ -223,7 +225,7 @@ class Scheduler:
             self._expect_drafts(step)
         finished_req_ids, self._requests.finished_req_ids = self._requests.finished_req_ids, set()
         self._continue_decodes(step, num_drafts_wanted)
-        return step.build(finished_req_ids, num_drafts_wanted)
+        return step.build(finished_req_ids, num_drafts_wanted, clears_blocks=self._in_flight.had_nan)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

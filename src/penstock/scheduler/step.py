@@ -124,7 +124,9 @@ class StepBuilder:
         """What the message names of requests that the worker holds, and their tokens; None if there are others."""
         return None if self._new_reqs else (self._cached_req_ids, self._num_scheduled_tokens)
 
-    def build(self, finished_req_ids: set[str], num_drafts_wanted: int) -> SchedulerOutput:
+    def build(
+        self, finished_req_ids: set[str], num_drafts_wanted: int, *, clears_blocks: bool = False
+    ) -> SchedulerOutput:
         """The message to the worker."""
         new_block_ids = self._new_block_ids
         return SchedulerOutput(
@@ -141,6 +143,7 @@ class StepBuilder:
             num_drafts_wanted=num_drafts_wanted,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
+            clears_blocks=clears_blocks,
         )
 
     def _launch(

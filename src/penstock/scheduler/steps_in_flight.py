@@ -32,6 +32,7 @@ class StepsInFlight:
     """Steps with tokens that were launched, oldest first. Results come in their order, each once.
 
     steps: by step id, what each runs. spec_decode_metrics: what became of all drafts so far.
+    had_nan: whether blocks may hold NaN, since some request's logits were not finite.
     """
 
     def __init__(self, requests: RequestLists, kv_cache: KVCacheManager, draft_budget: DraftBudget) -> None:
@@ -41,11 +42,13 @@ class StepsInFlight:
         self._draft_budget = draft_budget
         self.spec_decode_metrics = SpecDecodeMetrics()
         self._first_valid_step_id = 0
+        self.had_nan = False
 
     def drop(self, next_step_id: int) -> None:
         """Expect no results of steps before this one any more, and ignore those that come."""
         self.steps.clear()
         self._first_valid_step_id = next_step_id
+        self.had_nan = False
 
     def take(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in a step's results; one output per request that got tokens or ended, in batch order.
@@ -60,6 +63,7 @@ class StepsInFlight:
             if isinstance(model_runner_output, SampledOutput) and scheduled.has_plain_results(model_runner_output):
                 return self._take_tokens(scheduled, model_runner_output)
             scheduled = scheduled.by_request()
+        self.had_nan |= bool(model_runner_output.not_finite_req_ids)
         if model_runner_output.errors or len(model_runner_output.req_ids) < len(scheduled):
             self._take_back_lost_blocks(scheduled, model_runner_output)
         outputs = []
