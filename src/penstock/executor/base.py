@@ -122,10 +122,10 @@ class Executor(ABC):
             self.collective_rpc("compile_or_warm_up_model")
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
-        """How long steps take on the slowest worker: some numbers of tokens, rising, with seconds."""
+        """How long steps take, as all workers agree: some numbers of tokens, rising, with seconds."""
         with self.stage("step costs"):
-            by_worker: list[list[tuple[int, float]]] = self.collective_rpc("measure_step_costs")
-        return [max(costs, key=lambda cost: cost[1]) for costs in zip(*by_worker, strict=True)]
+            costs: list[tuple[int, float]] = self.collective_rpc("measure_step_costs")[0]
+        return costs
 
     @abstractmethod
     def execute_model(self, output: SchedulerOutput) -> None:

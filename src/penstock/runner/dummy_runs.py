@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.attention import ForwardContext, HiddenTaps, StepGeometry
 from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.parallel import ParallelContext
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.model_runner import ModelRunner
@@ -38,20 +39,31 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None
     runner.model.compute_logits(hidden[:num_reqs])
 
 
-def measure_step_costs(runner: ModelRunner, most_tokens: int) -> list[tuple[int, float]]:
-    """The shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits."""
+def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelContext) -> list[tuple[int, float]]:
+    """The shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits.
+
+    The same for all ranks, which call it together: of each stage its slowest rank's, and of all stages the sum.
+    """
     shortest: dict[int, float] = {}
     start = time.perf_counter()
+
+    def is_before(seconds: float) -> bool:
+        # Ranks of a stage must run the same steps, and their clocks differ.
+        return all(parallel.tensor.gather_values(time.perf_counter() - start < seconds))
+
     num_tokens = 1
     # Once with all sizes that half of the time has room for, and then again and again.
-    while num_tokens <= most_tokens and (len(shortest) < 2 or time.perf_counter() - start < _MEASURED_S / 2):
+    while num_tokens <= most_tokens and (len(shortest) < 2 or is_before(_MEASURED_S / 2)):
         shortest[num_tokens] = _time_dummy_batch(runner, num_tokens)
         num_tokens *= 2
     for _ in range(_NUM_MEASURED_AGAIN):
         for size in shortest:
-            if time.perf_counter() - start < _MEASURED_S:
+            if is_before(_MEASURED_S):
                 shortest[size] = min(shortest[size], _time_dummy_batch(runner, size))
-    return list(shortest.items())
+    of_ranks = parallel.tensor.gather_values(list(shortest.values()))
+    of_stages = parallel.pipeline.gather_values([max(times) for times in zip(*of_ranks, strict=True)])
+    # A slow stage has tried fewer sizes than others.
+    return [(2**number, sum(times)) for number, times in enumerate(zip(*of_stages, strict=False))]
 
 
 def _time_dummy_batch(runner: ModelRunner, num_tokens: int) -> float:

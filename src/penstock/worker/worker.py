@@ -191,7 +191,7 @@ class Worker(WorkerBase):
         limits = self.runner.limits
         most = min(limits.max_num_tokens, limits.max_num_reqs * (1 + limits.max_drafts))
         with torch.no_grad():
-            return measure_step_costs(self.runner, most)
+            return measure_step_costs(self.runner, most, self.parallel)
 
     def execute_model(self, output: SchedulerOutput) -> None:
         runner = self._runner or self.runner
