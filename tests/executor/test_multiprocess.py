@@ -152,6 +152,19 @@ def test_workers_that_differ_after_a_call_must_be_replaced(start: Callable[[], M
     assert executor.why_not_restart() is None
 
 
+def test_workers_must_be_replaced_after_ctrl_c_in_a_call(start: Callable[[], MultiprocessExecutor]) -> None:
+    """Who has heard of the call does it nevertheless."""
+    executor = start()
+    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        executor.collective_rpc(sleeping_on_last, args=(60.0,))
+    timer.join()
+    assert executor.has_lost_workers
+    with pytest.raises(WorkerError, match="KeyboardInterrupt came while workers were in sleeping_on_last"):
+        executor.collective_rpc("check_health")
+
+
 def test_who_has_not_answered_is_named_and_its_late_answer_goes_nowhere(
     start: Callable[[], MultiprocessExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

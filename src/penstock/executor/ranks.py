@@ -11,7 +11,15 @@ from typing import Any, NoReturn, TypeVar
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from penstock.errors import LifecycleError, PenstockError, WaitTimeout, WorkerError, error_from_data, same_error
+from penstock.errors import (
+    KILLED,
+    LifecycleError,
+    PenstockError,
+    WaitTimeout,
+    WorkerError,
+    error_from_data,
+    same_error,
+)
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
 from penstock.executor.messages import (
     Answer,
@@ -109,7 +117,8 @@ class RanksExecutor(Executor):
     ) -> list[Any]:
         """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
 
-        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere.
+        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere. After whatever else breaks
+        it off, such as Ctrl-C, the workers are to be replaced, since nobody knows which of them have done it.
         """
         ranks = self._all_ranks
         check_reply_rank(unique_reply_rank, len(ranks))
@@ -119,8 +128,20 @@ class RanksExecutor(Executor):
         self._num_calls += 1
         call_id = self._num_calls
         self._failed = []
-        self._send(CallWorker(call_id=call_id, call=call, unique_reply_rank=unique_reply_rank), name)
-        self._wait_for_answers(name, timeout_s, lambda: [] if self._failed else self._without_answer(call_id))
+        try:
+            self._send(CallWorker(call_id=call_id, call=call, unique_reply_rank=unique_reply_rank), name)
+            self._wait_for_answers(name, timeout_s, lambda: [] if self._failed else self._without_answer(call_id))
+        except PenstockError:
+            raise
+        except BaseException as error:  # such as Ctrl-C: some have heard of it, or a part of it, and do it nevertheless
+            self._failure = WorkerError(
+                f"{type(error).__name__} came while workers were in {name}, so they must be replaced.",
+                method=name,
+                rank=self.slowest_rank,
+                # No request is to blame.
+                cause_type=KILLED,
+            )
+            raise
         if self._failed:
             self._raise_failed(name, call_id)
         replying = ranks if unique_reply_rank is None else [ranks[unique_reply_rank]]
