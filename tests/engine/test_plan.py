@@ -27,6 +27,7 @@ from penstock.loader.sharded_state import copy_model_files
 from penstock.models.registry import supported_architectures
 from penstock.observability.units import format_bytes
 from penstock.runner.sampling import LogitsProcessor, LogitsRows, ProcessorContext
+from penstock.worker import WorkerBase
 from penstock.worker.resident import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
@@ -74,13 +75,23 @@ def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
     assert (2 * plan.kv_bytes_per_token, plan.memory.total) == (alone.kv_bytes_per_token, alone.memory.total // 2)
 
 
+def receive_buffer_of(worker: WorkerBase) -> int:
+    """What it has for what it receives, counted."""
+    return int(worker.runner.after_forward._stage._received.nbytes)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("gpt2", 2)])
 def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: Path) -> None:
     save_checkpoint(tiny_model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 6}), tmp_path)
     options = {**PLANNED, "pipeline_layers": "4,2", "pipeline_parallel_size": 2, "tensor_parallel_size": ranks}
     plan, core = plan_engine(str(tmp_path), **options), make_core(tmp_path, **options)
     memories, kv_cache = core.collective_rpc("determine_available_memory"), core.kv_cache_config
+    buffers = core.collective_rpc(receive_buffer_of)
     core.close()
+    assert [memory.receive_buffer for memory in memories] == buffers
+    assert [stage.memory.receive_buffer for stage in plan.stages] == buffers[::ranks]
+    assert [size > 0 for size in buffers] == [False] * ranks + [True] * ranks
+    assert plan.table().count("received hidden states") == 1
     for index, (stage, num_layers) in enumerate(zip(plan.stages, (4, 2), strict=True)):
         memory = memories[index * ranks]
         assert len(stage.specs) == num_layers

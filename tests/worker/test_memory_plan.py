@@ -26,7 +26,8 @@ PLAN = MemoryPlan(
 def test_what_is_left_is_the_budget_less_every_term() -> None:
     assert PLAN.budget == 72 * GIB
     assert PLAN.left_for_kv_cache == PLAN.kv_cache_bytes == 54 * GIB
-    for term in ("process", "weights", "activations", "sampling", "runner_state", "logits_processors"):
+    terms = "process", "weights", "activations", "sampling", "runner_state", "logits_processors", "receive_buffer"
+    for term in terms:
         more = replace(PLAN, **{term: getattr(PLAN, term) + 5})
         assert more.left_for_kv_cache == PLAN.left_for_kv_cache - 5
 

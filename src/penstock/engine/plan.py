@@ -33,6 +33,7 @@ from penstock.parallel import ParallelContext
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.sampling.load_processors import installed
+from penstock.runner.stage import receive_buffer_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
 from penstock.worker.capabilities import check_options
 from penstock.worker.memory_plan import MemoryPlan, affordable_fraction, check_plan
@@ -56,8 +57,10 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     tensors = _tensors(str(model), revision, config, is_on_hub=is_on_hub)
     dtype = _choose_dtype(config, None if tensors is None else stored_dtype(tensors), device)
     limits = _limits(config)
-    stages = [measure_unloaded(config, rank, device, dtype, limits, tensors) for rank in _first_ranks(config)]
-    plans = [_plan_memory(config, stage, limits, device) for stage in stages]
+    places = _first_ranks(config)
+    stages = [measure_unloaded(config, place, device, dtype, limits, tensors) for place in places]
+    buffers = [_receive_buffer(config, place, dtype, limits) for place in places]
+    plans = [_plan_memory(config, stage, limits, device, buffer) for stage, buffer in zip(stages, buffers, strict=True)]
     specs = specs_of_all(stage.specs for stage in stages)
     available, tightest = whole_kv_cache_bytes([stage.specs for stage in stages], plans), min(plans, key=_room)
     try:
@@ -139,7 +142,14 @@ def _choose_dtype(config: EngineConfig, stored: str | None, device: str) -> Dtyp
     return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, stored)
 
 
-def _plan_memory(config: EngineConfig, model: UnloadedModel, limits: RunnerLimits, device: str) -> MemoryPlan:
+def _receive_buffer(config: EngineConfig, place: ParallelContext, dtype: DtypeChoice, limits: RunnerLimits) -> int:
+    width = config.model.hidden_size
+    return receive_buffer_bytes(place.pipeline, limits.max_num_tokens, width, dtype.torch_dtype)
+
+
+def _plan_memory(
+    config: EngineConfig, model: UnloadedModel, limits: RunnerLimits, device: str, receive_buffer: int
+) -> MemoryPlan:
     (_, num_ranks), cache = config.parallel.place(0), config.cache
     limit = _memory_of(device, num_ranks)
     threads = plan_threads(config.device.num_threads, quota=cpu_quota(), num_ranks=num_ranks)
@@ -167,6 +177,7 @@ def _plan_memory(config: EngineConfig, model: UnloadedModel, limits: RunnerLimit
         runner_state=step.runner_state,
         requested_kv_cache=cache.kv_cache_memory_bytes,
         logits_processors=_plan_processors(config, limits),
+        receive_buffer=receive_buffer,
     )
 
 

@@ -70,9 +70,8 @@ class PipelineStage(OneStage):
         self._group = group = parallel.pipeline
         self._last = group.size - 1
         self.is_last = group.rank == self._last
-        has_buffer = group.rank > 0
         self._received = torch.empty(
-            max_num_tokens if has_buffer else 0, hidden_size, dtype=dtype, device=device.torch_device
+            _most_received(group, max_num_tokens), hidden_size, dtype=dtype, device=device.torch_device
         )
         self._sent_number = torch.empty(1, dtype=torch.int64, device=device.torch_device)
         # Waits for the hidden states that are expected.
@@ -136,3 +135,13 @@ class PipelineStage(OneStage):
             wait_for_tensor()
 
         return wait
+
+
+def receive_buffer_bytes(group: Group, max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """What a stage of this group, of one too, keeps for what it receives, in whatever number of steps under way."""
+    return _most_received(group, max_num_tokens) * hidden_size * dtype.itemsize
+
+
+def _most_received(group: Group, max_num_tokens: int) -> int:
+    """Rows of hidden states: the first stage gets none."""
+    return max_num_tokens if group.rank > 0 else 0

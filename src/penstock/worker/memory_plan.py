@@ -35,6 +35,7 @@ class MemoryPlan:
     weights: parameters and buffers. activations: highest level of a step's forward pass above that.
     sampling: highest level of logits, sampling and log-probabilities. runner_state: per-slot tables.
     logits_processors: tensors that custom ones have made.
+    receive_buffer: where a stage of a pipeline gets the hidden states of the one before it, if there is one.
     requested_kv_cache: set by option, which then overrides what is left.
     """
 
@@ -48,6 +49,7 @@ class MemoryPlan:
     runner_state: int
     requested_kv_cache: int | None = None
     logits_processors: int = 0
+    receive_buffer: int = 0
     is_default_fraction: bool = False
 
     @property
@@ -71,7 +73,7 @@ class MemoryPlan:
     def without_kv_cache(self) -> int:
         """What the engine takes besides its KV cache."""
         step = self.activations + self.sampling
-        return self.process + self.weights + step + self.runner_state + self.logits_processors
+        return self.process + self.weights + step + self.runner_state + self.logits_processors + self.receive_buffer
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -94,6 +96,7 @@ class MemoryPlan:
             ("- logits and sampling", self.sampling),
             ("- request state", self.runner_state),
             *([("- custom logits processors", self.logits_processors)] if self.logits_processors else []),
+            *([("- received hidden states", self.receive_buffer)] if self.receive_buffer else []),
             ("= left for the KV cache", self.left_for_kv_cache),
         ]
         if self.requested_kv_cache is not None:

@@ -35,7 +35,7 @@ from penstock.runner.dummy_runs import measure_step_costs, run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.create import create_speculator
-from penstock.runner.stage import ONE_STAGE, OneStage, PipelineStage
+from penstock.runner.stage import ONE_STAGE, OneStage, PipelineStage, receive_buffer_bytes
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
@@ -148,6 +148,9 @@ class Worker(WorkerBase):
                 max_num_reqs=limits.max_num_reqs,
                 max_model_len=limits.max_model_len,
                 vocab_size=limits.vocab_size,
+            ),
+            receive_buffer=receive_buffer_bytes(
+                self.parallel.pipeline, limits.max_num_tokens, self.config.model.hidden_size, self.dtype.torch_dtype
             ),
         )
         logger.debug("Memory plan:\n%s", plan.table())
