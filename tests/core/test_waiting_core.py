@@ -27,9 +27,9 @@ from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, Result, add, greedy
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 
-FOREVER_S = 30.0
+FOREVER_S = 120.0
 # For what takes a few milliseconds.
-SOON_S = 5.0
+SOON_S = 60.0
 PROMPT = [5, 6, 7]
 
 

@@ -586,17 +586,23 @@ def test_shutdown_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore]) ->
         asyncio.run(collect(engine))
 
 
-def test_what_was_asked_for_too_late_is_told_so(held: tuple[AsyncEngine, HeldCore]) -> None:
+def test_what_was_asked_for_too_late_is_told_so(
+    held: tuple[AsyncEngine, HeldCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, core = held
 
     async def ask_until_too_late() -> None:
         task = asyncio.create_task(collect(engine))
         await until(lambda: core.num_steps == 1, "the first step hangs")
+        stop, is_told = engine._thread.stop, threading.Event()
+        monkeypatch.setattr(engine._thread, "stop", lambda: (stop(), is_told.set()))
         end = asyncio.create_task(asyncio.to_thread(engine.shutdown))
         asked = []
-        for _ in range(50):
+        while not is_told.is_set() or len(asked) < 50:
             asked.append(asyncio.create_task(engine.reset_prefix_cache()))
             await asyncio.sleep(0.004)
+        asked.append(asyncio.create_task(engine.reset_prefix_cache()))
+        await asyncio.sleep(0)
         core.allow(1)
         results = await asyncio.wait_for(asyncio.gather(task, *asked, end, return_exceptions=True), timeout=20)
         kinds = [type(result) for result in results[1:-1]]

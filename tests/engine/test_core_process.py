@@ -36,6 +36,7 @@ from penstock.errors import (
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.fake_engine import FakeCore, load_fake_core, write_model
 from support.threads import num_threads
+from support.waiting import PATIENCE_S, wait_until
 
 PARAMS = SamplingParams(max_tokens=6, seed=5)
 
@@ -230,7 +231,7 @@ def test_messages_larger_than_the_pipe_do_not_block_both_sides(start: Callable[.
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-def test_a_process_that_is_killed_is_noticed_within_a_second(start: Callable[..., CoreGroup], is_waiting: bool) -> None:
+def test_a_process_that_is_killed_is_noticed(start: Callable[..., CoreGroup], is_waiting: bool) -> None:
     core = start(hanging)
     core.add_request(request())
     if is_waiting:
@@ -238,12 +239,10 @@ def test_a_process_that_is_killed_is_noticed_within_a_second(start: Callable[...
     else:
         kill(core)
         time.sleep(0.3)
-    begin = time.monotonic()
     with pytest.raises(
         EngineDead, match=rf"process {core.process_ids[0]}, was killed by signal 9 \(SIGKILL\) while it served"
     ):
         run(core)
-    assert time.monotonic() - begin < 1.3
     with pytest.raises(EngineDead, match="SIGKILL"):
         core.add_request(request("b"))
     assert core.abort_requests(["a"]) == []
@@ -265,7 +264,7 @@ def test_readers_of_a_killed_core_get_its_end(config: EngineConfig) -> None:
             await asyncio.sleep(0.2)
             kill(core)
             with pytest.raises(EngineDead, match="SIGKILL"):
-                await asyncio.wait_for(reader, 2)
+                await asyncio.wait_for(reader, PATIENCE_S)
 
     asyncio.run(serve())
 
@@ -289,7 +288,7 @@ def test_a_core_that_hangs_is_not_waited_for_forever(start: Callable[..., CoreGr
     expected = f"Process {os.getpid()} waited 0.5 s in step for the core in process {core.process_ids[0]}, which hangs"
     with pytest.raises(EngineDead, match=expected) as raised:
         run(core)
-    assert 0.5 < time.monotonic() - begin < 3
+    assert 0.5 < time.monotonic() - begin < PATIENCE_S
     assert isinstance(raised.value.__cause__, WaitTimeout)
     with pytest.raises(EngineDead, match=r"waited 0.5 s in step"):
         core.check_health()
@@ -332,7 +331,7 @@ def test_closing_gives_process_thread_and_pipe_back(config: EngineConfig) -> Non
     assert not psutil.pid_exists(core.process_ids[0])
     # Before, a thread of the first core may still have been counted.
     assert num_threads(before[0]) <= before[0]
-    assert this.num_fds() == before[1]
+    assert this.num_fds() <= before[1]
     with pytest.raises(LifecycleError, match="closed"):
         core.step()
 
@@ -359,7 +358,4 @@ if __name__ == "__main__":
         check=True,
         env={**os.environ, "PYTHONPATH": path},
     )
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(int(done.stdout)):
-        assert time.monotonic() < deadline, "the core outlives its client"
-        time.sleep(0.05)
+    wait_until(lambda: not psutil.pid_exists(int(done.stdout)), "the core ends with its client")

@@ -19,8 +19,9 @@ from penstock.engine.limited_lock import LimitedLock
 from penstock.engine.session import Session
 from penstock.errors import PenstockError, WaitTimeout
 from support.fake_engine import FakeCore, write_model
+from support.waiting import PATIENCE_S, wait_until
 
-LIMIT_S = 0.2
+LIMIT_S = 1.0
 PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 
@@ -34,7 +35,7 @@ def hanging() -> Iterator[FakeCore]:
     """A core whose second step does not end before the test does."""
     core = FakeCore()
     release = threading.Event()
-    core.on_step = lambda step: step == 2 and release.wait(30) and None  # type: ignore[assignment, func-returns-value]
+    core.on_step = lambda step: step == 2 and release.wait(PATIENCE_S) and None  # type: ignore[assignment, func-returns-value]
     yield core
     release.set()
 
@@ -58,17 +59,16 @@ def test_everybody_who_waits_for_a_hanging_step_of_an_async_engine_is_told(
 
     async def serve(engine: AsyncEngine) -> None:
         reader = asyncio.create_task(read(engine))
-        await asyncio.sleep(0.1)
-        begin = time.monotonic()
+        while hanging.num_steps < 2:
+            await asyncio.sleep(0.001)
         waits = [reader, engine.abort(["other"]), engine.reset_prefix_cache()]
-        errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5)
+        errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), PATIENCE_S)
         for error, call in zip(errors, ("generate", "abort", "reset_prefix_cache"), strict=True):
             assert isinstance(error, WaitTimeout)
             assert f"in {call} for the core's thread penstock-core" in str(error)
-        assert time.monotonic() - begin < 20 * LIMIT_S
         with pytest.raises(WaitTimeout, match="in check_health for"):
             await engine.check_health()
-        with pytest.raises(WaitTimeout, match="Thread MainThread waited 0.2 s in shutdown for the core's thread"):
+        with pytest.raises(WaitTimeout, match="Thread MainThread waited 1 s in shutdown for the core's thread"):
             engine.shutdown()
 
     asyncio.run(serve(AsyncEngine.from_config(config, lambda config: hanging)))
@@ -77,15 +77,15 @@ def test_everybody_who_waits_for_a_hanging_step_of_an_async_engine_is_told(
 @pytest.mark.usefixtures("impatient")
 def test_long_generation_is_no_reason_to_give_up(config: EngineConfig) -> None:
     core = FakeCore()
-    core.on_step = lambda step: time.sleep(0.05)
+    core.on_step = lambda step: time.sleep(0.1)
 
     async def serve() -> None:
         async with AsyncEngine.from_config(config, lambda config: core) as engine:
-            outputs = [output async for output in engine.generate([9], SamplingParams(max_tokens=12, seed=1))]
+            outputs = [output async for output in engine.generate([9], SamplingParams(max_tokens=15, seed=1))]
             assert outputs[-1].outputs[0].finish_reason == "length"
             await engine.check_health()
             # A core without requests does nothing for long, and is asked nothing.
-            await asyncio.sleep(2 * LIMIT_S)
+            await asyncio.sleep(1.5 * LIMIT_S)
             await engine.check_health()
 
     asyncio.run(serve())
@@ -95,10 +95,10 @@ def test_a_core_that_does_not_start_is_not_waited_for_forever() -> None:
     release = threading.Event()
 
     def start() -> Dispatcher:
-        release.wait(30)
+        release.wait(PATIENCE_S)
         raise PenstockError("too late")
 
-    with pytest.raises(WaitTimeout, match="waited 0.2 s in start for the core's thread penstock-core"):
+    with pytest.raises(WaitTimeout, match="waited 1 s in start for the core's thread penstock-core"):
         CoreThread(start, lambda end: None, start_timeout_s=LIMIT_S)
     release.set()
 
@@ -117,8 +117,8 @@ def test_a_thread_that_waits_for_another_one_s_step_is_told(config: EngineConfig
     requests = [offline.accept([9, 10], PARAMS)]
     driver = threading.Thread(target=lambda: list(offline.run(requests)), name="the-driver")
     driver.start()
-    time.sleep(0.1)
-    with pytest.raises(WaitTimeout, match="waited 0.2 s for thread the-driver to finish its step"):
+    wait_until(lambda: hanging.num_steps == 2, "the second step begins")
+    with pytest.raises(WaitTimeout, match="waited 1 s for thread the-driver to finish its step"):
         offline.reset_prefix_cache()
     hanging.on_step = lambda step: None
     driver.join(0.01)
@@ -138,10 +138,10 @@ def test_a_limited_lock_can_be_taken_several_times_by_its_holder() -> None:
     with lock, lock:
         other = threading.Thread(target=take, name="the-other")
         other.start()
-        other.join(5)
+        other.join(PATIENCE_S)
     other = threading.Thread(target=take)
     other.start()
-    other.join(5)
+    other.join(PATIENCE_S)
     assert refusals == [
         "Thread the-other waited 0.05 s for thread MainThread to do something, which hangs or is overloaded.",
         "taken",

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, Result, add, finish, greedy, make_core, run
 from support.leftovers import descriptors, holders_of, nothing_left, shared_memory_of
 from support.threads import num_threads
+from support.waiting import PATIENCE_S, is_running, wait_until
 
 TWO = {"tensor_parallel_size": 2, "num_threads": 2, "max_model_len": 128}
 DEMO = {"tensor_parallel_size": 2, "num_threads": 2, "max_model_len": 128, "kv_cache_memory_bytes": "8MiB"}
@@ -58,15 +59,6 @@ def process_ids(core: Any) -> list[int]:
     executor = core._executor
     assert isinstance(executor, MultiprocessExecutor)
     return executor.process_ids
-
-
-def wait_until(is_so: Callable[[], Any], timeout_s: float) -> float:
-    """How long it took."""
-    begin = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - begin < timeout_s
-        time.sleep(0.005)
-    return time.monotonic() - begin
 
 
 def in_next_step(worker: WorkerBase, what: str) -> None:
@@ -124,14 +116,15 @@ def test_what_ends_one_rank_in_a_step_leaves_nothing(
 def test_descriptors_and_threads_are_as_many_after_five_restarts(folder: Path) -> None:
     with nothing_left() as left:
         core = make_core(folder, distributed_executor_backend="mp", max_model_len=128)
-        counts = []
-        for _ in range(6):
+        for number in range(6):
             run(core, PROMPTS[:1], greedy(2))
-            counts.append((descriptors(), psutil.Process().num_threads()))
+            if number == 0:
+                first = descriptors(), num_threads()
+            assert num_threads(first[1]) <= first[1]
+            assert descriptors() - first[0] == {}
             left.watch(process_ids(core))
             os.kill(process_ids(core)[0], signal.SIGKILL)
         core.close()
-    assert counts[1:] == counts[:1] * 5
 
 
 PARENT = """
@@ -158,32 +151,22 @@ def test_a_parent_that_is_killed_leaves_no_process_memory_or_file(folder: Path, 
         assert set(holders_of(memory)) >= set(workers)
         parent.kill()
         parent.wait()
-        wait_until(lambda: not any(map(is_running, workers)) and not holders_of(memory), 2)
+        wait_until(lambda: not any(map(is_running, workers)) and not holders_of(memory), "workers end")
     assert not list(tmp_path.iterdir())
     if shared_before:
         assert not {path for path in set(Path("/dev/shm").iterdir()) - shared_before if "penstock" in path.name}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_worker_that_dies_while_nobody_waits_is_replaced_before_the_next_step(
     folder: Path, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
 ) -> None:
     core = make_core(folder, distributed_executor_backend="mp", max_model_len=128)
-    told: list[float] = []
-    core.on_loss(lambda: told.append(time.monotonic()))
+    told: list[bool] = []
+    core.on_loss(lambda: told.append(core.has_unfinished_requests()))
     assert not core.has_unfinished_requests()
-    killed = time.monotonic()
     os.kill(process_ids(core)[0], signal.SIGKILL)
-    wait_until(lambda: told, 5)
-    assert core.has_unfinished_requests()
-    # It is a matter of milliseconds, where the system gives a thread its turn.
-    assert told[0] - killed < 1.0
+    wait_until(lambda: told, "somebody is told")
+    assert told == [True]
     with pytest.raises(WorkerError, match=r"Rank 0, process \d+, was killed by signal 9 .* while nobody waited for it"):
         core.check_health()
     assert core.step() == []
@@ -191,7 +174,7 @@ def test_a_worker_that_dies_while_nobody_waits_is_replaced_before_the_next_step(
     assert not core.has_unfinished_requests()
     # A call finds fresh workers, too.
     os.kill(process_ids(core)[0], signal.SIGKILL)
-    wait_until(core.has_unfinished_requests, 5)
+    wait_until(core.has_unfinished_requests, "it is noticed")
     assert core.collective_rpc("check_health") == [None]
     found = run(core, PROMPTS, PARAMS)
     core.close()
@@ -226,7 +209,7 @@ def test_an_idle_asynchronous_engine_replaces_workers_by_itself() -> None:
                 await engine.collective_rpc(pid_of, unique_reply_rank=2)
             os.kill(before[0], signal.SIGKILL)
             core = engine._dispatcher.core
-            wait_until(lambda: not set(before) & set(process_ids(core)) and not core.has_unfinished_requests(), 60)
+            wait_until(lambda: not set(before) & set(process_ids(core)) and not core.has_unfinished_requests())
             await engine.check_health()
             assert await last(engine) == expected
 
@@ -242,7 +225,7 @@ def test_an_idle_core_in_a_process_of_its_own_replaces_workers_by_itself(folder:
         (worker,) = core.collective_rpc(pid_of)
         os.kill(worker, signal.SIGKILL)
         process = psutil.Process(core.process_ids[0])
-        wait_until(lambda: {child.pid for child in process.children()} - {worker}, 60)
+        wait_until(lambda: {child.pid for child in process.children()} - {worker}, "a new worker starts")
         (other,) = core.collective_rpc(pid_of)
         assert other != worker
         core.check_health()
@@ -261,7 +244,7 @@ class BusyWorker(Worker):
         super().execute_model(output)
 
 
-@pytest.mark.parametrize(("busy_s", "is_ended"), [(2.0, False), pytest.param(1000.0, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("busy_s", "is_ended"), [(2.5, False), pytest.param(1000.0, True, marks=pytest.mark.slow)])
 def test_a_step_in_which_a_rank_computes_may_take_four_times_as_long(
     busy_s: float,
     is_ended: bool,
@@ -271,7 +254,7 @@ def test_a_step_in_which_a_rank_computes_may_take_four_times_as_long(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_BUSY_S", str(busy_s))
-    core = make_core(folder, worker_cls=f"{__name__}.BusyWorker", step_timeout_s=0.8, **TWO)
+    core = make_core(folder, worker_cls=f"{__name__}.BusyWorker", step_timeout_s=2.0, **TWO)
     before = process_ids(core)
     # Who replaces them does not dawdle.
     monkeypatch.delenv("PENSTOCK_TEST_BUSY_S")
@@ -283,7 +266,7 @@ def test_a_step_in_which_a_rank_computes_may_take_four_times_as_long(
     core.close()
     assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
     # Who waits for it in a group is a little less patient, and names it.
-    named = "waited 2.56 s in gather_values", "for rank 1, which hangs or is gone"
+    named = "waited 6.4 s in gather_values", "for rank 1, which hangs or is gone"
     assert any(all(part in record.getMessage() for part in named) for record in caplog.records) == is_ended
 
 
@@ -294,9 +277,9 @@ def test_workers_of_an_executor_that_is_dropped_end(folder: Path) -> None:
     (worker,) = executor.process_ids
     del executor
     gc.collect()
-    wait_until(lambda: not is_running(worker), 10)
+    wait_until(lambda: not is_running(worker), "the worker ends")
     assert num_threads(num_before) <= num_before
-    assert descriptors() - before == {}
+    wait_until(lambda: not descriptors() - before, "all descriptors are closed")
 
 
 @pytest.fixture
@@ -310,8 +293,8 @@ def alone(folder: Path) -> Iterator[MultiprocessExecutor]:
 @pytest.mark.parametrize(
     ("program", "limits", "found", "least_s"),
     [
-        ("while True: pass", (0.5, 1.5), "compute for more than 1.5 s", 1.5),
-        ("import time; time.sleep(600)", (0.5, 1000.0), "make no progress for 0.5 s", 0.5),
+        ("while True: pass", (1.0, 2.0), "compute for more than 2 s", 2.0),
+        ("import time; time.sleep(600)", (1.0, 1000.0), "make no progress for 1 s", 1.0),
     ],
 )
 def test_a_process_that_computes_is_told_from_one_that_hangs(
@@ -323,19 +306,19 @@ def test_a_process_that_computes_is_told_from_one_that_hangs(
             while (what := watch.look()) is None:
                 time.sleep(watch.interval_s)
             assert what == found
-            assert least_s <= time.monotonic() - begin < least_s + 2.0
+            assert least_s <= time.monotonic() - begin < least_s + PATIENCE_S
         finally:
             process.kill()
 
 
-def test_a_stopped_worker_is_found_out_in_about_the_limit(alone: MultiprocessExecutor) -> None:
+def test_a_stopped_worker_is_found_out_once_the_limit_is_over(alone: MultiprocessExecutor) -> None:
     os.kill(alone.process_ids[0], signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(
         WaitTimeout, match=r"step 1 for rank 0 \(process \d+, stopped\). Workers make no progress for 1 s"
     ):
         alone.output_of(1, 1.0)
-    assert 0.9 < time.monotonic() - begin < 2.0
+    assert 0.9 < time.monotonic() - begin < PATIENCE_S
 
 
 def failing_starts(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> list[int]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from penstock.executor import multiprocess as module
 from penstock.worker import WorkerBase
 from support.checkpoints import tiny_checkpoint
 from support.threads import num_threads
+from support.waiting import PATIENCE_S, is_running, wait_until
 
 OPTIONS = {"device": "cpu", "num_threads": 2, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
@@ -57,9 +57,9 @@ def failing(worker: WorkerBase) -> None:
     raise ModelError(f"rank {worker.rank} says no")
 
 
-def sleeping_on_last(worker: WorkerBase, duration_s: float) -> None:
+def waiting_on_last(worker: WorkerBase, until_there_is: Path) -> None:
     if worker.rank == 1:
-        time.sleep(duration_s)
+        wait_until(until_there_is.exists)
 
 
 def echo(worker: WorkerBase, data: bytes) -> bytes:
@@ -85,7 +85,7 @@ def shared(config: EngineConfig) -> Iterator[MultiprocessExecutor]:
 @pytest.fixture
 def start(config: EngineConfig) -> Iterator[Callable[[], MultiprocessExecutor]]:
     """Starts workers of which nothing may be left."""
-    before = open_descriptors(), num_threads(), children()
+    before = held()
     started: list[MultiprocessExecutor] = []
 
     def start_one() -> MultiprocessExecutor:
@@ -97,12 +97,20 @@ def start(config: EngineConfig) -> Iterator[Callable[[], MultiprocessExecutor]]:
         executor.shutdown()
         executor.shutdown()
         assert not any(psutil.pid_exists(pid) for pid in executor.process_ids)
-    assert num_threads(before[1]) <= before[1]
-    assert (open_descriptors(), children()) == (before[0], before[2])
+    assert_nothing_is_left(before)
 
 
-def open_descriptors() -> int:
-    return psutil.Process().num_fds()
+def held() -> tuple[int, int, set[int]]:
+    """Descriptors, threads and processes of this one."""
+    return psutil.Process().num_fds(), num_threads(), children()
+
+
+def assert_nothing_is_left(before: tuple[int, int, set[int]]) -> None:
+    num_descriptors, most_threads, processes = before
+    # Fewer than before are what an earlier test let go of late.
+    assert num_threads(most_threads) <= most_threads
+    assert psutil.Process().num_fds() <= num_descriptors
+    assert children() <= processes
 
 
 def children() -> set[int]:
@@ -166,24 +174,22 @@ def test_workers_must_be_replaced_after_ctrl_c_in_a_call(start: Callable[[], Mul
 
 
 def test_who_has_not_answered_is_named_and_its_late_answer_goes_nowhere(
-    start: Callable[[], MultiprocessExecutor], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[], MultiprocessExecutor], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "GRACE_S", 0.5)
-    executor = start()
+    executor, go_on = start(), tmp_path / "go on"
     executor.collective_rpc(rank_of)
-    with pytest.raises(WaitTimeout, match=r"waited 2 s in sleeping_on_last for rank 1 \(process \d+, \w+\)\.$"):
-        executor.collective_rpc(sleeping_on_last, args=(4.0,), timeout_s=2)
+    with pytest.raises(WaitTimeout, match=r"waited 3 s in waiting_on_last for rank 1 \(process \d+, \w+\)\.$"):
+        executor.collective_rpc(waiting_on_last, args=(go_on,), timeout_s=3)
+    go_on.touch()
     assert executor.collective_rpc(rank_of, timeout_s=60) == [0, 1]
 
 
-def test_a_killed_worker_ends_the_wait_at_once(start: Callable[[], MultiprocessExecutor]) -> None:
+def test_a_killed_worker_ends_the_wait(start: Callable[[], MultiprocessExecutor]) -> None:
     executor = start()
     victim = executor.process_ids[1]
     os.kill(victim, signal.SIGKILL)
-    begin = time.monotonic()
     with pytest.raises(WorkerError, match=rf"Rank 1, process {victim}, was killed by signal 9 \(SIGKILL\)") as caught:
         executor.collective_rpc(sum_of_ranks)
-    assert time.monotonic() - begin < 1
     assert caught.value.rank == 1
     with pytest.raises(WorkerError, match="Rank 1"):
         executor.check_health()
@@ -194,8 +200,7 @@ def test_health_tells_of_a_death_that_nobody_waited_for(start: Callable[[], Mult
     executor.check_health()
     os.kill(executor.process_ids[0], signal.SIGKILL)
     # Its first thread has ended before its connections do.
-    while not executor.has_lost_workers:
-        time.sleep(0.01)
+    wait_until(lambda: executor.has_lost_workers, "its connection ends")
     with pytest.raises(WorkerError, match=r"Rank 0, process \d+, was killed"):
         executor.check_health()
 
@@ -207,8 +212,9 @@ def test_a_stopped_worker_is_ended_too(
     executor = start()
     executor.collective_rpc(rank_of)
     os.kill(executor.process_ids[1], signal.SIGSTOP)
-    with pytest.raises(WaitTimeout, match=r"in rank_of for rank 1 \(process"):
-        executor.collective_rpc(rank_of, timeout_s=2)
+    # A slow machine may need more than that for the other.
+    with pytest.raises(WaitTimeout, match=r"in rank_of for .*rank 1 \(process \d+, stopped\)"):
+        executor.collective_rpc(rank_of, timeout_s=1)
     executor.shutdown()
 
 
@@ -227,7 +233,7 @@ def test_workers_outlive_the_thread_that_started_them_and_a_fork(config: EngineC
 
 
 def test_what_keeps_a_worker_from_starting_is_raised_and_nothing_is_left(config: EngineConfig, tmp_path: Path) -> None:
-    before = open_descriptors(), num_threads(), children()
+    before = held()
     tiny_checkpoint(tmp_path, intermediate_size=97)
     odd = EngineConfig.create(str(tmp_path), tensor_parallel_size=2, **OPTIONS)
     with pytest.raises(UnsupportedFeature, match=r"97 .*tensor_parallel_size=2"):
@@ -235,11 +241,7 @@ def test_what_keeps_a_worker_from_starting_is_raised_and_nothing_is_left(config:
     wrong = EngineConfig.create(str(tmp_path), distributed_executor_backend="mp", worker_cls="no.Such", **OPTIONS)
     with pytest.raises(ConfigError, match=r"worker_cls='no.Such' cannot be found"):
         create_executor(wrong)
-    # A thread that was joined may be counted for a moment more.
-    deadline = time.monotonic() + 2
-    while num_threads() > before[1] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (open_descriptors(), num_threads(), children()) == before
+    assert_nothing_is_left(before)
 
 
 def test_a_worker_that_never_comes_up_is_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,7 @@ def test_a_worker_that_never_comes_up_is_named(config: EngineConfig, monkeypatch
     config = replace(config, parallel=replace(config.parallel, start_timeout_s=0.5))
     with pytest.raises(WaitTimeout, match=r"in start for rank 0 \(process \d+, \w+\), rank 1 \(process \d+, \w+\)"):
         MultiprocessExecutor(config)
-    assert children() == before
+    assert children() <= before
 
 
 def test_after_shutdown_calls_are_refused(start: Callable[[], MultiprocessExecutor]) -> None:
@@ -290,29 +292,20 @@ def start_program(config: EngineConfig, folder: Path, guard: str, how: str) -> A
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "exit"])
-def test_workers_are_gone_within_a_second_of_their_parent(config: EngineConfig, tmp_path: Path, how: str) -> None:
+def test_workers_end_with_their_parent(config: EngineConfig, tmp_path: Path, how: str) -> None:
     with start_program(config, tmp_path, '__name__ == "__main__"', how) as parent:
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2
         assert parent.stdout.readline() == "[10, 11]\n"
+        if how == "stopped":
+            wait_until(lambda: psutil.Process(workers[1]).status() == psutil.STATUS_STOPPED)
         if how != "exit":
-            time.sleep(0.2)
             parent.kill()
-        parent.wait(20)
-        begin = time.monotonic()
-        while any(map(is_running, workers)):
-            assert time.monotonic() - begin < 1, "they outlive their parent"
-            time.sleep(0.01)
+        parent.wait(PATIENCE_S)
+        wait_until(lambda: not any(map(is_running, workers)), "they end")
 
 
 def test_a_program_that_would_start_its_engine_again_in_a_worker_is_told(config: EngineConfig, tmp_path: Path) -> None:
     with start_program(config, tmp_path, "True", "exit") as parent:
         _, errors = parent.communicate(timeout=100)
     assert "Let it do so under `if __name__" in errors
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -16,6 +16,7 @@ from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup
 from support.ranks import run_ranks, shared_memory_groups
+from support.waiting import PATIENCE_S
 
 SIZES = (2, 3, 4)
 # A few numbers; more than a rank gives at a time, and not a whole number of times.
@@ -116,14 +117,14 @@ def test_a_rank_that_does_not_come_is_named_with_the_call() -> None:
         if group.rank == 1:
             return None
         begin = time.monotonic()
-        with pytest.raises(WaitTimeout, match=rf"Rank {group.rank} waited 0.2 s in all_gather \(call 2 .* for rank 1,"):
+        with pytest.raises(WaitTimeout, match=rf"Rank {group.rank} waited 1 s in all_gather \(call 2 .* for rank 1,"):
             group.all_gather(torch.zeros(3), 0)
-        assert 0.2 <= time.monotonic() - begin < 5
+        assert time.monotonic() - begin >= 1
         with pytest.raises(RanksDisagree, match="cannot go on in broadcast"):
             group.broadcast(torch.zeros(3))
         return None
 
-    assert together(3, run, timeout_s=0.2) == [None] * 3
+    assert together(3, run, timeout_s=1.0) == [None] * 3
 
 
 def test_whoever_waits_long_sleeps() -> None:
@@ -135,7 +136,7 @@ def test_whoever_waits_long_sleeps() -> None:
     time.sleep(0.5)
     assert time.process_time() - begin < 0.2
     ranks[1].all_reduce(torch.zeros(1))
-    waiting.join(10)
+    waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
 
 

@@ -28,6 +28,7 @@ from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.parallel.nccl_group import NcclGroup
 from penstock.parallel.torch_group import _LONG, TorchGroup
 from support.ranks import run_ranks
+from support.waiting import PATIENCE_S, wait_until
 
 SIZES = (2, 3)
 # Nothing; a few numbers; so many that each of three ranks adds up a share, which do not divide.
@@ -242,7 +243,7 @@ def test_ranks_in_different_calls_are_told_with_the_step(other: Callable[[TorchG
         group.note_step(17)
         group.all_reduce(torch.zeros(4)) if group.rank == 0 else other(group)
 
-    for rank, error in enumerate(together(2, run, timeout_s=0.4)):
+    for rank, error in enumerate(together(2, run, timeout_s=1.5)):
         assert isinstance(error, RanksDisagree)
         calls = r"all_reduce \(call 2 of its group of 2", theirs
         assert re.search(rf"Rank {rank} is in {calls[rank]}\), step 17, while rank {1 - rank} is in", str(error)), error
@@ -253,16 +254,16 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others_too() 
 
     def run(group: TorchGroup) -> Any:
         if group.rank == 2:
-            return time.sleep(1.5)
+            return time.sleep(4.5)
         begin = time.monotonic()
-        with pytest.raises(WaitTimeout, match=rf"Rank {group.rank} waited 0.4 s in receive from .* for rank 2, which"):
+        with pytest.raises(WaitTimeout, match=rf"Rank {group.rank} waited 1.5 s in receive from .* for rank 2, which"):
             group.receive(torch.zeros(3), group.rank + 1)
-        assert 0.3 <= time.monotonic() - begin < 5
+        assert time.monotonic() - begin >= 1.3
         with pytest.raises(RanksDisagree, match=rf"cannot go on in broadcast .*, after this: Rank {group.rank} waited"):
             group.broadcast(torch.zeros(3))
         return None
 
-    assert together(3, run, timeout_s=0.4) == [None] * 3
+    assert together(3, run, timeout_s=1.5) == [None] * 3
 
 
 def test_engines_that_make_different_steps_are_told() -> None:
@@ -308,7 +309,7 @@ except PenstockError as error:
     [
         (signal.SIGKILL, 2, 0, r"WorkerError Rank 1 lost rank 0 in all_reduce \(call \d+ .* of 2\), step 5: "),
         (signal.SIGKILL, 3, 1, r"WorkerError Rank [02] lost rank 1 in all_reduce \(call \d+ .* of 3\), step 5: "),
-        (signal.SIGSTOP, 3, 2, r"WaitTimeout Rank [01] waited 1.5 s in all_reduce \(call \d+ .* step 5 for rank 2, "),
+        (signal.SIGSTOP, 3, 2, r"WaitTimeout Rank [01] waited 4 s in all_reduce \(call \d+ .* step 5 for rank 2, "),
     ],
     ids=["killed, of 2", "killed, of 3", "stopped, of 3"],
 )
@@ -318,7 +319,7 @@ def test_who_is_killed_or_stopped_is_named_and_the_others_end_as_they_would(
     store = open_store(HOST, 0, is_host=True)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, *map(str, (rank, size, store.port, 1.5))],
+            [sys.executable, "-c", RANK, *map(str, (rank, size, store.port, 4.0))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -328,14 +329,12 @@ def test_who_is_killed_or_stopped_is_named_and_the_others_end_as_they_would(
     try:
         assert [rank.stdout.readline() for rank in ranks] == ["runs\n"] * size  # type: ignore[union-attr]
         ranks[victim].send_signal(how)
-        begin = time.monotonic()
         for number, rank in enumerate(ranks):
             if number != victim:
-                out, errors = rank.communicate(timeout=30)
+                out, errors = rank.communicate(timeout=PATIENCE_S)
                 assert re.search(said, out), (out, errors)
                 # No abort of gloo's on the way out.
                 assert (rank.returncode, errors) == (0, "")
-        assert time.monotonic() - begin < 10
     finally:
         for rank in ranks:
             rank.kill()
@@ -369,10 +368,7 @@ def test_closed_connections_leave_nothing_and_tell_the_others() -> None:
         second.all_reduce(torch.zeros(1))
     connections[1].close()
     del connections, first, second
-    deadline = time.monotonic() + 5
-    while resources() > before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert resources() <= before
+    wait_until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)), "all is given back")
 
 
 def test_the_address_of_this_machine_is_the_one_towards_the_other() -> None:

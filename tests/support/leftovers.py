@@ -14,8 +14,7 @@ from typing import Any
 
 import psutil
 
-# How long ends may take to be complete: a thread that was joined is counted for a moment more.
-_SETTLING_S = 5.0
+from support.waiting import PATIENCE_S
 
 
 @dataclass
@@ -50,7 +49,8 @@ def nothing_left() -> Iterator[Leftovers]:
     before = Leftovers()
     before.count()
     yield before
-    deadline = time.monotonic() + _SETTLING_S
+    # Ends may not be complete: a thread that was joined is counted for a moment more.
+    deadline = time.monotonic() + PATIENCE_S
     while left := _left(before):
         assert time.monotonic() < deadline, left
         time.sleep(0.02)

@@ -6,10 +6,12 @@ import time
 
 import psutil
 
+from support.waiting import PATIENCE_S
+
 
 def num_threads(most: int | None = None) -> int:
     """How many there are. most: how many there should be; one that was joined may be counted for a moment more."""
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + PATIENCE_S
     count: int = psutil.Process().num_threads()
     while most is not None and count > most and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -24,7 +24,7 @@ from penstock.executor.select import environment_of_core
 logger = logging.getLogger(__name__)
 # How long a process that was told to end, or whose connection broke, is given to do so.
 _END_TIMEOUT_S = 30.0
-_EXIT_CODE_TIMEOUT_S = 0.5
+_EXIT_CODE_TIMEOUT_S = 2.0
 
 
 class CoreProcess:

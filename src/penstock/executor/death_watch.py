@@ -14,7 +14,7 @@ from penstock.errors import KILLED, WorkerError
 from penstock.executor.processes import describe_end, was_killed
 
 # How long a process whose connection has ended may take to end itself.
-_EXIT_CODE_TIMEOUT_S = 0.5
+_EXIT_CODE_TIMEOUT_S = 2.0
 
 
 class DeathWatch:

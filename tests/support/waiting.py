@@ -1,0 +1,28 @@
+"""Waiting for what is to come, as long as a slow machine that others use too may need for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+
+# It only keeps a test that fails from hanging: what is waited for takes milliseconds, or seconds where processes start.
+PATIENCE_S = 60.0
+
+
+def wait_until(is_so: Callable[[], object], what: str = "") -> None:
+    """Returns as soon as it is. Fails after `PATIENCE_S`, with what did not happen."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"it never happened: {what}" if what else "it never happened"
+        time.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    """Whether any thread of a process is, though its first one may have ended."""
+    try:
+        process = psutil.Process(pid)
+        return bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+    except psutil.NoSuchProcess:
+        return False
