@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +205,32 @@ def test_health_tells_of_a_death_that_nobody_waited_for(start: Callable[[], Mult
     wait_until(lambda: executor.has_lost_workers, "its connection ends")
     with pytest.raises(WorkerError, match=r"Rank 0, process \d+, was killed"):
         executor.check_health()
+
+
+def fork_in_c(worker: WorkerBase) -> int:
+    """As a library may: of what Python does in forks, such as closing the worker's connection, nothing is done."""
+    pid: int = ctypes.PyDLL(None).fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    return pid
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="an end cannot be waited for and left to others")
+def test_health_tells_of_a_death_though_another_process_keeps_the_connection(
+    start: Callable[[], MultiprocessExecutor],
+) -> None:
+    executor = start()
+    victim, forks = executor.process_ids[0], executor.collective_rpc(fork_in_c)
+    try:
+        os.kill(victim, signal.SIGKILL)
+        os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(WorkerError, match=rf"Rank 0, process {victim}, was killed by signal 9"):
+            executor.check_health()
+        assert executor.has_lost_workers
+    finally:
+        for fork in forks:
+            os.kill(fork, signal.SIGKILL)
 
 
 def test_a_stopped_worker_is_ended_too(

@@ -118,8 +118,12 @@ class MultiprocessExecutor(RanksExecutor):
 
     def check_health(self) -> None:
         self._check_usable()
+        # What they have said before, and mostly the end of their connections, is still to be read.
+        ended = [rank for rank in self._ranks if rank.process.poll() is not None]
         while self._receive("", 0.0):
             pass
+        if ended:
+            self._died(ended[0], "")
 
     def shutdown(self) -> None:
         if self._is_closed:
