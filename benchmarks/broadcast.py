@@ -1,18 +1,25 @@
-"""What it takes to bring steps to workers in processes of their own, which do nothing with them.
+"""What it takes to bring steps to workers in processes of their own, which do nothing with them, and to hear of an end.
 
-    python -m benchmarks.broadcast [--ranks 4] [--steps 3000] [--pause-us 1000] [--output FOLDER]
+    python -m benchmarks.broadcast [--ranks 4] [--steps 3000] [--pause-us 1000] [--deaths 30] [--output FOLDER]
 
 The steps are the scheduler's: 32 requests that decode, and 32 new prompts of 512 tokens at once. All workers wait for a
 step before it is sent, in one message, or in two as where a grammar limits it, by turns. "The engine's thread" is how
 long the executor's calls keep it; "all have it" is from the first call until the last worker is told to run the step,
 with the message read and decoded.
+
+Of each engine that is to lose a worker, the last of two is killed, while a call waits for both, or while nobody does:
+it is heard of when the call raises, or when the executor tells.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import queue
 import random
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +38,7 @@ from penstock.contract import (
     SchedulerOutput,
     encode,
 )
+from penstock.errors import WorkerError
 from penstock.executor import MultiprocessExecutor
 from penstock.executor.messages import pack_step
 from penstock.models.interface import LanguageModel
@@ -64,6 +72,9 @@ class ListeningWorker(WorkerBase):
     def sample_tokens(self, grammar: GrammarOutput) -> ReadyOutput:
         tokens = [[1000]] * len(self._req_ids)
         return ReadyOutput(SampledOutput(step_id=grammar.step_id, req_ids=self._req_ids, sampled_token_ids=tokens))
+
+    def wait(self) -> None:
+        time.sleep(600)
 
     def take_told(self) -> list[float]:
         """When each step came, since the last call."""
@@ -172,6 +183,53 @@ def measure(
     return len(encode(pack_step(output))), times
 
 
+def time_of_death(executor: MultiprocessExecutor, *, is_waited_for: bool) -> float:
+    """Microseconds from the kill of its last worker until that is known."""
+    heard: queue.SimpleQueue[float] = queue.SimpleQueue()
+    killed: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def kill() -> None:
+        killed.put(_now_us())
+        os.kill(executor.process_ids[-1], signal.SIGKILL)
+
+    if is_waited_for:
+        threading.Timer(0.2, kill).start()
+        try:
+            executor.collective_rpc("wait")
+        except WorkerError:
+            heard.put(_now_us())
+    else:
+        executor.on_loss(lambda: heard.put(_now_us()))
+        time.sleep(0.2)
+        kill()
+    return heard.get(timeout=60) - killed.get()
+
+
+def deaths(num: int) -> Iterator[str]:
+    """A table of how long so many deaths of workers were not known."""
+    yield from ["", "Milliseconds from the kill of a worker until that is known.", ""]
+    yield from ["| who waits | deaths | median | quartiles | longest |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, is_waited_for in (("a call", True), ("nobody", False)):
+        times = []
+        for _ in range(num):
+            executor = MultiprocessExecutor(_config(2))
+            times.append(time_of_death(executor, is_waited_for=is_waited_for) / 1e3)
+            executor.shutdown()
+        low, median, high = statistics.quantiles(times, n=4)
+        yield f"| {name} | {num} | {median:.2f} | {low:.2f} to {high:.2f} | {max(times):.2f} |"
+
+
+def _config(num_ranks: int) -> EngineConfig:
+    return EngineConfig.create(
+        "demo",
+        device="cpu",
+        num_threads=num_ranks,
+        tensor_parallel_size=num_ranks,
+        distributed_executor_backend="mp",
+        worker_cls=f"benchmarks.broadcast.{ListeningWorker.__name__}",
+    )
+
+
 def _now_us() -> float:
     return time.perf_counter_ns() / 1e3
 
@@ -186,6 +244,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--pause-us", type=float, default=1000.0, help="before each step, so that all wait for it")
+    parser.add_argument("--deaths", type=int, default=30, help="of workers, for each who may hear of them; 0 for none")
     parser.add_argument("--output", type=Path, help="a folder for the table")
     arguments = parser.parse_args()
     lines = ["# Steps on their way to workers", "", described(machine(1)), ""]
@@ -193,15 +252,7 @@ def main() -> None:
     lines += ["| step | workers | messages | bytes | the engine's thread | all have it | the answer is there |"]
     lines += ["| --- | ---: | --- | ---: | ---: | ---: | ---: |"]
     for num_ranks in arguments.ranks:
-        config = EngineConfig.create(
-            "demo",
-            device="cpu",
-            num_threads=num_ranks,
-            tensor_parallel_size=num_ranks,
-            distributed_executor_backend="mp",
-            worker_cls=f"benchmarks.broadcast.{ListeningWorker.__name__}",
-        )
-        executor = MultiprocessExecutor(config)
+        executor = MultiprocessExecutor(_config(num_ranks))
         for title, steps in (
             ("32 requests decode", Steps().decodes(arguments.steps)),
             ("32 prompts of 512", Steps().prefills(arguments.steps // 10)),
@@ -211,6 +262,8 @@ def main() -> None:
                 cells = " | ".join(map(_spread, (by_way.kept, by_way.told, by_way.answered)))
                 lines.append(f"| {title} | {num_ranks} | {way} | {num_bytes:,} | {cells} |")
         executor.shutdown()
+    if arguments.deaths > 0:
+        lines += deaths(arguments.deaths)
     page = "\n".join(lines) + "\n"
     print(page)
     if arguments.output is not None:
