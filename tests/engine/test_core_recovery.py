@@ -16,7 +16,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine import core_group, replica
+from penstock.engine import core_group, restarts
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_group import CoreGroup
 from penstock.engine.messages import EngineRequest
@@ -288,10 +288,15 @@ def test_a_core_that_has_stood_by_for_a_while_counts_as_good(
     start: Callable[..., CoreGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = start(slow, max_restarts=1)
-    monkeypatch.setattr(replica, "_GOOD_AFTER_S", 0.0)
-    for _ in range(3):
+    monkeypatch.setattr(restarts, "GOOD_AFTER_S", 0.0)
+    for _ in range(2):
         os.kill(core.process_ids[0], signal.SIGKILL)
         core.check_health()
+    # Though it has something to do by now.
+    core.add_request(request("r0"))
+    os.kill(core.process_ids[0], signal.SIGKILL)
+    core.check_health()
+    core.abort_requests(["r0"])
     monkeypatch.undo()
     os.kill(core.process_ids[0], signal.SIGKILL)
     with pytest.raises(EngineDead, match="lost 2 times in a row"):

@@ -20,7 +20,7 @@ import pytest
 from penstock import AsyncEngine, SamplingParams
 from penstock.config import EngineConfig
 from penstock.contract import SchedulerOutput
-from penstock.engine import startup
+from penstock.engine import restarts, startup
 from penstock.engine.core import EngineCore
 from penstock.engine.core_group import CoreGroup
 from penstock.errors import ConfigError, EngineDead, ModelNotFound, WaitTimeout, WorkerError
@@ -180,6 +180,29 @@ def test_a_worker_that_dies_while_nobody_waits_is_replaced_before_the_next_step(
     core.close()
     assert_same(found, undisturbed)
     assert not any("The failed step" in record.getMessage() for record in caplog.records)
+
+
+def test_workers_that_have_stood_by_for_a_while_count_as_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(folder, distributed_executor_backend="mp", max_restarts=1, max_model_len=128)
+
+    def kill() -> None:
+        os.kill(process_ids(core)[0], signal.SIGKILL)
+        wait_until(lambda: core._has_lost_workers, "it is noticed")
+
+    monkeypatch.setattr(restarts, "GOOD_AFTER_S", 0.0)
+    for _ in range(2):
+        kill()
+        assert core.step() == []
+    # Though there is something to do by now.
+    add(core, "r0", PROMPTS[0], greedy(2))
+    kill()
+    finish(core, {})
+    monkeypatch.undo()
+    kill()
+    core.step()
+    kill()
+    with pytest.raises(EngineDead, match="Workers failed 2 times in a row"):
+        core.step()
 
 
 def pid_of(worker: WorkerBase) -> int:

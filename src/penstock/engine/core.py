@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,16 +16,13 @@ from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.engine.draft_log import DraftLog
 from penstock.engine.grammar import Grammar
 from penstock.engine.messages import EngineRequest
-from penstock.engine.quarantine import Quarantine
-from penstock.engine.restarts import pause_before_restart
+from penstock.engine.recovery import Recovery
 from penstock.engine.startup import StartedEngine, start_engine
 from penstock.engine.structured_grammar import StructuredGrammar
 from penstock.errors import (
-    KILLED,
     EngineDead,
     GrammarError,
     LifecycleError,
-    NeedsNewProcess,
     PenstockError,
     WaitTimeout,
     WorkerError,
@@ -47,9 +44,8 @@ _GRAMMAR = "its grammar"
 class EngineCore:
     """One scheduler over one executor, and perhaps a grammar.
 
-    A worker that fails is replaced: what was running is treated as preempted and generation goes on from its tokens.
-    After `max_restarts` failures without a result in between the core gives up and says why. A request that makes
-    workers fail again and again is found out (`Quarantine`), and ends.
+    Workers that fail are replaced, and what was running goes on (`Recovery`). When that does not help, the core gives
+    up and says why.
     """
 
     def __init__(self, config: EngineConfig, grammar: Grammar | None = None) -> None:
@@ -79,16 +75,11 @@ class EngineCore:
         self._outputs: list[EngineCoreOutput] = []
         # The step that is launched and not in flight yet.
         self._launched: SchedulerOutput | None = None
-        self._failures_in_a_row = 0
-        # The first of these.
-        self._first_failure: Exception | None = None
         # What a turn was broken off by, other than a worker.
         self._broken_off_by: str | None = None
         self._cause_of_death: str | None = None
         # Tells whoever drives the core that there is something to mend.
         self._tell_of_loss: Callable[[], None] = lambda: None
-        # Whether workers are being replaced, which takes as long as starting them.
-        self.is_recovering = False
         self.scheduler = Scheduler(
             config.scheduler,
             engine.kv_cache_config,
@@ -101,7 +92,7 @@ class EngineCore:
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
             max_concurrent_steps=self._max_in_flight,
         )
-        self._quarantine = Quarantine(self.scheduler)
+        self._recovery = Recovery(self.scheduler, config.parallel.max_restarts)
         # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
         self._draft_log = DraftLog(self.scheduler.spec_decode_metrics)
@@ -113,6 +104,7 @@ class EngineCore:
         Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
         """
         self._require_alive()
+        self._recovery.note_request()
         self.scheduler.add_request(
             Request(
                 req_id=request.req_id,
@@ -156,6 +148,11 @@ class EngineCore:
         """The arithmetic behind the KV cache's size."""
         return self._require_alive().memory_plan
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether workers are being replaced, which takes as long as starting them."""
+        return self._recovery.is_going_on
+
     def has_unfinished_requests(self) -> bool:
         """Whether the next step has anything to do: an output is still to come, or lost workers are to be replaced."""
         return self.scheduler.has_unfinished_requests() or self._has_lost_workers
@@ -175,7 +172,7 @@ class EngineCore:
         try:
             self._turn()
         except (WorkerError, WaitTimeout) as error:
-            self._note_failure(error)
+            self._recovery.note_failure(error)
             self._recover(error)
         except BaseException as error:
             self._broken_off_by = f"{type(error).__name__}: {error}"
@@ -248,8 +245,7 @@ class EngineCore:
         """Take in the result of the oldest step in flight."""
         output, handle = self._in_flight.popleft()
         outputs = self.scheduler.update_from_output(output, handle.get_output(self._step_timeout_s))
-        self._failures_in_a_row = 0
-        self._quarantine.note_results(output.num_scheduled_tokens)
+        self._recovery.note_results(output.num_scheduled_tokens)
         self._outputs += outputs
         if output.scheduled_spec_decode_tokens:
             self._draft_log.note_step()
@@ -379,7 +375,7 @@ class EngineCore:
         try:
             executor.check_health()
         except PenstockError as error:
-            self._note_failure(error)
+            self._recovery.note_failure(error)
             self._recover(error)
 
     def _note_loss(self) -> None:
@@ -391,72 +387,22 @@ class EngineCore:
     def _has_lost_workers(self) -> bool:
         return self._engine is not None and self._engine.executor.has_lost_workers
 
-    def _note_failure(self, error: Exception) -> None:
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row == 1:
-            self._first_failure = error
-
     def _recover(self, error: Exception) -> None:
         """Replace the workers and go on; give up when that does not help."""
-        self.is_recovering = True
         steps = [*(output for output, _ in self._in_flight), *([self._launched] if self._launched else [])]
         self._in_flight.clear()
         self._launched = None
         engine = self._require_alive()
-        why_not = engine.executor.why_not_restart()
-        if why_not is not None:
-            self._die(f"{error}. {why_not}", error, NeedsNewProcess)
-        self.scheduler.reset_for_recovery()
         ran = list({req_id: None for step in steps for req_id in step.num_scheduled_tokens})
-        is_from_outside = isinstance(error, WaitTimeout) or getattr(error, "cause_type", None) == KILLED
-        is_solved = self._blame(ran, error, is_from_outside=is_from_outside)
-        # A trial takes one failure more where others may have brought it about.
-        limit = self.config.parallel.max_restarts + (is_solved and is_from_outside)
-        while True:
-            self._prepare_restart(error, limit)
-            try:
-                engine.restart_workers()
-            except Exception as cause:
-                error = WorkerError(
-                    f"The workers could not be replaced: {cause}",
-                    method="restart",
-                    rank=0,
-                    cause_type=type(cause).__name__,
-                )
-                error.__cause__ = cause
-                self._note_failure(error)
-            else:
-                engine.executor.on_loss(self._note_loss)
-                self.is_recovering = False
-                return
-
-    def _prepare_restart(self, error: Exception, limit: int) -> None:
-        """Wait for a while after failures in a row; after more than this limit, give up."""
-        num_failures = self._failures_in_a_row
-        if num_failures > limit:
-            first = f"; the first time: {self._first_failure}" if num_failures > 1 else ""
-            self._die(f"Workers failed {num_failures} times in a row{first}; the last time: {error}", error)
-        why = str(error).rstrip(".")
-        logger.warning("%s. Restarting the workers (failed %d of %d times)", why, num_failures, limit)
-        time.sleep(pause_before_restart(num_failures))
-
-    def _blame(self, req_ids: Collection[str], error: Exception, *, is_from_outside: bool) -> bool:
-        """End the request that makes workers fail, once it is known which of these that is. Whether it is."""
-        culprit = self._quarantine.note_failure(req_ids, is_from_outside=is_from_outside)
-        if culprit is None:
-            return False
-        why = f"Workers failed again and again while they ran this request, the last time by itself: {error}"
-        ended = self.scheduler.finish_requests([culprit], FinishReason.ERROR)
-        logger.error("Request %s ends. %s", culprit, why)
-        ended = [msgspec.structs.replace(output, error=why) for output in ended]
+        try:
+            ended = self._recovery.replace_workers(engine, error, ran)
+        except EngineDead as end:
+            self._cause_of_death = str(end)
+            self.close()
+            raise
+        engine.executor.on_loss(self._note_loss)
         self._outputs += ended
         self._grammar.accept(ended)
-        return True
-
-    def _die(self, why: str, cause: Exception, kind: type[EngineDead] = EngineDead) -> None:
-        self._cause_of_death = why
-        self.close()
-        raise kind(why) from cause
 
     @property
     def _executor(self) -> Executor:

@@ -49,7 +49,8 @@ class ServedCore(CoreClient, Protocol):
     is_recovering: whether workers are being replaced. kv_cache_bytes: what the KV cache takes on a worker.
     """
 
-    is_recovering: bool
+    @property
+    def is_recovering(self) -> bool: ...
 
     @property
     def kv_cache_bytes(self) -> int: ...

@@ -29,7 +29,7 @@ from penstock.engine.messages import (
     UtilityCall,
 )
 from penstock.engine.quarantine import Quarantine
-from penstock.engine.restarts import pause_before_restart
+from penstock.engine.restarts import FailuresInARow, pause_before_restart
 from penstock.engine.silence import Silence
 from penstock.errors import EngineDead, NeedsNewProcess, PenstockError, ProcessLost, WaitTimeout, error_from_data
 from penstock.executor.processes import ProcessStarter
@@ -39,8 +39,6 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 logger = logging.getLogger(__name__)
 # How long whoever brings a request waits to hear that it is refused.
 REFUSAL_TIMEOUT_S = 1.0
-# A core that has stood by for so long, with nothing to do, was as good as one that brought results.
-_GOOD_AFTER_S = 30.0
 
 
 class _State(enum.Enum):
@@ -118,13 +116,12 @@ class Replica:
         self._quarantine = Quarantine(self)
         # Those of `kept` that are not given to the core for now.
         self._held_back: set[str] = set()
-        self._num_losses = 0
+        self._losses = FailuresInARow()
         # What this process was killed for, or said at its end.
         self._end: PenstockError | None = None
         self._is_to_restart = False
         self.started: CoreStarted | None = None
         self._restart_at = 0.0
-        self._running_since = 0.0
         self.process = self._start()
 
     @property
@@ -146,6 +143,8 @@ class Replica:
 
         A refusal that nobody awaits ends the request, with an error.
         """
+        if not self.kept:
+            self._losses.note_idle()
         self.kept[request.req_id] = KeptRequest(request)
         return self._submit(request) if self.is_running else None
 
@@ -252,7 +251,7 @@ class Replica:
     def _take_over(self, started: CoreStarted) -> None:
         """Give a core that has started what there is to go on with."""
         self._state = _State.RUNNING
-        self._running_since = time.monotonic()
+        self._losses.note_start()
         self._silence = Silence(self._step_timeout_s)
         if self.started is None:
             self.started = started
@@ -288,8 +287,8 @@ class Replica:
             taken.append(kept.take(output))
             if output.finish_reason is not None:
                 del self.kept[req_id]
-        if taken and self._num_losses:
-            self._num_losses = 0
+        if taken:
+            self._losses.note_result()
         self._quarantine.note_results([output.req_id for output in taken])
         return taken
 
@@ -333,11 +332,11 @@ class Replica:
     def _begin_anew(self, error: PenstockError) -> list[EngineCoreOutput]:
         limit, is_wanted, self._is_to_restart = self.config.parallel.max_restarts, self._is_to_restart, False
         if not is_wanted:
-            if self.is_running and not self.kept and time.monotonic() - self._running_since > _GOOD_AFTER_S:
-                self._num_losses = 0
-            self._num_losses += 1
-            if self._num_losses > limit:
-                times = f"{self._num_losses} times in a row" if self._num_losses > 1 else "once"
+            if not self.kept:
+                self._losses.note_idle()
+            self._losses.note(error)
+            if (num_losses := self._losses.number) > limit:
+                times = f"{num_losses} times in a row" if num_losses > 1 else "once"
                 raise EngineDead(f"{self.name} was lost {times}, without a result; the last time: {error}") from error
         for call in self._calls.values():
             call.lost = ProcessLost(f"{call.name} was not answered: {error}")
@@ -349,10 +348,10 @@ class Replica:
             "%s It is replaced, and %d requests go on (lost %d of %d times)",
             error,
             len(self.kept),
-            self._num_losses,
+            self._losses.number,
             limit,
         )
-        self._restart_at = time.monotonic() + pause_before_restart(self._num_losses)
+        self._restart_at = time.monotonic() + pause_before_restart(self._losses.number)
         self.tend(0.0)
         return ended
 
