@@ -175,7 +175,7 @@ def error_as_data(error: BaseException, max_causes: int = _MAX_CAUSES) -> ErrorD
     cause = error.__cause__
     return ErrorData(
         types=[_full_name(cls) for cls in ours or [type(error)]],
-        message=str(error),
+        message=_sendable(str(error)),
         fields={name: _plain(value) for name, value in vars(error).items()} if ours else {},
         cause=None if cause is None or max_causes == 0 else error_as_data(cause, max_causes - 1),
     )
@@ -221,4 +221,11 @@ def _with_subclasses(cls: type[PenstockError]) -> Iterator[type[PenstockError]]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if value is None or type(value) in (bool, int, float, str) else repr(value)
+    if isinstance(value, str) or (type(value) is int and abs(value) >> 63):
+        return _sendable(str(value))
+    return value if value is None or type(value) in (bool, int, float) else _sendable(repr(value))
+
+
+def _sendable(text: str) -> str:
+    """Text with what no encoding has, such as the bytes of an odd file name, spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

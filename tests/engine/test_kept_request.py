@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.contract import SamplingParams
+from penstock.contract import LogprobsLists, SamplingParams
 from penstock.engine.kept_request import KeptRequest
 from penstock.engine.messages import EngineRequest
 from penstock.scheduler.outputs import EngineCoreOutput
@@ -60,3 +62,11 @@ def test_nothing_is_lost_or_told_twice(known: list[int], lives: list[tuple[int, 
         assert first.num_preemptions <= taken.num_preemptions
         # As many as any one core told, and one for each core that it had run in.
         assert taken.num_preemptions >= num_preemptions + (life - first_life)
+
+
+def test_what_was_told_is_not_kept_but_for_its_tokens() -> None:
+    rows = LogprobsLists(logprob_token_ids=[[1]], logprobs=[[-1.0]], sampled_token_ranks=[1])
+    before = sys.getrefcount(rows)
+    kept = KeptRequest(EngineRequest(req_id="a", prompt_token_ids=[1, 2], sampling_params=SamplingParams(seed=3)))
+    kept.take(EngineCoreOutput(req_id="a", new_token_ids=[5], prompt_logprobs=rows, first_scheduled_time=1.0))
+    assert sys.getrefcount(rows) == before

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import SchedulerOutput
@@ -63,6 +63,21 @@ def test_a_request_that_makes_workers_fail_ends_alone(
     assert [results[f"r{index}"].tokens for index in range(len(PROMPTS))] == undisturbed
     # And the engine serves on.
     assert [result.tokens for result in run(core, PROMPTS, greedy(24))] == undisturbed
+    core.close()
+
+
+def test_others_do_not_wait_for_a_suspect_that_is_aborted(folder: Path) -> None:
+    core = make_core(folder, worker_cls=f"{__name__}.MortalWorker")
+    add(core, DEADLY, PROMPTS[0], greedy(24))
+    for index, prompt in enumerate(PROMPTS):
+        add(core, f"r{index}", prompt, greedy(24))
+    for _ in range(2):
+        assert core.step() == []
+    core.abort_requests([DEADLY])
+    results: dict[str, Result] = {}
+    finish(core, results)
+    assert len(results) == len(PROMPTS)
+    assert all(len(result.tokens) == 24 for result in results.values())
     core.close()
 
 
@@ -124,6 +139,7 @@ def test_a_suspect_is_tried_again_only_after_a_kill(is_from_outside: bool) -> No
         assert quarantine.note_failure(["b"], is_from_outside=True) == "b"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.data())
 def test_only_the_culprit_is_blamed_and_nobody_waits_for_ever(num_requests: int, data: st.DataObject) -> None:
     names = [f"r{index}" for index in range(num_requests)]

@@ -30,7 +30,10 @@ _SPECULATIVE_CONFIG = "speculative_config"
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Composes one options object per concern. Derived decisions are not stored here but in plans."""
+    """Composes one options object per concern. Derived decisions are not stored here but in plans.
+
+    replaces_lost_core: no option: this engine takes the place of one that is gone, with the KV cache that it had.
+    """
 
     model: ModelConfig
     cache: CacheConfig
@@ -42,6 +45,7 @@ class EngineConfig:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    replaces_lost_core: bool = False
 
     def __post_init__(self) -> None:
         markers, texts = self.reasoning_markers, (self.sampling.reasoning_start_str, self.sampling.reasoning_end_str)

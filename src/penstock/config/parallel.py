@@ -116,6 +116,11 @@ class ParallelConfig:
         return BUSY_FACTOR * self.step_timeout_s
 
     @property
+    def longest_start_stage_s(self) -> float:
+        """The same for a stage of their start."""
+        return BUSY_FACTOR * self.start_timeout_s
+
+    @property
     def must_agree_on_time(self) -> bool:
         """Whether nothing may depend on how long anything takes, since every rank has an engine."""
         return self.executor == "external_launcher"

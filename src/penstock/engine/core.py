@@ -127,6 +127,7 @@ class EngineCore:
         """End requests, wherever they are; unknown ones are ignored."""
         ended = self.scheduler.finish_requests(list(req_ids))
         self._grammar.accept(ended)
+        self._recovery.note_ends([output.req_id for output in ended])
         self.wake()
         return ended
 
@@ -361,6 +362,7 @@ class EngineCore:
         ended = [msgspec.structs.replace(output, error=f"Its grammar failed: {error}") for output in ended]
         self._outputs += ended
         self._grammar.accept(ended)
+        self._recovery.note_ends([output.req_id for output in ended])
 
     def _mend(self) -> None:
         """Start over with new workers where some were lost since the last step, or after a turn that was broken off.

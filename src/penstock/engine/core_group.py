@@ -6,6 +6,7 @@ import pickle
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from penstock.engine.owning_process import OwningProcess
 from penstock.engine.replica import REFUSAL_TIMEOUT_S, Call, Replica
 from penstock.engine.routing import Router
 from penstock.engine.silence import LONGEST_WAIT_S
-from penstock.errors import InvalidRequest, LifecycleError, PenstockError, same_error
+from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, same_error
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
 from penstock.executor.program import refuse_in_program
@@ -65,19 +66,22 @@ class CoreGroup:
         self._turns: deque[list[EngineCoreOutput]] = deque()
         self._is_woken = False
         self._ended_by: PenstockError | None = None
+        self._tell_of_loss: Callable[[], None] = lambda: None
         parallel, cache = config.parallel, config.cache
         num_engines = parallel.num_engines_here
         block_size = cache.block_size * parallel.decode_context_parallel_size
-        self._router = Router(num_engines, block_size if cache.enable_prefix_caching else None)
+        has_choice = cache.enable_prefix_caching and num_engines > 1
+        self._router = Router(num_engines, block_size if has_choice else None)
         self._starter = ProcessStarter()
         self._replicas: list[Replica] = []
+        deliver = _deliver_to(weakref.ref(self), self._inbox)
         try:
             with self._listening():
                 for index in range(num_engines):
                     name = "the core" if num_engines == 1 else f"the core of engine {index}"
                     own = replace(config, parallel=parallel.of_engine(index))
                     self._replicas.append(
-                        Replica(name, own, load_core, self._starter, self._deliver, start_timeout_s=start_timeout_s)
+                        Replica(name, own, load_core, self._starter, deliver, start_timeout_s=start_timeout_s)
                     )
                 self._wait_until(self._are_running)
         except BaseException as error:
@@ -126,7 +130,10 @@ class CoreGroup:
             return ended
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._turns) or any(replica.kept for replica in self._replicas)
+        """Also while a core is being replaced, and once that has failed for good."""
+        if self._ended_by is not None:
+            return isinstance(self._ended_by, EngineDead)
+        return bool(self._turns) or any(replica.kept or not replica.is_running for replica in self._replicas)
 
     def step(self) -> list[EngineCoreOutput]:
         """What steps of any cores brought. Nothing where they take long, so that others have their turn."""
@@ -147,7 +154,10 @@ class CoreGroup:
         self._inbox.put(None)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """As `CoreClient`, of all cores; the cache of one that is being replaced is empty."""
+        """As `CoreClient`, of all cores; the cache of one that is being replaced is empty.
+
+        False where requests hold blocks of any; the others' caches are empty nevertheless.
+        """
         with self._listening():
             self._check_running()
             calls = [
@@ -199,7 +209,8 @@ class CoreGroup:
         return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
 
     def on_loss(self, tell: Callable[[], None]) -> None:
-        """Cores replace what they lose by themselves, and so do clients theirs."""
+        """Of a core, if that is to be replaced; cores replace by themselves what they lose."""
+        self._tell_of_loss = tell
 
     def check_health(self) -> None:
         """As `CoreClient`, once cores that are being replaced have started."""
@@ -286,14 +297,12 @@ class CoreGroup:
         if outputs is not None:
             self._turns.append(outputs)
 
-    def _deliver(self, process: CoreProcess, data: bytes | None) -> None:
-        """Put a message where whoever listens finds it; the end of a process is seen to even if nobody does."""
-        self._inbox.put((process, data))
-        if data is not None:
-            return
+    def see_to_loss(self) -> None:
+        """Take in the end of a process, even if nobody listens."""
         with self._lock:
             while self._ended_by is None and not self._inbox.empty():
                 self._receive(0.0)
+        self._tell_of_loss()
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -313,6 +322,26 @@ class CoreGroup:
         for replica in self._replicas:
             replica.process.close(max(0.0, deadline - time.monotonic()))
         self._starter.close()
+
+
+def _deliver_to(
+    group: weakref.ref[CoreGroup], inbox: queue.SimpleQueue[tuple[CoreProcess, bytes | None] | None]
+) -> Callable[[CoreProcess, bytes | None], None]:
+    """What puts a core's messages where whoever listens finds them. It does not keep a group alive that was dropped:
+    the end of its starter is that of its processes.
+    """
+
+    def deliver(process: CoreProcess, data: bytes | None) -> None:
+        inbox.put((process, data))
+        if data is not None:
+            return
+        owner = group()
+        if owner is None:
+            process.close()
+        else:
+            owner.see_to_loss()
+
+    return deliver
 
 
 def _result_of(call: Call) -> Any:

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 
 from penstock.config import EngineConfig
-from penstock.contract import encode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.engine.core_server import PROGRAM, ServedCore
-from penstock.engine.messages import AbortRequests, AddRequest, CloseCore, CoreStart, ToCore, UtilityCall
-from penstock.executor.processes import ProcessStarter, describe_end, limit_waits
+from penstock.engine.messages import CoreStart
+from penstock.executor.processes import ProcessStarter, describe_end, limit_waits, was_killed
 from penstock.executor.program import main_path, pickled
 from penstock.executor.select import environment_of_core
 
@@ -60,14 +59,20 @@ class CoreProcess:
         self.pid = self._process.pid
         self._has_ended = threading.Event()
         threading.Thread(target=self._read, name=f"penstock-core-{self.pid}", daemon=True).start()
-        self._send(pickle.dumps(start))
+        self.send(pickle.dumps(start))
 
-    def send(self, message: AddRequest | AbortRequests | UtilityCall | CloseCore) -> None:
-        """Say something. A process that has ended does not hear it, and its end is delivered.
+    def send(self, data: bytes) -> None:
+        """Say something: a `ToCore`, encoded. A process that has ended does not hear it, and its end is delivered.
 
         Raises BlockingIOError for one that does not read; a part may have been sent, so that nothing can follow.
         """
-        self._send(encode(ToCore(message)))
+        try:
+            self._connection.send_bytes(data)
+        except BlockingIOError:
+            raise
+        except OSError:
+            # What it said last, if only by its end, is still to be read.
+            logger.debug("The core's process %d ended before something reached it", self.pid)
 
     def kill(self) -> None:
         """Its end is delivered, behind all that it has said."""
@@ -80,6 +85,13 @@ class CoreProcess:
         except subprocess.TimeoutExpired:
             return describe_end(None)
 
+    def was_killed(self) -> bool:
+        """Whether somebody else may have ended it."""
+        try:
+            return was_killed(self._process.wait(_EXIT_CODE_TIMEOUT_S))
+        except subprocess.TimeoutExpired:
+            return True
+
     def close(self, grace_s: float = 0.0) -> None:
         """Make sure that nothing is left of it, after a while to end by itself."""
         try:
@@ -91,15 +103,6 @@ class CoreProcess:
         # A reader that delivers the end may be waiting for whoever calls this.
         self._has_ended.wait(_END_TIMEOUT_S)
         self._connection.close()
-
-    def _send(self, data: bytes) -> None:
-        try:
-            self._connection.send_bytes(data)
-        except BlockingIOError:
-            raise
-        except OSError:
-            # What it said last, if only by its end, is still to be read.
-            logger.debug("The core's process %d ended before something reached it", self.pid)
 
     def _read(self) -> None:
         try:

@@ -78,8 +78,6 @@ def main() -> None:
             _Server(core, program, outbox).run()
         finally:
             core.close()
-    except (EOFError, ConnectionError):
-        return
     except BaseException as error:
         with contextlib.suppress(OSError):
             outbox.send(CoreEnded(error=error_as_data(error)))

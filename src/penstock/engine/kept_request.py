@@ -15,38 +15,42 @@ class KeptRequest:
     what was heard, and its history goes on too. That a core was lost counts as a preemption.
     """
 
-    __slots__ = ("_first_output", "_num_preemptions", "_num_preemptions_before", "_request", "_token_ids")
+    __slots__ = ("_history", "_num_preemptions", "_num_preemptions_before", "_request", "_token_ids")
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
         self._token_ids: list[int] = []
-        # The first that told the history, after which `num_cached_tokens` and the like do not change.
-        self._first_output: EngineCoreOutput | None = None
+        # `num_cached_tokens` and `first_scheduled_time`, which do not change once they were told.
+        self._history: tuple[int, float] | None = None
         self._num_preemptions = 0
         # By cores that are gone.
         self._num_preemptions_before = 0
+
+    @property
+    def priority(self) -> int:
+        return self._request.priority
 
     def take(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """Note what a step brought. Returns it as its reader is to have it."""
         self._token_ids += output.new_token_ids
         if output.first_scheduled_time is None:
             return output
-        first = self._first_output
-        if first is None:
-            self._first_output = first = output
+        if self._history is None:
+            self._history = output.num_cached_tokens, output.first_scheduled_time
         self._num_preemptions = output.num_preemptions + self._num_preemptions_before
-        if first is output or not self._num_preemptions_before:
+        if not self._num_preemptions_before:
             return output
+        num_cached_tokens, first_scheduled_time = self._history
         return msgspec.structs.replace(
             output,
-            num_cached_tokens=first.num_cached_tokens,
-            first_scheduled_time=first.first_scheduled_time,
+            num_cached_tokens=num_cached_tokens,
+            first_scheduled_time=first_scheduled_time,
             num_preemptions=self._num_preemptions,
         )
 
     def resume(self) -> EngineRequest:
         """The request for another core, which goes on behind what was heard; the one before it is gone."""
-        if self._first_output is not None:
+        if self._history is not None:
             self._num_preemptions += 1
             self._num_preemptions_before = self._num_preemptions
         return msgspec.structs.replace(

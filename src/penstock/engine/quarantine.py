@@ -63,7 +63,7 @@ class Quarantine:
         return None
 
     def note_results(self, req_ids: Collection[str]) -> None:
-        """These requests brought results, so whatever failed before, it was not they."""
+        """These requests brought results, so whatever failed before, it was not they; or they have ended."""
         if not self._num_failures:
             return
         for req_id in req_ids:

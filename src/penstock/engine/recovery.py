@@ -45,6 +45,10 @@ class Recovery:
         self._failures.note_result()
         self._quarantine.note_results(req_ids)
 
+    def note_ends(self, req_ids: Collection[str]) -> None:
+        """These requests have ended without a result, so that nobody need wait for their trial."""
+        self._quarantine.note_results(req_ids)
+
     def note_failure(self, error: Exception) -> None:
         """Of workers; not of what else a turn was broken off by, which whoever broke it off knows of."""
         if not self._scheduler.has_unfinished_requests():

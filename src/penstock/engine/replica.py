@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import decode
+from penstock.contract import decode, encode
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
 from penstock.engine.kept_request import KeptRequest
@@ -26,12 +26,21 @@ from penstock.engine.messages import (
     EngineRequest,
     FromCore,
     StepOutputs,
+    ToCore,
     UtilityCall,
 )
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.restarts import FailuresInARow, pause_before_restart
 from penstock.engine.silence import Silence
-from penstock.errors import EngineDead, NeedsNewProcess, PenstockError, ProcessLost, WaitTimeout, error_from_data
+from penstock.errors import (
+    EngineDead,
+    InvalidRequest,
+    NeedsNewProcess,
+    PenstockError,
+    ProcessLost,
+    WaitTimeout,
+    error_from_data,
+)
 from penstock.executor.processes import ProcessStarter
 from penstock.executor.program import pickled
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
@@ -39,6 +48,8 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 logger = logging.getLogger(__name__)
 # How long whoever brings a request waits to hear that it is refused.
 REFUSAL_TIMEOUT_S = 1.0
+# Those of workers in processes of their own, each of which has a limit.
+_NUM_START_STAGES = 6
 
 
 class _State(enum.Enum):
@@ -108,6 +119,8 @@ class Replica:
         # A core that drives workers finds out by itself which of them hangs.
         its_own_s = 0.0 if parallel.executor == "uni" else parallel.longest_step_s
         self._step_timeout_s = its_own_s + parallel.step_timeout_s
+        num_stages = 1 if parallel.executor == "uni" else _NUM_START_STAGES
+        self._replacement_timeout_s = min(start_timeout_s, num_stages * parallel.longest_start_stage_s)
         self._silence = Silence(start_timeout_s)
         self._call_ids = itertools.count(1)
         self._calls: dict[int, Call] = {}
@@ -142,15 +155,24 @@ class Replica:
         """Take a request. Returns the call that brings it to the core; None where that has to wait.
 
         A refusal that nobody awaits ends the request, with an error.
+
+        Raises InvalidRequest for what no message can hold.
         """
         if not self.kept:
             self._losses.note_idle()
+        try:
+            # Where it has to wait, it is tried for the core that will get it.
+            call = self._submit(request) if self.is_running else None
+            if call is None:
+                _encoded(AddRequest(call_id=0, request=request))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"Request {request.req_id!r} cannot be sent to {self.name}: {error}.") from error
         self.kept[request.req_id] = KeptRequest(request)
-        return self._submit(request) if self.is_running else None
+        return call
 
     def abort(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End those requests that are here, at once."""
-        names = [req_id for req_id in req_ids if req_id in self.kept]
+        names = [req_id for req_id in dict.fromkeys(req_ids) if req_id in self.kept]
         if not names:
             return []
         outputs = [self._end_request(req_id, FinishReason.ABORT) for req_id in names]
@@ -168,7 +190,8 @@ class Replica:
 
     def restart(self, why: str) -> None:
         """Replace the core, though nothing has happened to it."""
-        self._is_to_restart = True
+        # One that pauses is about to be.
+        self._is_to_restart = self._state is not _State.PAUSING
         self._kill(ProcessLost(f"{self._who} {why}."))
 
     def take(self, data: bytes | None) -> list[EngineCoreOutput] | None:
@@ -191,7 +214,10 @@ class Replica:
         """Do what is due after one more wait in which this one has said nothing."""
         if self._state is _State.PAUSING:
             if time.monotonic() >= self._restart_at:
-                self.process = self._start()
+                try:
+                    self.process = self._start()
+                except OSError as error:
+                    self._begin_anew(ProcessLost(f"{self._who} could not be replaced: {error}."))
         elif self._state is _State.STARTING or self._calls or self.kept:
             if self._silence.go_on(waited_s):
                 self._silence.end()
@@ -212,7 +238,7 @@ class Replica:
         """The core gives everything back and ends, if it is one that can be asked."""
         if self.is_running:
             try:
-                self.process.send(CloseCore())
+                self.process.send(_encoded(CloseCore()))
             except BlockingIOError:
                 self.process.kill()
         else:
@@ -239,13 +265,13 @@ class Replica:
     def _start(self) -> CoreProcess:
         """Begin to start a process, which says when its core has started."""
         self._state = _State.STARTING
-        self._silence = Silence(self._start_timeout_s)
+        self._silence = Silence(self._start_timeout_s if self.started is None else self._replacement_timeout_s)
         self._end = None
         config = self.config
         if self.started is not None:
             # As large as it was, whatever else takes memory by now.
             cache = replace(config.cache, kv_cache_memory_bytes=self.started.kv_cache_bytes or None)
-            config = replace(config, cache=cache)
+            config = replace(config, cache=cache, replaces_lost_core=True)
         return CoreProcess(config, self._load_core, self._starter, self._deliver, send_timeout_s=self._step_timeout_s)
 
     def _take_over(self, started: CoreStarted) -> None:
@@ -270,9 +296,10 @@ class Replica:
 
     def _ask(self, call: Call, make: Callable[[int], AddRequest | AbortRequests | UtilityCall]) -> int:
         call_id = next(self._call_ids)
+        data = _encoded(make(call_id))
         self._calls[call_id] = call
         try:
-            self.process.send(make(call_id))
+            self.process.send(data)
         except BlockingIOError:
             self._kill(self.timed_out(call.name))
         return call_id
@@ -298,7 +325,8 @@ class Replica:
         for req_id in call.aborted:
             if self._aborting.get(req_id) == answer.call_id:
                 del self._aborting[req_id]
-        if answer.error is None or call.is_awaited:
+        # A request that was aborted meanwhile may have left its id to another one.
+        if answer.error is None or call.is_awaited or call.req_id in self._aborting:
             return None
         if call.req_id in self.kept:
             return [self._end_request(call.req_id, FinishReason.ERROR, str(call.error))]
@@ -308,6 +336,7 @@ class Replica:
     def _end_request(self, req_id: str, reason: FinishReason, error: str | None = None) -> EngineCoreOutput:
         kept = self.kept.pop(req_id)
         self._held_back.discard(req_id)
+        self._quarantine.note_results([req_id])
         return kept.take(EngineCoreOutput(req_id=req_id, finish_reason=reason, error=error))
 
     def _kill(self, why: PenstockError) -> None:
@@ -318,7 +347,9 @@ class Replica:
     def _lose(self) -> list[EngineCoreOutput]:
         """Its process has ended, or let go: replace it, or give up."""
         error = self._end
+        is_from_outside = isinstance(error, WaitTimeout)
         if error is None:
+            is_from_outside = self.process.was_killed()
             doing = "served" if self.is_running else "started"
             error = ProcessLost(f"{self._who} {self.process.describe_end()} while it {doing}.")
         self.process.close()
@@ -327,14 +358,20 @@ class Replica:
         if isinstance(error, EngineDead) and not isinstance(error, NeedsNewProcess):
             # It has tried by itself whether restarts help.
             raise error
-        return self._begin_anew(error)
+        return self._begin_anew(error, is_from_outside=is_from_outside)
 
-    def _begin_anew(self, error: PenstockError) -> list[EngineCoreOutput]:
+    def _begin_anew(self, error: PenstockError, *, is_from_outside: bool = False) -> list[EngineCoreOutput]:
+        """is_from_outside: whether somebody else may have brought the loss about."""
         limit, is_wanted, self._is_to_restart = self.config.parallel.max_restarts, self._is_to_restart, False
+        ended: list[EngineCoreOutput] = []
         if not is_wanted:
             if not self.kept:
                 self._losses.note_idle()
             self._losses.note(error)
+            if self.is_running:
+                ended = self._blame(error, is_from_outside=is_from_outside)
+            # A trial takes one more where others may have brought it about.
+            limit += bool(ended) and is_from_outside
             if (num_losses := self._losses.number) > limit:
                 times = f"{num_losses} times in a row" if num_losses > 1 else "once"
                 raise EngineDead(f"{self.name} was lost {times}, without a result; the last time: {error}") from error
@@ -342,8 +379,7 @@ class Replica:
             call.lost = ProcessLost(f"{call.name} was not answered: {error}")
         self._calls.clear()
         self._aborting.clear()
-        was_running, self._state = self.is_running, _State.PAUSING
-        ended = self._blame(error) if was_running and not is_wanted else []
+        self._state = _State.PAUSING
         logger.warning(
             "%s It is replaced, and %d requests go on (lost %d of %d times)",
             error,
@@ -355,11 +391,21 @@ class Replica:
         self.tend(0.0)
         return ended
 
-    def _blame(self, error: PenstockError) -> list[EngineCoreOutput]:
+    def _blame(self, error: PenstockError, *, is_from_outside: bool) -> list[EngineCoreOutput]:
         """End the request that makes cores fail, once it is known which that is."""
-        culprit = self._quarantine.note_failure([req_id for req_id in self.kept if req_id not in self._held_back])
+        culprit = self._quarantine.note_failure(self._may_have_run(), is_from_outside=is_from_outside)
         if culprit is None:
             return []
         why = f"Cores were lost again and again while they ran this request, the last time by itself: {error}"
         logger.error("Request %s ends. %s", culprit, why)
         return [self._end_request(culprit, FinishReason.ERROR, why)]
+
+    def _may_have_run(self) -> list[str]:
+        """Those that the core had no reason to let wait: of a queue, none that its place kept from running."""
+        given = [req_id for req_id in self.kept if req_id not in self._held_back]
+        given.sort(key=lambda req_id: self.kept[req_id].priority)
+        return given[: self.config.scheduler.max_num_seqs]
+
+
+def _encoded(message: AddRequest | AbortRequests | UtilityCall | CloseCore) -> bytes:
+    return encode(ToCore(message))

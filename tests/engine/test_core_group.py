@@ -1,0 +1,281 @@
+"""What happens to cores, and is asked of them, at odd moments: no request hangs, or ends for another's fault."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.engine import core_group
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.core_group import CoreGroup
+from penstock.engine.messages import EngineRequest
+from penstock.errors import EngineDead, InvalidRequest, PenstockError, RemoteError
+from penstock.executor.processes import ProcessStarter
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from support.fake_engine import FakeCore, write_model
+from support.leftovers import nothing_left
+
+POISON, SILENT = 13, 14
+LIMIT_S = 30.0
+
+
+class OddCore(FakeCore):
+    """Says nothing of the silent, dies of three requests at once if one is poison, and refuses what begins with 12."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.refuses = lambda request: request.prompt_token_ids[0] == 12
+
+    def step(self) -> list[EngineCoreOutput]:
+        time.sleep(0.005)
+        kinds = [request.prompt_token_ids[0] for request, _ in self.running.values()]
+        if POISON in kinds:
+            if len(kinds) >= 3:
+                os._exit(3)
+            # With it, nobody gets on.
+            return []
+        silent = {name: self.running.pop(name) for name, (one, _) in list(self.running.items()) if is_silent(one)}
+        outputs = super().step()
+        self.running |= silent
+        return outputs
+
+
+def is_silent(request: EngineRequest) -> bool:
+    return request.prompt_token_ids[0] == SILENT and Path(os.environ["PENSTOCK_TEST_SILENCE"]).exists()
+
+
+def load_odd(config: EngineConfig) -> OddCore:
+    return OddCore(config)
+
+
+def load_at_its_end(config: EngineConfig) -> OddCore:
+    raise EOFError("the file is too short")
+
+
+class OddError(PenstockError):
+    """Has a text and a number that messages have no room for."""
+
+    def __init__(self) -> None:
+        super().__init__("no such file: \udcff")
+        self.name, self.number = "\udcff", 1 << 70
+
+
+def raising_odd(core: FakeCore) -> None:
+    raise OddError
+
+
+def added(core: FakeCore) -> list[str]:
+    return [request.req_id for request in core.added]
+
+
+def config_of(core: FakeCore) -> EngineConfig:
+    assert core.config is not None
+    return core.config
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    monkeypatch.setenv("PENSTOCK_TEST_SILENCE", str(tmp_path / "silence"))
+    return EngineConfig.create(str(write_model(tmp_path / "model")), step_timeout_s=20, max_num_seqs=3)
+
+
+@pytest.fixture
+def start(config: EngineConfig) -> Iterator[Callable[..., CoreGroup]]:
+    started = []
+
+    def start_one(**options: Any) -> CoreGroup:
+        started.append(CoreGroup(replace(config, parallel=replace(config.parallel, **options)), load_odd))
+        return started[-1]
+
+    yield start_one
+    for core in started:
+        core.close()
+    assert not psutil.Process().children()
+
+
+def add(core: CoreGroup, req_id: str, first: int = 9, **fields: Any) -> None:
+    params = SamplingParams(max_tokens=6, seed=5)
+    core.add_request(EngineRequest(req_id=req_id, prompt_token_ids=[first, 10], sampling_params=params, **fields))
+
+
+def step(core: CoreGroup, heard: dict[str, list[EngineCoreOutput]]) -> None:
+    for output in core.step():
+        heard.setdefault(output.req_id, []).append(output)
+
+
+def finish(core: CoreGroup) -> dict[str, list[EngineCoreOutput]]:
+    heard: dict[str, list[EngineCoreOutput]] = {}
+    deadline = time.monotonic() + LIMIT_S
+    while core.has_unfinished_requests():
+        step(core, heard)
+        assert time.monotonic() < deadline, f"it hangs, after {heard}"
+    return heard
+
+
+def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def kill(core: CoreGroup) -> None:
+    """Kill it, and wait until another one has taken its place."""
+    first = core.process_ids
+    os.kill(first[0], signal.SIGKILL)
+    deadline = time.monotonic() + LIMIT_S
+    while core.process_ids == first:
+        core.step()
+        assert time.monotonic() < deadline
+    core.check_health()
+
+
+def test_an_abort_that_names_a_request_twice_ends_it_once(start: Callable[..., CoreGroup]) -> None:
+    core = start()
+    add(core, "a", SILENT)
+    assert [output.req_id for output in core.abort_requests(["a", "a"])] == ["a"]
+    add(core, "a")
+    assert len(tokens(finish(core)["a"])) == 6
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+@pytest.mark.parametrize("fields", [{"cache_salt": "\udc80"}, {"priority": 1 << 70}])
+def test_what_no_message_can_hold_is_refused_and_forgotten(
+    start: Callable[..., CoreGroup], fields: dict[str, Any], is_running: bool
+) -> None:
+    core = start()
+    if not is_running:
+        os.kill(core.process_ids[0], signal.SIGSTOP)
+        os.kill(core.process_ids[0], signal.SIGKILL)
+        while all(replica.is_running for replica in core._replicas):
+            core.step()
+    with pytest.raises(InvalidRequest, match="Request 'a' cannot be sent to the core"):
+        add(core, "a", **fields)
+    add(core, "a")
+    assert list(finish(core)) == ["a"]
+
+
+def test_errors_that_no_message_can_hold_arrive_nevertheless(start: Callable[..., CoreGroup]) -> None:
+    core = start()
+    first = core.process_ids
+    with pytest.raises(OddError, match=r"no such file: \\udcff") as raised:
+        core.collective_rpc(raising_odd)
+    assert (raised.value.name, raised.value.number) == ("\\udcff", str(1 << 70))
+    assert core.process_ids == first
+
+
+def test_what_looks_like_the_end_of_a_connection_is_told_as_it_is(config: EngineConfig) -> None:
+    with pytest.raises(RemoteError, match="EOFError: the file is too short"):
+        CoreGroup(config, load_at_its_end)
+
+
+def test_others_do_not_wait_for_a_suspect_that_is_aborted(start: Callable[..., CoreGroup]) -> None:
+    core = start(step_timeout_s=60)
+    add(core, "poison", POISON)
+    add(core, "a")
+    add(core, "b")
+    deadline = time.monotonic() + LIMIT_S
+    # Two cores die of the three; the next one has the first of them alone.
+    while core.collective_rpc(added) != [["poison"]]:
+        core.step()
+        assert time.monotonic() < deadline
+    core.abort_requests(["poison"])
+    heard = finish(core)
+    assert [len(tokens(heard[name])) for name in ("a", "b")] == [6, 6]
+
+
+def test_kills_from_outside_end_nobody_so_soon(start: Callable[..., CoreGroup], tmp_path: Path) -> None:
+    core = start(max_restarts=9)
+    (tmp_path / "silence").touch()
+    add(core, "a", SILENT)
+    for _ in range(3):
+        kill(core)
+    (tmp_path / "silence").unlink()
+    heard = finish(core)["a"]
+    assert (heard[-1].finish_reason, len(tokens(heard))) == (FinishReason.LENGTH, 6)
+
+
+def test_who_had_no_turn_is_no_suspect(start: Callable[..., CoreGroup], tmp_path: Path) -> None:
+    core = start()
+    (tmp_path / "silence").touch()
+    for index in range(6):
+        add(core, f"r{index}", SILENT)
+    for _ in range(2):
+        kill(core)
+    # Three run at a time: one of these is tried, and the two others wait for that.
+    assert core.collective_rpc(added) == [["r0", "r3", "r4", "r5"]]
+    (tmp_path / "silence").unlink()
+    assert all(len(tokens(outputs)) == 6 for outputs in finish(core).values())
+
+
+def test_the_refusal_of_a_request_is_not_that_of_the_next_one_of_its_name(
+    start: Callable[..., CoreGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start()
+    monkeypatch.setattr(core_group, "REFUSAL_TIMEOUT_S", 0.1)
+    os.kill(core.process_ids[0], signal.SIGSTOP)
+    add(core, "a", 12)
+    core.abort_requests(["a"])
+    add(core, "a")
+    os.kill(core.process_ids[0], signal.SIGCONT)
+    heard = finish(core)["a"]
+    assert (heard[-1].finish_reason, len(tokens(heard))) == (FinishReason.LENGTH, 6)
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    start: Callable[..., CoreGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start()
+    add(core, "a")
+    real, failures = ProcessStarter.start, [OSError(12, "Cannot allocate memory")]
+
+    def start_later(starter: ProcessStarter, *args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(starter, *args)
+
+    monkeypatch.setattr(ProcessStarter, "start", start_later)
+    os.kill(core.process_ids[0], signal.SIGKILL)
+    assert len(tokens(finish(core)["a"])) == 6
+    assert not failures
+
+
+def test_a_core_that_replaces_another_takes_the_memory_that_that_one_had(start: Callable[..., CoreGroup]) -> None:
+    core = start()
+    kill(core)
+    (config,) = core.collective_rpc(config_of)
+    assert (config.replaces_lost_core, config.cache.kv_cache_memory_bytes) == (True, 1 << 20)
+
+
+def test_an_idle_engine_whose_core_is_lost_for_good_is_not_healthy(config: EngineConfig) -> None:
+    async def serve() -> None:
+        group = CoreGroup(replace(config, parallel=replace(config.parallel, max_restarts=0)), load_odd)
+        async with AsyncEngine.from_config(config, lambda config: group) as engine:
+            await engine.check_health()
+            os.kill(group.process_ids[0], signal.SIGKILL)
+            deadline = time.monotonic() + LIMIT_S
+            while engine.is_running:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                await engine.check_health()
+
+    asyncio.run(serve())
+
+
+def test_a_group_that_is_dropped_leaves_nothing(config: EngineConfig) -> None:
+    with nothing_left():
+        core = CoreGroup(config, load_odd)
+        add(core, "a", SILENT)
+        core.step()
+        del core
+        gc.collect()
