@@ -20,7 +20,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core_group import CoreGroup
 from penstock.engine.messages import EngineRequest
-from penstock.errors import ConfigError, EngineDead, OutOfMemory, ProcessLost
+from penstock.errors import ConfigError, EngineDead, OutOfMemory, ProcessLost, WaitTimeout
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.fake_engine import FakeCore, write_model
 from support.waiting import wait_until
@@ -48,6 +48,7 @@ class ServedFake(FakeCore):
             return [None]
         if method == "reload_weights":
             if self.config.parallel.data_parallel_rank == 1 and args:
+                time.sleep(2 if args[0] == "and sleep" else 0)
                 os._exit(3)
             self.weights, self.updates = "reloaded", []
             return [None]
@@ -227,6 +228,15 @@ def test_an_engine_that_is_lost_in_a_reload_loads_what_the_others_have(core: Cor
         core.collective_rpc("reload_weights", args=("and die",))
     core.check_health()
     assert core.collective_rpc(state_of)[1] == ("safetensors", [])
+
+
+def test_an_engine_that_takes_too_long_for_a_reload_loads_what_the_others_have(core: CoreGroup) -> None:
+    first = core.process_ids
+    with pytest.raises(WaitTimeout, match=r"waited 0.5 s in collective_rpc for the core of engine 1"):
+        core.collective_rpc("reload_weights", 0.5, ("and sleep",))
+    core.check_health()
+    assert core.collective_rpc(state_of)[1] == ("safetensors", [])
+    assert core.process_ids[0] == first[0]
 
 
 def test_what_keeps_one_engine_from_starting_is_raised_and_nothing_is_left(config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.fan_out import merged_metrics, sample_requests
-from penstock.engine.output_processor import Progress
+from penstock.engine.messages import EngineRequest
+from penstock.engine.output_processor import OutputProcessor, Progress
 from penstock.engine.outputs import RequestMetrics
 from penstock.engine.session import Session
-from penstock.errors import ContextTooLong
+from penstock.errors import ContextTooLong, InvalidRequest
 from support.fake_engine import FakeCore, write_model
 
 LONG_PROMPT = list(range(9, 40))
@@ -119,6 +121,16 @@ def test_a_request_that_the_core_refuses_leaves_no_sample(session: Session, core
     assert not core.running
     core.refuses = lambda request: False
     assert serve(session, LONG_PROMPT[:8], SamplingParams(n=3, max_tokens=2))[-1].finished
+
+
+def test_a_sample_never_takes_the_name_of_another_request(session: Session) -> None:
+    processor = OutputProcessor(session.tokenizer)
+    params = SamplingParams(n=2, seed=1)
+    other = EngineRequest(req_id="a#1", prompt_token_ids=[9], sampling_params=SamplingParams(seed=1))
+    processor.add(other, None, deque())
+    with pytest.raises(InvalidRequest, match="request_id='a' with n=2 needs the names 'a#0' to 'a#1'"):
+        processor.add(msgspec.structs.replace(other, req_id="a", sampling_params=params), None, deque())
+    assert processor.forget(["a", "a#1"]) == ["a#1"]
 
 
 def test_metrics_are_those_of_all_samples() -> None:

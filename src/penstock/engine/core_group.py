@@ -22,7 +22,7 @@ from penstock.engine.owning_process import OwningProcess
 from penstock.engine.replica import REFUSAL_TIMEOUT_S, Call, Replica
 from penstock.engine.routing import Router
 from penstock.engine.silence import LONGEST_WAIT_S
-from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, same_error
+from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
 from penstock.executor.program import refuse_in_program
@@ -187,24 +187,27 @@ class CoreGroup:
         unique_reply_rank: counts in that order.
 
         What changes the weights is remembered for cores that replace lost ones. A core that did not do it while others
-        did is replaced by one that does.
+        did, or not in time, is replaced by one that has the weights of the others, or those before.
 
-        Raises ProcessLost when a core is lost meanwhile; requests go on.
+        Raises ProcessLost when a core is lost meanwhile; requests go on. WaitTimeout when one takes too long.
         """
         num_ranks = sum(replica.config.parallel.world_size for replica in self._replicas)
         check_reply_rank(unique_reply_rank, num_ranks)
         with self._listening():
             calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs)
             done = [index for index, call in enumerate(calls) if call.error is None]
+            # These may do it still, when nobody knows any more.
+            is_late = any(isinstance(call.error, WaitTimeout) for call in calls)
             if done and method == "update_config":
                 for replica in self._replicas:
                     replica.config_updates += [*args, *(kwargs or {}).values()]
             if done and method == "reload_weights":
                 self._keep_config_of(self._replicas[done[0]])
-            if done and method in ("update_config", "reload_weights"):
+            if (done or is_late) and method in ("update_config", "reload_weights"):
                 for index, replica in enumerate(self._replicas):
                     if index not in done:
-                        replica.restart(f"is replaced, since others have done {method}, and it has not")
+                        why = f"others have done {method}, and it has not" if done else f"{method} took it too long"
+                        replica.restart(f"is replaced, since {why}")
             answers = [answer for call in calls for answer in _result_of(call)]
         return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
 
@@ -247,14 +250,14 @@ class CoreGroup:
             other.config_updates.clear()
 
     def _call_all(self, method: str, timeout_s: float | None, *args: Any) -> list[Call]:
-        """Ask all cores for the same, once they all run. The calls are over then."""
+        """Ask all cores for the same, once they all run. The calls are over then, if with an error for being late."""
         self._wait_until(self._are_running)
         calls = [replica.call(method, *args) for replica in self._replicas]
         self._wait_for(lambda: all(call.is_over for call in calls), timeout_s)
         for replica, call in zip(self._replicas, calls, strict=True):
             if not call.is_over:
                 call.is_awaited = False
-                raise replica.timed_out(method, timeout_s)
+                call.lost = replica.timed_out(method, timeout_s)
         return calls
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:

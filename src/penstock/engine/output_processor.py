@@ -339,7 +339,13 @@ class OutputProcessor:
         length = self._shared_prompt_length
         shares_prompt = length is not None and len(request.prompt_token_ids) >= length
         fan_out = FanOut(request, inbox, self._news, shares_prompt=shares_prompt)
-        for index, sample in enumerate(sample_requests(request)):
+        samples = sample_requests(request)
+        if not self._running.keys().isdisjoint(sample.req_id for sample in samples):
+            raise InvalidRequest(
+                f"request_id={request.req_id!r} with n={len(samples)} needs the names {samples[0].req_id!r} to "
+                f"{samples[-1].req_id!r}, one of which a running request has. Choose another."
+            )
+        for index, sample in enumerate(samples):
             fan_out.samples.append(RequestProgress(sample, prompt, self._tokenizer, fan_out, index))
         self._fan_outs[request.req_id] = fan_out
         self._running |= {sample.req_id: sample for sample in fan_out.samples}

@@ -63,13 +63,14 @@ class _State(enum.Enum):
 class Call:
     """Something that a core was asked for.
 
-    answer: None until it came. lost: why none will come. is_awaited: whether somebody looks at it still.
+    answer: None until it came. lost: why none will come, or came in time. is_awaited: whether somebody looks at it
+        still.
     req_id: of the request that it brings, if any. aborted: ids of those that it ends.
     """
 
     name: str
     answer: Answer | None = None
-    lost: ProcessLost | None = None
+    lost: ProcessLost | WaitTimeout | None = None
     is_awaited: bool = True
     req_id: str | None = None
     aborted: frozenset[str] = frozenset()
