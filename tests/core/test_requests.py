@@ -150,6 +150,10 @@ def test_the_prefix_cache_can_be_reset_at_any_step_of_running_requests(
     core.close()
 
 
+# These look inside the core, and make its worker fail: it is in this process.
+HERE = {**SMALL, "enable_multiprocessing": False}
+
+
 async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, **options: Any) -> RequestOutput:
     async for output in engine.generate(prompt, params, **options):
         last = output
@@ -167,7 +171,7 @@ def test_the_async_engine_gives_the_tokens_of_the_offline_one(folder: Path, asyn
         expected = tokens_of(llm.generate(PROMPTS, [sampled(n=index % 2 + 1, seed=index) for index in range(4)]))
 
     async def serve() -> list[RequestOutput]:
-        async with AsyncEngine(str(folder), async_scheduling=async_scheduling, **SMALL) as engine:
+        async with AsyncEngine(str(folder), async_scheduling=async_scheduling, **HERE) as engine:
             calls = [
                 collect(engine, prompt, sampled(n=index % 2 + 1, seed=index)) for index, prompt in enumerate(PROMPTS)
             ]
@@ -181,7 +185,7 @@ def test_the_async_engine_gives_the_tokens_of_the_offline_one(folder: Path, asyn
 
 def test_readers_that_leave_at_any_output_free_their_blocks(folder: Path) -> None:
     async def serve() -> None:
-        async with AsyncEngine(str(folder), async_scheduling=True, **SMALL) as engine:
+        async with AsyncEngine(str(folder), async_scheduling=True, **HERE) as engine:
             undisturbed = (await collect(engine, PROMPTS[1], sampled())).outputs[0].token_ids
             for num_outputs in range(1, 8):
                 other = asyncio.create_task(collect(engine, PROMPTS[1], sampled()))
@@ -208,7 +212,7 @@ def test_a_prompt_that_comes_in_parts_is_answered_as_the_whole_would_be(folder: 
             yield StreamingInput(part)
 
     async def serve() -> list[RequestOutput]:
-        async with AsyncEngine(str(folder), async_scheduling=async_scheduling, **SMALL) as engine:
+        async with AsyncEngine(str(folder), async_scheduling=async_scheduling, **HERE) as engine:
             outputs = [output async for output in engine.generate(stream(), params)]
             await settled(engine)
             assert_nothing_is_left(engine._dispatcher.core)
@@ -229,7 +233,7 @@ def test_a_prompt_that_comes_in_parts_is_answered_as_the_whole_would_be(folder: 
 
 def test_two_async_engines_live_in_one_process(folder: Path) -> None:
     async def serve() -> None:
-        async with AsyncEngine(str(folder), **SMALL) as first, AsyncEngine(str(folder), **SMALL) as second:
+        async with AsyncEngine(str(folder), **HERE) as first, AsyncEngine(str(folder), **HERE) as second:
             kinds = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
             both = [collect(engine, PROMPTS[0], sampled()) for engine in (first, second)]
             one, other = await asyncio.gather(*both)
@@ -262,7 +266,7 @@ def test_a_worker_that_dies_interrupts_no_stream(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(FragileWorker, "executed", 0)
 
     async def serve() -> list[RequestOutput]:
-        async with AsyncEngine(str(folder), worker_cls=f"{__name__}.FragileWorker", **SMALL) as engine:
+        async with AsyncEngine(str(folder), worker_cls=f"{__name__}.FragileWorker", **HERE) as engine:
             return await asyncio.gather(*(collect(engine, prompt, sampled(n=2)) for prompt in PROMPTS))
 
     assert tokens_of(asyncio.run(serve())) == expected
@@ -274,7 +278,7 @@ def test_a_worker_that_keeps_dying_is_told_to_every_reader(folder: Path, monkeyp
     monkeypatch.setattr(FragileWorker, "executed", 0)
 
     async def serve() -> list[Any]:
-        async with AsyncEngine(str(folder), worker_cls=f"{__name__}.FragileWorker", max_restarts=1, **SMALL) as engine:
+        async with AsyncEngine(str(folder), worker_cls=f"{__name__}.FragileWorker", max_restarts=1, **HERE) as engine:
             calls = (collect(engine, prompt, sampled()) for prompt in PROMPTS)
             errors = await asyncio.gather(*calls, return_exceptions=True)
             with pytest.raises(EngineDead, match="the device is gone"):

@@ -395,7 +395,7 @@ def test_a_prompt_that_comes_in_parts_is_answered_the_same(speculative: dict[str
             await asyncio.sleep(0)
 
     async def answer(config: dict[str, Any] | None) -> list[int]:
-        engine = AsyncEngine("demo", speculative_config=config, max_model_len=256)
+        engine = AsyncEngine("demo", speculative_config=config, max_model_len=256, enable_multiprocessing=False)
         try:
             params = SamplingParams(temperature=0.7, seed=1, max_tokens=20)
             outputs = [output async for output in engine.generate(parts(), params)]

@@ -72,7 +72,8 @@ def test_parameters_that_are_given_are_taken_as_they_are(tmp_path: Path) -> None
 
 def test_an_async_engine_takes_them_too(tmp_path: Path) -> None:
     async def generate(folder: Path) -> tuple[SamplingParams, int]:
-        async with AsyncEngine(folder) as engine:
+        # In this process, where the fake core is.
+        async with AsyncEngine(folder, enable_multiprocessing=False) as engine:
             outputs = [output async for output in engine.generate("a")]
             return engine.get_default_sampling_params(), len(outputs[-1].outputs[0].token_ids)
 

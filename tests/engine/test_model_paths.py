@@ -30,7 +30,7 @@ def test_a_path_is_as_good_as_its_text(tmp_path: Path) -> None:
     assert (config.model.model, config.model.tokenizer_folder) == (str(model), other)
     with LLM(model, tokenizer=other) as llm:
         assert llm.generate("the fox", use_tqdm=False)[0].finished
-    AsyncEngine(model, tokenizer=other).shutdown()
+    AsyncEngine(model, tokenizer=other, enable_multiprocessing=False).shutdown()
 
 
 def test_a_plan_takes_a_path() -> None:

@@ -86,7 +86,8 @@ def prompts_of(llm: LLM) -> list[list[int]]:
 
 
 async def stream(folder: Path, prompt: Any) -> list[int]:
-    async with AsyncEngine(folder) as engine:
+    # In this process, where the fake core is.
+    async with AsyncEngine(folder, enable_multiprocessing=False) as engine:
         return [output async for output in engine.generate(prompt, SHORT)][-1].prompt_token_ids
 
 

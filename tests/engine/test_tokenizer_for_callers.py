@@ -100,7 +100,7 @@ def test_a_template_that_a_caller_sets_is_what_chat_uses(folder: Path) -> None:
 
 def test_an_async_engine_has_it_too(folder: Path, oracle: Any) -> None:
     async def render() -> Any:
-        async with AsyncEngine(str(folder)) as engine:
+        async with AsyncEngine(str(folder), enable_multiprocessing=False) as engine:
             assert engine.tokenizer is engine.get_tokenizer()
             return engine.get_tokenizer().apply_chat_template(MESSAGES, tokenize=False)
 

@@ -224,7 +224,7 @@ def test_an_idle_asynchronous_engine_replaces_workers_by_itself() -> None:
         return tokens
 
     async def serve() -> None:
-        async with AsyncEngine("demo", **DEMO) as engine:
+        async with AsyncEngine("demo", enable_multiprocessing=False, **DEMO) as engine:
             expected = await last(engine)
             before = await engine.collective_rpc(pid_of)
             assert await engine.collective_rpc(pid_of_last, unique_reply_rank=1) == before[1:]

@@ -149,7 +149,7 @@ def test_large_answers_and_calls_do_not_wait_for_each_other(shared: Multiprocess
 
 
 def test_a_function_that_cannot_be_sent_is_refused(shared: MultiprocessExecutor) -> None:
-    with pytest.raises(ConfigError, match="cannot be sent to the workers' processes"):
+    with pytest.raises(ConfigError, match="cannot be sent to another process"):
         shared.collective_rpc(lambda worker: worker.rank)
 
 

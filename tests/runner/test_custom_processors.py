@@ -362,7 +362,7 @@ def test_in_a_thread_of_the_engines_nothing_is_for_the_program(kind: str, when: 
 
         return await asyncio.gather(last("ROMEO:", FOUR), last("x", quitting(kind, when)))
 
-    engine = AsyncEngine("demo", logits_processors=[QUITS], **DEMO)
+    engine = AsyncEngine("demo", logits_processors=[QUITS], enable_multiprocessing=False, **DEMO)
     try:
         good, bad = asyncio.run(both(engine))
         again, _ = asyncio.run(both(engine))

@@ -31,7 +31,7 @@ class ParallelConfig:
     data_parallel_rank: start only the engine of this number, for a balancer of one's own; None starts all of them.
     data_parallel_rank_local: its number among those on this machine; None for the rank modulo data_parallel_size_local.
     enable_multiprocessing: whether the engine core runs in a process of its own, which is replaced when it dies; None
-        for that where there are several engines.
+        for that with `AsyncEngine`, and where there are several engines.
     distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own, "ray" each
         in an actor of a Ray cluster; "external_launcher" makes this process, which torchrun has started, one of them.
         None takes "mp" for several workers.
@@ -137,7 +137,7 @@ class ParallelConfig:
 
     @property
     def has_core_process(self) -> bool:
-        """Whether cores run in processes of their own."""
+        """Whether cores run in processes of their own; for an `AsyncEngine`, once that has decided it."""
         return self.num_engines_here > 1 if self.enable_multiprocessing is None else self.enable_multiprocessing
 
     def of_engine(self, index: int) -> ParallelConfig:

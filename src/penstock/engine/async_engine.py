@@ -8,6 +8,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -18,10 +19,13 @@ from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import RequestOutputKind, SamplingParams
 from penstock.engine.core_client import CoreClient
+from penstock.engine.core_group import CoreGroup
+from penstock.engine.core_place import with_core_process
 from penstock.engine.core_thread import CoreThread
 from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest
+from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.params_processor import check_is_params
@@ -37,24 +41,25 @@ if TYPE_CHECKING:
 
 
 class AsyncEngine(RefusesMethods):
-    """A model whose outputs are streamed to coroutines; its steps run in a thread of their own.
+    """A model whose outputs are streamed to coroutines, which wait for no step of it.
 
     model: "demo" (shipped), a folder, or a hub id. options: those of `LLM`.
 
-    Constructing it loads the model, which takes seconds. Use it in an `async with` block, or call `shutdown()`. Its
-    methods may be called from any event loop, and from several.
+    Constructing it loads the model, which takes seconds, into a process of its own unless `enable_multiprocessing` is
+    False. Use it in an `async with` block, or call `shutdown()`. Its methods may be called from any event loop, and
+    from several.
 
     Raises ConfigError, ModelError or OutOfMemory (and their kinds) when the engine cannot be started.
     """
 
     def __init__(self, model: str | Path = "demo", **options: Any) -> None:
         configure_logging()
-        self._set_up(EngineConfig.create(model, **options), start_core)
+        self._set_up(EngineConfig.create(model, **options), None)
 
     @classmethod
     @also_from_vllm
-    def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> Self:
-        """An engine of this configuration."""
+    def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None = None) -> Self:
+        """An engine of this configuration. load_core: makes its core, or the client of one; None for the usual."""
         engine = cls.__new__(cls)
         engine._set_up(config, load_core)
         return engine
@@ -62,24 +67,28 @@ class AsyncEngine(RefusesMethods):
     # As vLLM has it; its arguments are a configuration here (`penstock.EngineArgs`).
     from_engine_args = from_config
 
-    def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient]) -> None:
+    def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None) -> None:
         if config.parallel.must_agree_on_time:
             raise UnsupportedArgument(
                 "distributed_executor_backend='external_launcher': requests would reach the ranks' engines between "
                 "different steps. Use LLM."
             )
-        self._tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self._default_sampling_params = default_sampling_params(config.model)
-        processor = output_processor_for(config, self._tokenizer)
+        # A damaged one is found before seconds go into loading weights, or while a process starts to load them.
+        tokenizer = cache(lambda: load_tokenizer(config.model.tokenizer_folder))
+        begin = _start_usual if load_core is None else _start_given(load_core)
         self._lock = StreamLock()
         # The streams that somebody reads.
         self._streams: set[OutputStream] = set()
         lock, streams = self._lock, self._streams
-        self._thread = CoreThread(
-            start=lambda: _StreamDispatcher(load_core(config), processor, lock),
-            on_end=lambda end: _fail_all(lock, streams, end),
-        )
+
+        def start() -> _StreamDispatcher:
+            core = begin(config, tokenizer)
+            return _StreamDispatcher(core, output_processor_for(config, tokenizer()), lock)
+
+        self._thread = CoreThread(start=start, on_end=lambda end: _fail_all(lock, streams, end))
         self._dispatcher = self._thread.dispatcher
+        self._tokenizer = tokenizer()
         self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core)
         self._intake = threading.Lock()
         # An engine that is dropped without a shutdown must not keep its memory.
@@ -264,15 +273,44 @@ class AsyncEngine(RefusesMethods):
             self._streams.discard(stream)
 
 
+def _start_usual(config: EngineConfig, meanwhile: Callable[[], object]) -> CoreClient:
+    return start_core(with_core_process(config), meanwhile)
+
+
+def _start_given(
+    load_core: Callable[[EngineConfig], CoreClient],
+) -> Callable[[EngineConfig, Callable[[], object]], CoreClient]:
+    def start(config: EngineConfig, before: Callable[[], object]) -> CoreClient:
+        before()
+        return load_core(config)
+
+    return start
+
+
 class _StreamDispatcher(Dispatcher):
-    """Also ends requests whose readers' event loops were closed."""
+    """Also ends requests whose readers' event loops were closed, and tells readers what a core elsewhere refuses."""
 
     _lock: StreamLock
+
+    def __init__(self, core: CoreClient, processor: OutputProcessor, lock: StreamLock) -> None:
+        super().__init__(core, processor, lock)
+        if isinstance(core, CoreGroup):
+            core.on_refused(self._refuse)
 
     def step(self) -> None:
         super().step()
         for stream in self._lock.take_orphans():
             _abandon(self, stream)
+
+    def _refuse(self, core_id: str, error: PenstockError) -> None:
+        with self._lock:
+            request = self._processor.request_of(core_id)
+            if request is None:
+                return
+            stream = request.inbox
+            assert isinstance(stream, OutputStream), "its requests come from `AsyncEngine`"
+            stream.fail(error)
+        self.abandon([request.req_id])
 
 
 def _fail_all(lock: StreamLock, streams: set[OutputStream], error: PenstockError) -> None:

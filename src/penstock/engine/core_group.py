@@ -17,7 +17,7 @@ from penstock.config import EngineConfig
 from penstock.engine.core_client import START_TIMEOUT_S
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
-from penstock.engine.messages import EngineRequest
+from penstock.engine.messages import EngineRequest, SaidByCore
 from penstock.engine.owning_process import OwningProcess
 from penstock.engine.replica import REFUSAL_TIMEOUT_S, Call, Replica
 from penstock.engine.routing import Router
@@ -46,6 +46,7 @@ class CoreGroup:
     (`Replica`); those of other cores go on meanwhile. `EngineDead` comes when that does not help, for all.
 
     load_core: makes a core in its process; it is pickled by its name. start_timeout_s: how long a core may take for it.
+    meanwhile: called while they start; what it raises ends that.
 
     Raises what `load_core` raises; EngineDead when a process dies before it has started, WaitTimeout when it says
     nothing for too long.
@@ -57,14 +58,17 @@ class CoreGroup:
         load_core: Callable[[EngineConfig], ServedCore] = load_engine_core,
         *,
         start_timeout_s: float = START_TIMEOUT_S,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         refuse_in_program()
         self._owner = OwningProcess()
         # Held by whoever takes in messages: callers, and, for a core that died while nobody called, its reader.
         self._lock = threading.RLock()
-        self._inbox: queue.SimpleQueue[tuple[CoreProcess, bytes | None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[CoreProcess, SaidByCore | None] | None] = queue.SimpleQueue()
         self._turns: deque[list[EngineCoreOutput]] = deque()
         self._is_woken = False
+        self._tell_refused: Callable[[str, PenstockError], None] | None = None
+        self._refused: list[tuple[str, PenstockError]] = []
         self._ended_by: PenstockError | None = None
         self._tell_of_loss: Callable[[], None] = lambda: None
         parallel, cache = config.parallel, config.cache
@@ -83,6 +87,7 @@ class CoreGroup:
                     self._replicas.append(
                         Replica(name, own, load_core, self._starter, deliver, start_timeout_s=start_timeout_s)
                     )
+                meanwhile()
                 self._wait_until(self._are_running)
         except BaseException as error:
             self._ended_by = self._ended_by or LifecycleError(f"This engine did not start: {error}")
@@ -98,7 +103,10 @@ class CoreGroup:
         return [replica.pid for replica in self._replicas]
 
     def add_request(self, request: EngineRequest) -> None:
-        """As `CoreClient`. A refusal that comes late, as from a core that is being replaced, ends the request."""
+        """As `CoreClient`, unless somebody hears of refusals (`on_refused`), who is told then.
+
+        One that comes late, as from a core that is being replaced, ends the request.
+        """
         with self._listening():
             self._check_running()
             if any(request.req_id in replica.kept for replica in self._replicas):
@@ -109,6 +117,10 @@ class CoreGroup:
             replica = self._choose(request)
             call = replica.add(request)
             if call is None:
+                return
+            if self._tell_refused is not None:
+                call.is_awaited = False
+                call.on_refused = lambda error: self._refused.append((request.req_id, error))
                 return
             self._wait_for(lambda: call.is_over, REFUSAL_TIMEOUT_S)
             call.is_awaited = False
@@ -144,7 +156,11 @@ class CoreGroup:
                 self._receive(0.0)
             outputs = [output for turn in self._turns for output in turn]
             self._turns.clear()
-            return outputs
+            refused, self._refused = self._refused, []
+        for req_id, error in refused:
+            assert self._tell_refused is not None, "nobody else is told"
+            self._tell_refused(req_id, error)
+        return outputs
 
     def wait_for_work(self) -> None:
         """The cores themselves wait, before they say what their next steps brought."""
@@ -210,6 +226,13 @@ class CoreGroup:
                         replica.restart(f"is replaced, since {why}")
             answers = [answer for call in calls for answer in _result_of(call)]
         return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
+
+    def on_refused(self, tell: Callable[[str, PenstockError], None]) -> None:
+        """Let no `add_request` wait for the core from now on: this is called in `step`, with each id and reason.
+
+        A core says so between two steps, which may be long, and others wait for theirs meanwhile.
+        """
+        self._tell_refused = tell
 
     def on_loss(self, tell: Callable[[], None]) -> None:
         """Of a core, if that is to be replaced; cores replace by themselves what they lose."""
@@ -293,10 +316,10 @@ class CoreGroup:
         except PenstockError as error:
             self._ended_by = self._ended_by or error
 
-    def _take(self, index: int, data: bytes | None) -> None:
-        if data is None:
+    def _take(self, index: int, message: SaidByCore | None) -> None:
+        if message is None:
             self._router.forget(index)
-        outputs = self._replicas[index].take(data)
+        outputs = self._replicas[index].take(message)
         if outputs is not None:
             self._turns.append(outputs)
 
@@ -328,15 +351,15 @@ class CoreGroup:
 
 
 def _deliver_to(
-    group: weakref.ref[CoreGroup], inbox: queue.SimpleQueue[tuple[CoreProcess, bytes | None] | None]
-) -> Callable[[CoreProcess, bytes | None], None]:
+    group: weakref.ref[CoreGroup], inbox: queue.SimpleQueue[tuple[CoreProcess, SaidByCore | None] | None]
+) -> Callable[[CoreProcess, SaidByCore | None], None]:
     """What puts a core's messages where whoever listens finds them. It does not keep a group alive that was dropped:
     the end of its starter is that of its processes.
     """
 
-    def deliver(process: CoreProcess, data: bytes | None) -> None:
-        inbox.put((process, data))
-        if data is not None:
+    def deliver(process: CoreProcess, message: SaidByCore | None) -> None:
+        inbox.put((process, message))
+        if message is not None:
             return
         owner = group()
         if owner is None:

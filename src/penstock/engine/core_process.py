@@ -12,13 +12,15 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 
 from penstock.config import EngineConfig
+from penstock.contract import decode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.engine.core_server import PROGRAM, ServedCore
-from penstock.engine.messages import CoreStart
+from penstock.engine.messages import CoreLog, CoreStart, FromCore, SaidByCore
 from penstock.executor.processes import ProcessStarter, describe_end, limit_waits, was_killed
 from penstock.executor.program import main_path, pickled
 from penstock.executor.select import environment_of_core
+from penstock.observability.logging import levels, write_sent
 
 logger = logging.getLogger(__name__)
 # How long a process that was told to end, or whose connection broke, is given to do so.
@@ -30,7 +32,8 @@ class CoreProcess:
     """Starts the process, and hands on what it says.
 
     load_core: makes the core there; it is pickled by its name.
-    deliver: gets this object with each message, and with None at the end of the connection, in a thread of its own.
+    deliver: gets this object with each message, and with None at the end of the connection, in a thread of its own,
+        which also writes what there is for the log.
     send_timeout_s: how long the process may take to read a message.
 
     It starts even if its core cannot, which is then the first that it says. Raises ConfigError for what cannot be sent.
@@ -41,11 +44,12 @@ class CoreProcess:
         config: EngineConfig,
         load_core: Callable[[EngineConfig], ServedCore],
         starter: ProcessStarter,
-        deliver: Callable[[CoreProcess, bytes | None], None],
+        deliver: Callable[[CoreProcess, SaidByCore | None], None],
         *,
         send_timeout_s: float,
     ) -> None:
-        start = CoreStart(sent=pickled("The configuration", (load_core, config)), main_path=main_path())
+        sent = pickled("The configuration", (load_core, config))
+        start = CoreStart(sent=sent, main_path=main_path(), log_levels=levels())
         place, num_places = config.parallel.place(0)
         threads = plan_threads(config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
         self._deliver = deliver
@@ -107,7 +111,11 @@ class CoreProcess:
     def _read(self) -> None:
         try:
             while True:
-                self._deliver(self, self._connection.recv_bytes())
+                message = decode(self._connection.recv_bytes(), FromCore).message
+                if isinstance(message, CoreLog):
+                    write_sent(message.fields)
+                else:
+                    self._deliver(self, message)
         except (EOFError, OSError):
             self._has_ended.set()
             self._deliver(self, None)

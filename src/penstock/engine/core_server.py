@@ -20,17 +20,19 @@ from penstock.engine.messages import (
     CloseCore,
     CoreBusy,
     CoreEnded,
+    CoreLog,
     CoreStart,
     CoreStarted,
     FromCore,
+    SaidByCore,
     StepOutputs,
     ToCore,
     UtilityCall,
 )
 from penstock.errors import ConfigError, error_as_data
 from penstock.executor.processes import end_with_parent
-from penstock.executor.program import Program
-from penstock.observability.logging import configure_logging
+from penstock.executor.program import Program, pickled
+from penstock.observability.logging import send_log
 
 _Asked: TypeAlias = AddRequest | AbortRequests | UtilityCall | CloseCore
 PROGRAM = "from penstock.engine.core_server import main; main()"
@@ -65,7 +67,7 @@ def main() -> None:
     outbox = _Outbox(Connection(descriptor))
     try:
         start: CoreStart = pickle.loads(outbox.connection.recv_bytes())
-        configure_logging()
+        send_log(start.log_levels, outbox.log)
         program = Program(start.main_path)
         load_core, config = program.load(start.sent)
         core: ServedCore = load_core(config)
@@ -91,10 +93,15 @@ class _Outbox:
         self.connection = connection
         self._lock = threading.Lock()
 
-    def send(self, message: CoreStarted | CoreBusy | StepOutputs | Answer | CoreEnded) -> None:
+    def send(self, message: SaidByCore | CoreLog) -> None:
         data = encode(FromCore(message))
         with self._lock:
             self.connection.send_bytes(data)
+
+    def log(self, fields: dict[str, str | int | float]) -> None:
+        """Send a line for the log, if there is somebody still."""
+        with contextlib.suppress(OSError):
+            self.send(CoreLog(fields=fields))
 
 
 class _Server:
@@ -177,4 +184,5 @@ class _Server:
     def _call(self, message: UtilityCall) -> bytes:
         if message.method not in _UTILITIES:
             raise ConfigError(f"A core has no method {message.method!r} to be called. Allowed: {sorted(_UTILITIES)}.")
-        return pickle.dumps(getattr(self._core, message.method)(*self._program.load(message.arguments)))
+        result = getattr(self._core, message.method)(*self._program.load(message.arguments))
+        return pickled(f"The answer of {message.method}", result)

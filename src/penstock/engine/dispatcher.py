@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from penstock.config import EngineConfig
@@ -16,15 +16,18 @@ from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 
-def start_core(config: EngineConfig) -> CoreClient:
+def start_core(config: EngineConfig, meanwhile: Callable[[], object] = lambda: None) -> CoreClient:
     """The engine core of this configuration, in this process, or a client of the processes that it asks for.
 
-    Raises what loading the model raises.
+    meanwhile: what there is to do here while those start, or before the model is loaded into this one.
+
+    Raises what loading the model raises, and what `meanwhile` does.
     """
     if config.parallel.has_core_process:
         from penstock.engine.core_group import CoreGroup
 
-        return CoreGroup(config)
+        return CoreGroup(config, meanwhile=meanwhile)
+    meanwhile()
     from penstock.engine.core import EngineCore
 
     return EngineCore(config)

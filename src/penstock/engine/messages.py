@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
@@ -38,11 +39,12 @@ class CoreStart:
     """The first that a core's process is told, pickled.
 
     sent: what makes the core, and its configuration, pickled by themselves. main_path: of the program, whose own
-    functions and classes may be sent.
+    functions and classes may be sent. log_levels: by logger, of what is to be told (`CoreLog`).
     """
 
     sent: bytes
     main_path: str | None
+    log_levels: dict[str, int]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -97,6 +99,12 @@ class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
     error: ErrorData | None = None
 
 
+class CoreLog(_Message, frozen=True, kw_only=True, tag="log"):
+    """A line for the log. fields: of its `logging.LogRecord`; a traceback is in its text."""
+
+    fields: dict[str, str | int | float]
+
+
 class CoreEnded(_Message, frozen=True, kw_only=True, tag="ended"):
     """The core did not start, or cannot go on; nothing comes after this."""
 
@@ -109,7 +117,11 @@ class ToCore(msgspec.Struct, frozen=True):
     message: AddRequest | AbortRequests | UtilityCall | CloseCore
 
 
+# What the client of a core hears; lines for the log are written before.
+SaidByCore: TypeAlias = CoreStarted | CoreBusy | StepOutputs | Answer | CoreEnded
+
+
 class FromCore(msgspec.Struct, frozen=True):
     """Anything that a core says."""
 
-    message: CoreStarted | CoreBusy | StepOutputs | Answer | CoreEnded
+    message: SaidByCore | CoreLog

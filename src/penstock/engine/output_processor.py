@@ -316,6 +316,11 @@ class OutputProcessor:
             self._announce(follow_up)
         return follow_up
 
+    def request_of(self, core_id: str) -> Progress | None:
+        """The request, as its consumer sees it, that the core has under this id; None if it is not followed."""
+        progress = self._running.get(core_id)
+        return progress.inbox if progress is not None and isinstance(progress.inbox, FanOut) else progress
+
     def core_ids(self, req_ids: Iterable[str]) -> list[str]:
         """The core's ids of these requests, as far as they run."""
         ids = []

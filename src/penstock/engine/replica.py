@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import decode, encode
+from penstock.contract import encode
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
 from penstock.engine.kept_request import KeptRequest
@@ -24,7 +24,7 @@ from penstock.engine.messages import (
     CoreEnded,
     CoreStarted,
     EngineRequest,
-    FromCore,
+    SaidByCore,
     StepOutputs,
     ToCore,
     UtilityCall,
@@ -66,6 +66,7 @@ class Call:
     answer: None until it came. lost: why none will come, or came in time. is_awaited: whether somebody looks at it
         still.
     req_id: of the request that it brings, if any. aborted: ids of those that it ends.
+    on_refused: hears why the core does not take that request, which has ended then.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Call:
     is_awaited: bool = True
     req_id: str | None = None
     aborted: frozenset[str] = frozenset()
+    on_refused: Callable[[PenstockError], None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -104,7 +106,7 @@ class Replica:
         config: EngineConfig,
         load_core: Callable[[EngineConfig], ServedCore],
         starter: ProcessStarter,
-        deliver: Callable[[CoreProcess, bytes | None], None],
+        deliver: Callable[[CoreProcess, SaidByCore | None], None],
         *,
         start_timeout_s: float,
     ) -> None:
@@ -195,12 +197,11 @@ class Replica:
         self._is_to_restart = self._state is not _State.PAUSING
         self._kill(ProcessLost(f"{self._who} {why}."))
 
-    def take(self, data: bytes | None) -> list[EngineCoreOutput] | None:
+    def take(self, message: SaidByCore | None) -> list[EngineCoreOutput] | None:
         """Take in what its process has said, or its end (None). Returns what a step brought, if it was that."""
         self._silence.end()
-        if data is None:
+        if message is None:
             return self._lose()
-        message = decode(data, FromCore).message
         if isinstance(message, StepOutputs):
             return self._take_outputs(message.outputs)
         if isinstance(message, Answer):
@@ -326,12 +327,18 @@ class Replica:
         for req_id in call.aborted:
             if self._aborting.get(req_id) == answer.call_id:
                 del self._aborting[req_id]
-        # A request that was aborted meanwhile may have left its id to another one.
-        if answer.error is None or call.is_awaited or call.req_id in self._aborting:
+        error = call.error
+        if error is None or call.is_awaited:
             return None
-        if call.req_id in self.kept:
-            return [self._end_request(call.req_id, FinishReason.ERROR, str(call.error))]
-        logger.error("%s: %s of %s failed", call.error, call.name, self.name)
+        if call.req_id is None:
+            logger.error("%s: %s of %s failed", error, call.name, self.name)
+        # One that was aborted meanwhile has ended, and its id may be another's.
+        elif call.req_id in self.kept and call.req_id not in self._aborting:
+            ended = self._end_request(call.req_id, FinishReason.ERROR, str(error))
+            if call.on_refused is None:
+                return [ended]
+            call.on_refused(error)
+            return []
         return None
 
     def _end_request(self, req_id: str, reason: FinishReason, error: str | None = None) -> EngineCoreOutput:

@@ -50,7 +50,8 @@ class ProcessStarter:
 
         descriptors: that it inherits, under the same numbers. environment: changes to this process's.
         """
-        command = [os.fsdecode(get_executable()), "-P", "-c", program, *map(str, arguments)]
+        warnings = [f"-W{option}" for option in sys.warnoptions]
+        command = [os.fsdecode(get_executable()), "-P", *warnings, "-c", program, *map(str, arguments)]
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         variables = env.with_changes({"PYTHONPATH": search_path, **environment})
 
@@ -68,6 +69,8 @@ class ProcessStarter:
 
 
 def _launch_all(launches: _Launches) -> None:
+    # Processes inherit that: until a program has said that it leaves Ctrl-C to its parent, one would end it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     while (wanted := launches.get()) is not None:
         launch, started = wanted
         try:

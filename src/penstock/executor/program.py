@@ -20,7 +20,7 @@ def main_path() -> str | None:
     """The file of the program that runs, if it is one that can be run again."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
-    return None if path is None else os.path.abspath(path)
+    return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 
 
 def pickled(name: str, sent: Any) -> bytes:
@@ -32,8 +32,9 @@ def pickled(name: str, sent: Any) -> bytes:
         return pickle.dumps(sent)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{name} cannot be sent to the workers' processes: {error}. Functions and classes must be defined at the "
-            "top of a module, and arguments must be plain data or tensors."
+            f"{name} cannot be sent to another process: {error}. Functions and classes must be defined at the top of a "
+            "module, and arguments and answers must be plain data or tensors; or let everything run in one process: "
+            "enable_multiprocessing=False, and one worker."
         ) from error
 
 
@@ -84,5 +85,6 @@ def refuse_in_program() -> None:
     if _PROGRAM_ELSEWHERE in sys.modules:
         raise LifecycleError(
             "A worker's process runs the program again for a function of it that was sent there, and the program "
-            'starts an engine. Let it do so under `if __name__ == "__main__":`, or define the function in a module.'
+            'starts an engine. Let it do so under `if __name__ == "__main__":`, define the function in a module, or '
+            "let everything run in one process: enable_multiprocessing=False, and one worker."
         )

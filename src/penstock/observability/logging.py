@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from penstock.config import env
@@ -46,6 +47,50 @@ def configure_logging(level: str | None = None) -> None:
         logger.propagate = False
     own[0].setFormatter(logging.Formatter(_DEBUG_FORMAT if level == "DEBUG" else _FORMAT, _TIME_FORMAT))
     logger.setLevel(level)
+
+
+def levels() -> dict[str, int]:
+    """The levels that count, by logger, for `send_log` in another process."""
+    own = {
+        name: logger.level
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith(f"{LOGGER_NAME}.") and isinstance(logger, logging.Logger) and logger.level != logging.NOTSET
+    }
+    return {LOGGER_NAME: logging.getLogger(LOGGER_NAME).getEffectiveLevel(), **own}
+
+
+def send_log(levels: Mapping[str, int], send: Callable[[dict[str, str | int | float]], None]) -> None:
+    """Let the log of this process be written by another one, which gets the fields of each record (`write_sent`)."""
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.handlers = [_Sender(send)]
+    logger.propagate = False
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def write_sent(fields: Mapping[str, str | int | float]) -> None:
+    """Write what another process has to log, as if it were of this one."""
+    record = logging.makeLogRecord(dict(fields))
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
+
+
+class _Sender(logging.Handler):
+    """Gives away records as plain data."""
+
+    def __init__(self, send: Callable[[dict[str, str | int | float]], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            # With its arguments and its traceback, which stay here.
+            text = self.format(record)
+            fields = {name: value for name, value in vars(record).items() if isinstance(value, str | int | float)}
+            self._send({**fields, "msg": text, "exc_text": ""})
+        except Exception:
+            self.handleError(record)
 
 
 def _checked(level: str) -> str:
