@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from torch import Tensor
 from penstock import LLM, AsyncEngine, EngineConfig, RequestOutput, SamplingParams, StreamingInput
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.core_group import CoreGroup
+from penstock.engine.core_place import with_core_process
 from penstock.errors import ConfigError, ContextTooLong, EngineDead, LifecycleError, TokenizerError, WorkerError
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from support.fake_engine import FakeCore, load_fake_core, write_model
@@ -325,6 +327,17 @@ def test_a_class_that_no_file_defines_keeps_the_core_here_and_the_log_says_why(t
     assert "The engine core runs in this process, since OnlyFives is defined in a program without a file" in done.stderr
 
 
+def test_a_program_that_chose_its_ray_cluster_keeps_the_core(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over_ray = replace(config, parallel=replace(config.parallel, distributed_executor_backend="ray"))
+    for is_initialized in (False, True):
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: is_initialized))  # noqa: B023
+        assert with_core_process(over_ray).parallel.has_core_process == (not is_initialized)
+        assert with_core_process(config).parallel.has_core_process
+    assert "runs in this process, since it has connected to a Ray cluster" in caplog.text
+
+
 def test_interrupts_are_for_the_program_whatever_its_core_is_doing(tmp_path: Path) -> None:
     """They reach all processes, as Ctrl-C in a terminal does; the engine starts and serves meanwhile."""
     source = f"""
@@ -366,6 +379,7 @@ def test_no_core_outlives_its_program(tmp_path: Path, end: str) -> None:
         import asyncio, os, signal, sys
         from penstock import AsyncEngine, EngineConfig, SamplingParams
         from penstock.engine.core_group import CoreGroup
+from penstock.engine.core_place import with_core_process
         from support.fake_engine import load_fake_core
 
         async def main():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 
 from penstock.config import EngineConfig
@@ -26,6 +27,9 @@ def with_core_process(config: EngineConfig) -> EngineConfig:
 
 
 def _why_it_stays(config: EngineConfig) -> str | None:
+    ray = sys.modules.get("ray")
+    if config.parallel.executor == "ray" and ray is not None and ray.is_initialized():
+        return "it has connected to a Ray cluster, and another process might find another one."
     try:
         sent = pickled("the configuration", config)
         if main_path() is None:

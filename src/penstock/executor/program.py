@@ -10,10 +10,13 @@ import sys
 from types import FunctionType
 from typing import Any
 
-from penstock.errors import ConfigError, LifecycleError
+from penstock.errors import ConfigError, LifecycleError, PenstockError
 
 # The program's `__name__` while a process looks for what it defines; runpy makes a module of it for as long.
 _PROGRAM_ELSEWHERE = "__penstock_worker__"
+_WITHOUT_PROGRAM = (
+    "Or define that in a module, or let everything run in one process: enable_multiprocessing=False, and one worker."
+)
 
 
 def main_path() -> str | None:
@@ -61,7 +64,15 @@ class Program:
 
 
 def _run(path: str) -> dict[str, Any]:
-    names = runpy.run_path(path, run_name=_PROGRAM_ELSEWHERE)
+    try:
+        names = runpy.run_path(path, run_name=_PROGRAM_ELSEWHERE)
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{path} was run again in a process of the engine's, for what it defines and sent there, and failed with "
+            f"{type(error).__name__}: {error}. {_WITHOUT_PROGRAM}"
+        ) from error
     main = sys.modules["__main__"]
     main.__file__ = path
     for name, value in names.items():
@@ -85,6 +96,5 @@ def refuse_in_program() -> None:
     if _PROGRAM_ELSEWHERE in sys.modules:
         raise LifecycleError(
             "A worker's process runs the program again for a function of it that was sent there, and the program "
-            'starts an engine. Let it do so under `if __name__ == "__main__":`, define the function in a module, or '
-            "let everything run in one process: enable_multiprocessing=False, and one worker."
+            f'starts an engine. Let it do so under `if __name__ == "__main__":`. {_WITHOUT_PROGRAM}'
         )

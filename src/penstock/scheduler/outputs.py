@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """What one step brought one request.
 
     new_token_ids: usually one, more where drafts were accepted; empty when a request ends without any (aborted,
