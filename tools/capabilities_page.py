@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.cli.capabilities import table_of
-from penstock.worker.capabilities import DEVICES
+from penstock.worker.capabilities import DEVICES, FEATURES
 from penstock.worker.capabilities.arrangements import MEANINGS
 
 PAGE = Path(__file__).parents[1] / "docs/capabilities.md"
@@ -19,9 +19,10 @@ _HEAD = """\
 
 <!-- Written by tools/capabilities_page.py. -->
 
-Each feature, with each arrangement of an engine's workers ([parallel.md](parallel.md)). Where a cell says no, an engine
+Each feature, with each arrangement of an engine's workers ([parallel.md](parallel.md)), in two tables per device: how
+workers share a model, and where they run. One of each together can do what both can. Where a cell says no, an engine
 that is asked for both ends at start with an error that says why, and what to do instead, by the number of the cell. The
-tests go through every cell of the first table: what is allowed gives the tokens of one worker, and what is not is
+tests go through every cell of the tables for CPUs: what is allowed gives the tokens of one worker, and what is not is
 refused with these words.
 
 ```sh
@@ -53,9 +54,13 @@ def page() -> str:
 def _section(device: str) -> str:
     found = table_of(device)
     lines = [f"\n## On {device}\n"]
-    for group, rows in found.rows.items():
-        lines += [_row(f"{group}", found.columns), _row("---", ["---"] * len(found.columns))]
-        lines += [*(_row(name, row) for name, row in rows), ""]
+    for title, columns in found.columns.items():
+        lines += [_row(title, columns), _row("---", ["---"] * len(columns))]
+        for group, features in FEATURES.items():
+            lines.append(_row(f"**{group}**", [""] * len(columns)))
+            marks = [found.marks[feature.name] for feature in features]
+            lines += [_row(one.name, [of[name] for name in columns]) for one, of in zip(features, marks, strict=True)]
+        lines.append("")
     lines += [f"Not at all: {name}, {number}." for name, number in found.absent.items()]
     lines += [""] if found.absent else []
     lines += [f"{index}. {reason}" for index, reason in enumerate(found.reasons, start=1)]

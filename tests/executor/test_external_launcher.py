@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock import LLM, AsyncEngine, EngineConfig, SamplingParams, StructuredOutputsParams
-from penstock.errors import ConfigError, UnsupportedArgument
+from penstock import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
+from penstock.errors import ConfigError
 from penstock.executor import create_executor
 from support.checkpoints import tiny_checkpoint
+from support.torchrun import torchrun
 
 OPTIONS: dict[str, Any] = {"num_threads": 2, "kv_cache_memory_bytes": "8MiB", "max_num_batched_tokens": 64}
 PROMPTS = ["ROMEO:", "The cat", "What light through yonder window breaks?", "A"]
@@ -78,22 +76,8 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def torchrun(tmp_path: Path, program: str, argument: object, size: int = 2) -> subprocess.Popen[str]:
-    path = tmp_path / "program.py"
-    path.write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    search_path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    return subprocess.Popen(
-        [*command, str(path), str(argument)],
-        env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def test_each_rank_has_the_tokens_of_one_worker(tmp_path: Path) -> None:
-    with torchrun(tmp_path, PROGRAM, tmp_path) as processes:
+    with torchrun(tmp_path, PROGRAM, tmp_path, beside=Path(__file__)) as processes:
         with LLM("demo", **OPTIONS) as llm:
             expected = tokens_of(llm)
         said, _ = processes.communicate(timeout=240)
@@ -112,7 +96,7 @@ def test_each_rank_has_the_tokens_of_one_worker(tmp_path: Path) -> None:
 def test_a_rank_that_is_lost_ends_the_engine_of_the_other_with_its_name(
     what: object, said: str, tmp_path: Path
 ) -> None:
-    with torchrun(tmp_path, WAITING, what) as processes:
+    with torchrun(tmp_path, WAITING, what, beside=Path(__file__)) as processes:
         begin = time.monotonic()
         ranks = children_of(processes.pid)
         out, _ = processes.communicate(timeout=200)
@@ -153,12 +137,3 @@ def test_without_a_launcher_its_variables_are_named(config: EngineConfig, monkey
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ConfigError, match="WORLD_SIZE=3 processes cannot be engines of tensor_parallel_size=2 ranks"):
         create_executor(config)
-
-
-def test_what_would_let_ranks_differ_is_refused(config: EngineConfig, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedArgument, match="pipeline_parallel_size"):
-        create_executor(configuration(tmp_path, pipeline_parallel_size=2))
-    with pytest.raises(UnsupportedArgument, match="Say 'adaptive': False"):
-        create_executor(configuration(tmp_path, speculative_config={"method": "ngram", "num_speculative_tokens": 2}))
-    with pytest.raises(UnsupportedArgument, match="Use LLM"):
-        AsyncEngine.from_config(config)

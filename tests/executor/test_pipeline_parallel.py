@@ -143,8 +143,8 @@ def test_ranks_of_a_stage_send_each_their_rows(
     expected = run(make(tmp_path, (2,)), prompts, params)
     store = open_store(gloo_worker.HOST, 0, is_host=True)
     monkeypatch.setenv(gloo_worker.PORT, str(store.port))
-    by_gloo = {} if is_scattered else {"worker_cls": "support.gloo_worker.GlooWorker"}
-    core = make(tmp_path, (1, 1), 2, enable_sp=is_scattered, sp_min_token_num=8, **by_gloo)
+    scattered = {"enable_sp": True, "sp_min_token_num": 8}
+    core = make(tmp_path, (1, 1), 2, **(scattered if is_scattered else {"worker_cls": "support.gloo_worker.GlooWorker"}))
     try:
         core.collective_rpc(noting_what_is_sent)
         found = run(core, prompts, params)

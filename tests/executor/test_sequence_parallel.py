@@ -38,8 +38,8 @@ def scattered_steps(worker: WorkerBase) -> int:
 def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, least: int, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
     results = []
-    for enable_sp in (False, True):
-        core = make(tmp_path, size, enable_sp=enable_sp, sp_min_token_num=least)
+    for options in ({}, {"enable_sp": True, "sp_min_token_num": least}):
+        core = make(tmp_path, size, **options)
         try:
             core.collective_rpc(counting_scattered_steps)
             results.append(run(core, PROMPTS, PARAMS) + run(core, PROMPTS, PARAMS))
@@ -47,7 +47,7 @@ def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, le
         finally:
             core.close()
         assert len(set(counts)) == 1
-        assert (counts[0] > 0) == enable_sp
+        assert (counts[0] > 0) == bool(options)
     assert_same(results[1], results[0])
 
 

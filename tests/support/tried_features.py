@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,6 @@ from penstock import (
     StructuredOutputsParams,
 )
 from penstock.config import EngineConfig
-from penstock.engine.core import EngineCore
 from penstock.engine.outputs import Logprob
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
@@ -43,10 +44,19 @@ class Engine:
     """An engine that is tried, with the options that it was started with. folder: where it may write."""
 
     llm: LLM
-    core: EngineCore
+    core: Any
     model: Path
     options: dict[str, Any]
     folder: Path
+
+    @property
+    def ranks(self) -> list[int]:
+        """Whose answers a call brings: those of all engines' workers, or of this process's, which torchrun started."""
+        sizes = "tensor_parallel_size", "pipeline_parallel_size"
+        world_size = math.prod(self.options.get(name, 1) for name in sizes)
+        if self.options.get("distributed_executor_backend") == "external_launcher":
+            return [int(os.environ["RANK"]) % world_size]
+        return list(range(world_size)) * int(self.options.get("data_parallel_size", 1))
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Any, **others: Any) -> list[RequestOutput]:
         given: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -59,10 +69,8 @@ class Engine:
 @contextmanager
 def started(model: Path, folder: Path, options: dict[str, Any]) -> Iterator[Engine]:
     llm = LLM(str(model), **options)
-    core = llm._session._core
-    assert isinstance(core, EngineCore)
     try:
-        yield Engine(llm, core, model, options, folder)
+        yield Engine(llm, llm._session._core, model, options, folder)
     finally:
         llm.close()
 
@@ -77,15 +85,18 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
 
 
 def arranged(arrangement: dict[str, Any]) -> dict[str, Any]:
-    """Its options, and room for 208 positions whatever it is, which is too little for all requests."""
+    """Its options, and room for 208 positions whatever it is, which is too little for all requests, or for 160 of each
+    of several engines, which is too little for half of them.
+    """
+    num_engines = arrangement.get("data_parallel_size", 1)
     num_layers = max(arrangement.get("pipeline_layers", (LAYERS,)))
     num_workers = arrangement.get("tensor_parallel_size", 1) * arrangement.get("pipeline_parallel_size", 1)
     turns = arrangement.get("decode_context_parallel_size", 1)
     return {
         **SMALL,
-        "num_threads": num_workers,
+        "num_threads": num_workers * num_engines,
         "max_model_len": 128,
-        "kv_cache_memory_bytes": 13 * _LAYER_BYTES * num_layers // turns,
+        "kv_cache_memory_bytes": (13 if num_engines == 1 else 10) * _LAYER_BYTES * num_layers // turns,
         "block_size": 16 // turns,
         **arrangement,
     }
@@ -224,10 +235,17 @@ def rank_of(worker: WorkerBase) -> int:
     return worker.rank
 
 
+def wait_for_all(worker: WorkerBase) -> None:
+    worker.parallel.tensor.gather_values(None)
+
+
+def drafts_of(worker: WorkerBase) -> int:
+    return int(worker.num_speculative_tokens)  # type: ignore[attr-defined]
+
+
 def calls(engine: Engine) -> Any:
-    ranks = engine.llm.collective_rpc(rank_of)
-    assert ranks == list(range(len(ranks)))
-    assert engine.llm.collective_rpc("times", args=(3,)) == [3 * (rank + 1) for rank in ranks]
+    assert engine.llm.collective_rpc(rank_of) == engine.ranks
+    assert engine.llm.collective_rpc("times", args=(3,)) == [3 * (rank + 1) for rank in engine.ranks]
     return engine.llm.collective_rpc("check_health")[:1]
 
 
@@ -235,7 +253,7 @@ def profiles(engine: Engine) -> Any:
     engine.core.collective_rpc("profile", kwargs={"is_start": True})
     found = engine.tokens(PROMPTS[:2], greedy(4))
     traces = engine.core.collective_rpc("profile", kwargs={"is_start": False})
-    assert len({*traces}) == len(traces)
+    assert len({*traces}) == len(engine.ranks)
     assert all(Path(trace).stat().st_size > 0 for trace in traces)
     return found
 
@@ -245,6 +263,7 @@ def sharded_state(engine: Engine) -> Any:
     expected = engine.tokens(PROMPTS[:2], greedy(8))
     saved = engine.folder / "saved"
     engine.core.collective_rpc("save_sharded_state", args=(str(saved),))
+    engine.core.collective_rpc(wait_for_all)
     with started(saved, engine.folder, {**engine.options, "load_format": "sharded_state"}) as other:
         found = other.tokens(PROMPTS[:2], greedy(8))
     assert found == expected
@@ -253,7 +272,8 @@ def sharded_state(engine: Engine) -> Any:
 
 def new_weights(engine: Engine) -> Any:
     before = engine.tokens(PROMPTS[:2], greedy(8))
-    engine.core.collective_rpc("reload_weights", args=(str(write_model(engine.folder / "other", seed=5)),))
+    other = write_model(engine.folder / f"other_{os.getpid()}", seed=5)
+    engine.core.collective_rpc("reload_weights", args=(str(other),))
     found = engine.tokens(PROMPTS[:2], greedy(8))
     engine.core.collective_rpc("reload_weights", args=(str(engine.model),))
     assert engine.tokens(PROMPTS[:2], greedy(8)) == before != found
@@ -302,7 +322,7 @@ TRIED_TOGETHER: dict[str, Callable[[Engine], Any]] = {
     "profiles": profiles,
     "sharded state": sharded_state,
     "new weights": new_weights,
-    "prompts that come in parts": prompt_in_parts,
+    "AsyncEngine, prompts that come in parts": prompt_in_parts,
 }
 
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
+import pickle
 import statistics
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock import AsyncEngine
 from penstock.config import EngineConfig
+from penstock.engine.dispatcher import start_core
 from penstock.errors import UnsupportedArgument
-from penstock.executor import create_executor
 from penstock.worker.capabilities import (
     ARRANGEMENTS,
     FEATURES,
     REFUSALS,
+    SERVED,
     check_options,
     refusal_of,
 )
@@ -35,6 +41,7 @@ from support.quantized_checkpoints import (
     w4a16,
     write_quantized,
 )
+from support.torchrun import torchrun
 from support.transformers_models import FAMILIES, save_for_fallback, tiny_transformers_model
 from support.tried_features import (
     LAYERS,
@@ -42,6 +49,7 @@ from support.tried_features import (
     VOCAB_SIZE,
     Engine,
     arranged,
+    drafts_of,
     options_of_all,
     plain,
     sampled,
@@ -53,16 +61,36 @@ STAGES = {"pipeline_parallel_size": 2, "pipeline_layers": (2, 4)}
 TENSOR = {"tensor_parallel_size": 2}
 TURNS = {**TENSOR, "decode_context_parallel_size": 2}
 SCATTERED = {**TENSOR, "enable_sp": True, "sp_min_token_num": 6}
+ALL_AT_ONCE = {**STAGES, **TURNS, **SCATTERED}
+CORE = {"enable_multiprocessing": True}
+ENGINES = {"data_parallel_size": 2}
+RAY = {"distributed_executor_backend": "ray"}
+LAUNCHED = {"distributed_executor_backend": "external_launcher", "step_timeout_s": 60.0}
 # How each arrangement is asked for.
 ARRANGED: dict[str, dict[str, Any]] = {
     "uni": {},
-    "mp": {"distributed_executor_backend": "mp"},
     "TP": TENSOR,
     "PP": STAGES,
     "TP x PP": {**TENSOR, **STAGES},
     "DCP": TURNS,
     "SP": SCATTERED,
-    "PP x DCP x SP": {**STAGES, **TURNS, **SCATTERED},
+    "PP x DCP x SP": ALL_AT_ONCE,
+    "mp": {"distributed_executor_backend": "mp"},
+    "core": CORE,
+    "DP": ENGINES,
+    "Ray": RAY,
+    "torchrun": LAUNCHED,
+    "torchrun x PP": {**LAUNCHED, **STAGES},
+    "torchrun x core": {**LAUNCHED, **CORE},
+}
+# Those that this process can start.
+STARTED_HERE = [name for name in ARRANGED if name != "uni" and not name.startswith("torchrun")]
+# By how they are called here.
+TOGETHER: dict[str, dict[str, Any]] = {
+    **{name: ARRANGED[name] for name in STARTED_HERE},
+    "DP x TP": {**ENGINES, **TENSOR},
+    "core x TP x PP": {**CORE, **TENSOR, **STAGES},
+    "Ray x PP x DCP x SP": {**RAY, **ALL_AT_ONCE},
 }
 SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "head_dim": 16, "num_key_value_heads": 1}
 ALL_FEATURES = {feature.name: feature for group in FEATURES.values() for feature in group}
@@ -149,23 +177,26 @@ WAYS = {
     "drafts by suffixes": Way(drafting("suffix")),
     "drafts by a draft model": Way(with_draft_model),
     "drafts by heads (EAGLE, EAGLE-3, MTP)": Way(with_head, of_vocabulary_of_heads),
+    "as many drafts as are measured to pay": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
 }
 # Those that are tried in one engine, where none of them is refused.
 SETS = (
-    ("weights rounded to int8", "keys and values of 8 bits"),
+    ("weights rounded to int8", "keys and values of 8 bits", "as many drafts as are measured to pay"),
     ("weights rounded to int4", "keys and values of another dtype than the model's"),
     ("weights rounded to int4 for texts", "drafts by suffixes"),
-    ("bfloat16 weights", "drafts by n-grams"),
+    ("bfloat16 weights", "drafts by a draft model"),
     *((name,) for name in WAYS if name.endswith("checkpoints")),
-    ("GPT-2",),
+    ("GPT-2", "drafts by n-grams"),
     ("models of Transformers",),
-    ("drafts by a draft model",),
     ("drafts by heads (EAGLE, EAGLE-3, MTP)",),
 )
 
 
-def allowed(names: tuple[str, ...], arrangement: str) -> tuple[str, ...]:
-    return tuple(name for name in names if refusal_of(ALL_FEATURES[name], BY_NAME[arrangement], "cpu") is None)
+def allowed(names: Iterable[str], options: dict[str, Any]) -> tuple[str, ...]:
+    """Those that no arrangement refuses which these options ask for."""
+    config = EngineConfig.create("demo", device="cpu", **options)
+    asked = [one for one in ARRANGEMENTS if one.asked(config) is not None]
+    return tuple(name for name in names if not any(refusal_of(ALL_FEATURES[name], one, "cpu") for one in asked))
 
 
 def continuations(engine: Engine) -> Any:
@@ -193,13 +224,16 @@ def assert_near(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-def try_together(model: Path, folder: Path, arrangement: str, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def try_together(
+    model: Path, folder: Path, arrangement: dict[str, Any], *, without: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """What comes of each feature that needs no engine of its own, by the name of the function that tries it."""
     results: dict[str, Any] = {}
     failures = {}
-    with started(model, folder, {**arranged(ARRANGED[arrangement]), **options_of_all(folder)}) as engine:
-        for name, attempt in TRIED_TOGETHER.items():
-            if attempt.__name__ in (*results, *without) or not allowed((name,), arrangement):
+    with started(model, folder, {**arranged(arrangement), **options_of_all(folder)}) as engine:
+        for name in allowed(TRIED_TOGETHER, arrangement):
+            attempt = TRIED_TOGETHER[name]
+            if attempt.__name__ in (*results, *without):
                 continue
             try:
                 results[attempt.__name__] = plain(attempt(engine))
@@ -216,15 +250,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_one_worker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return try_together(model, tmp_path_factory.mktemp("uni"), "uni")
+    return try_together(model, tmp_path_factory.mktemp("uni"), {})
 
 
 @functools.cache
 def of_one_worker_with(names: tuple[str, ...], folder: Path) -> Any:
-    return try_alone(names, folder, "uni")
+    return try_alone(names, folder, {})
 
 
-def try_alone(names: tuple[str, ...], folder: Path, arrangement: str) -> Any:
+def try_alone(names: tuple[str, ...], folder: Path, arrangement: dict[str, Any]) -> Any:
     folder = folder / "-".join(names).replace("'", "")
     folder.mkdir(exist_ok=True)
     path = folder / "model"
@@ -232,12 +266,84 @@ def try_alone(names: tuple[str, ...], folder: Path, arrangement: str) -> Any:
     model = next(iter(sorted(path.glob("quantized"))), model)
     write_tokenizer(model, byte_level_tokenizer())
     options = {name: value for one in names for name, value in WAYS[one].options(folder).items()}
-    with started(
-        model, folder, {**arranged(ARRANGED[arrangement]), "kv_cache_memory_bytes": "2MiB", **options}
-    ) as engine:
+    with started(model, folder, {**arranged(arrangement), "kv_cache_memory_bytes": "2MiB", **options}) as engine:
         if "speculative_config" in options:
-            assert engine.core._executor.num_speculative_tokens > 0
+            assert max(engine.core.collective_rpc(drafts_of)) > 0
         return continuations(engine)
+
+
+def assert_as_of_one_worker(found: Any, names: tuple[str, ...], arrangement: dict[str, Any], folder: Path) -> None:
+    (expected, likely), (tokens, probable) = of_one_worker_with(names, folder), found
+    off_by = max(WAYS[name].off_by for name in names)
+    if off_by > 0 and "tensor_parallel_size" in arrangement:
+        assert statistics.mean(abs(ours - theirs) for ours, theirs in zip(probable, likely, strict=True)) < off_by
+    else:
+        assert tokens == expected
+        assert probable == pytest.approx(likely, abs=2e-4)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where models are that are tried alone."""
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[None]:
+    """A Ray cluster, for all that is tried with it."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    cluster.add_node(**node)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+# What two processes try that torchrun has started, all of it in turn, by its name.
+LAUNCHED_TOGETHER = {"alone": LAUNCHED, "TP": {**LAUNCHED, **TENSOR}, "DCP x SP": {**LAUNCHED, **TURNS, **SCATTERED}}
+LAUNCHED_ALONE = {
+    names: {**LAUNCHED, **(TENSOR if allowed(names, {**LAUNCHED, **TENSOR}) == names else {})}
+    for names in (allowed(names, LAUNCHED) for names in SETS)
+}
+PROGRAM = "import sys; from test_capabilities import try_launched; try_launched(*sys.argv[1:])"
+
+
+def try_launched(model: str, folder: str) -> None:
+    """Writes what was found, or what went wrong."""
+    found: dict[Any, Any] = {}
+
+    def note(name: Any, attempt: Callable[[], Any]) -> None:
+        try:
+            found[name] = attempt()
+        except Exception:
+            found[name] = traceback.format_exc()
+
+    for name, options in LAUNCHED_TOGETHER.items():
+        # What ranks share they write into one folder; others are nothing to each other.
+        shared = Path(folder, name if options is not LAUNCHED else f"{name}_{os.environ['RANK']}")
+        shared.mkdir(exist_ok=True)
+        note(name, functools.partial(try_together, Path(model), shared, options))
+    own = Path(folder, os.environ["RANK"])
+    own.mkdir()
+    for names, options in LAUNCHED_ALONE.items():
+        note(names, functools.partial(try_alone, names, own, options))
+    Path(folder, f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def launched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What both processes have found."""
+    folder = tmp_path_factory.mktemp("launched")
+    with torchrun(folder, PROGRAM, model, folder, beside=Path(__file__)) as processes:
+        said, _ = processes.communicate(timeout=500)
+    assert processes.returncode == 0, said
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
 
 
 def test_every_cell_can_be_asked_for() -> None:
@@ -245,9 +351,9 @@ def test_every_cell_can_be_asked_for() -> None:
     assert sorted({*TRIED_TOGETHER, *WAYS}) == sorted(ALL_FEATURES)
     assert sorted(name for names in SETS for name in names) == sorted(WAYS)
     for name, options in ARRANGED.items():
-        assert BY_NAME[name].asked(EngineConfig.create("demo", device="cpu", **options)) is not None
-    # What requests and calls ask for could not be refused at start.
-    assert all(refusal.feature is None or refusal.feature.asked is not None for refusal in REFUSALS)
+        assert BY_NAME[name].asked(EngineConfig.create("demo", device="cpu", **options)) is not None, name
+    # What requests and calls ask for could not be refused at start, unless it takes another kind of engine.
+    assert all(one.feature in (None, SERVED) or one.feature.asked is not None for one in REFUSALS)
 
 
 def test_the_plain_engine_asks_for_nothing_that_is_refused() -> None:
@@ -261,39 +367,59 @@ def test_the_plain_engine_asks_for_nothing_that_is_refused() -> None:
 def test_what_is_tried_together_is_what_arrangements_can_do(
     model: Path, of_one_worker: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A part of what the slow test tries, for every day."""
+    """A part of what the slow tests try, for every day: a core in a process of its own, and stages."""
     slow = ("sharded_state", "new_weights")
-    found = try_together(model, tmp_path, "PP", without=slow)
+    found = try_together(model, tmp_path, {**CORE, **STAGES}, without=slow)
     assert_near(found, {name: result for name, result in of_one_worker.items() if name not in slow})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arrangement", [name for name in ARRANGED if name != "uni"])
+@pytest.mark.parametrize("arrangement", TOGETHER)
 def test_what_needs_no_engine_of_its_own_works(
-    arrangement: str, model: Path, of_one_worker: dict[str, Any], tmp_path: Path
+    arrangement: str, model: Path, of_one_worker: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    found = try_together(model, tmp_path, arrangement)
+    if "Ray" in arrangement:
+        request.getfixturevalue("two_nodes")
+    found = try_together(model, tmp_path, TOGETHER[arrangement])
     assert_near(found, {name: of_one_worker[name] for name in found})
 
 
+# A core in a process of its own is what each of several engines has.
 @pytest.mark.slow
-@pytest.mark.parametrize("arrangement", [name for name in ARRANGED if name != "uni"])
+@pytest.mark.parametrize("arrangement", [name for name in STARTED_HERE if name != "core"])
 @pytest.mark.parametrize("names", SETS, ids=" & ".join)
 def test_what_is_allowed_gives_what_one_worker_gives(
-    names: tuple[str, ...], arrangement: str, tmp_path_factory: pytest.TempPathFactory
+    names: tuple[str, ...], arrangement: str, alone: Path, request: pytest.FixtureRequest
 ) -> None:
-    names = allowed(names, arrangement)
+    options = ARRANGED[arrangement]
+    names = allowed(names, options)
     if not names:
-        pytest.skip("refused, as the next test says")
-    folder = tmp_path_factory.getbasetemp() / "alone"
-    folder.mkdir(exist_ok=True)
-    (expected, likely), (tokens, found) = of_one_worker_with(names, folder), try_alone(names, folder, arrangement)
-    off_by = max(WAYS[name].off_by for name in names)
-    if off_by > 0 and "tensor_parallel_size" in ARRANGED[arrangement]:
-        assert statistics.mean(abs(ours - theirs) for ours, theirs in zip(found, likely, strict=True)) < off_by
-    else:
-        assert tokens == expected
-        assert found == pytest.approx(likely, abs=2e-4)
+        pytest.skip("refused, as another test says")
+    if arrangement == "Ray":
+        request.getfixturevalue("two_nodes")
+    assert_as_of_one_worker(try_alone(names, alone, options), names, options, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arrangement", LAUNCHED_TOGETHER)
+def test_what_needs_no_engine_of_its_own_works_in_processes_of_torchrun(
+    arrangement: str, launched: list[dict[Any, Any]], of_one_worker: dict[str, Any]
+) -> None:
+    for found in launched:
+        results = found[arrangement]
+        assert isinstance(results, dict), results
+        assert results.keys() == {TRIED_TOGETHER[name].__name__ for name in allowed(TRIED_TOGETHER, LAUNCHED)}
+        assert_near(results, {name: of_one_worker[name] for name in results})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", LAUNCHED_ALONE, ids=" & ".join)
+def test_processes_of_torchrun_give_what_one_worker_gives(
+    names: tuple[str, ...], launched: list[dict[Any, Any]], alone: Path
+) -> None:
+    for found in launched:
+        assert not isinstance(found[names], str), found[names]
+        assert_as_of_one_worker(found[names], names, LAUNCHED_ALONE[names], alone)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -310,12 +436,21 @@ def test_the_table_is_what_starting_goes_by(device: str, tmp_path: Path) -> None
                 check_options(config, device)
                 continue
             with pytest.raises(UnsupportedArgument) as caught:
-                create_executor(config)
+                start_or_serve(config, is_served=feature is SERVED)
             assert str(caught.value).endswith(f": {refusal.why}. {refusal.instead}")
             asking = [
-                one.asked(config) for one in (refusal.feature, refusal.arrangement) if one is not None and one.asked
+                one.asked(config) if one.asked else one.name
+                for one in (refusal.feature, refusal.arrangement)
+                if one is not None
             ]
             assert all(str(option) in str(caught.value) for option in asking)
+
+
+def start_or_serve(config: EngineConfig, *, is_served: bool) -> None:
+    if is_served:
+        AsyncEngine.from_config(config)
+    else:
+        start_core(config)
 
 
 def test_a_cache_of_the_models_own_dtype_is_taken_on_a_gpu(tmp_path: Path) -> None:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TypeAlias
 
-from penstock.worker.capabilities import ARRANGEMENTS, DEVICES, FEATURES, Arrangement, Feature, refusal_of
+from penstock.worker.capabilities import (
+    ARRANGEMENT_GROUPS,
+    ARRANGEMENTS,
+    DEVICES,
+    FEATURES,
+    Arrangement,
+    Feature,
+    refusal_of,
+)
 from penstock.worker.capabilities.arrangements import MEANINGS
 
 # By device, feature and arrangement: True, or why not and what to do instead.
@@ -16,12 +24,12 @@ _WIDTH = 150
 
 @dataclass(frozen=True, slots=True)
 class DeviceTable:
-    """columns: arrangements that the device has. rows: by group, each feature's name with "yes", or the number of a
-    reason, by column. absent: arrangements that it does not have, with such a number. reasons: the first is number 1.
+    """columns: by group, arrangements that the device has. marks: "yes" or the number of a reason, by feature and
+    arrangement. absent: arrangements that it does not have, with such a number. reasons: the first is number 1.
     """
 
-    columns: list[str]
-    rows: dict[str, list[tuple[str, list[str]]]]
+    columns: dict[str, list[str]]
+    marks: dict[str, dict[str, str]]
     absent: dict[str, str]
     reasons: list[str]
 
@@ -48,19 +56,17 @@ def table_of(device: str) -> DeviceTable:
             reasons.append(cell)
         return f"no ({reasons.index(cell) + 1})"
 
-    columns: list[str] = []
-    absent: dict[str, str] = {}
-    for name in (arrangement.name for arrangement in ARRANGEMENTS):
-        found = [of_feature[name] for of_feature in of_device.values()]
-        if True in found:
-            columns.append(name)
-        else:
-            absent[name] = mark(found[0])
-    rows = {
-        group: [(feature.name, [mark(of_device[feature.name][column]) for column in columns]) for feature in features]
-        for group, features in FEATURES.items()
+    marks = {name: {column: mark(cell) for column, cell in row.items()} for name, row in of_device.items()}
+    absent = {
+        arrangement.name: next(iter(marks.values()))[arrangement.name]
+        for arrangement in ARRANGEMENTS
+        if not any(row[arrangement.name] is True for row in of_device.values())
     }
-    return DeviceTable(columns, rows, absent, reasons)
+    columns = {
+        group: [one.name for one in arrangements if one.name not in absent]
+        for group, arrangements in ARRANGEMENT_GROUPS.items()
+    }
+    return DeviceTable(columns, marks, absent, reasons)
 
 
 def as_text() -> str:
@@ -71,19 +77,22 @@ def as_text() -> str:
     console = Console(file=StringIO(), width=_WIDTH, highlight=False)
     for device in DEVICES:
         found = table_of(device)
-        table = Table(f"on {device}", *found.columns, box=None, pad_edge=False)
-        for group, rows in found.rows.items():
-            table.add_row(f"[bold]{group}[/bold]")
-            for name, row in rows:
-                table.add_row(f"  {name}", *row)
+        for title, columns in found.columns.items():
+            table = Table(f"on {device}, {title}", *columns, box=None, pad_edge=False)
+            for group, features in FEATURES.items():
+                table.add_row(f"[bold]{group}[/bold]")
+                for feature in features:
+                    table.add_row(f"  {feature.name}", *(found.marks[feature.name][column] for column in columns))
+            console.print(table)
+            console.print()
         for name, number in found.absent.items():
-            table.add_row(f"all with {name}", number)
-        console.print(table)
+            console.print(f"not at all: {name}, {number}", markup=False)
         for index, reason in enumerate(found.reasons, start=1):
             console.print(f"{index:>3}  {reason}", markup=False)
         console.print()
+    width = max(map(len, MEANINGS))
     for name, meaning in MEANINGS.items():
-        console.print(f"{name:<4} {meaning}", markup=False)
+        console.print(f"{name:<{width}} {meaning}", markup=False)
     assert isinstance(console.file, StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from penstock.config.checks import check_choice, check_flag, check_integer, check_seconds
@@ -42,7 +42,10 @@ class ParallelConfig:
     step_timeout_s: seconds of a step in which no worker computes; then all are replaced, since they hang. A step in
         which they compute may take four times as long. Of workers in processes of their own, and of cores, which are
         given longer where their workers are in processes of their own.
-    start_timeout_s: the same for each stage of their start, such as loading the model; then the start fails.
+    start_timeout_s: the same for each stage of the start of workers in processes of their own, such as loading the
+        model; then the start fails.
+
+    Raises ConfigError for what is not allowed, and for what would have no effect with the others.
     """
 
     tensor_parallel_size: int = 1
@@ -99,6 +102,7 @@ class ParallelConfig:
                 raise ConfigError(
                     f"{name}={value!r} is not valid. Allowed: a qualified class name such as '{DEFAULT_WORKER}'."
                 )
+        self._check_effects()
 
     @property
     def world_size(self) -> int:
@@ -153,6 +157,24 @@ class ParallelConfig:
             engine = (self.data_parallel_rank or 0) % num_engines
         return engine * self.world_size + rank, num_engines * self.world_size
 
+    def _check_effects(self) -> None:
+        """Refuse what would be ignored, since nothing here goes by it."""
+        executor = f"distributed_executor_backend={self.executor!r}"
+        by_launcher = f"{executor}, where the launcher says which processes a machine has"
+        for name, has_effect, where in (
+            ("pipeline_layers", self.pipeline_parallel_size > 1, "pipeline_parallel_size=1: one stage has all layers"),
+            ("cp_kv_cache_interleave_size", self.decode_context_parallel_size > 1, "decode_context_parallel_size=1"),
+            ("enable_sp", self.tensor_parallel_size > 1, "tensor_parallel_size=1: one worker keeps all tokens"),
+            ("sp_min_token_num", self.enable_sp, "enable_sp=False"),
+            ("data_parallel_size_local", not self.must_agree_on_time, by_launcher),
+            ("data_parallel_rank_local", not self.must_agree_on_time, by_launcher),
+            ("ray_placement", self.executor == "ray", executor),
+            ("start_timeout_s", self.executor in ("mp", "ray"), f"{executor}, whose start nobody watches"),
+        ):
+            value = getattr(self, name)
+            if not has_effect and value != _DEFAULTS[name]:
+                raise ConfigError(f"{name}={value!r} has no effect with {where}. Leave it out, or change the other.")
+
     def _check_engines(self) -> None:
         size, local, rank = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_rank
         check_integer("data_parallel_size", size, 1)
@@ -186,6 +208,9 @@ class ParallelConfig:
                 f"enable_multiprocessing=False is not valid with data_parallel_size={size}: several engines are in "
                 "processes of their own. Leave it out, or start one engine, with its data_parallel_rank."
             )
+
+
+_DEFAULTS = {field.name: field.default for field in fields(ParallelConfig)}
 
 
 def _check_at_most(name: str, value: Any, least: int, most: int, limit: str) -> None:

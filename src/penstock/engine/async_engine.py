@@ -33,8 +33,9 @@ from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.engine.worker_calls import check_timeout
-from penstock.errors import InvalidParameter, PenstockError, UnsupportedArgument, same_error
+from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.observability.logging import configure_logging
+from penstock.worker.capabilities import SERVED, check_feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,11 +69,7 @@ class AsyncEngine(RefusesMethods):
     from_engine_args = from_config
 
     def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None) -> None:
-        if config.parallel.must_agree_on_time:
-            raise UnsupportedArgument(
-                "distributed_executor_backend='external_launcher': requests would reach the ranks' engines between "
-                "different steps. Use LLM."
-            )
+        check_feature(SERVED, config)
         self._default_sampling_params = default_sampling_params(config.model)
         # A damaged one is found before seconds go into loading weights, or while a process starts to load them.
         tokenizer = cache(lambda: load_tokenizer(config.model.tokenizer_folder))

@@ -198,7 +198,8 @@ class CoreGroup:
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """As `CoreClient`, of all cores: the answers of the first one's workers, then of the next one's.
+        """As `CoreClient`, of all cores: the answers of the first one's workers, then of the next one's. Of the first
+        one alone where the others would write the same files.
 
         unique_reply_rank: counts in that order.
 
@@ -207,10 +208,11 @@ class CoreGroup:
 
         Raises ProcessLost when a core is lost meanwhile; requests go on. WaitTimeout when one takes too long.
         """
-        num_ranks = sum(replica.config.parallel.world_size for replica in self._replicas)
+        asked = self._replicas[:1] if method == "save_sharded_state" else self._replicas
+        num_ranks = sum(replica.config.parallel.world_size for replica in asked)
         check_reply_rank(unique_reply_rank, num_ranks)
         with self._listening():
-            calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs)
+            calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs, asked=asked)
             done = [index for index, call in enumerate(calls) if call.error is None]
             # These may do it still, when nobody knows any more.
             is_late = any(isinstance(call.error, WaitTimeout) for call in calls)
@@ -272,12 +274,18 @@ class CoreGroup:
             other.config = replace(config, parallel=other.config.parallel)
             other.config_updates.clear()
 
-    def _call_all(self, method: str, timeout_s: float | None, *args: Any) -> list[Call]:
-        """Ask all cores for the same, once they all run. The calls are over then, if with an error for being late."""
+    def _call_all(
+        self, method: str, timeout_s: float | None, *args: Any, asked: Sequence[Replica] | None = None
+    ) -> list[Call]:
+        """Ask all cores, or those, for the same, once they all run.
+
+        The calls are over then, if with an error for being late.
+        """
+        asked = self._replicas if asked is None else asked
         self._wait_until(self._are_running)
-        calls = [replica.call(method, *args) for replica in self._replicas]
+        calls = [replica.call(method, *args) for replica in asked]
         self._wait_for(lambda: all(call.is_over for call in calls), timeout_s)
-        for replica, call in zip(self._replicas, calls, strict=True):
+        for replica, call in zip(asked, calls, strict=True):
             if not call.is_over:
                 call.is_awaited = False
                 call.lost = replica.timed_out(method, timeout_s)

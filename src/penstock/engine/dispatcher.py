@@ -14,6 +14,7 @@ from penstock.engine.output_processor import FollowUp, Inbox, OutputProcessor, P
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.worker.capabilities import check_options
 
 
 def start_core(config: EngineConfig, meanwhile: Callable[[], object] = lambda: None) -> CoreClient:
@@ -23,6 +24,7 @@ def start_core(config: EngineConfig, meanwhile: Callable[[], object] = lambda: N
 
     Raises what loading the model raises, and what `meanwhile` does.
     """
+    check_options(config)
     if config.parallel.has_core_process:
         from penstock.engine.core_group import CoreGroup
 

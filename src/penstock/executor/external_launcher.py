@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import distributed
 from torch.distributed import PrefixStore, Store
@@ -13,7 +13,7 @@ from penstock.config import EngineConfig, env
 from penstock.config.rank_variables import LauncherPlace
 from penstock.contract import KVCacheSpec
 from penstock.device.select import gpu_of_rank
-from penstock.errors import ConfigError, UnsupportedArgument
+from penstock.errors import ConfigError
 from penstock.executor.uni import UniProcExecutor
 from penstock.parallel import GroupAgreement, ParallelContext
 from penstock.parallel.connections import RankConnections, address_towards, open_store
@@ -37,7 +37,6 @@ class ExternalLauncherExecutor(UniProcExecutor):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        refuse_what_differs(config)
         check_options(config)
         size = config.parallel.world_size
         place = env.launcher_place()
@@ -85,22 +84,6 @@ class ExternalLauncherExecutor(UniProcExecutor):
 
     def _of_all(self, value: _Value) -> list[_Value]:
         return self._parallel.tensor.gather_values(value)
-
-
-def refuse_what_differs(config: EngineConfig) -> None:
-    """Raise UnsupportedArgument for what would let engines of the same requests make different steps."""
-    refused: dict[str, tuple[Any, str]] = {
-        "pipeline_parallel_size": (config.parallel.pipeline_parallel_size != 1, "Use tensor_parallel_size."),
-        "speculative_config": (
-            config.speculative.method is not None and config.speculative.adaptive,
-            "It goes by measured times, which differ. Say 'adaptive': False in it.",
-        ),
-    }
-    for name, (is_asked_for, instead) in refused.items():
-        if is_asked_for:
-            raise UnsupportedArgument(
-                f"distributed_executor_backend='external_launcher' is not supported with this {name} yet. {instead}"
-            )
 
 
 def _meet(place: LauncherPlace) -> tuple[Store, str]:

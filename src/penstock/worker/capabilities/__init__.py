@@ -5,21 +5,24 @@ or feature takes an entry in its file, refusals in `table.py` for what it cannot
 `tests/worker/test_capabilities.py`.
 """
 
-from penstock.worker.capabilities.arrangements import ARRANGEMENTS, DEVICES, Arrangement
-from penstock.worker.capabilities.features import FEATURES, Feature
+from penstock.worker.capabilities.arrangements import ARRANGEMENT_GROUPS, ARRANGEMENTS, DEVICES, Arrangement
+from penstock.worker.capabilities.features import FEATURES, SERVED, Feature
 from penstock.worker.capabilities.missing import MISSING, Missing, require
-from penstock.worker.capabilities.table import REFUSALS, Refusal, check_options, refusal_of
+from penstock.worker.capabilities.table import REFUSALS, Refusal, check_feature, check_options, refusal_of
 
 __all__ = [
     "ARRANGEMENTS",
+    "ARRANGEMENT_GROUPS",
     "DEVICES",
     "FEATURES",
     "MISSING",
     "REFUSALS",
+    "SERVED",
     "Arrangement",
     "Feature",
     "Missing",
     "Refusal",
+    "check_feature",
     "check_options",
     "refusal_of",
     "require",

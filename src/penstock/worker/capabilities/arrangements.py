@@ -46,21 +46,55 @@ def _together(*arrangements: Arrangement) -> Arrangement:
     return Arrangement(" x ".join(one.name for one in arrangements), asked, tuple(one.name for one in arrangements))
 
 
-UNI = Arrangement("uni", _of(lambda p: "one worker in this process" if p.executor == "uni" else None))
-MP = Arrangement("mp", _of(lambda p: "distributed_executor_backend='mp'" if p.executor == "mp" else None))
-TP = Arrangement("TP", _size("tensor_parallel_size"), (MP.name,))
-PP = Arrangement("PP", _size("pipeline_parallel_size"), (MP.name,))
-DCP = Arrangement("DCP", _size("decode_context_parallel_size"), (TP.name,))
-SP = Arrangement("SP", _of(lambda p: "enable_sp" if p.enable_sp and p.tensor_parallel_size > 1 else None), (TP.name,))
+def _backend(name: str) -> Callable[[EngineConfig], str | None]:
+    return _of(lambda p: f"distributed_executor_backend={name!r}" if p.executor == name else None)
 
-ARRANGEMENTS = (UNI, MP, TP, PP, _together(TP, PP), DCP, SP, _together(PP, DCP, SP))
+
+def _core_process(parallel: ParallelConfig) -> str | None:
+    if not parallel.has_core_process:
+        return None
+    # Several engines have it without being asked.
+    return _engines(parallel) or "enable_multiprocessing=True"
+
+
+def _engines(parallel: ParallelConfig) -> str | None:
+    size = parallel.data_parallel_size
+    return f"data_parallel_size={size}" if parallel.num_engines_here > 1 else None
+
+
+UNI = Arrangement("uni", _of(lambda p: "one worker in this process" if p.executor == "uni" else None))
+TP = Arrangement("TP", _size("tensor_parallel_size"))
+PP = Arrangement("PP", _size("pipeline_parallel_size"))
+DCP = Arrangement("DCP", _size("decode_context_parallel_size"), (TP.name,))
+SP = Arrangement("SP", _of(lambda p: "enable_sp" if p.enable_sp else None), (TP.name,))
+MP = Arrangement("mp", _backend("mp"))
+CORE = Arrangement("core", _of(_core_process))
+DP = Arrangement("DP", _of(_engines), (CORE.name,))
+RAY = Arrangement("Ray", _backend("ray"))
+LAUNCHED = Arrangement("torchrun", _backend("external_launcher"))
+LAUNCHED_PP = _together(LAUNCHED, PP)
+LAUNCHED_CORE = _together(LAUNCHED, CORE)
+
+# By what is arranged. One of each group together can do what both can, unless they are refused together.
+ARRANGEMENT_GROUPS: dict[str, tuple[Arrangement, ...]] = {
+    "how workers share a model": (UNI, TP, PP, _together(TP, PP), DCP, SP, _together(PP, DCP, SP)),
+    "where workers and engines run": (MP, CORE, DP, RAY, LAUNCHED, LAUNCHED_PP, LAUNCHED_CORE),
+}
+ARRANGEMENTS = tuple(arrangement for group in ARRANGEMENT_GROUPS.values() for arrangement in group)
 
 # What the page and `penstock env --capabilities` call them besides.
 MEANINGS = {
     UNI.name: "one worker, in this process",
-    MP.name: "one worker in a process of its own: `distributed_executor_backend='mp'`",
     TP.name: "workers with a part of every layer: `tensor_parallel_size`",
     PP.name: "stages with layers of their own: `pipeline_parallel_size`",
     DCP.name: "workers that keep positions by turns: `decode_context_parallel_size`, with TP",
     SP.name: "workers that keep some tokens each between layers: `enable_sp`, with TP",
+    MP.name: "workers in processes of their own: `distributed_executor_backend='mp'`",
+    CORE.name: "an engine's core in a process of its own: `enable_multiprocessing`",
+    DP.name: "several engines, each with a core of its own: `data_parallel_size`",
+    RAY.name: "workers on the nodes of a Ray cluster: `distributed_executor_backend='ray'`",
+    LAUNCHED.name: (
+        "every process that torchrun, or what does as it does, has started is a worker with an engine: "
+        "`distributed_executor_backend='external_launcher'`"
+    ),
 }

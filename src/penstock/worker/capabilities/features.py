@@ -16,7 +16,9 @@ Asked: TypeAlias = Callable[[EngineConfig], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """name: for people. asked: None where requests and calls ask for it, of any engine that runs."""
+    """name: for people. asked: None where requests and calls ask for it, of any engine that runs, or the kind of engine
+    does, of which no option says anything (`check_feature`).
+    """
 
     name: str
     asked: Asked | None = None
@@ -48,13 +50,18 @@ def _method(*methods: str) -> Asked:
     return asked
 
 
+def _adaptive(config: EngineConfig) -> str | None:
+    is_it = config.speculative.method is not None and config.speculative.adaptive
+    return "speculative_config={'adaptive': True}" if is_it else None
+
+
 def _other_cache_dtype(config: EngineConfig) -> str | None:
     """Than what a GPU computes in; a CPU computes in float32 mostly, and takes any."""
-    from penstock.device.dtypes import choose_cuda_dtype
-
     wanted = config.cache.kv_cache_dtype
     if wanted in ("auto", "int8"):
         return None
+    from penstock.device.dtypes import choose_cuda_dtype
+
     computed_in = choose_cuda_dtype(config.model.dtype, config.model.checkpoint_dtype).name
     return None if wanted == computed_in else f"kv_cache_dtype={wanted!r}"
 
@@ -74,6 +81,7 @@ def _architecture(*names: str) -> Asked:
     return lambda config: config.model.architecture if config.model.architecture in names else None
 
 
+SERVED = Feature("AsyncEngine, prompts that come in parts")
 GPT2 = Feature("GPT-2", _architecture("GPT2LMHeadModel"))
 FALLBACK = Feature("models of Transformers", _fallback)
 INT8_CACHE = Feature(
@@ -95,6 +103,7 @@ QUANTIZED_CHECKPOINTS = tuple(
 SUFFIX = Feature("drafts by suffixes", _method("suffix"))
 DRAFT_MODEL = Feature("drafts by a draft model", _method("draft_model"))
 HEADS = Feature("drafts by heads (EAGLE, EAGLE-3, MTP)", _method(*HEAD_METHODS))
+ADAPTIVE = Feature("as many drafts as are measured to pay", _adaptive)
 
 # By what they are part of.
 FEATURES: dict[str, tuple[Feature, ...]] = {
@@ -108,7 +117,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("several outputs of a prompt"),
         Feature("beam search"),
         Feature("structured outputs"),
-        Feature("prompts that come in parts"),
+        SERVED,
         Feature("custom logits processors", lambda c: "logits_processors" if c.sampling.logits_processors else None),
     ),
     "scheduling": (
@@ -128,7 +137,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         INT8_CACHE,
         OTHER_CACHE,
     ),
-    "speculation": (Feature("drafts by n-grams", _method("ngram")), SUFFIX, DRAFT_MODEL, HEADS),
+    "speculation": (Feature("drafts by n-grams", _method("ngram")), SUFFIX, DRAFT_MODEL, HEADS, ADAPTIVE),
     "calls": (
         Feature("calls of all workers, extensions"),
         Feature("new weights"),

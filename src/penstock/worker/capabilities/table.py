@@ -7,8 +7,19 @@ from dataclasses import dataclass
 
 from penstock.config import EngineConfig
 from penstock.errors import UnsupportedArgument
-from penstock.worker.capabilities.arrangements import ARRANGEMENTS, DCP, PP, SP, TP, Arrangement
+from penstock.worker.capabilities.arrangements import (
+    ARRANGEMENTS,
+    DCP,
+    LAUNCHED,
+    LAUNCHED_CORE,
+    LAUNCHED_PP,
+    PP,
+    SP,
+    TP,
+    Arrangement,
+)
 from penstock.worker.capabilities.features import (
+    ADAPTIVE,
     CALIBRATED,
     DRAFT_MODEL,
     FALLBACK,
@@ -19,6 +30,7 @@ from penstock.worker.capabilities.features import (
     INT8_CACHE,
     OTHER_CACHE,
     QUANTIZED_CHECKPOINTS,
+    SERVED,
     SUFFIX,
     Feature,
 )
@@ -46,8 +58,8 @@ class Refusal:
         """What to tell who asks for it with these options, whatever the device; None if these options do not."""
         options = []
         for one in (self.arrangement, self.feature):
-            if one is not None and one.asked is not None:
-                asked = one.asked(config)
+            if one is not None:
+                asked = one.name if one.asked is None else one.asked(config)
                 if asked is None:
                     return None
                 options.append(asked)
@@ -58,10 +70,13 @@ class Refusal:
 _ON_CPUS = "workers that share a model meet in the memory of CPUs so far"
 _DRAFTING = "a model that drafts reads the hidden states of all layers and shares the head, which stages have parts of"
 _NGRAM = "Use speculative_config={'method': 'ngram', ...}, or pipeline_parallel_size=1."
+_BETWEEN_STEPS = "requests would reach the ranks' engines between different steps"
 _PRODUCTS = "products with integers are written for CPUs so far"
 _ROUNDED = "Use device='cpu', or weights in floating point."
 
 REFUSALS = (
+    # First, since an engine asks for this first.
+    Refusal(_BETWEEN_STEPS, "Use LLM.", SERVED, LAUNCHED),
     Refusal(_ON_CPUS, "Use device='cpu', or tensor_parallel_size=1.", arrangement=TP, device="cuda"),
     Refusal(_ON_CPUS, "Use device='cpu', or pipeline_parallel_size=1.", arrangement=PP, device="cuda"),
     Refusal(
@@ -89,6 +104,19 @@ REFUSALS = (
         "Use quantization_calibration='none', or pipeline_parallel_size=1.",
         CALIBRATED,
         PP,
+    ),
+    Refusal(
+        "every rank's engine goes by the tokens, and only the last stage has them",
+        "Use tensor_parallel_size.",
+        None,
+        LAUNCHED_PP,
+    ),
+    Refusal(_BETWEEN_STEPS, "Leave enable_multiprocessing out, and data_parallel_size too.", None, LAUNCHED_CORE),
+    Refusal(
+        "it goes by measured times, which differ between ranks",
+        "Say 'adaptive': False in speculative_config.",
+        ADAPTIVE,
+        LAUNCHED,
     ),
     *(
         Refusal(_PRODUCTS, _ROUNDED, feature, device="cuda")
@@ -124,13 +152,23 @@ def check_options(config: EngineConfig, device: str | None = None) -> None:
     device: its kind; None finds out, where it matters. Raises UnsupportedArgument.
     """
     for refusal in REFUSALS:
-        message = refusal.message(config)
-        if message is None:
-            continue
-        if refusal.device is not None:
-            device = device or _kind_of_device(config)
-        if refusal.device in (None, device):
-            raise UnsupportedArgument(message)
+        if refusal.feature is None or refusal.feature.asked is not None:
+            _check(refusal, config, device)
+
+
+def check_feature(feature: Feature, config: EngineConfig) -> None:
+    """Refuse by name what an engine asks for by its kind, and these options cannot do. Raises UnsupportedArgument."""
+    for refusal in REFUSALS:
+        if refusal.feature is feature:
+            _check(refusal, config, None)
+
+
+def _check(refusal: Refusal, config: EngineConfig, device: str | None) -> None:
+    message = refusal.message(config)
+    if message is None:
+        return
+    if refusal.device is None or refusal.device == (device or _kind_of_device(config)):
+        raise UnsupportedArgument(message)
 
 
 def _all_parts(arrangement: Arrangement) -> Iterator[str]:
