@@ -87,7 +87,8 @@ def page() -> str:
 def engine_options() -> dict[str, list[Option]]:
     """All options by their concern, as `EngineConfig` composes it."""
     config = EngineConfig.create("demo")
-    concerns = [field.name for field in dataclasses.fields(config)]
+    fields = [field.name for field in dataclasses.fields(config)]
+    concerns = [name for name in fields if dataclasses.is_dataclass(getattr(config, name))]
     order = [*(name for name in TITLES if name in concerns), *(name for name in concerns if name not in TITLES)]
     return {name: _options_of(getattr(config, name)) for name in order}
 

@@ -162,16 +162,18 @@ def test_workers_that_differ_after_a_call_must_be_replaced(start: Callable[[], M
     assert executor.why_not_restart() is None
 
 
-def test_workers_must_be_replaced_after_ctrl_c_in_a_call(start: Callable[[], MultiprocessExecutor]) -> None:
+def test_workers_must_be_replaced_after_ctrl_c_in_a_call(
+    start: Callable[[], MultiprocessExecutor], tmp_path: Path
+) -> None:
     """Who has heard of the call does it nevertheless."""
     executor = start()
     timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        executor.collective_rpc(sleeping_on_last, args=(60.0,))
+        executor.collective_rpc(waiting_on_last, args=(tmp_path / "never",))
     timer.join()
     assert executor.has_lost_workers
-    with pytest.raises(WorkerError, match="KeyboardInterrupt came while workers were in sleeping_on_last"):
+    with pytest.raises(WorkerError, match="KeyboardInterrupt came while workers were in waiting_on_last"):
         executor.collective_rpc("check_health")
 
 

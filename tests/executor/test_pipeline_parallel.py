@@ -144,7 +144,9 @@ def test_ranks_of_a_stage_send_each_their_rows(
     store = open_store(gloo_worker.HOST, 0, is_host=True)
     monkeypatch.setenv(gloo_worker.PORT, str(store.port))
     scattered = {"enable_sp": True, "sp_min_token_num": 8}
-    core = make(tmp_path, (1, 1), 2, **(scattered if is_scattered else {"worker_cls": "support.gloo_worker.GlooWorker"}))
+    core = make(
+        tmp_path, (1, 1), 2, **(scattered if is_scattered else {"worker_cls": "support.gloo_worker.GlooWorker"})
+    )
     try:
         core.collective_rpc(noting_what_is_sent)
         found = run(core, prompts, params)

@@ -11,7 +11,7 @@ from penstock.device import Device
 from penstock.errors import RanksDisagree
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
-from penstock.parallel import ParallelContext
+from penstock.parallel import Group, ParallelContext
 from penstock.parallel.scattered_rows import parts_between_stages, scattered_rows
 
 
