@@ -52,6 +52,8 @@ class ServedFake(FakeCore):
                 os._exit(3)
             self.weights, self.updates = "reloaded", []
             return [None]
+        if method == "save_sharded_state":
+            return [rank_of(self)]
         if method == "get_config":
             return [replace(self.config, load=replace(self.config.load, load_format="safetensors"))]
         return super().collective_rpc(method, timeout_s, args, kwargs)
@@ -169,6 +171,12 @@ def test_all_engines_answer_in_their_order(core: CoreGroup) -> None:
     assert not core.reset_prefix_cache()
     assert core.reset_prefix_cache(reset_running_requests=True)
     assert core.collective_rpc(resets_of) == [2, 2]
+
+
+def test_what_would_write_the_same_files_is_asked_of_one_engine(core: CoreGroup) -> None:
+    assert core.collective_rpc("save_sharded_state", args=("folder",)) == [0]
+    with pytest.raises(ConfigError, match="unique_reply_rank=1 is not valid. Allowed: 0"):
+        core.collective_rpc("save_sharded_state", unique_reply_rank=1)
 
 
 def test_aborts_reach_whoever_has_the_request(core: CoreGroup) -> None:

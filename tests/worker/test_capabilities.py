@@ -83,14 +83,14 @@ ARRANGED: dict[str, dict[str, Any]] = {
     "torchrun x PP": {**LAUNCHED, **STAGES},
     "torchrun x core": {**LAUNCHED, **CORE},
 }
-# Those that this process can start.
-STARTED_HERE = [name for name in ARRANGED if name != "uni" and not name.startswith("torchrun")]
-# By how they are called here.
+# Those that this process can start, and are not tried as a part of others: TP has workers in processes of their own,
+# and several engines have cores in processes of their own.
+STARTED_HERE = [name for name in ARRANGED if name not in ("uni", "mp", "core") and not name.startswith("torchrun")]
+# What the features are tried in that need no engine of their own.
 TOGETHER: dict[str, dict[str, Any]] = {
-    **{name: ARRANGED[name] for name in STARTED_HERE},
+    **{name: ARRANGED[name] for name in STARTED_HERE if name not in ("DP", "Ray")},
     "DP x TP": {**ENGINES, **TENSOR},
-    "core x TP x PP": {**CORE, **TENSOR, **STAGES},
-    "Ray x PP x DCP x SP": {**RAY, **ALL_AT_ONCE},
+    "Ray x PP": {**RAY, **STAGES},
 }
 SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "head_dim": 16, "num_key_value_heads": 1}
 ALL_FEATURES = {feature.name: feature for group in FEATURES.values() for feature in group}
@@ -199,6 +199,11 @@ def allowed(names: Iterable[str], options: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in names if not any(refusal_of(ALL_FEATURES[name], one, "cpu") for one in asked))
 
 
+# Each set as far as an arrangement allows it, and the models that TP does not allow.
+ALONE = [(allowed(names, ARRANGED[arrangement]), arrangement) for names in SETS for arrangement in STARTED_HERE]
+ALONE += [(names, "mp") for names in SETS if not allowed(names, TENSOR)]
+
+
 def continuations(engine: Engine) -> Any:
     """Of requests of each kind, twice, so that prefixes are found; and how likely the prompts are."""
     params = [greedy(12), sampled(1, presence_penalty=0.5), greedy(12, logprobs=1), sampled(2, top_k=9)]
@@ -305,8 +310,8 @@ def two_nodes() -> Iterator[None]:
     cluster.shutdown()
 
 
-# What two processes try that torchrun has started, all of it in turn, by its name.
-LAUNCHED_TOGETHER = {"alone": LAUNCHED, "TP": {**LAUNCHED, **TENSOR}, "DCP x SP": {**LAUNCHED, **TURNS, **SCATTERED}}
+# What two processes try that torchrun has started, all of it in turn: with TP, where that is allowed.
+LAUNCHED_TOGETHER = {"TP": {**LAUNCHED, **TENSOR}, "DCP x SP": {**LAUNCHED, **TURNS, **SCATTERED}}
 LAUNCHED_ALONE = {
     names: {**LAUNCHED, **(TENSOR if allowed(names, {**LAUNCHED, **TENSOR}) == names else {})}
     for names in (allowed(names, LAUNCHED) for names in SETS)
@@ -325,8 +330,7 @@ def try_launched(model: str, folder: str) -> None:
             found[name] = traceback.format_exc()
 
     for name, options in LAUNCHED_TOGETHER.items():
-        # What ranks share they write into one folder; others are nothing to each other.
-        shared = Path(folder, name if options is not LAUNCHED else f"{name}_{os.environ['RANK']}")
+        shared = Path(folder, name)
         shared.mkdir(exist_ok=True)
         note(name, functools.partial(try_together, Path(model), shared, options))
     own = Path(folder, os.environ["RANK"])
@@ -384,17 +388,12 @@ def test_what_needs_no_engine_of_its_own_works(
     assert_near(found, {name: of_one_worker[name] for name in found})
 
 
-# A core in a process of its own is what each of several engines has.
 @pytest.mark.slow
-@pytest.mark.parametrize("arrangement", [name for name in STARTED_HERE if name != "core"])
-@pytest.mark.parametrize("names", SETS, ids=" & ".join)
+@pytest.mark.parametrize(("names", "arrangement"), [one for one in ALONE if one[0]], ids=str)
 def test_what_is_allowed_gives_what_one_worker_gives(
     names: tuple[str, ...], arrangement: str, alone: Path, request: pytest.FixtureRequest
 ) -> None:
     options = ARRANGED[arrangement]
-    names = allowed(names, options)
-    if not names:
-        pytest.skip("refused, as another test says")
     if arrangement == "Ray":
         request.getfixturevalue("two_nodes")
     assert_as_of_one_worker(try_alone(names, alone, options), names, options, alone)
