@@ -221,7 +221,7 @@ def test_one_that_takes_too_long_ends_with_an_error_and_others_do_not_wait_for_i
         return compile_it(self, constraint)
 
     monkeypatch.setattr(LLGuidanceBackend, "compile", compile_slowly)
-    core = make_core("demo", max_grammar_compile_s=3.0)
+    core = make_core("demo", max_grammar_compile_s=6.0)
     add(core, "slow", TOKENS[0], params(0, structured_outputs={"regex": "slow"}))
     ended = []
     add(core, "free", TOKENS[4], REQUESTS[4])

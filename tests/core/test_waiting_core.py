@@ -26,6 +26,7 @@ from penstock.scheduler.outputs import FinishReason
 from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, Result, add, greedy
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
+from support.waiting import wait_until
 
 FOREVER_S = 120.0
 # For what takes a few milliseconds.
@@ -171,15 +172,19 @@ def test_requests_and_aborts_of_other_threads_are_taken_while_an_async_engine_wa
             waiting = asyncio.create_task(read(engine, slow()))
             await asyncio.sleep(0.2)
             assert await asyncio.wait_for(read(engine, greedy(4)), SOON_S) == 4
-            await asyncio.sleep(0.2)
-            num_asked = grammar.num_asked
-            await asyncio.sleep(0.2)
-            assert grammar.num_asked == num_asked
+            num_asked = -1
+            for _ in range(50):
+                if grammar.num_asked == num_asked:
+                    break
+                num_asked = grammar.num_asked
+                await asyncio.sleep(0.2)
+            assert grammar.num_asked == num_asked, "it never does nothing"
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(waiting, SOON_S)
             second = asyncio.create_task(read(engine, slow()))
-            await asyncio.sleep(0.2)
+            while len(grammar.compiling) < 2:
+                await asyncio.sleep(0.01)
             # The first one was aborted, and only the second is ready now.
             grammar.finish()
             assert await asyncio.wait_for(second, SOON_S) == 3
@@ -204,7 +209,7 @@ def test_another_thread_has_the_core_of_a_session_that_waits(config: EngineConfi
 
     waiting = threading.Thread(target=drive, daemon=True)
     waiting.start()
-    time.sleep(0.2)
+    wait_until(lambda: grammar.compiling, "the other thread adds its request")
     began = time.monotonic()
     requests = [session.accept({"prompt_token_ids": PROMPT}, greedy(4))]
     *_, progress = session.run(requests)

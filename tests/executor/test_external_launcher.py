@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.executor import create_executor
 from support.checkpoints import tiny_checkpoint
 from support.torchrun import torchrun
+from support.waiting import is_running, wait_until
 
 OPTIONS: dict[str, Any] = {"num_threads": 2, "kv_cache_memory_bytes": "8MiB", "max_num_batched_tokens": 64}
 PROMPTS = ["ROMEO:", "The cat", "What light through yonder window breaks?", "A"]
@@ -103,7 +104,7 @@ def test_a_rank_that_is_lost_ends_the_engine_of_the_other_with_its_name(
     assert time.monotonic() - begin < 150
     assert processes.returncode != 0
     assert re.search(said, out), out
-    assert not any(process.is_running() for process in ranks)
+    wait_until(lambda: not any(is_running(process.pid) for process in ranks), "the ranks end")
 
 
 def children_of(pid: int) -> list[psutil.Process]:

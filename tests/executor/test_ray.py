@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from penstock import LLM, SamplingParams
@@ -23,6 +22,7 @@ from penstock.worker import WorkerBase
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, some_steps
 from support.checkpoints import tiny_checkpoint
 from support.engines import Result, finish, make_core, run
+from support.waiting import PATIENCE_S, is_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 LAYERS = 4
@@ -152,7 +152,7 @@ def make(folder: Path) -> Iterator[Callable[..., EngineCore]]:
 def assert_nothing_is_left(pids: list[int]) -> None:
     import ray
 
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
         free = ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
@@ -160,13 +160,6 @@ def assert_nothing_is_left(pids: list[int]) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"left: {groups}, {list(filter(is_running, pids))}, {ray.available_resources()}")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_workers_on_two_nodes_are_asked_and_fail_as_processes_do(
@@ -184,9 +177,9 @@ def test_workers_on_two_nodes_are_asked_and_fail_as_processes_do(
         executor.collective_rpc(failing)
     with pytest.raises(ConfigError, match="has no method 'dance'"):
         executor.collective_rpc("dance")
-    named = rf"waited 0.5 s in sleeping_on_last for rank 1 \(process {executor.process_ids[1]} on node [0-9.]+\)\.$"
+    named = rf"waited 3 s in sleeping_on_last for rank 1 \(process {executor.process_ids[1]} on node [0-9.]+\)\.$"
     with pytest.raises(WaitTimeout, match=named):
-        executor.collective_rpc(sleeping_on_last, args=(1.5,), timeout_s=0.5)
+        executor.collective_rpc(sleeping_on_last, args=(6.0,), timeout_s=3)
     assert executor.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
     executor.check_health()
     with pytest.raises(WorkerError, match="Rank 1 failed in failing_on_last: ZeroDivisionError: of all things"):
