@@ -30,9 +30,12 @@ class Lanes:
         return self._lanes[-1]
 
     def turn_to(self, output: SchedulerOutput) -> None:
-        """Give a step the lane of the one that it repeats, or else the lane whose step is the longest ago."""
+        """Give a step the lane of the one that it repeats, or else the lane whose step is the longest ago.
+
+        One without tokens, which may come before the last one is sampled, takes none.
+        """
         lanes = self._lanes
-        if len(lanes) > 1:
+        if len(lanes) > 1 and output.num_scheduled_tokens:
             found = next((lane for lane in lanes if lane.paths.has_kept(output.repeats_step_id)), lanes[0])
             lanes.remove(found)
             lanes.append(found)

@@ -56,8 +56,9 @@ class UnfinishedSteps:
         return bool(req_ids)
 
     def finish_for(self, output: SchedulerOutput, lane: Lane) -> Iterator[tuple[int, StepOutcome]]:
-        """Finish what this step needs, which is to be prepared in this lane: by step, its outcome."""
-        while any(step.lane is lane or step.concerns(output) for step in self._steps):
+        """Finish what this step needs, whose tokens are to be prepared in this lane: by step, its outcome."""
+        taken = lane if output.num_scheduled_tokens else None
+        while any(step.lane is taken or step.concerns(output) for step in self._steps):
             yield self._finish_oldest()
 
     def finish(self) -> Iterator[tuple[int, StepOutcome]]:
