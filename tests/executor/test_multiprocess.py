@@ -162,6 +162,17 @@ def test_workers_that_differ_after_a_call_must_be_replaced(start: Callable[[], M
     assert executor.why_not_restart() is None
 
 
+def test_a_worker_that_is_busy_reads_a_long_message_when_it_is_done(
+    start: Callable[[], MultiprocessExecutor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MESSAGE_TIMEOUT_S", 1.0)
+    executor, go_on = start(), tmp_path / "go on"
+    with pytest.raises(WaitTimeout):
+        executor.collective_rpc(waiting_on_last, timeout_s=0.1, args=(go_on,))
+    threading.Timer(3.0, go_on.touch).start()
+    assert executor.collective_rpc(echo, args=(bytes(8 << 20),)) == [bytes(8 << 20)] * 2
+
+
 def test_workers_must_be_replaced_after_ctrl_c_in_a_call(
     start: Callable[[], MultiprocessExecutor], tmp_path: Path
 ) -> None:

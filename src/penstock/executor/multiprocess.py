@@ -46,7 +46,7 @@ from penstock.parallel.local_ranks import ranks_behind, share_memory
 from penstock.worker.capabilities import check_options
 
 logger = logging.getLogger(__name__)
-# How long one may take to read a message, or to finish one of its own.
+# How long one may take to finish a message of its own, and to read one when it has nothing else to do.
 _MESSAGE_TIMEOUT_S = 60.0
 _STEP_REMEDY = "Raise step_timeout_s if a step may take so long."
 _Error = TypeVar("_Error", bound=PenstockError)
@@ -143,6 +143,11 @@ class MultiprocessExecutor(RanksExecutor):
         self._selector.close()
         self._starter.close()
 
+    @property
+    def _reading_limit_s(self) -> float:
+        """How long one may take to read a message: none is read before the step before it is done."""
+        return max(_MESSAGE_TIMEOUT_S, self._config.parallel.longest_step_s)
+
     def _start_processes(self) -> None:
         # It is kept to see who waits for whom.
         self._memory = memory = share_memory(self._config.parallel)
@@ -157,7 +162,7 @@ class MultiprocessExecutor(RanksExecutor):
 
     def _start_process(self, rank: int, memory: int) -> None:
         ours, theirs = Pipe()
-        limit_waits(ours, send_s=_MESSAGE_TIMEOUT_S, receive_s=_MESSAGE_TIMEOUT_S)
+        limit_waits(ours, send_s=self._reading_limit_s, receive_s=_MESSAGE_TIMEOUT_S)
         place, num_places = self._config.parallel.place(rank)
         threads = plan_threads(self._config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
         descriptors = [theirs.fileno(), memory]
@@ -193,7 +198,7 @@ class MultiprocessExecutor(RanksExecutor):
             rank.connection.send_bytes(data)
         except BlockingIOError:
             # A part of it may have been sent, so that nothing can follow.
-            self._fail(_timed_out(name, _MESSAGE_TIMEOUT_S, [rank], "to read it"))
+            self._fail(_timed_out(name, self._reading_limit_s, [rank], "to read it"))
         except OSError:
             self._died(rank, name)
 

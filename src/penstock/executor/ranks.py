@@ -117,8 +117,8 @@ class RanksExecutor(Executor):
     ) -> list[Any]:
         """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
 
-        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere. After whatever
-        else breaks it off, such as Ctrl-C, the workers are to be replaced, since nobody knows which have done it.
+        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere. After whatever else
+        breaks it off, such as Ctrl-C, the workers are to be replaced, since nobody knows which of them have done it.
         """
         ranks = self._all_ranks
         check_reply_rank(unique_reply_rank, len(ranks))
