@@ -25,7 +25,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.core_group import CoreGroup
 from penstock.errors import ConfigError, EngineDead, ModelNotFound, WaitTimeout, WorkerError
 from penstock.executor import MultiprocessExecutor
-from penstock.executor.progress import ProgressWatch
+from penstock.executor.progress import ProgressWatch, processor_time
 from penstock.worker import WorkerBase
 from penstock.worker.worker import Worker
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, some_steps
@@ -325,7 +325,7 @@ def test_a_process_that_computes_is_told_from_one_that_hangs(
 ) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
         try:
-            watch, begin = ProgressWatch([process.pid], *limits), time.monotonic()
+            watch, begin = ProgressWatch(lambda: processor_time([process.pid]), *limits), time.monotonic()
             while (what := watch.look()) is None:
                 time.sleep(watch.interval_s)
             assert what == found

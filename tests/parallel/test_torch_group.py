@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -212,6 +213,22 @@ def test_what_is_asked_for_comes_before_it_is_waited_for() -> None:
     assert received[0] is small
     assert torch.equal(small, torch.ones(3))
     assert torch.equal(received[1], sent)
+    for one in connections:
+        one.close()
+
+
+def test_others_see_who_waits() -> None:
+    connections = connect(2)
+    first, second = (TorchGroup(one, range(2), 1) for one in connections)
+    waiting = threading.Thread(target=lambda: first.receive(torch.zeros(3), 1))
+    waiting.start()
+    deadline = time.monotonic() + 20
+    while not connections[0].is_waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (connections[0].is_waiting, connections[1].is_waiting) == (True, False)
+    second.send(torch.zeros(3), 0)
+    waiting.join(20)
+    assert not connections[0].is_waiting
     for one in connections:
         one.close()
 

@@ -13,20 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import psutil
 
 from penstock.config import EngineConfig
-from penstock.config.parallel import BUSY_FACTOR
-from penstock.contract import DraftTokenIds, decode, encode
+from penstock.contract import decode, encode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
-from penstock.errors import (
-    PenstockError,
-    WaitTimeout,
-)
-from penstock.executor.base import STEP_TIMEOUT_S
 from penstock.executor.death_watch import DeathWatch, death_of
 from penstock.executor.messages import (
     CallWorker,
@@ -39,7 +33,7 @@ from penstock.executor.messages import (
 )
 from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.program import main_path, pickled
-from penstock.executor.progress import ProgressWatch
+from penstock.executor.progress import processor_time
 from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
 from penstock.executor.worker_process import PROGRAM
 from penstock.parallel.local_ranks import ranks_behind, share_memory
@@ -48,8 +42,6 @@ from penstock.worker.capabilities import check_options
 logger = logging.getLogger(__name__)
 # How long one may take to finish a message of its own, and to read one when it has nothing else to do.
 _MESSAGE_TIMEOUT_S = 60.0
-_STEP_REMEDY = "Raise step_timeout_s if a step may take so long."
-_Error = TypeVar("_Error", bound=PenstockError)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,8 +56,6 @@ class MultiprocessExecutor(RanksExecutor):
     The end of any process ends the wait of whoever waits for a worker, at once, and is noticed as soon while nobody
     does (`DeathWatch`).
 
-    Steps, and the stages of the start, may take long while workers compute (`ProgressWatch`).
-
     Their processes end with this one, however it ends, and leave nothing behind.
     """
 
@@ -73,8 +63,6 @@ class MultiprocessExecutor(RanksExecutor):
         check_options(config)
         super().__init__(config)
         self._ranks: list[_Rank] = []
-        # While a call waits for a step.
-        self._step_limit_s: float | None = None
         self._stop_watch: Callable[[], object] = lambda: None
         self._is_anybody_dead = False
         self._tell_of_loss: Callable[[], None] = lambda: None
@@ -98,14 +86,6 @@ class MultiprocessExecutor(RanksExecutor):
     @property
     def _all_ranks(self) -> Sequence[Rank]:
         return self._ranks
-
-    def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
-        """As `Executor` says; a step that runs is waited for first, with its limits."""
-        self._step_limit_s = timeout_s
-        try:
-            return super().take_draft_token_ids()
-        finally:
-            self._step_limit_s = None
 
     @property
     def has_lost_workers(self) -> bool:  # type: ignore[override]
@@ -198,48 +178,18 @@ class MultiprocessExecutor(RanksExecutor):
             rank.connection.send_bytes(data)
         except BlockingIOError:
             # A part of it may have been sent, so that nothing can follow.
-            self._fail(_timed_out(name, self._reading_limit_s, [rank], "to read it"))
+            self._fail(self._timed_out(name, self._reading_limit_s, [rank], "to read it"))
         except OSError:
             self._died(rank, name)
 
-    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while late := missing():
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._receive(name, left_s):
-                assert timeout_s is not None, "without a limit nothing but a message ends the wait"
-                raise _timed_out(name, timeout_s, late)
+    def _used_s(self) -> float:
+        return processor_time(self.process_ids)
 
-    def _wait_for_answers(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
-        if self.current_stage is not None:
-            self._wait_in_stage(name, missing)
-        elif self._step_limit_s is not None:
-            self._wait_for_step(name, self._step_limit_s, missing)
-        else:
-            self._wait(name, timeout_s, missing)
+    def _behind(self) -> Sequence[Rank]:
+        return [self._ranks[rank] for rank in ranks_behind(self._config.parallel, self._memory)]
 
-    def _wait_for_step(self, name: str, timeout_s: float, missing: Callable[[], Sequence[Rank]]) -> None:
-        """timeout_s: how long no worker may compute; while one does, it is `BUSY_FACTOR` times that."""
-        self._wait_while_busy(name, timeout_s, missing, _STEP_REMEDY)
-
-    def _wait_in_stage(self, name: str, missing: Callable[[], Sequence[Rank]]) -> None:
-        remedy = "Raise start_timeout_s if it may take so long; else see what its output says, and what it waits for."
-        self._wait_while_busy(name, self._config.parallel.start_timeout_s, missing, remedy)
-
-    def _wait_while_busy(self, name: str, limit_s: float, missing: Callable[[], Sequence[Rank]], remedy: str) -> None:
-        """Wait for as long as workers compute. Those that hang are neither asked again nor told to end."""
-        watch = ProgressWatch(self.process_ids, limit_s, limit_s * BUSY_FACTOR)
-        while late := missing():
-            if self._receive(name, watch.interval_s):
-                continue
-            if (what := watch.look()) is not None:
-                # Who waits for a result need not wait for the one that hangs.
-                behind = ranks_behind(self._config.parallel, self._memory)
-                late = [self._ranks[rank] for rank in behind] or late
-                waits = f"Process {os.getpid()} waits in {name} for {_described(late)}"
-                others = [rank for rank in self._ranks if rank not in late]
-                beside = f" (beside {_described(others)})" if others else ""
-                self._fail(self._located(WaitTimeout(f"{waits}{beside}. Workers {what}. {remedy}"), late[0]))
+    def _described(self, ranks: Sequence[Rank]) -> str:
+        return ", ".join(f"rank {rank.rank} (process {rank.process_id}, {_state(rank)})" for rank in ranks)
 
     def _receive(self, name: str, timeout_s: float | None) -> bool:
         """Take in what workers have said by then, at least something unless the time is over."""
@@ -249,7 +199,7 @@ class MultiprocessExecutor(RanksExecutor):
             try:
                 data = rank.connection.recv_bytes()
             except BlockingIOError:
-                self._fail(_timed_out(name, _MESSAGE_TIMEOUT_S, [rank], "to finish what it says"))
+                self._fail(self._timed_out(name, _MESSAGE_TIMEOUT_S, [rank], "to finish what it says"))
             except (EOFError, OSError):
                 self._died(rank, name)
             self._take(rank, decode(data, FromWorker).message)
@@ -271,21 +221,6 @@ class MultiprocessExecutor(RanksExecutor):
         watch = DeathWatch([rank.connection for rank in self._ranks], note_death)
         self._stop_watch = finalizer = weakref.finalize(self, watch.stop)
         finalizer.atexit = False
-
-    def _located(self, error: _Error, rank: Rank) -> _Error:
-        """As `RanksExecutor` says: in which stage of the start it was, and on which rank."""
-        if self.current_stage is not None:
-            error.args = (f"The start failed in stage {self.current_stage!r}, on rank {rank.rank}: {error}",)
-        return error
-
-
-def _timed_out(name: str, timeout_s: float, ranks: Sequence[Rank], what: str = "") -> WaitTimeout:
-    whom = _described(ranks)
-    return WaitTimeout(f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {whom} {what}".rstrip() + ".")
-
-
-def _described(ranks: Sequence[Rank]) -> str:
-    return ", ".join(f"rank {rank.rank} (process {rank.process_id}, {_state(rank)})" for rank in ranks)
 
 
 def _state(rank: Rank) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from penstock.config.parallel import BUSY_FACTOR
+from penstock.contract import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from penstock.errors import (
     KILLED,
     LifecycleError,
@@ -32,9 +35,11 @@ from penstock.executor.messages import (
     pack_step,
 )
 from penstock.executor.program import pickled
+from penstock.executor.progress import ProgressWatch
 
 # How long the others are waited for after one has failed in a call, and all when they are to end.
 GRACE_S = 10.0
+_STEP_REMEDY = "Raise step_timeout_s if a step may take so long."
 _Error = TypeVar("_Error", bound=PenstockError)
 
 
@@ -65,6 +70,8 @@ class RanksExecutor(Executor):
 
     What any worker raises ends the wait of whoever waits for a worker, at once. After that, or after a call that some
     workers made and others failed in, no step runs: all workers are to be replaced together.
+
+    Steps, and the stages of the start, may take long while workers compute (`ProgressWatch`).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -77,6 +84,8 @@ class RanksExecutor(Executor):
         self._outputs: dict[int, ModelRunnerOutput] = {}
         # Steps whose sampling is under way, and that `sample_tokens` has not been called for.
         self._unconstrained: set[int] = set()
+        # While a call waits for a step.
+        self._step_limit_s: float | None = None
 
     @property
     @abstractmethod
@@ -87,19 +96,69 @@ class RanksExecutor(Executor):
         """To all of them. name: of the call, for errors."""
 
     @abstractmethod
-    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
-        """Take in what comes until nothing is missing. missing: from which ranks there is. Raises WaitTimeout."""
+    def _receive(self, name: str, timeout_s: float | None) -> bool:
+        """Take in what workers have said by then, at least something unless the time is over: then False."""
 
     @abstractmethod
-    def _wait_for_step(self, name: str, timeout_s: float, missing: Callable[[], Sequence[Rank]]) -> None:
-        """The same for a step. Those who do not bring it are not asked again."""
+    def _used_s(self) -> float:
+        """Processor time that the workers' processes have taken, as far as they show it."""
+
+    @abstractmethod
+    def _behind(self) -> Sequence[Rank]:
+        """Ranks that others wait for, if all that is known is that nobody gets on; none if that is not known."""
+
+    @abstractmethod
+    def _described(self, ranks: Sequence[Rank]) -> str:
+        """For errors."""
+
+    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
+        """Take in what comes until nothing is missing. missing: from which ranks there is. Raises WaitTimeout."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while late := missing():
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._receive(name, left_s):
+                assert timeout_s is not None, "without a limit nothing but a message ends the wait"
+                raise self._timed_out(name, timeout_s, late)
 
     def _wait_for_answers(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
         """The same for a call."""
-        self._wait(name, timeout_s, missing)
+        if self.current_stage is not None:
+            self._wait_in_stage(name, missing)
+        elif self._step_limit_s is not None:
+            self._wait_for_step(name, self._step_limit_s, missing)
+        else:
+            self._wait(name, timeout_s, missing)
+
+    def _wait_for_step(self, name: str, timeout_s: float, missing: Callable[[], Sequence[Rank]]) -> None:
+        """timeout_s: how long no worker may compute; while one does, it is `BUSY_FACTOR` times that."""
+        self._wait_while_busy(name, timeout_s, missing, _STEP_REMEDY)
+
+    def _wait_in_stage(self, name: str, missing: Callable[[], Sequence[Rank]]) -> None:
+        remedy = "Raise start_timeout_s if it may take so long; else see what its output says, and what it waits for."
+        self._wait_while_busy(name, self._config.parallel.start_timeout_s, missing, remedy)
+
+    def _wait_while_busy(self, name: str, limit_s: float, missing: Callable[[], Sequence[Rank]], remedy: str) -> None:
+        """Wait for as long as workers compute. Those that hang are neither asked again nor told to end."""
+        watch = ProgressWatch(self._used_s, limit_s, limit_s * BUSY_FACTOR)
+        while late := missing():
+            if self._receive(name, watch.interval_s):
+                continue
+            if (what := watch.look()) is not None:
+                # Who waits for a result need not wait for the one that hangs.
+                late = self._behind() or late
+                waits = f"Process {os.getpid()} waits in {name} for {self._described(late)}"
+                others = [rank for rank in self._all_ranks if rank not in late]
+                beside = f" (beside {self._described(others)})" if others else ""
+                self._fail(self._located(WaitTimeout(f"{waits}{beside}. Workers {what}. {remedy}"), late[0]))
+
+    def _timed_out(self, name: str, timeout_s: float, ranks: Sequence[Rank], what: str = "") -> WaitTimeout:
+        waited = f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {self._described(ranks)} {what}"
+        return WaitTimeout(f"{waited.rstrip()}.")
 
     def _located(self, error: _Error, rank: Rank) -> _Error:
-        """The same error, which says where it was."""
+        """The same error, which says in which stage of the start it was, and on which rank."""
+        if self.current_stage is not None:
+            error.args = (f"The start failed in stage {self.current_stage!r}, on rank {rank.rank}: {error}",)
         return error
 
     @property
@@ -146,6 +205,14 @@ class RanksExecutor(Executor):
             self._raise_failed(name, call_id)
         replying = ranks if unique_reply_rank is None else [ranks[unique_reply_rank]]
         return [pickle.loads(rank.answers[call_id].result) for rank in replying]
+
+    def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
+        """As `Executor` says; a step that runs is waited for first, with its limits."""
+        self._step_limit_s = timeout_s
+        try:
+            return super().take_draft_token_ids()
+        finally:
+            self._step_limit_s = None
 
     @property
     def overlaps_with_host(self) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,7 +18,6 @@ from penstock.contract import decode, encode
 from penstock.errors import (
     ConfigError,
     UnsupportedFeature,
-    WaitTimeout,
     WorkerError,
 )
 from penstock.executor.messages import (
@@ -45,15 +45,24 @@ from penstock.worker.capabilities import check_options
 logger = logging.getLogger(__name__)
 # How long the cluster may take to find room, such as that of workers that have just ended.
 _PLACEMENT_TIMEOUT_S = 120.0
+# How long an actor may take to say how it is.
+_LOOK_TIMEOUT_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rank(Rank):
-    """An actor. address: of its node. life: ends with its process."""
+    """An actor. address: of its node. life: ends with its process.
+
+    As it was when it was last looked at, used_s: processor time of its process. waits_for_others: for other ranks.
+    is_silent: it did not answer.
+    """
 
     actor: Any
     address: str
     life: Any
+    used_s: float = 0.0
+    waits_for_others: bool = False
+    is_silent: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process_id} on node {self.address})"
@@ -63,6 +72,8 @@ class RayExecutor(RanksExecutor):
     """Says to actors what `MultiprocessExecutor` says to processes, by calls of theirs, which Ray keeps in order.
 
     The end of any actor or node ends the wait of whoever waits for a worker, at once.
+
+    How long a step may take goes by what actors say of their processor time, as for processes of this machine.
 
     Tensors go from rank to rank by connections of their own. The connection to the cluster is kept for other engines.
     A core in a process of its own has its own, to the same cluster, and a placement group of its own.
@@ -81,7 +92,8 @@ class RayExecutor(RanksExecutor):
             # Kept by this process, so that ranks can say who is missing, whichever of them is.
             self._store = open_store(self._ray.util.get_node_ip_address(), 0, is_host=True)
             self._start_actors(self._find_room())
-            self._wait("start", config.parallel.start_timeout_s, self._not_started)
+            with self.stage("actors"):
+                self._wait_in_stage("start", self._not_started)
             logger.info("Workers: %s, after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - begin)
             with self.stage("device"):
                 self.collective_rpc("init_device")
@@ -151,7 +163,7 @@ class RayExecutor(RanksExecutor):
     def _start_actors(self, places: Sequence[RankPlace]) -> None:
         ray = self._ray
         nodes = {node["NodeID"]: node for node in ray.nodes()}
-        actor_class = ray.remote(concurrency_groups={"watch": 1})(RankActor)
+        actor_class = ray.remote(concurrency_groups={"watch": 2})(RankActor)
         by_bundle = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         for number, place in enumerate(places):
             actor = actor_class.options(
@@ -188,20 +200,24 @@ class RayExecutor(RanksExecutor):
         for rank in self._ranks:
             self._calls[rank.actor.do.remote(data)] = rank
 
-    def _wait_for_step(self, name: str, timeout_s: float, missing: Callable[[], Sequence[Rank]]) -> None:
-        try:
-            self._wait(name, timeout_s, missing)
-        except WaitTimeout as error:
-            self._fail(error)
+    def _used_s(self) -> float:
+        """One that does not show it, such as one that stands still, has taken none since it did."""
+        looks = {rank.actor.look.options(concurrency_group="watch").remote(): rank for rank in self._ranks}
+        ready, _ = self._ray.wait(list(looks), num_returns=len(looks), timeout=_LOOK_TIMEOUT_S)
+        for look, rank in looks.items():
+            rank.is_silent = look not in ready
+            # The end of a process is noticed elsewhere.
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                if not rank.is_silent:
+                    rank.used_s, rank.waits_for_others = self._ray.get(look)
+        return sum(rank.used_s for rank in self._ranks)
 
-    def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while late := missing():
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._receive(name, left_s):
-                raise WaitTimeout(
-                    f"Process {os.getpid()} waited {timeout_s:g} s in {name} for {', '.join(map(str, late))}."
-                )
+    def _behind(self) -> Sequence[Rank]:
+        silent = [rank for rank in self._ranks if rank.is_silent]
+        return silent or [rank for rank in self._ranks if not rank.waits_for_others]
+
+    def _described(self, ranks: Sequence[Rank]) -> str:
+        return ", ".join(map(str, ranks))
 
     def _receive(self, name: str, timeout_s: float | None) -> bool:
         """Take in what calls have returned by then, at least one unless the time is over."""
@@ -228,11 +244,14 @@ class RayExecutor(RanksExecutor):
     def _died(self, rank: _Rank, name: str, error: Exception) -> NoReturn:
         described = str(rank)
         self._fail(
-            WorkerError(
-                f"{described[0].upper()}{described[1:]} has ended while {name} waited for it: {_reason(error)}",
-                method=name,
-                rank=rank.rank,
-                cause_type=type(error).__name__,
+            self._located(
+                WorkerError(
+                    f"{described[0].upper()}{described[1:]} has ended while {name} waited for it: {_reason(error)}",
+                    method=name,
+                    rank=rank.rank,
+                    cause_type=type(error).__name__,
+                ),
+                rank,
             )
         )
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -49,10 +50,14 @@ class RayStart:
 
 
 class RankActor:
-    """What Ray makes an actor of. Its calls run one after another, in order, in one thread; `watch` in another."""
+    """What Ray makes an actor of. Its calls run one after another, in order, in one thread.
+
+    `watch` and `look` run beside.
+    """
 
     def __init__(self) -> None:
         self._ends = threading.Event()
+        self._thread: int | None = None
         self._said: list[bytes] = []
         self._wrapper: WorkerWrapperBase | None = None
         self._connections: RankConnections | None = None
@@ -62,7 +67,18 @@ class RankActor:
         """Does not return while the process lives, so that whoever waits for it is told of its end."""
         self._ends.wait()
 
+    def look(self) -> tuple[float, bool]:
+        """Processor time of the worker so far, in seconds, and whether it waits for other ranks.
+
+        Of its thread alone, which has a part in all that is computed: Ray's own threads are never still for long.
+        """
+        waits = self._connections is not None and self._connections.is_waiting
+        if self._thread is None or not hasattr(time, "pthread_getcpuclockid"):
+            return time.process_time(), waits
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread)), waits
+
     def start(self, start: RayStart) -> list[bytes]:
+        self._thread = threading.get_ident()
         try:
             self._start(start)
         except BaseException as error:
@@ -113,7 +129,7 @@ class RankActor:
             start.rank,
             limits.world_size,
             address=address_towards(host, port),
-            timeout_s=SHARE_OF_STEP * limits.step_timeout_s,
+            timeout_s=SHARE_OF_STEP * limits.longest_step_s,
         )
         gpu = gpu_of_rank(config.device, local_rank, num_local_ranks)
         parallel = join_connected_ranks(self._connections, limits, gpu)

@@ -53,6 +53,8 @@ class RankConnections:
         self.rank, self.size, self.store = rank, size, store
         # The step that runs, for messages.
         self.step_id: int | None = None
+        # For others at this moment, as whoever looks from another thread sees it.
+        self.is_waiting = False
         self._timeout_s = timeout_s
         self._failure: PenstockError | None = None
         self._closes_with_it: list[Callable[[], None]] = []
@@ -90,10 +92,13 @@ class RankConnections:
         if work is None:
             return
         left_s = self._timeout_s if deadline is None else max(0.001, deadline - time.monotonic())
+        self.is_waiting = True
         try:
             work.wait(timedelta(seconds=left_s))
         except RuntimeError as error:
             self._fail(call, rank, also, error)
+        finally:
+            self.is_waiting = False
 
     def close(self) -> None:
         """End all connections; whoever waits for this rank is told."""
