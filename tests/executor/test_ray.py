@@ -20,6 +20,7 @@ from penstock.engine.core import EngineCore
 from penstock.errors import ConfigError, LifecycleError, ModelError, WaitTimeout, WorkerError
 from penstock.executor import create_executor
 from penstock.executor.ray import RayExecutor
+from penstock.executor.select import environment_of_core
 from penstock.worker import WorkerBase
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, some_steps
 from support.checkpoints import tiny_checkpoint
@@ -311,6 +312,14 @@ def test_more_arrangements_give_the_tokens_of_one_worker(
     assert all(core.collective_rpc(sends_parts))
     if sizes == (2, 2):
         assert [place for _, place, _, _ in places] == [(0, 2), (1, 2)] * 2
+
+
+def test_a_core_in_a_process_of_its_own_is_told_the_cluster(two_nodes: None, config: EngineConfig) -> None:
+    import ray
+
+    assert environment_of_core(config) == {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    here = EngineConfig.create(config.model.model, device="cpu", tensor_parallel_size=2)
+    assert environment_of_core(here) == {}
 
 
 def node_of(worker: WorkerBase) -> tuple[str, tuple[int, int], int]:
