@@ -389,7 +389,10 @@ def test_what_needs_no_engine_of_its_own_works(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "arrangement"), [one for one in ALONE if one[0]], ids=str)
+@pytest.mark.parametrize(
+    ("names", "arrangement"),
+    [pytest.param(names, one, id=f"{' & '.join(names)} - {one}") for names, one in ALONE if names],
+)
 def test_what_is_allowed_gives_what_one_worker_gives(
     names: tuple[str, ...], arrangement: str, alone: Path, request: pytest.FixtureRequest
 ) -> None:
