@@ -118,3 +118,19 @@ def test_a_program_that_would_start_its_engine_again_is_told(tmp_path: Path) -> 
     """
     _, err = start(tmp_path, program).communicate(timeout=LIMIT_S)
     assert 'under `if __name__ == "__main__":`' in err
+
+
+def test_a_program_that_cannot_be_run_again_is_named(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    program = f"""
+        def name_of(core):
+            return "a name"
+
+        if __name__ != "__main__":
+            sys.exit("usage: program FILE")
+        core = CoreGroup(EngineConfig.create({str(model)!r}), load_fake_core)
+        print(core.collective_rpc(name_of))
+    """
+    _, err = start(tmp_path, program).communicate(timeout=LIMIT_S)
+    assert "program.py was run again in a process of the engine's" in err
+    assert "SystemExit: usage: program FILE. Or define that in a module" in err
