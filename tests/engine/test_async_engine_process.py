@@ -247,7 +247,7 @@ def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> No
             last(engine, [9, 12 if index in (3, 5) else 11], SamplingParams(max_tokens=1, seed=1, n=index % 2 + 1))
             for index in range(16)
         ]
-        found = await asyncio.gather(*calls, return_exceptions=True)
+        found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
         assert time.monotonic() - begin < 0.75, "each has waited for a step of its own"
         refused = [index for index, one in enumerate(found) if isinstance(one, ContextTooLong)]
         assert refused == [3, 5]
@@ -379,7 +379,6 @@ def test_no_core_outlives_its_program(tmp_path: Path, end: str) -> None:
         import asyncio, os, signal, sys
         from penstock import AsyncEngine, EngineConfig, SamplingParams
         from penstock.engine.core_group import CoreGroup
-from penstock.engine.core_place import with_core_process
         from support.fake_engine import load_fake_core
 
         async def main():
