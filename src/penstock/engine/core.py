@@ -92,7 +92,7 @@ class EngineCore:
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
             max_concurrent_steps=self._max_in_flight,
         )
-        self._recovery = Recovery(self.scheduler, config.parallel.max_restarts)
+        self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
         self._draft_log = DraftLog(self.scheduler.spec_decode_metrics)
@@ -359,7 +359,10 @@ class EngineCore:
         if not ended:
             raise error
         logger.error("The grammar of %d requests failed", len(ended), exc_info=error)
-        ended = [msgspec.structs.replace(output, error=f"Its grammar failed: {error}") for output in ended]
+        self._take_ends([msgspec.structs.replace(output, error=f"Its grammar failed: {error}") for output in ended])
+
+    def _take_ends(self, ended: list[EngineCoreOutput]) -> None:
+        """Of requests that have ended without a step's result."""
         self._outputs += ended
         self._grammar.accept(ended)
         self._recovery.note_ends([output.req_id for output in ended])
@@ -397,14 +400,12 @@ class EngineCore:
         engine = self._require_alive()
         ran = list({req_id: None for step in steps for req_id in step.num_scheduled_tokens})
         try:
-            ended = self._recovery.replace_workers(engine, error, ran)
+            self._recovery.replace_workers(engine, error, ran)
         except EngineDead as end:
             self._cause_of_death = str(end)
             self.close()
             raise
         engine.executor.on_loss(self._note_loss)
-        self._outputs += ended
-        self._grammar.accept(ended)
 
     @property
     def _executor(self) -> Executor:

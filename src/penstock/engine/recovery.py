@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -24,11 +24,15 @@ class Recovery:
     What was running is preempted, and goes on from its tokens. A request that makes workers fail again and again is
     found out (`Quarantine`), and ends.
 
+    tell_ends: gets the last outputs of requests that end so.
     is_going_on: whether workers are being replaced, which takes as long as starting them.
     """
 
-    def __init__(self, scheduler: Scheduler, max_restarts: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, max_restarts: int, tell_ends: Callable[[list[EngineCoreOutput]], None]
+    ) -> None:
         self.is_going_on = False
+        self._tell_ends = tell_ends
         self._scheduler = scheduler
         self._max_restarts = max_restarts
         self._quarantine = Quarantine(scheduler)
@@ -55,10 +59,8 @@ class Recovery:
             self._failures.note_idle()
         self._failures.note(error)
 
-    def replace_workers(
-        self, engine: StartedEngine, error: Exception, req_ids: Collection[str]
-    ) -> list[EngineCoreOutput]:
-        """Start new ones, after a while where there were failures in a row. Returns the ends of requests.
+    def replace_workers(self, engine: StartedEngine, error: Exception, req_ids: Collection[str]) -> None:
+        """Start new ones, after a while where there were failures in a row.
 
         error: why. req_ids: of the steps that were under way. Raises EngineDead where it is of no use.
         """
@@ -69,7 +71,8 @@ class Recovery:
         self._scheduler.reset_for_recovery()
         is_from_outside = isinstance(error, WaitTimeout) or getattr(error, "cause_type", None) == KILLED
         culprit = self._quarantine.note_failure(req_ids, is_from_outside=is_from_outside)
-        ended = [] if culprit is None else self._end(culprit, error)
+        if culprit is not None:
+            self._end(culprit, error)
         # A trial takes one failure more where others may have brought it about.
         limit = self._max_restarts + (culprit is not None and is_from_outside)
         while True:
@@ -88,7 +91,7 @@ class Recovery:
             else:
                 self._failures.note_start()
                 self.is_going_on = False
-                return ended
+                return
 
     def _prepare_restart(self, error: Exception, limit: int) -> None:
         """Wait for a while after failures in a row; after more than this limit, give up."""
@@ -100,9 +103,9 @@ class Recovery:
         logger.warning("%s. Restarting the workers (failed %d of %d times)", why, num_failures, limit)
         time.sleep(pause_before_restart(num_failures))
 
-    def _end(self, culprit: str, error: Exception) -> list[EngineCoreOutput]:
+    def _end(self, culprit: str, error: Exception) -> None:
         """End the request that makes workers fail."""
         why = f"Workers failed again and again while they ran this request, the last time by itself: {error}"
         ended = self._scheduler.finish_requests([culprit], FinishReason.ERROR)
         logger.error("Request %s ends. %s", culprit, why)
-        return [msgspec.structs.replace(output, error=why) for output in ended]
+        self._tell_ends([msgspec.structs.replace(output, error=why) for output in ended])
