@@ -17,7 +17,7 @@ from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.engine.core_server import PROGRAM, ServedCore
 from penstock.engine.messages import CoreLog, CoreStart, FromCore, SaidByCore
-from penstock.executor.processes import ProcessStarter, describe_end, limit_waits, was_killed
+from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.program import main_path, pickled
 from penstock.executor.select import environment_of_core
 from penstock.observability.logging import levels, write_sent
@@ -82,19 +82,12 @@ class CoreProcess:
         """Its end is delivered, behind all that it has said."""
         self._process.kill()
 
-    def describe_end(self) -> str:
-        """How it ended, as the rest of a sentence."""
+    def exit_code(self) -> int | None:
+        """Of a process whose end was delivered; None where it has not ended, as far as is known."""
         try:
-            return describe_end(self._process.wait(_EXIT_CODE_TIMEOUT_S))
+            return self._process.wait(_EXIT_CODE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return describe_end(None)
-
-    def was_killed(self) -> bool:
-        """Whether somebody else may have ended it."""
-        try:
-            return was_killed(self._process.wait(_EXIT_CODE_TIMEOUT_S))
-        except subprocess.TimeoutExpired:
-            return True
+            return None
 
     def close(self, grace_s: float = 0.0) -> None:
         """Make sure that nothing is left of it, after a while to end by itself."""

@@ -41,7 +41,7 @@ from penstock.errors import (
     WaitTimeout,
     error_from_data,
 )
-from penstock.executor.processes import ProcessStarter
+from penstock.executor.processes import ProcessStarter, describe_end, was_killed, where_to_look
 from penstock.executor.program import pickled
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
@@ -357,9 +357,11 @@ class Replica:
         error = self._end
         is_from_outside = isinstance(error, WaitTimeout)
         if error is None:
-            is_from_outside = self.process.was_killed()
+            exit_code = self.process.exit_code()
+            is_from_outside = was_killed(exit_code)
             doing = "served" if self.is_running else "started"
-            error = ProcessLost(f"{self._who} {self.process.describe_end()} while it {doing}.")
+            end = f"{describe_end(exit_code)} while it {doing}"
+            error = ProcessLost(f"{self._who} {end}. {where_to_look(exit_code)}")
         self.process.close()
         if self.started is None:
             raise error if self._end is not None else EngineDead(*error.args)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 
 from penstock.errors import KILLED, WorkerError
-from penstock.executor.processes import describe_end, was_killed
+from penstock.executor.processes import describe_end, was_killed, where_to_look
 
 # How long a process whose connection has ended may take to end itself.
 _EXIT_CODE_TIMEOUT_S = 2.0
@@ -53,13 +52,8 @@ def death_of(process: subprocess.Popen[bytes], rank: int, name: str) -> WorkerEr
     except subprocess.TimeoutExpired:
         exit_code = None
     when = f"while {name} waited for it" if name else "while nobody waited for it"
-    remedy = (
-        "If nobody killed it, the system may have, for want of memory: its log says so (dmesg)."
-        if exit_code == -signal.SIGKILL
-        else "What it wrote before may say why."
-    )
     return WorkerError(
-        f"Rank {rank}, process {process.pid}, {describe_end(exit_code)} {when}. {remedy}",
+        f"Rank {rank}, process {process.pid}, {describe_end(exit_code)} {when}. {where_to_look(exit_code)}",
         method=name,
         rank=rank,
         cause_type=KILLED if was_killed(exit_code) else "ProcessEnded",

@@ -117,6 +117,13 @@ def describe_end(exit_code: int | None) -> str:
     return f"ended with exit code {exit_code}"
 
 
+def where_to_look(exit_code: int | None) -> str:
+    """What else may say why a process ended as it did."""
+    if exit_code == -signal.SIGKILL:
+        return "If nobody killed it, the system may have, for want of memory: its log says so (dmesg)."
+    return "What it wrote before may say why."
+
+
 def _name_of_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
