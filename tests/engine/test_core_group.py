@@ -17,13 +17,17 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
+from penstock.device.limits import MemoryLimit
 from penstock.engine import core_group
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.core import EngineCore
 from penstock.engine.core_group import CoreGroup
 from penstock.engine.messages import EngineRequest
-from penstock.errors import EngineDead, InvalidRequest, PenstockError, RemoteError
+from penstock.errors import EngineDead, InvalidRequest, OutOfMemory, PenstockError, RemoteError
 from penstock.executor.processes import ProcessStarter
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from support.checkpoints import tiny_checkpoint
+from support.engines import SMALL
 from support.fake_engine import FakeCore, write_model
 from support.leftovers import nothing_left
 
@@ -254,6 +258,17 @@ def test_a_core_that_replaces_another_takes_the_memory_that_that_one_had(start: 
     kill(core)
     (config,) = core.collective_rpc(config_of)
     assert (config.replaces_lost_core, config.cache.kv_cache_memory_bytes) == (True, 1 << 20)
+
+
+def test_what_is_free_beside_other_engines_is_no_limit_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_checkpoint(tmp_path)
+    monkeypatch.setattr("penstock.device.cpu.memory_limit", lambda: MemoryLimit(total_bytes=1 << 30, free_bytes=1))
+    config = EngineConfig.create(str(tmp_path), **{**SMALL, "kv_cache_memory_bytes": 1 << 20})
+    with pytest.raises(OutOfMemory, match="kv_cache_memory_bytes=1048576 is more than what is free"):
+        EngineCore(config)
+    core = EngineCore(replace(config, replaces_lost_core=True))
+    assert core.kv_cache_bytes > 1 << 19
+    core.close()
 
 
 def test_an_idle_engine_whose_core_is_lost_for_good_is_not_healthy(config: EngineConfig) -> None:
