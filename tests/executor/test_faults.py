@@ -91,6 +91,21 @@ def test_a_rank_that_sleeps_is_named_where_another_owes_the_result(
     assert any(re.search(named, record.getMessage()) for record in caplog.records)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_is_stopped_is_named(stage: int, folder: Path) -> None:
+    """Whichever of them owes the result."""
+    core = make_core(folder, pipeline_parallel_size=2, num_threads=2, step_timeout_s=1.0, max_restarts=0)
+    pid = process_ids(core)[stage]
+    try:
+        some_steps(core)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(EngineDead, match=rf"waits in step \d+ for rank {stage} \(process {pid}, stopped\)"):
+            finish(core, {})
+    finally:
+        core.close()
+
+
 @pytest.mark.parametrize(
     ("what", "named"),
     [

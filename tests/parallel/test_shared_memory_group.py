@@ -14,7 +14,7 @@ import torch
 from penstock.config.parallel import ParallelConfig
 from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
-from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup
+from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup, waits_for_mail
 from support.ranks import run_ranks, shared_memory_groups
 from support.waiting import PATIENCE_S
 
@@ -233,3 +233,29 @@ def test_a_tensor_of_another_size_and_one_that_does_not_come_are_errors() -> Non
         second.receive(torch.zeros(3), 0)
     with pytest.raises(WaitTimeout, match="receive from rank 1 .* for rank 1"):
         first.receive(torch.zeros(1), 1)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_who_waits_for_a_message_and_for_whom_can_be_seen(is_full: bool) -> None:
+    groups = shared_memory_groups(3, timeout_s=30.0)
+    message = torch.zeros(1)
+    waiting = threading.Thread(
+        target=lambda: [groups[2].send(message, 1) for _ in range(9)] if is_full else groups[1].receive(message, 2)
+    )
+
+    def waits() -> list[tuple[int, int]]:
+        return waits_for_mail(groups[0]._memory.address, 3)
+
+    assert waits() == []
+    waiting.start()
+    deadline = time.monotonic() + 20
+    while not waits():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert waits() == [(2, 1) if is_full else (1, 2)]
+    if is_full:
+        groups[1].receive(torch.zeros(1), 2)
+    else:
+        groups[2].send(message, 1)
+    waiting.join()
+    assert waits() == []

@@ -11,7 +11,13 @@ from penstock.parallel.agreement import GroupAgreement
 from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import ONE_RANK, Group
 from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
-from penstock.parallel.shared_memory_group import SPIN_US, SharedMemoryGroup, calls_of_ranks, group_bytes
+from penstock.parallel.shared_memory_group import (
+    SPIN_US,
+    SharedMemoryGroup,
+    calls_of_ranks,
+    group_bytes,
+    waits_for_mail,
+)
 
 # All groups of one kind, by their ranks.
 Kind: TypeAlias = Callable[[ParallelConfig], list[tuple[int, ...]]]
@@ -66,16 +72,22 @@ def place_rank(rank: int, config: ParallelConfig, join: Callable[[Kind, tuple[in
 
 
 def ranks_behind(config: ParallelConfig, memory_descriptor: int) -> list[int]:
-    """Ranks that have made fewer calls of one of their groups than others of it, who wait for them if all wait."""
+    """Ranks that others wait for, and that wait for no message themselves, if all wait.
+
+    Either they have made fewer calls of one of their groups than others of it, or a message is to come or to be taken.
+    """
     starts, _ = _areas(config)
     if not starts:
         return []
     memory = SharedMemory(memory_descriptor)
-    behind: set[int] = set()
+    behind, waiting, awaited = set[int](), set[int](), set[int]()
     for (_, ranks), start in starts.items():
         calls = calls_of_ranks(memory.address + start, len(ranks))
         behind |= {rank for rank, count in zip(ranks, calls, strict=True) if count < max(calls)}
-    return sorted(behind)
+        waits = waits_for_mail(memory.address + start, len(ranks))
+        waiting |= {ranks[who] for who, _ in waits}
+        awaited |= {ranks[whom] for _, whom in waits}
+    return sorted(behind - waiting or awaited - waiting or behind)
 
 
 def _areas(config: ParallelConfig) -> tuple[dict[tuple[Kind, tuple[int, ...]], int], int]:

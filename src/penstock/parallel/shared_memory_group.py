@@ -111,6 +111,19 @@ def calls_of_ranks(address: int, size: int) -> list[int]:
     return [int(library.meeting_calls(address, rank)) for rank in range(size)]
 
 
+def waits_for_mail(address: int, size: int) -> list[tuple[int, int]]:
+    """Who of a group waits for whom, to send or to receive, by the group's memory, which anybody may look at."""
+    library = _library()
+    first, box_bytes = address + int(library.meeting_bytes(size, SLOT_BYTES)), int(library.mailbox_bytes())
+    waits = []
+    for number in range(size * size):
+        source, destination = divmod(number, size)
+        who = int(library.mail_waits(first + number * box_bytes))
+        if who:
+            waits.append((destination, source) if who == 1 else (source, destination))
+    return waits
+
+
 def _library() -> Library:
     library = meetings_library()
     if library is None:

@@ -282,6 +282,14 @@ int64_t each_piece(const MailArgs& args, Place& own, Place& other, uint32_t ahea
 
 int64_t mailbox_bytes() { return static_cast<int64_t>(sizeof(Mailbox)); }
 
+int64_t mail_waits(const void* memory) {
+  const Mailbox& box = *static_cast<const Mailbox*>(memory);
+  const uint32_t on_their_way = box.sent.arrivals.load() - box.received.arrivals.load();
+  // One who is stopped sleeps on when what it has slept for is done.
+  if (box.sent.sleepers.load() != 0 && on_their_way == 0) return 1;
+  return box.received.sleepers.load() != 0 && on_their_way == kMailPieces ? 2 : 0;
+}
+
 int64_t mail_send(const MailArgs& args) {
   Mailbox& box = *static_cast<Mailbox*>(args.memory);
   return each_piece(args, box.sent, box.received, kMailPieces, [&](Piece& piece, int64_t start, int64_t count) {

@@ -56,6 +56,9 @@ struct MailArgs {
 
 int64_t mailbox_bytes();
 
+// Who waits for what the other has not done: 1 the one who receives, 2 the one who sends, 0 nobody.
+int64_t mail_waits(const void* memory);
+
 // Waits for room only, of which there is some for several small tensors. Returns 0; or 1 if nobody made room in time.
 int64_t mail_send(const MailArgs& args);
 

@@ -290,6 +290,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(meeting_calls),
     PENSTOCK_FUNCTION(meet),
     PENSTOCK_FUNCTION(mailbox_bytes),
+    PENSTOCK_FUNCTION(mail_waits),
     PENSTOCK_FUNCTION(mail_send),
     PENSTOCK_FUNCTION(mail_receive),
     {nullptr, nullptr, 0, nullptr},

@@ -46,6 +46,13 @@ PyObject* mail(int64_t (*run)(const MailArgs&), PyObject* const* values, Py_ssiz
   return PyLong_FromLongLong(status);
 }
 
+PyObject* mail_waits(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const void* memory;
+  in.read(memory);
+  return in.are_good() ? PyLong_FromLongLong(penstock::mail_waits(memory)) : nullptr;
+}
+
 PyObject* mailbox_bytes(PyObject*, PyObject* const*, Py_ssize_t) { return PyLong_FromLongLong(penstock::mailbox_bytes()); }
 
 PyObject* mail_send(PyObject*, PyObject* const* values, Py_ssize_t count) {
