@@ -20,7 +20,6 @@ LAUNCHED = {"distributed_executor_backend": "external_launcher"}
         ({"enable_sp": True}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}),
         ({"sp_min_token_num": 8}, {"tensor_parallel_size": 2}, {"enable_sp": True}),
         ({"ray_placement": "SPREAD"}, {"tensor_parallel_size": 2}, {"distributed_executor_backend": "ray"}),
-        ({"start_timeout_s": 9.0}, {"enable_multiprocessing": True}, {"distributed_executor_backend": "mp"}),
         ({"start_timeout_s": 9.0}, LAUNCHED, {"distributed_executor_backend": "ray"}),
         (
             {"data_parallel_size_local": 2},

@@ -43,7 +43,7 @@ class ParallelConfig:
         which they compute may take four times as long. Of workers in processes of their own, and of cores, which are
         given longer where their workers are in processes of their own.
     start_timeout_s: the same for each stage of the start of workers in processes of their own, such as loading the
-        model; then the start fails.
+        model; then the start fails. A core that takes the place of a lost one has as long for all that its start takes.
 
     Raises ConfigError for what is not allowed, and for what would have no effect with the others.
     """
@@ -169,7 +169,7 @@ class ParallelConfig:
             ("data_parallel_size_local", not self.must_agree_on_time, by_launcher),
             ("data_parallel_rank_local", not self.must_agree_on_time, by_launcher),
             ("ray_placement", self.executor == "ray", executor),
-            ("start_timeout_s", self.executor in ("mp", "ray"), f"{executor}, whose start nobody watches"),
+            ("start_timeout_s", not self.must_agree_on_time, f"{executor}, whose start nobody watches"),
         ):
             value = getattr(self, name)
             if not has_effect and value != _DEFAULTS[name]:
