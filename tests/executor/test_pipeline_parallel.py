@@ -73,6 +73,21 @@ def test_stages_give_the_tokens_of_one_worker(
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}])
+def test_an_embedding_is_rounded_as_the_head_of_another_stage_that_is_tied_to_it(
+    family: str, options: dict[str, str], tmp_path: Path
+) -> None:
+    layers = {} if family == "gpt2" else {"head_dim": 16, "num_hidden_layers": 2}
+    tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, tie_word_embeddings=True, **layers)
+    found = []
+    for stages in ((2,), (1, 1)):
+        core = make(tmp_path, stages, quantization_calibration="none", kv_cache_memory_bytes="1MiB", **options)
+        found.append([result.tokens for result in run(core, PROMPTS[:4], PARAMS[:4])])
+        core.close()
+    assert found[0] == found[1]
+
+
 def test_as_many_steps_are_under_way_as_there_are_stages(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
     core = make(tmp_path, (2, 2, 2), kv_cache_memory_bytes="1MiB")

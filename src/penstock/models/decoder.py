@@ -330,7 +330,9 @@ class DecoderForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = model
-        self.lm_head = _head(config, parallel, model) if model.is_last else elsewhere()
+        # A stage with the embedding alone keeps it as the head that is tied to it would, so that rows are the same.
+        has_head = model.is_last or (model.is_first and config.tie_word_embeddings)
+        self.lm_head = _head(config, parallel, model) if has_head else elsewhere()
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None

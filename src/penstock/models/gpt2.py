@@ -164,7 +164,9 @@ class GPT2LMHeadModel(CausalLM):
             GPT2Layer(config, index, parallel) if index in stage else Elsewhere() for index in range(config.num_layers)
         )
         self.ln_f = LayerNorm(config.hidden_size, config.norm_eps) if self.is_last else elsewhere()
-        self.lm_head = _head(config, parallel, self.wte) if self.is_last else elsewhere()
+        # A stage with the embedding alone keeps it as the head that is tied to it would, so that rows are the same.
+        has_head = self.is_last or (self.is_first and config.tie_word_embeddings)
+        self.lm_head = _head(config, parallel, self.wte) if has_head else elsewhere()
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
