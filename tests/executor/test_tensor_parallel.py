@@ -16,14 +16,16 @@ from torch import Tensor
 from penstock import LLM
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
-from penstock.errors import EngineDead, UnsupportedFeature
+from penstock.errors import EngineDead, UnsupportedFeature, WaitTimeout
 from penstock.executor import MultiprocessExecutor
 from penstock.kernels.native import NATIVE
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
+from penstock.worker.worker import Worker
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of, sampled, some_steps
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, add, finish, greedy, make_core, run
+from support.waiting import wait_until
 
 # A block of all ranks: keys and values of 16 positions and two heads in two layers.
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -177,6 +179,32 @@ def test_what_workers_are_asked_for_works_with_several(folder: Path, tmp_path: P
         results.append(tokens)
     assert results[0] == results[1]
     assert results[0][:2] == results[0][4:] != results[0][2:4]
+
+
+class SlowToReload(Worker):
+    """On its last rank, and until a file appears."""
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        if self.rank == 1:
+            wait_until(Path(os.environ["PENSTOCK_TEST_GO_ON"]).exists, "somebody says so")
+        super().reload_weights(*args, **kwargs)
+
+
+def test_workers_that_are_late_with_new_weights_are_replaced_by_some_with_the_old(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, other = tmp_path / "go on", tmp_path / "other"
+    monkeypatch.setenv("PENSTOCK_TEST_GO_ON", str(go_on))
+    tiny_checkpoint(other, vocab_size=VOCAB_SIZE, seed=5)
+    core = make(folder, 2, worker_cls=f"{__name__}.SlowToReload")
+    before = [result.tokens for result in run(core, PROMPTS[:2], greedy(8))]
+    with pytest.raises(WaitTimeout, match="in reload_weights for rank"):
+        core.collective_rpc("reload_weights", timeout_s=0.5, args=(str(other),))
+    go_on.touch()
+    assert [result.tokens for result in run(core, PROMPTS[:2], greedy(8))] == before
+    core.collective_rpc("reload_weights", args=(str(other),))
+    assert [result.tokens for result in run(core, PROMPTS[:2], greedy(8))] != before
+    core.close()
 
 
 class Nudge(LogitsProcessor):

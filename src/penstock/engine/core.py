@@ -75,8 +75,8 @@ class EngineCore:
         self._outputs: list[EngineCoreOutput] = []
         # The step that is launched and not in flight yet.
         self._launched: SchedulerOutput | None = None
-        # What a turn was broken off by, other than a worker.
-        self._broken_off_by: str | None = None
+        # Why nobody knows what the workers have done: a turn or a call was broken off, other than by a worker.
+        self._broken_off: str | None = None
         self._cause_of_death: str | None = None
         # Tells whoever drives the core that there is something to mend.
         self._tell_of_loss: Callable[[], None] = lambda: None
@@ -168,7 +168,7 @@ class EngineCore:
 
         Raises EngineDead when workers keep failing; the requests are lost then.
         """
-        if self._engine is None or self._broken_off_by is not None or self._engine.executor.has_lost_workers:
+        if self._engine is None or self._has_lost_workers:
             self._mend()
         try:
             self._turn()
@@ -176,7 +176,7 @@ class EngineCore:
             self._recovery.note_failure(error)
             self._recover(error)
         except BaseException as error:
-            self._broken_off_by = f"{type(error).__name__}: {error}"
+            self._broken_off = f"A step was broken off by {type(error).__name__}: {error}"
             raise
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -309,12 +309,18 @@ class EngineCore:
         """Call a method of every worker, between two steps; one answer each, or that of `unique_reply_rank` alone.
 
         What changes the weights is remembered for workers that replace failed ones. Requests that run go on from their
-        tokens, and what the old weights left in the KV cache is forgotten.
+        tokens, and what the old weights left in the KV cache is forgotten. Workers that are late with it are replaced,
+        by some with the weights from before.
         """
         if self._has_lost_workers:
             self._mend()
         engine = self._require_alive()
-        answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
+        try:
+            answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
+        except WaitTimeout as error:
+            if method in ("update_config", "reload_weights"):
+                self._broken_off = f"Some workers may do it still, when nobody waits for it: {error}"
+            raise
         if method == "update_config":
             engine.config_updates += [*args, *(kwargs or {}).values()]
         if method == "reload_weights":
@@ -373,9 +379,9 @@ class EngineCore:
         That may have left a step half launched. Whoever broke it off has been told, and decides how often it happens.
         """
         executor = self._require_alive().executor
-        why, self._broken_off_by = self._broken_off_by, None
+        why, self._broken_off = self._broken_off, None
         if why is not None:
-            self._recover(PenstockError(f"A step was broken off by {why}"))
+            self._recover(PenstockError(why))
             return
         try:
             executor.check_health()
@@ -390,7 +396,9 @@ class EngineCore:
 
     @property
     def _has_lost_workers(self) -> bool:
-        return self._engine is not None and self._engine.executor.has_lost_workers
+        """Or they are to be replaced."""
+        is_broken_off = self._broken_off is not None
+        return self._engine is not None and (is_broken_off or self._engine.executor.has_lost_workers)
 
     def _recover(self, error: Exception) -> None:
         """Replace the workers and go on; give up when that does not help."""
