@@ -75,6 +75,12 @@ def test_the_name_has_the_prefix_and_the_rank(core: EngineCore, tmp_path: Path) 
     assert re.fullmatch(r"pp0_tp0_rank0\.\d+\.pt\.trace\.json\.gz", stop(core).name)
 
 
+def test_traces_of_several_engines_have_their_numbers(folder: Path, tmp_path: Path) -> None:
+    core = make_core(folder, profiler_dir=tmp_path / "traces", data_parallel_size=2, data_parallel_rank=1)
+    start(core)
+    assert stop(core).name.startswith("dp1_pp0_tp0_rank0.")
+
+
 def test_only_what_runs_between_start_and_stop_is_recorded(core: EngineCore) -> None:
     prompts = random_prompts([4], 97)
     run(core, prompts, greedy(2))

@@ -56,14 +56,15 @@ class NoProfiler:
 class TorchProfiler:
     """torch.profiler, over all threads of this process, of every step between `start` and `stop`.
 
-    Traces are named by prefix, rank and time.
+    Traces are named by prefix, engine (of several), rank and time.
     """
 
-    def __init__(self, config: ProfilerConfig, parallel: ParallelContext) -> None:
+    def __init__(self, config: ProfilerConfig, parallel: ParallelContext, engine: int | None = None) -> None:
         assert config.profiler_dir is not None
         self._config = config
         self._folder = Path(config.profiler_dir).expanduser()
-        self._rank = f"pp{parallel.pipeline.rank}_tp{parallel.tensor.rank}_rank{parallel.rank}"
+        of_engine = "" if engine is None else f"dp{engine}_"
+        self._rank = f"{of_engine}pp{parallel.pipeline.rank}_tp{parallel.tensor.rank}_rank{parallel.rank}"
         self._profile: profile | None = None
         self._prefix = ""
 
@@ -142,9 +143,11 @@ class TorchProfiler:
         )
 
 
-def create_profiler(config: ProfilerConfig, parallel: ParallelContext) -> NoProfiler | TorchProfiler:
-    """The profiler that the options ask for."""
-    return NoProfiler() if config.profiler_dir is None else TorchProfiler(config, parallel)
+def create_profiler(
+    config: ProfilerConfig, parallel: ParallelContext, engine: int | None = None
+) -> NoProfiler | TorchProfiler:
+    """The profiler that the options ask for. engine: its number, where there are several."""
+    return NoProfiler() if config.profiler_dir is None else TorchProfiler(config, parallel, engine)
 
 
 def _not_configured() -> ConfigError:
