@@ -34,9 +34,10 @@ class DeathWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """To be called before any of the connections is closed here."""
+        """To be called before any of the connections is closed here; by `tell`, too, which may drop the last owner."""
         os.close(self._stop)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         os.close(self._stopped)
 
     def _run(self) -> None:
