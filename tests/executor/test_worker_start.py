@@ -16,7 +16,7 @@ from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.startup import start_engine
 from penstock.errors import ConfigError, ModelError, PenstockError, WaitTimeout, WorkerError
-from penstock.executor import multiprocess
+from penstock.executor import ranks
 from penstock.executor.stages import describe_stages
 from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
@@ -125,7 +125,7 @@ def test_what_fails_on_one_rank_ends_all_and_is_told_with_stage_rank_and_cause(
     does: str, kind: type[PenstockError], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However long imports take on a machine that others use too.
-    monkeypatch.setattr(multiprocess, "BUSY_FACTOR", 100)
+    monkeypatch.setattr(ranks, "BUSY_FACTOR", 100)
     with nothing_left(), pytest.raises(kind, match=message):
         start(folder, monkeypatch, does, **({"start_timeout_s": 4.0} if does.endswith("sleep") else {}))
 
@@ -135,7 +135,7 @@ def test_a_worker_whose_module_never_loads_is_found_out(
 ) -> None:
     (tmp_path / "never_loads.py").write_text("import time\n\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(multiprocess, "BUSY_FACTOR", 100)
+    monkeypatch.setattr(ranks, "BUSY_FACTOR", 100)
     message = (
         r"^The start failed in stage 'processes', on rank 0: Process \d+ waits in start for rank 0 \(process \d+, sleep"
     )

@@ -198,11 +198,6 @@ class ParallelConfig:
             _check_at_most("data_parallel_rank_local", self.data_parallel_rank_local, 0, here - 1, limit)
         if self.enable_multiprocessing is not None:
             check_flag("enable_multiprocessing", self.enable_multiprocessing)
-        if self.enable_multiprocessing and self.must_agree_on_time:
-            raise ConfigError(
-                "enable_multiprocessing=True is not valid with distributed_executor_backend='external_launcher': "
-                "requests would reach the ranks' cores between different steps. Leave it out."
-            )
         if self.enable_multiprocessing is False and self.num_engines_here > 1:
             raise ConfigError(
                 f"enable_multiprocessing=False is not valid with data_parallel_size={size}: several engines are in "
