@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -177,6 +178,16 @@ def test_what_would_write_the_same_files_is_asked_of_one_engine(core: CoreGroup)
     assert core.collective_rpc("save_sharded_state", args=("folder",)) == [0]
     with pytest.raises(ConfigError, match="unique_reply_rank=1 is not valid. Allowed: 0"):
         core.collective_rpc("save_sharded_state", unique_reply_rank=1)
+
+
+def log_a_number(core: FakeCore) -> None:
+    logging.getLogger("penstock.engine.talking").warning("%d of these", 3)
+
+
+def test_the_log_says_which_engine_has_said_what(core: CoreGroup, caplog: pytest.LogCaptureFixture) -> None:
+    core.collective_rpc(log_a_number)
+    said = [record.getMessage() for record in caplog.records if record.name == "penstock.engine.talking"]
+    assert sorted(said) == ["Engine 0: 3 of these", "Engine 1: 3 of these"]
 
 
 def test_aborts_reach_whoever_has_the_request(core: CoreGroup) -> None:

@@ -53,6 +53,8 @@ class CoreProcess:
         place, num_places = config.parallel.place(0)
         threads = plan_threads(config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
         self._deliver = deliver
+        engine = config.parallel.data_parallel_rank
+        self._who = "" if engine is None else f"Engine {engine}: "
         self._connection, theirs = Pipe()
         limit_waits(self._connection, send_s=send_timeout_s)
         # The end of the process is to be the end of the connection, so nobody else keeps that end.
@@ -106,7 +108,7 @@ class CoreProcess:
             while True:
                 message = decode(self._connection.recv_bytes(), FromCore).message
                 if isinstance(message, CoreLog):
-                    write_sent(message.fields)
+                    write_sent(message.fields, self._who)
                 else:
                     self._deliver(self, message)
         except (EOFError, OSError):

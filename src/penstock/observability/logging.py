@@ -68,9 +68,9 @@ def send_log(levels: Mapping[str, int], send: Callable[[dict[str, str | int | fl
         logging.getLogger(name).setLevel(level)
 
 
-def write_sent(fields: Mapping[str, str | int | float]) -> None:
-    """Write what another process has to log, as if it were of this one."""
-    record = logging.makeLogRecord(dict(fields))
+def write_sent(fields: Mapping[str, str | int | float], who: str = "") -> None:
+    """Write what another process has to log, as if it were of this one. who: in front of its text."""
+    record = logging.makeLogRecord({**fields, "msg": f"{who}{fields['msg']}"})
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)
