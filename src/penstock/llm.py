@@ -36,7 +36,8 @@ class LLM(WorkerCalls, RefusesMethods):
         if there is one, "none" none.
     device: "auto" (CUDA where there is one), "cpu" or "cuda".
     max_model_len: longest context in tokens, prompt and output together; None takes the model's own.
-    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests;
+        None takes 2048, or 512 with stages.
     block_size: positions per block of the KV cache.
     kv_cache_memory_bytes: size of the KV cache, in bytes or as "1GiB"; None lets `memory_fraction` decide.
     memory_fraction: share of the device's memory for weights, activations and KV cache; None takes what is free, and
@@ -64,7 +65,7 @@ class LLM(WorkerCalls, RefusesMethods):
         device: str = "auto",
         max_model_len: int | str | None = None,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         kv_cache_memory_bytes: int | str | None = None,
         memory_fraction: float | None = None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config import EngineConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.errors import ConfigError
 
@@ -46,3 +47,17 @@ def test_what_would_be_ignored_is_refused(
 
 def test_what_is_said_as_it_is_anyway_is_taken() -> None:
     ParallelConfig(enable_sp=False, sp_min_token_num=256, cp_kv_cache_interleave_size=1, ray_placement="PACK")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 2048),
+        ({"max_num_batched_tokens": None}, 2048),
+        ({"pipeline_parallel_size": 2}, 512),
+        ({"pipeline_parallel_size": 2, "max_num_batched_tokens": None}, 512),
+        ({"pipeline_parallel_size": 2, "max_num_batched_tokens": 2048}, 2048),
+    ],
+)
+def test_stages_get_small_steps_unless_somebody_says_otherwise(options: dict[str, Any], expected: int) -> None:
+    assert EngineConfig.create("demo", **options).scheduler.max_num_batched_tokens == expected

@@ -32,7 +32,11 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     "max_model_len": (str | None, None, typer.Option(metavar="N|auto", help="Longest context  [default: the model's]")),
     "block_size": (int, 16, typer.Option(help="Tokens per block of the KV cache")),
     "max_num_seqs": (int, 256, typer.Option(help="Requests that run at once")),
-    "max_num_batched_tokens": (int, 2048, typer.Option(help="Tokens of one step")),
+    "max_num_batched_tokens": (
+        int | None,
+        None,
+        typer.Option(help="Tokens of one step  [default: 2048, with stages 512]"),
+    ),
     "memory_fraction": (
         float | None,
         None,

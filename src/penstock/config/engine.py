@@ -26,6 +26,9 @@ from penstock.errors import ConfigError, UnknownOption
 
 # An option of its own, which is a dictionary of options.
 _SPECULATIVE_CONFIG = "speculative_config"
+_STEP_SIZE = "max_num_batched_tokens"
+# Of steps that stages pass on: the first stage has nothing to do in the last of them, and the last one in the first.
+_STAGED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,9 @@ class EngineConfig:
     @classmethod
     def _sorted(cls, model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
         _refuse_unknown(options, option_names())
+        if options.get(_STEP_SIZE) is None:
+            default = {} if options.get("pipeline_parallel_size", 1) == 1 else {_STEP_SIZE: _STAGED_TOKENS}
+            options = {name: value for name, value in options.items() if name != _STEP_SIZE} | default
         return cls(
             model=ModelConfig.load(model, **_take(options, MODEL_OPTIONS)),
             speculative=SpeculativeConfig.from_option(options.get(_SPECULATIVE_CONFIG)),

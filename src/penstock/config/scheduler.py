@@ -13,7 +13,7 @@ FAST_PATHS = ("auto", "off")
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """max_num_seqs: requests that run at once.
-    max_num_batched_tokens: tokens of one step, over all requests.
+    max_num_batched_tokens: tokens of one step, over all requests; None takes 2048, or 512 with stages.
     policy: "fcfs" serves in order of arrival; "priority" serves lower `priority` numbers first.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device
         (on where the device overlaps with the host).
