@@ -314,10 +314,6 @@ def test_streams_of_an_async_engine_come_from_all(config: EngineConfig) -> None:
         ),
         ({"data_parallel_size": 2, "enable_multiprocessing": False}, "enable_multiprocessing=False is not valid"),
         ({"enable_multiprocessing": "yes"}, "enable_multiprocessing='yes' is not valid"),
-        (
-            {"enable_multiprocessing": True, "distributed_executor_backend": "external_launcher"},
-            "enable_multiprocessing=True is not valid with distributed_executor_backend='external_launcher'",
-        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:

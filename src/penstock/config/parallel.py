@@ -140,6 +140,11 @@ class ParallelConfig:
         return self.data_parallel_size if self.data_parallel_rank is None else 1
 
     @property
+    def engine_number(self) -> int | None:
+        """Of this engine among several; None where it is the only one."""
+        return None if self.data_parallel_size == 1 else self.data_parallel_rank
+
+    @property
     def has_core_process(self) -> bool:
         """Whether cores run in processes of their own; for an `AsyncEngine`, once that has decided it."""
         return self.num_engines_here > 1 if self.enable_multiprocessing is None else self.enable_multiprocessing

@@ -53,7 +53,7 @@ class CoreProcess:
         place, num_places = config.parallel.place(0)
         threads = plan_threads(config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
         self._deliver = deliver
-        engine = config.parallel.data_parallel_rank
+        engine = config.parallel.engine_number
         self._who = "" if engine is None else f"Engine {engine}: "
         self._connection, theirs = Pipe()
         limit_waits(self._connection, send_s=send_timeout_s)

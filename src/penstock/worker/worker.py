@@ -74,7 +74,7 @@ class Worker(WorkerBase):
                 )
         # Options for the next reload; `config` has those of the weights that serve.
         self._next_config = config
-        self._profiler = create_profiler(config.profiler, parallel, config.parallel.data_parallel_rank)
+        self._profiler = create_profiler(config.profiler, parallel, config.parallel.engine_number)
         self._device: Device | None = None
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
