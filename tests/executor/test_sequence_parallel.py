@@ -33,7 +33,13 @@ def scattered_steps(worker: WorkerBase) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "least"), [("llama", 2, 1), ("llama", 4, 8), ("gemma3", 2, 8), ("olmo2", 2, 8)]
+    ("family", "size", "least"),
+    [
+        ("llama", 2, 1),
+        pytest.param("llama", 4, 8, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, 8, marks=pytest.mark.slow),
+        ("olmo2", 2, 8),
+    ],
 )
 def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, least: int, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
