@@ -43,7 +43,7 @@ class ParallelConfig:
         which they compute may take four times as long. Of workers in processes of their own, and of cores, which are
         given longer where their workers are in processes of their own.
     start_timeout_s: the same for each stage of the start of workers in processes of their own, such as loading the
-        model; then the start fails. A core that takes the place of a lost one has as long for all that its start takes.
+        model; then the start fails. The limit of a core that takes the place of a lost one follows from it.
 
     Raises ConfigError for what is not allowed, and for what would have no effect with the others.
     """
