@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists
 from penstock.engine.messages import EngineRequest
-from penstock.errors import ContextTooLong
+from penstock.errors import ContextTooLong, PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 CORPUS = ["the quick brown fox jumps over the lazy dog, über 日本語 naïve 😀 1234\n"] * 20
@@ -83,6 +83,8 @@ class FakeCore:
     def wake(self) -> None: ...
 
     def on_loss(self, tell: Callable[[], None]) -> None: ...
+
+    def on_refused(self, tell: Callable[[str, PenstockError], None]) -> None: ...
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)

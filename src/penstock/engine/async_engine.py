@@ -19,7 +19,6 @@ from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import RequestOutputKind, SamplingParams
 from penstock.engine.core_client import CoreClient
-from penstock.engine.core_group import CoreGroup
 from penstock.engine.core_place import with_core_process
 from penstock.engine.core_thread import CoreThread
 from penstock.engine.default_sampling import default_sampling_params
@@ -291,8 +290,7 @@ class _StreamDispatcher(Dispatcher):
 
     def __init__(self, core: CoreClient, processor: OutputProcessor, lock: StreamLock) -> None:
         super().__init__(core, processor, lock)
-        if isinstance(core, CoreGroup):
-            core.on_refused(self._refuse)
+        core.on_refused(self._refuse)
 
     def step(self) -> None:
         super().step()

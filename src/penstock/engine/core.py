@@ -158,6 +158,9 @@ class EngineCore:
         """Whether the next step has anything to do: an output is still to come, or lost workers are to be replaced."""
         return self.scheduler.has_unfinished_requests() or self._has_lost_workers
 
+    def on_refused(self, tell: Callable[[str, PenstockError], None]) -> None:
+        """Nobody is told: `add_request` raises at once here."""
+
     def on_loss(self, tell: Callable[[], None]) -> None:
         self._tell_of_loss = tell
         if self._has_lost_workers:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from penstock.engine.messages import EngineRequest
+from penstock.errors import PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput
 
 # How long a core may take to load its model, to answer a call or to bring a step's outputs, recovery included.
@@ -40,6 +41,12 @@ class CoreClient(Protocol):
 
     def on_loss(self, tell: Callable[[], None]) -> None:
         """Let this be called, in any thread, when `has_unfinished_requests` gets true by itself. It must not wait."""
+
+    def on_refused(self, tell: Callable[[str, PenstockError], None]) -> None:
+        """Let `add_request` not wait for a core elsewhere from now on: this is called in `step`, with id and reason.
+
+        Such a core refuses between two steps, which may be long, and others wait for theirs meanwhile.
+        """
 
     def step(self) -> list[EngineCoreOutput]:
         """What one step brought: a step that is made now, or that of a core which makes its steps by itself."""

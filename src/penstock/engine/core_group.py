@@ -230,10 +230,6 @@ class CoreGroup:
         return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
 
     def on_refused(self, tell: Callable[[str, PenstockError], None]) -> None:
-        """Let no `add_request` wait for the core from now on: this is called in `step`, with each id and reason.
-
-        A core says so between two steps, which may be long, and others wait for theirs meanwhile.
-        """
         self._tell_refused = tell
 
     def on_loss(self, tell: Callable[[], None]) -> None:
