@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.engine.core_client import CHANGE_WEIGHTS
 from penstock.engine.draft_log import DraftLog
 from penstock.engine.grammar import Grammar
 from penstock.engine.messages import EngineRequest
@@ -321,7 +322,7 @@ class EngineCore:
         try:
             answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
         except WaitTimeout as error:
-            if method in ("update_config", "reload_weights"):
+            if method in CHANGE_WEIGHTS:
                 self._broken_off = f"Some workers may do it still, when nobody waits for it: {error}"
             raise
         if method == "update_config":

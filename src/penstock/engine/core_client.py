@@ -12,6 +12,8 @@ from penstock.scheduler.outputs import EngineCoreOutput
 # How long a core may take to load its model, to answer a call or to bring a step's outputs, recovery included.
 START_TIMEOUT_S = 7200.0
 CALL_TIMEOUT_S = 1800.0
+# Calls of workers that must not be left half done: what workers load next follows from them.
+CHANGE_WEIGHTS = ("update_config", "reload_weights")
 
 
 class CoreClient(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.engine.core_client import START_TIMEOUT_S
+from penstock.engine.core_client import CHANGE_WEIGHTS, START_TIMEOUT_S
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
 from penstock.engine.messages import EngineRequest, SaidByCore
@@ -221,7 +221,7 @@ class CoreGroup:
                     replica.config_updates += [*args, *(kwargs or {}).values()]
             if done and method == "reload_weights":
                 self._keep_config_of(self._replicas[done[0]])
-            if (done or is_late) and method in ("update_config", "reload_weights"):
+            if (done or is_late) and method in CHANGE_WEIGHTS:
                 for index, replica in enumerate(self._replicas):
                     if index not in done:
                         why = f"others have done {method}, and it has not" if done else f"{method} took it too long"
