@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Coroutine, Generator, Iterator
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import ContextTooLong, EngineDead, InvalidParameter, InvalidRequest, LifecycleError
 from support.fake_engine import FakeCore, write_model
+from support.waiting import until, wait_until
 
 PARAMS = SamplingParams(max_tokens=8, seed=3)
 PROMPT = list(range(9, 40))
@@ -100,13 +101,6 @@ def held(config: EngineConfig) -> Iterator[tuple[AsyncEngine, HeldCore]]:
     yield engine, core
     core.allow(1000)
     engine.shutdown()
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        await asyncio.sleep(0.001)
 
 
 def test_outputs_grow_until_the_last_is_finished(engine: AsyncEngine, core: FakeCore) -> None:
@@ -359,9 +353,7 @@ def test_an_event_loop_that_is_closed_leaves_no_request(held: tuple[AsyncEngine,
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     core.allow(1000)
-    deadline = time.monotonic() + 20
-    while core.running and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_until(lambda: not core.running, "it ends")
     asyncio.run(settle(engine))
     assert not core.running
     assert core.num_steps < 5

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,8 @@ from penstock.errors import ConfigError, ContextTooLong, EngineDead, LifecycleEr
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from support.fake_engine import FakeCore, load_fake_core, write_model
 from support.leftovers import nothing_left
-from support.odd_cores import slow_and_refusing, talking
+from support.odd_cores import stopping_and_refusing, talking
+from support.waiting import PATIENCE_S, until, wait_until
 
 LIMIT_S = 120
 DEMO: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": "8MiB", "max_model_len": 256}
@@ -207,13 +207,6 @@ def over_fake_core(
     asyncio.run(serve())
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 def test_the_end_of_a_core_that_has_nothing_to_do_is_seen(config: EngineConfig) -> None:
     async def use(engine: AsyncEngine, core: CoreGroup) -> None:
         os.kill(core.process_ids[0], signal.SIGKILL)
@@ -239,16 +232,24 @@ def test_a_core_that_has_nothing_to_do_is_replaced_without_being_asked(config: E
 def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> None:
     """Nor for the steps of those that run; what is refused is raised, whatever it comes with."""
 
+    go_on = Path(str(config.model.folder)) / "go on"
+
     async def use(engine: AsyncEngine, core: CoreGroup) -> None:
-        long = asyncio.create_task(last(engine, [9, 10], SamplingParams(max_tokens=50, seed=1)))
-        await asyncio.sleep(0.05)
-        begin = time.monotonic()
-        calls = [
-            last(engine, [9, 12 if index in (3, 5) else 11], SamplingParams(max_tokens=1, seed=1, n=index % 2 + 1))
-            for index in range(16)
-        ]
-        found = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-        assert time.monotonic() - begin < 0.75, "each has waited for a step of its own"
+        stream = engine.generate([9, 10], SamplingParams(max_tokens=50, seed=1))
+        await anext(stream)
+        calls = asyncio.gather(
+            *(
+                last(engine, [9, 12 if index in (3, 5) else 11], SamplingParams(max_tokens=1, seed=1, n=index % 2 + 1))
+                for index in range(16)
+            ),
+            return_exceptions=True,
+        )
+        # In its second step the core hears nobody, and all are sent to it nevertheless: 8 with two samples, and one
+        # before. If each were waited for, that took a second each.
+        (replica,) = core._replicas
+        await asyncio.wait_for(until(lambda: len(replica.kept) == 25), 12)
+        go_on.touch()
+        found = await asyncio.wait_for(calls, PATIENCE_S)
         refused = [index for index, one in enumerate(found) if isinstance(one, ContextTooLong)]
         assert refused == [3, 5]
         assert all(index in refused or one.finished for index, one in enumerate(found))  # type: ignore[union-attr]
@@ -256,9 +257,9 @@ def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> No
         with pytest.raises(ContextTooLong, match="too small for this one"):
             await last(engine, [9, 12], PARAMS, request_id="again")
         assert (await last(engine, [9, 11], PARAMS, request_id="again")).finished
-        long.cancel()
+        await stream.aclose()
 
-    over_fake_core(config, use, slow_and_refusing)
+    over_fake_core(config, use, stopping_and_refusing)
 
 
 def test_what_a_core_logs_is_logged_here_by_the_levels_of_here(
@@ -394,7 +395,4 @@ def test_no_core_outlives_its_program(tmp_path: Path, end: str) -> None:
     """
     done = run_program(tmp_path, source)
     assert done.returncode == (-signal.SIGKILL if "SIGKILL" in end else 3), done.stderr
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(int(done.stdout)):
-        assert time.monotonic() < deadline, "the core outlives its program"
-        time.sleep(0.05)
+    wait_until(lambda: not psutil.pid_exists(int(done.stdout)), "the core ends with its program")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import signal
@@ -19,11 +18,10 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.device.limits import MemoryLimit
 from penstock.engine import core_group
-from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core import EngineCore
 from penstock.engine.core_group import CoreGroup
 from penstock.engine.messages import EngineRequest
-from penstock.errors import EngineDead, InvalidRequest, OutOfMemory, PenstockError, RemoteError
+from penstock.errors import InvalidRequest, OutOfMemory, PenstockError, RemoteError
 from penstock.executor.processes import ProcessStarter
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.checkpoints import tiny_checkpoint
@@ -269,22 +267,6 @@ def test_what_is_free_beside_other_engines_is_no_limit_for_it(tmp_path: Path, mo
     core = EngineCore(replace(config, replaces_lost_core=True))
     assert core.kv_cache_bytes > 1 << 19
     core.close()
-
-
-def test_an_idle_engine_whose_core_is_lost_for_good_is_not_healthy(config: EngineConfig) -> None:
-    async def serve() -> None:
-        group = CoreGroup(replace(config, parallel=replace(config.parallel, max_restarts=0)), load_odd)
-        async with AsyncEngine.from_config(config, lambda config: group) as engine:
-            await engine.check_health()
-            os.kill(group.process_ids[0], signal.SIGKILL)
-            deadline = time.monotonic() + LIMIT_S
-            while engine.is_running:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
-            with pytest.raises(EngineDead, match="SIGKILL"):
-                await engine.check_health()
-
-    asyncio.run(serve())
 
 
 def test_a_group_that_is_dropped_leaves_nothing(config: EngineConfig) -> None:

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from support.fake_engine import write_model
+from support.waiting import wait_until
 
 LIMIT_S = 120
 START = """
@@ -39,10 +39,7 @@ def start(folder: Path, source: str) -> subprocess.Popen[str]:
 
 
 def wait_for_the_end_of(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline, "something outlives its program"
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), "all end with their program")
 
 
 def test_a_program_needs_no_guard_and_no_close_and_says_nothing_at_its_end(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from penstock.errors import GrammarError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.structured.backend import MatcherError
 from support.constraints import END, NUM_WORDS, allowed_tokens, demo_backend, encode, matcher_for, tokens_of
+from support.waiting import wait_until
 
 PROMPT = [5, 6, 7]
 DIGITS = {"regex": "[0-9]{4}"}
@@ -55,14 +56,7 @@ def request(req_id: str, output: Sequence[int] = (), **fields: Any) -> EngineReq
 def added(grammar: StructuredGrammar, *requests: EngineRequest) -> None:
     """Add requests, and wait until all of them are ready."""
     waits_for = {one.req_id for one in requests if not grammar.add(one)}
-    until(lambda: not waits_for.difference_update(grammar.take_ready()) and not waits_for)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline, "it never was"
-        time.sleep(0.005)
+    wait_until(lambda: not waits_for.difference_update(grammar.take_ready()) and not waits_for)
 
 
 def decode_step(drafts: dict[str, list[int]] | None = None, **num_computed: int) -> SchedulerOutput:
@@ -225,7 +219,7 @@ def test_what_cannot_be_compiled_is_told_once_and_only_to_who_asked_and_is_still
             errors.append(error)
         return bool(ready and errors)
 
-    until(has_heard_all)
+    wait_until(has_heard_all)
     assert ready == ["b"]
     assert [error.req_ids for error in errors] == [["a", "c"]]
     assert "oneOf" in str(errors[0])
@@ -241,7 +235,7 @@ def test_a_name_that_is_used_again_gets_its_own_grammar_and_hears_its_own_failur
         grammar.accept([gone])
     assert not grammar.add(request("a", **DIGITS))
     ready: list[str] = []
-    until(lambda: bool(ready.extend(grammar.take_ready()) or ready))
+    wait_until(lambda: bool(ready.extend(grammar.take_ready()) or ready))
     time.sleep(0.05)
     assert [*ready, *grammar.take_ready()] == ["a"]
     assert rows_of(grammar.bitmask(decode_step(a=3))) == [after([], **DIGITS)]

@@ -16,7 +16,7 @@ from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup, waits_for_mail
 from support.ranks import run_ranks, shared_memory_groups
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, wait_until
 
 SIZES = (2, 3, 4)
 # A few numbers; more than a rank gives at a time, and not a whole number of times.
@@ -248,10 +248,7 @@ def test_who_waits_for_a_message_and_for_whom_can_be_seen(is_full: bool) -> None
 
     assert waits() == []
     waiting.start()
-    deadline = time.monotonic() + 20
-    while not waits():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(waits, "it waits")
     assert waits() == [(2, 1) if is_full else (1, 2)]
     if is_full:
         groups[1].receive(torch.zeros(1), 2)

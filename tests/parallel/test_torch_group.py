@@ -222,9 +222,7 @@ def test_others_see_who_waits() -> None:
     first, second = (TorchGroup(one, range(2), 1) for one in connections)
     waiting = threading.Thread(target=lambda: first.receive(torch.zeros(3), 1))
     waiting.start()
-    deadline = time.monotonic() + 20
-    while not connections[0].is_waiting and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: connections[0].is_waiting, "it waits")
     assert (connections[0].is_waiting, connections[1].is_waiting) == (True, False)
     second.send(torch.zeros(3), 0)
     waiting.join(20)

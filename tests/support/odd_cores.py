@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
+from pathlib import Path
 
 from penstock.config import EngineConfig
 from support.fake_engine import FakeCore
+from support.waiting import wait_until
 
 
-def slow_and_refusing(config: EngineConfig) -> FakeCore:
-    core = FakeCore(config)
-    core.on_step = lambda step: time.sleep(0.05)
+def stopping_and_refusing(config: EngineConfig) -> FakeCore:
+    """From its second step on it waits until there is a file, and it refuses what ends with 12."""
+    core, go_on = FakeCore(config), Path(str(config.model.folder)) / "go on"
+    core.on_step = lambda step: None if step == 1 else wait_until(go_on.exists, "somebody lets it go on")
     core.refuses = lambda request: request.prompt_token_ids[-1] == 12
     return core
 

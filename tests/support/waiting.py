@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,14 @@ def wait_until(is_so: Callable[[], object], what: str = "") -> None:
     while not is_so():
         assert time.monotonic() < deadline, f"it never happened: {what}" if what else "it never happened"
         time.sleep(0.005)
+
+
+async def until(is_so: Callable[[], object], what: str = "") -> None:
+    """The same, while an event loop goes on."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"it never happened: {what}" if what else "it never happened"
+        await asyncio.sleep(0.001)
 
 
 def is_running(pid: int) -> bool:
