@@ -229,7 +229,6 @@ def fork_in_c(worker: WorkerBase) -> int:
     return pid
 
 
-@pytest.mark.skipif(not hasattr(os, "waitid"), reason="an end cannot be waited for and left to others")
 def test_health_tells_of_a_death_though_another_process_keeps_the_connection(
     start: Callable[[], MultiprocessExecutor],
 ) -> None:
