@@ -232,11 +232,12 @@ def test_a_core_that_has_nothing_to_do_is_replaced_without_being_asked(config: E
 def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> None:
     """Nor for the steps of those that run; what is refused is raised, whatever it comes with."""
 
-    go_on = Path(str(config.model.folder)) / "go on"
+    folder = Path(str(config.model.folder))
 
     async def use(engine: AsyncEngine, core: CoreGroup) -> None:
         stream = engine.generate([9, 10], SamplingParams(max_tokens=50, seed=1))
         await anext(stream)
+        await until((folder / "stopped").exists)
         calls = asyncio.gather(
             *(
                 last(engine, [9, 12 if index in (3, 5) else 11], SamplingParams(max_tokens=1, seed=1, n=index % 2 + 1))
@@ -245,10 +246,10 @@ def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> No
             return_exceptions=True,
         )
         # In its second step the core hears nobody, and all are sent to it nevertheless: 8 with two samples, and one
-        # before. If each were waited for, that took a second each.
+        # before.
         (replica,) = core._replicas
-        await asyncio.wait_for(until(lambda: len(replica.kept) == 25), 12)
-        go_on.touch()
+        await until(lambda: len(replica.kept) == 25, "all are sent")
+        (folder / "go on").touch()
         found = await asyncio.wait_for(calls, PATIENCE_S)
         refused = [index for index, one in enumerate(found) if isinstance(one, ContextTooLong)]
         assert refused == [3, 5]

@@ -11,9 +11,15 @@ from support.waiting import wait_until
 
 
 def stopping_and_refusing(config: EngineConfig) -> FakeCore:
-    """From its second step on it waits until there is a file, and it refuses what ends with 12."""
-    core, go_on = FakeCore(config), Path(str(config.model.folder)) / "go on"
-    core.on_step = lambda step: None if step == 1 else wait_until(go_on.exists, "somebody lets it go on")
+    """From its second step on it waits, which a file tells, until there is another, and it refuses what ends with 12."""
+    core, folder = FakeCore(config), Path(str(config.model.folder))
+
+    def stop(step: int) -> None:
+        if step > 1:
+            (folder / "stopped").touch()
+            wait_until((folder / "go on").exists, "somebody lets it go on")
+
+    core.on_step = stop
     core.refuses = lambda request: request.prompt_token_ids[-1] == 12
     return core
 
