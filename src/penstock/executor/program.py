@@ -44,12 +44,15 @@ def pickled(name: str, sent: Any) -> bytes:
 class Program:
     """What the program that started this process defines itself, found by running it under another name.
 
-    From then on this process has it too, so that it can be sent on to processes that this one starts.
+    What was found this process has too, and it says that the program is its own (`main_path`): processes that this one
+    starts can be sent the same.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._names: dict[str, Any] | None = None
+        if path is not None:
+            sys.modules["__main__"].__file__ = path
 
     def load(self, data: bytes) -> Any:
         """What was pickled there. Raises ConfigError where the program has no file."""
@@ -74,7 +77,6 @@ def _run(path: str) -> dict[str, Any]:
             f"{type(error).__name__}: {error}. {_WITHOUT_PROGRAM}"
         ) from error
     main = sys.modules["__main__"]
-    main.__file__ = path
     for name, value in names.items():
         if isinstance(value, type | FunctionType) and value.__module__ == _PROGRAM_ELSEWHERE:
             value.__module__ = "__main__"
