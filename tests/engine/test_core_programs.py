@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ START = """
 """
 
 
-def start(folder: Path, source: str) -> subprocess.Popen[str]:
+def start(folder: Path, source: str, **options: Any) -> subprocess.Popen[str]:
     script = folder / "program.py"
     script.write_text(textwrap.dedent(START) + textwrap.dedent(source))
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -35,6 +36,7 @@ def start(folder: Path, source: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
+        **options,
     )
 
 
@@ -69,6 +71,39 @@ def test_cores_end_with_their_program_even_while_they_stand_still(tmp_path: Path
         program_process.send_signal(number)
         program_process.wait(LIMIT_S)
     wait_for_the_end_of(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_asks_a_group_of_processes_to_end_is_the_program_s_alone(tmp_path: Path, number: signal.Signals) -> None:
+    """It may finish what it has begun, with the cores and the workers that it has."""
+    program = f"""
+        import signal
+
+        def pids(worker):
+            return os.getpid(), os.getppid()
+
+        def generate():
+            ids = [output.outputs[0].token_ids for output in llm.generate(["ROMEO:", "JULIET:"], params)]
+            return ids, llm.collective_rpc(pids)
+
+        if __name__ == "__main__":
+            asked = []
+            signal.signal({int(number)}, lambda *_: asked.append(True))
+            params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+            options = {{"device": "cpu", "num_threads": 2, "kv_cache_memory_bytes": "16MiB"}}
+            with LLM("demo", enable_multiprocessing=True, tensor_parallel_size=2, **options) as llm:
+                before = generate()
+                print(flush=True)
+                while not asked:
+                    time.sleep(0.01)
+                print(generate() == before)
+    """
+    with start(tmp_path, program, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (0, "True\n"), err
 
 
 def test_what_the_program_defines_reaches_cores_and_their_workers(tmp_path: Path) -> None:

@@ -229,6 +229,28 @@ def fork_in_c(worker: WorkerBase) -> int:
     return pid
 
 
+def ends_of_processes(worker: WorkerBase) -> list[int]:
+    """Of another program and of a fork, which are asked to end."""
+    program = subprocess.Popen(["sleep", "600"])
+    program.terminate()
+    heard, said = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.write(said, b"1")
+        time.sleep(600)
+        os._exit(0)
+    os.read(heard, 1)
+    os.kill(fork, signal.SIGTERM)
+    return [program.wait(), -os.WTERMSIG(os.waitpid(fork, 0)[1])]
+
+
+def test_a_worker_cannot_be_asked_to_end_and_what_it_starts_can(shared: MultiprocessExecutor) -> None:
+    for pid in shared.process_ids:
+        os.kill(pid, signal.SIGTERM)
+    assert shared.collective_rpc(ends_of_processes) == [[-signal.SIGTERM] * 2] * 2
+    shared.check_health()
+
+
 def test_health_tells_of_a_death_though_another_process_keeps_the_connection(
     start: Callable[[], MultiprocessExecutor],
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
-import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -30,7 +29,7 @@ from penstock.engine.messages import (
     UtilityCall,
 )
 from penstock.errors import ConfigError, error_as_data
-from penstock.executor.processes import end_with_parent
+from penstock.executor.processes import end_with_parent, leave_end_to_parent
 from penstock.executor.program import Program, pickled
 from penstock.observability.logging import send_log
 
@@ -62,8 +61,7 @@ def main() -> None:
     """Arguments: the process that starts this one, and the descriptor of the connection to it."""
     parent, descriptor = map(int, sys.argv[1:])
     end_with_parent(parent)
-    # Ctrl-C goes to the client too, which says what follows from it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_end_to_parent()
     outbox = _Outbox(Connection(descriptor))
     try:
         start: CoreStart = pickle.loads(outbox.connection.recv_bytes())

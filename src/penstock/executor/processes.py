@@ -25,6 +25,7 @@ _Launches: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], _Process], Future[_
 _THREAD_NAME = "penstock-processes"
 # Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
+_ASK_TO_END = {signal.SIGINT, signal.SIGTERM}
 # What the system sends to a program for what it has done itself; any other signal comes from somebody else.
 _OWN_FAULTS = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"}
 
@@ -69,8 +70,8 @@ class ProcessStarter:
 
 
 def _launch_all(launches: _Launches) -> None:
-    # Processes inherit that: until a program has said that it leaves Ctrl-C to its parent, one would end it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Processes inherit that: until a program has said that it leaves its end to its parent, one would end it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ASK_TO_END)
     while (wanted := launches.get()) is not None:
         launch, started = wanted
         try:
@@ -85,6 +86,19 @@ def end_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def leave_end_to_parent() -> None:
+    """Take no notice of what asks a whole group of processes to end: the parent says what follows from it.
+
+    Ctrl-C in a terminal does, and so does whoever stops a service. What this process starts can be ended nevertheless.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Unlike a signal that is ignored, one that a function is called for is not inherited by other programs.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASK_TO_END)
 
 
 def keep_to_this_process(connection: Connection, *descriptors: int) -> None:

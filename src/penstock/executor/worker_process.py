@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from penstock.executor.messages import (
     WorkerStarted,
     unpack_step,
 )
-from penstock.executor.processes import end_with_parent, keep_to_this_process
+from penstock.executor.processes import end_with_parent, keep_to_this_process, leave_end_to_parent
 from penstock.executor.program import Program
 from penstock.observability.logging import LOGGER_NAME, configure_logging
 
@@ -48,8 +47,7 @@ def main() -> None:
     """Arguments: the process that starts this one, and descriptors of the connection to it and of shared memory."""
     parent, connection_descriptor, memory_descriptor = map(int, sys.argv[1:])
     end_with_parent(parent)
-    # Ctrl-C goes to the parent too, which says what follows from it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_end_to_parent()
     connection = Connection(connection_descriptor)
     keep_to_this_process(connection, memory_descriptor)
     outbox = _Outbox(connection)
