@@ -11,7 +11,7 @@ from support.waiting import wait_until
 
 
 def stopping_and_refusing(config: EngineConfig) -> FakeCore:
-    """It refuses what ends with 12. From its second step on it waits, which a file tells, until there is another one."""
+    """Refuses what ends with 12. From its second step on it waits, which a file tells, until there is another one."""
     core, folder = FakeCore(config), Path(str(config.model.folder))
 
     def stop(step: int) -> None:
