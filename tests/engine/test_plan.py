@@ -31,7 +31,7 @@ from penstock.worker import WorkerBase
 from penstock.worker.resident import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
-from support.draft_heads import write_mimo
+from support.draft_heads import eagle_weights, write_head, write_mimo
 from support.engines import SMALL, make_core
 from support.transformers_models import FAMILIES as FALLBACK_FAMILIES
 from support.transformers_models import save_for_fallback, tiny_transformers_model
@@ -106,6 +106,24 @@ def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: P
     assert plan.engine_bytes == ranks * sum(stage.worker_bytes for stage in plan.stages)
     assert "stage 2 of 2 (2 layers" in plan.table()
     assert [stage["num_layers"] for stage in plan.to_dict()["stages"]] == [4, 2]
+
+
+def test_the_plan_of_stages_knows_which_of_them_drafts(tmp_path: Path) -> None:
+    folder = save_checkpoint(tiny_model("llama", num_hidden_layers=4, vocab_size=VOCAB_SIZE), tmp_path / "model").folder
+    head = write_head(tmp_path / "eagle", eagle_weights(), max_position_embeddings=128)
+    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    options = {**PLANNED, "pipeline_parallel_size": 2, "speculative_config": drafts}
+    plan, core = plan_engine(str(folder), **options), make_core(folder, **options)
+    memories, kv_cache = core.collective_rpc("determine_available_memory"), core.kv_cache_config
+    core.close()
+    # The last one has the head's layer besides, and the embedding that the head shares.
+    assert [len(stage.specs) for stage in plan.stages] == [2, 3]
+    for stage, memory in zip(plan.stages, memories, strict=True):
+        assert stage.memory.weights == pytest.approx(memory.weights, rel=TOLERANCE)
+        assert stage.memory.activations == pytest.approx(memory.activations, rel=TOLERANCE)
+        assert stage.memory.sampling == pytest.approx(memory.sampling, rel=TOLERANCE)
+        assert (stage.memory.total, stage.memory.runner_state) == (memory.total, memory.runner_state)
+    assert (plan.kv_cache.num_blocks, plan.kv_cache.size_bytes) == (kv_cache.num_blocks, kv_cache.size_bytes)
 
 
 def compare(folder: Path | str, **options: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
+from penstock.errors import ConfigError
 from penstock.executor import MultiprocessExecutor
 from penstock.parallel.connections import open_store
 from penstock.worker import WorkerBase
@@ -107,6 +108,15 @@ def test_as_many_steps_are_under_way_as_there_are_stages(tmp_path: Path) -> None
 def test_no_more_steps_are_under_way_than_mailboxes_hold(stages: int, max_num_seqs: int, expected: int) -> None:
     config = EngineConfig.create("demo", pipeline_parallel_size=stages, max_num_seqs=max_num_seqs)
     assert config.max_concurrent_batches == expected
+
+
+@pytest.mark.parametrize(("drafts", "most"), [({}, 14336), ({"method": "ngram", "num_speculative_tokens": 8}, 4778)])
+def test_no_more_requests_are_in_a_step_than_a_mailbox_holds(drafts: dict[str, Any], most: int) -> None:
+    options = {"pipeline_parallel_size": 2, "speculative_config": drafts or None}
+    EngineConfig.create("demo", **options, max_num_seqs=most)
+    EngineConfig.create("demo", speculative_config=drafts or None, max_num_seqs=most + 1)
+    with pytest.raises(ConfigError, match=rf"max_num_seqs={most + 1} is more than .* Allowed: up to {most}\."):
+        EngineConfig.create("demo", **options, max_num_seqs=most + 1)
 
 
 def test_constrained_requests_and_others_go_through_the_stages_together(tmp_path: Path) -> None:

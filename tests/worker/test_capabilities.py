@@ -8,12 +8,13 @@ import os
 import pickle
 import statistics
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from penstock import AsyncEngine
 from penstock.config import EngineConfig
@@ -29,7 +30,7 @@ from penstock.worker.capabilities import (
 )
 from support.arrangements import PROMPTS
 from support.checkpoints import edit_config, tiny_checkpoint
-from support.draft_heads import eagle_weights, write_head
+from support.draft_heads import eagle3_weights, eagle_weights, write_head
 from support.engines import greedy
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 from support.quantized_checkpoints import (
@@ -131,12 +132,18 @@ def with_draft_model(folder: Path) -> dict[str, Any]:
     return drafting("draft_model", model=str(model))(folder)
 
 
-def with_head(folder: Path) -> dict[str, Any]:
-    weights = eagle_weights()
-    for name in ("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight"):
-        weights[name] = weights[name][:16]
-    write_head(folder / "eagle", weights, max_position_embeddings=128, num_key_value_heads=1)
-    return drafting("eagle", model=str(folder / "eagle"))(folder)
+def with_head(folder: Path, method: str = "eagle", weights: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    weights = {
+        name: tensor[:16] if ".k_proj." in name or ".v_proj." in name else tensor
+        for name, tensor in (weights or eagle_weights()).items()
+    }
+    sizes = {"max_position_embeddings": 128, "num_key_value_heads": 1, "draft_vocab_size": 40}
+    write_head(folder / method, weights, **sizes)
+    return drafting(method, model=str(folder / method))(folder)
+
+
+def with_head_on_layers(folder: Path) -> dict[str, Any]:
+    return with_head(folder, "eagle3", eagle3_weights())
 
 
 def of_vocabulary_of_heads(folder: Path) -> Path:
@@ -176,7 +183,8 @@ WAYS = {
     "drafts by n-grams": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
     "drafts by suffixes": Way(drafting("suffix")),
     "drafts by a draft model": Way(with_draft_model),
-    "drafts by heads (EAGLE, EAGLE-3, MTP)": Way(with_head, of_vocabulary_of_heads),
+    "drafts by heads (EAGLE, MTP)": Way(with_head, of_vocabulary_of_heads),
+    "drafts by heads on several layers (EAGLE-3)": Way(with_head_on_layers, of_vocabulary_of_heads),
     "as many drafts as are measured to pay": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
 }
 # Those that are tried in one engine, where none of them is refused.
@@ -188,7 +196,8 @@ SETS = (
     *((name,) for name in WAYS if name.endswith("checkpoints")),
     ("GPT-2", "drafts by n-grams"),
     ("models of Transformers",),
-    ("drafts by heads (EAGLE, EAGLE-3, MTP)",),
+    ("drafts by heads (EAGLE, MTP)",),
+    ("drafts by heads on several layers (EAGLE-3)",),
 )
 
 

@@ -20,7 +20,7 @@ from penstock.config.profiler import ProfilerConfig
 from penstock.config.reasoning import ReasoningMarkers, reasoning_markers
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
-from penstock.config.speculative import SpeculativeConfig
+from penstock.config.speculative import MODEL_METHODS, SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
 from penstock.errors import ConfigError, UnknownOption
 
@@ -66,6 +66,7 @@ class EngineConfig:
                 f"cp_kv_cache_interleave_size={interleave} is not valid with block_size={block_size}. "
                 "Allowed: its divisors."
             )
+        self._check_mail()
 
     @property
     def reasoning_markers(self) -> ReasoningMarkers:
@@ -83,8 +84,26 @@ class EngineConfig:
         """
         if self.speculative.method is not None:
             return 1
-        pieces = 1 + -(-self.scheduler.max_num_seqs * _OUTCOME_BYTES // _MAIL_PIECE_BYTES)
-        return min(self.parallel.pipeline_parallel_size, max(1, _MAIL_PIECES // pieces))
+        return min(self.parallel.pipeline_parallel_size, _MAIL_PIECES // self._mail_pieces(self.scheduler.max_num_seqs))
+
+    def _mail_pieces(self, num_reqs: int) -> int:
+        """What the last stage tells another one of a step with so many requests."""
+        num_drafts = 0 if self.speculative.method is None else self.speculative.num_speculative_tokens
+        sizes = [_OUTCOME_BYTES + num_drafts * _TOKEN_BYTES]
+        if self.speculative.method in MODEL_METHODS:
+            sizes.append(num_drafts * _DRAFT_BYTES)
+        return sum(1 + -(-num_reqs * size // _MAIL_PIECE_BYTES) for size in sizes)
+
+    def _check_mail(self) -> None:
+        """The others hear of a step when the next one begins, and the last stage cannot wait for that."""
+        wanted = self.scheduler.max_num_seqs
+        if self.parallel.pipeline_parallel_size == 1 or self._mail_pieces(wanted) <= _MAIL_PIECES:
+            return
+        allowed = next(size for size in range(wanted, 0, -1) if self._mail_pieces(size) <= _MAIL_PIECES)
+        raise ConfigError(
+            f"max_num_seqs={wanted} is more than stages can tell each other of in a step "
+            f"(pipeline_parallel_size={self.parallel.pipeline_parallel_size}). Allowed: up to {allowed}."
+        )
 
     @property
     def constraints_wait_for(self) -> ReasoningMarkers | None:
@@ -119,9 +138,10 @@ class EngineConfig:
         )
 
 
-# What ranks have room for between them (`csrc/meeting.cpp`), and what is told of a request in a step without drafts:
-# one token and three numbers. A step's number takes a piece of its own.
-_MAIL_PIECES, _MAIL_PIECE_BYTES, _OUTCOME_BYTES = 8, 64 << 10, 32
+# What ranks have room for between them (`csrc/meeting.cpp`), and what is told of a request in a step: one token and
+# three numbers, a token for each draft that it verified, and those that were drafted. A step's number takes a piece.
+_MAIL_PIECES, _MAIL_PIECE_BYTES = 8, 64 << 10
+_OUTCOME_BYTES, _TOKEN_BYTES, _DRAFT_BYTES = 32, 8, 4
 
 _CONCERNS: dict[str, type[Any]] = {
     "cache": CacheConfig,

@@ -248,7 +248,7 @@ class DecoderModel(nn.Module):
         self._stage = stage = layers_of_stage(config.num_layers, parallel)
         self._hidden_size = config.hidden_size
         self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
-        has_embedding = self.is_first or (self.is_last and config.tie_word_embeddings)
+        has_embedding = self.is_first or (self.is_last and (config.tie_word_embeddings or parallel.embeds_at_end))
         self.embed_tokens = (embed_tokens or _embedding(config, parallel)) if has_embedding else elsewhere()
         self.rotations = LayerRotations((ropes or [config.rope] * config.num_layers)[stage.start : stage.stop])
         self.layers = nn.ModuleList(

@@ -18,6 +18,7 @@ class ParallelContext:
         layers; None keeps all.
     pipeline_layers: how many each stage has, if that was asked for. agreement: made by all ranks of a stage on every
         step.
+    embeds_at_end: whether the last stage has the embedding too, whatever it does with it.
     local_rank, num_local_ranks: of those on this machine, which share its processors; None where that is all of them.
     """
 
@@ -30,6 +31,7 @@ class ParallelContext:
     min_scattered_tokens: int | None = None
     agreement: Agreement = NO_AGREEMENT
     pipeline_layers: tuple[int, ...] | None = None
+    embeds_at_end: bool = False
     local_rank: int | None = None
     num_local_ranks: int | None = None
 

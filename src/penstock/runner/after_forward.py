@@ -166,7 +166,8 @@ class Generation(AfterForward):
         prompt_logprobs = self._prompt_logprobs.compute(step.prompt_rows, model, step.all_hidden)
         sampled = self._sample(model, batch, step)
         outcome, on_host = batch.step.outcome(sampled.sampled_token_ids, sampled.failures)
-        if self._stage.has_others and sampling_requests(layout, self._requests):
+        tells = self._stage.has_others and bool(sampling_requests(layout, self._requests))
+        if tells:
             self._stage.send_outcome(step_id, outcome)
         if sampled.errors:
             errors = _by_request(sampled.errors, req_ids) | errors
@@ -190,22 +191,23 @@ class Generation(AfterForward):
             )
         batch.step.advance(outcome)
         self._sampler.advance(layout.slots, layout.slots_np, outcome)
-        self._draft(step, outcome)
+        self._draft(step_id, step, outcome, is_told=tells)
         return result
 
     def begin(self, output: SchedulerOutput) -> None:
         self._stage.begin(output.step_id)
         for step_id, outcome in self._unfinished.finish_for(output, self._lanes.current):
-            self._draft(self._pending.pop(step_id), outcome)
+            self._draft(step_id, self._pending.pop(step_id), outcome)
 
     def expect(self, num_tokens: int) -> None:
         self._stage.expect_hidden(num_tokens)
 
     def catch_up(self) -> None:
         for step_id, outcome in self._unfinished.finish():
-            self._draft(self._pending.pop(step_id), outcome)
+            self._draft(step_id, self._pending.pop(step_id), outcome)
 
-    def _draft(self, step: PendingStep, outcome: StepOutcome) -> None:
+    def _draft(self, step_id: int, step: PendingStep, outcome: StepOutcome, *, is_told: bool = True) -> None:
+        """is_told: whether other stages learn of the step's outcome."""
         batch, context, inputs = step.batch, step.context, step.inputs
         assert batch is not None, "a step that ran has its inputs"
         assert context is not None, "a step that ran has its context"
@@ -213,6 +215,8 @@ class Generation(AfterForward):
         self._speculator.propose(
             DraftingStep(batch, context, inputs, outcome, step.num_drafts, step.all_hidden, step.aux)
         )
+        if is_told and step.num_drafts and self._speculator.drafts_for_all_stages:
+            self._stage.share_drafts(step_id, self._requests.draft_token_ids.tensor, batch.layout.slots)
 
     def _sample(self, model: LanguageModel, batch: InputBatch, step: PendingStep) -> SamplerOutput:
         chosen, hidden = step.chosen, step.hidden

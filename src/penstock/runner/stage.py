@@ -45,6 +45,9 @@ class OneStage:
         """The same, into its table. Raises RanksDisagree where it is another step's."""
         raise AssertionError("the last stage samples")
 
+    def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None:
+        """After the outcome: rows of the last stage's table of drafts come into those of the others."""
+
 
 ONE_STAGE = OneStage()
 
@@ -110,6 +113,15 @@ class PipelineStage(OneStage):
 
     def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
         self._start_receiving(outcome.table_RX, self._last)(step_id)
+
+    def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None:
+        drafts_RK = drafts_SK.index_select(0, slots_R)
+        if self.is_last:
+            for stage in range(self._last):
+                self._send(step_id, drafts_RK, stage)
+        else:
+            self._start_receiving(drafts_RK, self._last)(step_id)
+            drafts_SK.index_copy_(0, slots_R, drafts_RK)
 
     def _rows_sent(self, num_tokens: int) -> Tensor:
         """The place of those that come to this rank, in a step of so many tokens."""

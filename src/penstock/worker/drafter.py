@@ -12,15 +12,16 @@ from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import AUTO_LENGTH
 from penstock.config.resolve import SHIPPED_HEADS
-from penstock.config.speculative import MODEL_METHODS
+from penstock.config.speculative import HEAD_METHODS, MODEL_METHODS
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError, ModelError, UnsupportedFeature
 from penstock.loader.loader import load_model, load_without_memory, open_weights
 from penstock.models.attention_layers import kv_cache_specs, prefix_layers
 from penstock.models.causal_lm import CausalLM
-from penstock.models.draft_head import STORED_NAMES, DraftHead
-from penstock.parallel import ParallelContext
+from penstock.models.config_fields import ConfigFields
+from penstock.models.draft_head import STORED_NAMES, DraftHead, StoredNames
+from penstock.parallel import ONE_RANK, ParallelContext
 
 # What begins the names of its layers, among those of the target.
 PREFIX = "draft."
@@ -32,16 +33,21 @@ _MTP_HEADS = {"MiMoForCausalLM": "MiMoMTP"}
 def load_drafter(
     config: EngineConfig, target: nn.Module, parallel: ParallelContext, device: Device, dtype: DtypeChoice
 ) -> CausalLM | None:
-    """The drafter, computed in the target's dtype; None for a method without a model.
+    """The drafter, computed in the target's dtype; None for a method without a model, and on all stages but the last.
 
     Raises ConfigError, ModelError or UnsupportedFeature for one that cannot draft for this target, and what loading
     raises.
     """
     model_config = _drafter_config(config)
-    if model_config is None:
+    if model_config is None or not _is_last_stage(parallel):
         return None
     drafter = load_model(
-        model_config, _load_config(config), parallel, device.torch_device, dtype.torch_dtype, dtype.weights_torch_dtype
+        model_config,
+        _load_config(config),
+        _without_stages(parallel),
+        device.torch_device,
+        dtype.torch_dtype,
+        dtype.weights_torch_dtype,
     )
     return _prepared(drafter, target)
 
@@ -59,18 +65,28 @@ def load_drafter_without_memory(
     tensors: of the target's checkpoint, where its files are not here.
     """
     model_config = _drafter_config(config)
-    if model_config is None:
+    if model_config is None or not _is_last_stage(parallel):
         return None, 0
     drafter, num_parameters = load_without_memory(
         model_config,
         _load_config(config),
-        parallel,
+        _without_stages(parallel),
         kind,
         dtype.torch_dtype,
         dtype.weights_torch_dtype,
         tensors if model_config.folder == config.model.folder else None,
     )
     return _prepared(drafter, target), num_parameters
+
+
+def place_for_drafter(config: EngineConfig, parallel: ParallelContext) -> ParallelContext:
+    """The place of the target's worker, whose last stage has the embedding where a head has none of its own."""
+    if parallel.pipeline.size == 1 or config.speculative.method not in HEAD_METHODS:
+        return parallel
+    drafter = _drafter_config(config)
+    assert drafter is not None, "heads are models"
+    has_own = StoredNames(ConfigFields(drafter)).has("embed_tokens.weight")
+    return replace(parallel, embeds_at_end=not has_own)
 
 
 def attach_drafter(drafter: CausalLM | None, target: nn.Module) -> None:
@@ -102,6 +118,15 @@ def _drafter_config(config: EngineConfig) -> ModelConfig | None:
     if method == "mtp":
         return _mtp(config, length)
     return _head(_named(config), _EAGLE_HEADS[method], length, _stored_names(_named(config), config))
+
+
+def _is_last_stage(parallel: ParallelContext) -> bool:
+    return parallel.pipeline.rank == parallel.pipeline.size - 1
+
+
+def _without_stages(parallel: ParallelContext) -> ParallelContext:
+    """A drafter has all its layers where it is."""
+    return replace(parallel, pipeline=ONE_RANK, pipeline_layers=None)
 
 
 def _named(config: EngineConfig) -> ModelConfig:

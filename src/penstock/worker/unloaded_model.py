@@ -23,7 +23,7 @@ from penstock.models.attention_layers import cache_layers, most_query_heads
 from penstock.parallel import ParallelContext
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.speculative.create import create_speculator
-from penstock.worker.drafter import drafted_specs, load_drafter_without_memory
+from penstock.worker.drafter import drafted_specs, load_drafter_without_memory, place_for_drafter
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
 
@@ -59,6 +59,7 @@ def measure_unloaded(
 
     tensors: of the checkpoint by name, where its files are not here. Raises what loading raises, and NeedsValues.
     """
+    parallel = place_for_drafter(config, parallel)
     model, num_parameters = load_without_memory(
         config.model, config.load, parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype, tensors
     )

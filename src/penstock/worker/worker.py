@@ -39,7 +39,7 @@ from penstock.runner.stage import ONE_STAGE, OneStage, PipelineStage, receive_bu
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
-from penstock.worker.drafter import attach_drafter, drafted_specs, load_drafter
+from penstock.worker.drafter import attach_drafter, drafted_specs, load_drafter, place_for_drafter
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan
 from penstock.worker.pages_ahead import PagesAhead
@@ -102,6 +102,7 @@ class Worker(WorkerBase):
 
     def load_model(self) -> None:
         device, dtype = self.device, self.dtype
+        self.parallel = place_for_drafter(self.config, self.parallel)
         with device.loading_weights():
             self._model = load_for_device(self.config.model, self.config.load, self.parallel, device, dtype)
             self._drafter = load_drafter(self.config, self._model, self.parallel, device, dtype)

@@ -11,13 +11,17 @@ from penstock.runner.speculative.drafting_head import DraftingHead
 from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
 from penstock.runner.speculative.speculator import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.suffix import SuffixSpeculator
+from penstock.runner.speculative.told_drafts import ToldDrafts
 from penstock.runner.speculative.verification import create_verification
 
 
 def create_speculator(
     config: SpeculativeConfig, device: Device, vocab_size: int, drafter: CausalLM | None = None
 ) -> Speculator:
-    """The speculator that the options ask for. drafter: the model, loaded, of a method that has one."""
+    """The speculator that the options ask for.
+
+    drafter: the model, loaded, of a method that has one; None on a stage that is told what another one guesses.
+    """
     if config.method is None:
         return NO_SPECULATOR
     speculator = _create(config, device) if drafter is None else _with_model(drafter, config, vocab_size, device)
@@ -34,5 +38,4 @@ def _with_model(drafter: CausalLM, config: SpeculativeConfig, vocab_size: int, d
 def _create(config: SpeculativeConfig, device: Device) -> Speculator:
     if config.method == "ngram":
         return NgramOnHost(config) if device.kind == "cpu" else NgramOnDevice(config, device)
-    assert config.method == "suffix", "other methods have a model"
-    return SuffixSpeculator(config)
+    return SuffixSpeculator(config) if config.method == "suffix" else ToldDrafts(config)

@@ -45,6 +45,7 @@ class ModelDrafter(Speculator):
     """
 
     reads_ahead: int
+    drafts_for_all_stages = True
 
     def __init__(self, model: CausalLM, config: SpeculativeConfig, vocab_size: int, device: Device) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens

@@ -44,6 +44,7 @@ class Speculator(ABC):
     num_speculative_tokens: drafts of a request in a step, at most.
     verification: when its drafts are kept. draft_probs: float32 [slots, drafts, vocabulary], the distributions that
         drafts were drawn from, for the rule that goes by them; None where they are not kept.
+    drafts_for_all_stages: of a pipeline, the last one tells the others its drafts; else each stage makes the same ones.
     needs_hidden: whether `propose` needs the hidden states of all tokens of each step. aux_layers: and those before
         these layers of the target.
     """
@@ -51,6 +52,7 @@ class Speculator(ABC):
     num_speculative_tokens: int = 0
     verification: Verification = EXACT
     draft_probs: Tensor | None = None
+    drafts_for_all_stages: bool = False
     needs_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
 

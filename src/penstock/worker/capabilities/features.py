@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.config.quantized_checkpoint import AWQ, COMPRESSED_TENSORS, GPTQ, TORCHAO
-from penstock.config.speculative import HEAD_METHODS
 
 # The option that asks for a feature, as given; None in an engine that does not ask.
 Asked: TypeAlias = Callable[[EngineConfig], str | None]
@@ -102,7 +101,8 @@ QUANTIZED_CHECKPOINTS = tuple(
 )
 SUFFIX = Feature("drafts by suffixes", _method("suffix"))
 DRAFT_MODEL = Feature("drafts by a draft model", _method("draft_model"))
-HEADS = Feature("drafts by heads (EAGLE, EAGLE-3, MTP)", _method(*HEAD_METHODS))
+HEADS = Feature("drafts by heads (EAGLE, MTP)", _method("eagle", "mtp"))
+EAGLE3 = Feature("drafts by heads on several layers (EAGLE-3)", _method("eagle3"))
 ADAPTIVE = Feature("as many drafts as are measured to pay", _adaptive)
 
 # By what they are part of.
@@ -137,7 +137,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         INT8_CACHE,
         OTHER_CACHE,
     ),
-    "speculation": (Feature("drafts by n-grams", _method("ngram")), SUFFIX, DRAFT_MODEL, HEADS, ADAPTIVE),
+    "speculation": (Feature("drafts by n-grams", _method("ngram")), SUFFIX, DRAFT_MODEL, HEADS, EAGLE3, ADAPTIVE),
     "calls": (
         Feature("calls of all workers, extensions"),
         Feature("new weights"),

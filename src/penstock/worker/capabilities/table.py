@@ -21,10 +21,9 @@ from penstock.worker.capabilities.arrangements import (
 from penstock.worker.capabilities.features import (
     ADAPTIVE,
     CALIBRATED,
-    DRAFT_MODEL,
+    EAGLE3,
     FALLBACK,
     GPT2,
-    HEADS,
     INT4,
     INT8,
     INT8_CACHE,
@@ -68,8 +67,6 @@ class Refusal:
 
 
 _ON_CPUS = "workers that share a model meet in the memory of CPUs so far"
-_DRAFTING = "a model that drafts reads the hidden states of all layers and shares the head, which stages have parts of"
-_NGRAM = "Use speculative_config={'method': 'ngram', ...}, or pipeline_parallel_size=1."
 _BETWEEN_STEPS = "requests would reach the ranks' engines between different steps"
 _PRODUCTS = "products with integers are written for CPUs so far"
 _ROUNDED = "Use device='cpu', or weights in floating point."
@@ -98,7 +95,12 @@ REFUSALS = (
         DCP,
     ),
     Refusal("what is between its layers is not scattered over workers yet", "Leave enable_sp out.", GPT2, SP),
-    *(Refusal(_DRAFTING, _NGRAM, feature, PP) for feature in (DRAFT_MODEL, HEADS)),
+    Refusal(
+        "it reads the hidden states of layers that other stages have",
+        "Use another method, or pipeline_parallel_size=1.",
+        EAGLE3,
+        PP,
+    ),
     Refusal(
         "the texts are read by all layers, and stages have some of them",
         "Use quantization_calibration='none', or pipeline_parallel_size=1.",

@@ -1,0 +1,46 @@
+"""Drafts on a stage of a pipeline that comes before the last one, which has the model that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from penstock.config import SpeculativeConfig
+from penstock.contract import DraftTokenIds
+from penstock.runner.block_tables import BlockTables
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling import Sampler
+from penstock.runner.speculative.speculator import DraftingStep, Speculator, on_host
+
+
+class ToldDrafts(Speculator):
+    """Guesses nothing: what the last stage has guessed comes into the same rows here."""
+
+    drafts_for_all_stages = True
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self._table_SK: Tensor
+        self._proposed: tuple[Sequence[str], Tensor] | None = None
+
+    def bind(
+        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
+    ) -> None:
+        self._table_SK = requests.draft_token_ids.tensor
+        self._proposed = None
+
+    def propose(self, step: DraftingStep) -> None:
+        layout = step.batch.layout
+        self._proposed = (layout.req_ids, layout.slots.clone()) if step.num_drafts else None
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        proposed, self._proposed = self._proposed, None
+        if proposed is None:
+            return None
+        req_ids, slots_R = proposed
+        return on_host(req_ids, self._table_SK.index_select(0, slots_R))
+
+    def dummy_run(self) -> None:
+        """The model is elsewhere."""
