@@ -31,7 +31,7 @@ from penstock.worker import WorkerBase
 from penstock.worker.resident import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
-from support.draft_heads import eagle_weights, write_head, write_mimo
+from support.draft_heads import HIDDEN, eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import SMALL, make_core
 from support.transformers_models import FAMILIES as FALLBACK_FAMILIES
 from support.transformers_models import save_for_fallback, tiny_transformers_model
@@ -108,14 +108,21 @@ def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: P
     assert [stage["num_layers"] for stage in plan.to_dict()["stages"]] == [4, 2]
 
 
-def test_the_plan_of_stages_knows_which_of_them_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "num_received"), [("eagle", 1), ("eagle3", 3)])
+def test_the_plan_of_stages_knows_which_of_them_drafts(method: str, num_received: int, tmp_path: Path) -> None:
+    """And what the others hand on for it."""
     folder = save_checkpoint(tiny_model("llama", num_hidden_layers=4, vocab_size=VOCAB_SIZE), tmp_path / "model").folder
-    head = write_head(tmp_path / "eagle", eagle_weights(), max_position_embeddings=128)
-    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    weights, sizes = eagle_weights() if method == "eagle" else eagle3_weights(), {"draft_vocab_size": 40}
+    head = write_head(tmp_path / "head", weights, max_position_embeddings=128, **sizes)
+    drafts = {"method": method, "model": str(head), "num_speculative_tokens": 3}
     options = {**PLANNED, "pipeline_parallel_size": 2, "speculative_config": drafts}
     plan, core = plan_engine(str(folder), **options), make_core(folder, **options)
     memories, kv_cache = core.collective_rpc("determine_available_memory"), core.kv_cache_config
+    buffers = core.collective_rpc(receive_buffer_of)
     core.close()
+    assert [memory.receive_buffer for memory in memories] == buffers
+    assert [stage.memory.receive_buffer for stage in plan.stages] == buffers
+    assert buffers == [0, num_received * PLANNED["max_num_batched_tokens"] * HIDDEN * 4]
     # The last one has the head's layer besides, and the embedding that the head shares.
     assert [len(stage.specs) for stage in plan.stages] == [2, 3]
     for stage, memory in zip(plan.stages, memories, strict=True):

@@ -11,9 +11,10 @@ import pytest
 
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
+from penstock.errors import UnsupportedArgument
 from penstock.executor import MultiprocessExecutor
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from support.draft_heads import HIDDEN, eagle_weights, random_weights, write_head, write_mimo
+from support.draft_heads import HIDDEN, eagle3_weights, eagle_weights, random_weights, write_head, write_mimo
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
 DRAWN: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True}
@@ -39,6 +40,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_head(folder / "eagle", eagle_weights())
     own = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (VOCAB_SIZE, HIDDEN))
     write_head(folder / "eagle with its own", {**eagle_weights(), **random_weights(own, seed=2)})
+    # By default it reads what comes before layers 1 and 2 of four.
+    write_head(folder / "eagle3", eagle3_weights(), draft_vocab_size=40)
     write_mimo(folder / "mimo")
     return folder
 
@@ -103,6 +106,8 @@ def assert_as_of_one_worker(
         ("eagle with its own", "target", (2, 2)),
         ("eagle", "tied", (2, 1, 1)),
         ("mtp", "mimo", (1, 1)),
+        ("eagle3", "target", (1, 3)),
+        ("eagle3", "target", (2, 1, 1)),
     ],
 )
 def test_the_last_stage_guesses_for_all(models: Path, method: str, target: str, stages: tuple[int, ...]) -> None:
@@ -125,16 +130,20 @@ def test_the_last_stage_guesses_for_all(models: Path, method: str, target: str, 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_the_last_stage_guesses_for_all_in_every_arrangement(
     models: Path, method: str, ranks: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    assert_as_of_one_worker(models, method, "target", (1, 3), ranks, **options)
+    if method == "eagle3" and "enable_sp" in ranks:
+        with pytest.raises(UnsupportedArgument, match="it reads what is between layers"):
+            drafting(models, method, "target", (1, 3), **ranks, **options)
+    else:
+        assert_as_of_one_worker(models, method, "target", (1, 3), ranks, **options)
 
 
 def test_requests_go_on_with_their_tokens_when_the_stage_that_guesses_is_lost(models: Path) -> None:
-    expected, _ = results_of(drafting(models, "eagle", "target", (4,)))
-    core = drafting(models, "eagle", "target", (2, 2))
+    expected, _ = results_of(drafting(models, "eagle3", "target", (4,)))
+    core = drafting(models, "eagle3", "target", (2, 2))
     for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         add(core, f"r{index}", prompt, params)
     results: dict[str, Result] = {}

@@ -27,9 +27,11 @@ def stages() -> list[PipelineStage]:
     return [stage(ParallelContext(pipeline=ThreadGroup(rank, meeting))) for rank in range(2)]
 
 
-def stage(parallel: ParallelContext) -> PipelineStage:
+def stage(parallel: ParallelContext, num_aux: int = 0) -> PipelineStage:
+    """The second one has the layers from 5 on. num_aux: of earlier layers whose hidden states go with its own."""
     device = create_device(DeviceConfig(device="cpu", num_threads=1))
-    return PipelineStage(device, parallel, 8, 4, torch.float32)
+    layers = range(5) if parallel.pipeline.rank == 0 else range(5, 9)
+    return PipelineStage(device, parallel, 8, 4, torch.float32, [*range(6 - num_aux, 8)], layers)
 
 
 class GoingOn(ArithmeticModel):
@@ -105,10 +107,15 @@ def test_what_belongs_to_another_step_is_refused() -> None:
         first.receive_outcome(3, StepOutcome(torch.zeros(1, 4, dtype=torch.int64)))
 
 
-@pytest.mark.parametrize("least", [None, 6])
+@pytest.mark.parametrize(("least", "num_aux"), [(None, 0), (None, 2), (6, 0)])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_of_a_stage_send_a_part_each_and_those_of_the_next_have_all(ranks: int, least: int | None) -> None:
-    """least: of tokens that are scattered between layers, and stay so: each rank's then are fewer than those."""
+def test_ranks_of_a_stage_send_a_part_each_and_those_of_the_next_have_all(
+    ranks: int, least: int | None, num_aux: int
+) -> None:
+    """least: of tokens that are scattered between layers, and stay so: each rank's then are fewer than those.
+
+    num_aux: hidden states of earlier layers that go with them.
+    """
     hidden = [torch.randn(size, 4) for size in (1, 5, 6, 7)]
     in_stage, between = [Meeting(ranks) for _ in range(2)], [Meeting(2) for _ in range(ranks)]
     sent: list[list[int]] = [[] for _ in range(ranks)]
@@ -129,18 +136,21 @@ def test_ranks_of_a_stage_send_a_part_each_and_those_of_the_next_have_all(ranks:
         number, place = divmod(rank, ranks)
         tensor = ThreadGroup(place, in_stage[number])
         parallel = ParallelContext(tensor=tensor, pipeline=Between(number, place), min_scattered_tokens=least)
-        of_rank = stage(parallel)
+        of_rank = stage(parallel, num_aux)
+        assert len(of_rank.aux_here([])) == (num_aux if number == 0 else 2)
         for step_id, whole in enumerate(hidden):
             of_rank.begin(step_id)
             rows = scattered_rows(parallel, len(whole))
             own = whole if rows is None else rows.own(whole)
             if number == 0:
-                of_rank.send_hidden(own, len(whole))
+                of_rank.send_hidden(own, len(whole), [own * (2 + index) for index in range(num_aux)])
                 continue
             received = of_rank.receive_hidden(inputs(len(whole))).hidden
             assert received is not None
             assert torch.equal(received, own)
             assert received.data_ptr() == of_rank._received.data_ptr()
+            for index, aux in enumerate(of_rank.aux_received(len(whole))):
+                assert torch.equal(aux, own * (2 + index))
 
     assert run_ranks(2 * ranks, run) == [None] * (2 * ranks)
-    assert sent == [[-(-len(whole) // ranks) for whole in hidden]] * ranks
+    assert sent == [[-(-len(whole) // ranks) for whole in hidden for _ in range(1 + num_aux)]] * ranks

@@ -59,7 +59,10 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     limits = _limits(config)
     places = _first_ranks(config)
     stages = [measure_unloaded(config, place, device, dtype, limits, tensors) for place in places]
-    buffers = [_receive_buffer(config, place, dtype, limits) for place in places]
+    buffers = [
+        _receive_buffer(config, place, dtype, limits, stage.num_aux_received)
+        for place, stage in zip(places, stages, strict=True)
+    ]
     plans = [_plan_memory(config, stage, limits, device, buffer) for stage, buffer in zip(stages, buffers, strict=True)]
     specs = specs_of_all(stage.specs for stage in stages)
     available, tightest = whole_kv_cache_bytes([stage.specs for stage in stages], plans), min(plans, key=_room)
@@ -142,9 +145,11 @@ def _choose_dtype(config: EngineConfig, stored: str | None, device: str) -> Dtyp
     return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, stored)
 
 
-def _receive_buffer(config: EngineConfig, place: ParallelContext, dtype: DtypeChoice, limits: RunnerLimits) -> int:
+def _receive_buffer(
+    config: EngineConfig, place: ParallelContext, dtype: DtypeChoice, limits: RunnerLimits, num_aux: int
+) -> int:
     width = config.model.hidden_size
-    return receive_buffer_bytes(place.pipeline, limits.max_num_tokens, width, dtype.torch_dtype)
+    return receive_buffer_bytes(place.pipeline, limits.max_num_tokens, width, dtype.torch_dtype, num_aux)
 
 
 def _plan_memory(

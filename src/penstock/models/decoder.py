@@ -280,8 +280,8 @@ class DecoderModel(nn.Module):
         return hidden_TD if context.rows_asked_for is None else context.whole(hidden_TD)
 
     def _scattering(self, input_ids_T: Tensor, context: ForwardContext) -> ForwardContext:
-        """The context in which this step's hidden states are scattered over ranks; not where they are noted."""
-        if self.parallel.min_scattered_tokens is None or context.taps is not None:
+        """The context in which this step's hidden states are scattered over ranks, if they are."""
+        if self.parallel.min_scattered_tokens is None:
             return context
         return replace(context, rows=scattered_rows(self.parallel, input_ids_T.shape[0]))
 

@@ -106,13 +106,12 @@ class Eagle3LlamaForCausalLM(DraftHead):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        return tuple(sorted(set(self._fused_layers)))
+        return _each_once(self._fused_layers)
 
     @property
     def _fused_layers(self) -> tuple[int, ...]:
         """In their order; of a small target, two may be the same."""
-        num_layers = self.target.config.num_layers
-        return self._named_layers or tuple(sorted((2, num_layers // 2, max(0, num_layers - 3))))
+        return self._named_layers or _usual_layers(self.target.config.num_layers)
 
     def attach(self, target: object) -> None:
         super().attach(target)
@@ -178,6 +177,19 @@ class Eagle3LlamaForCausalLM(DraftHead):
         if int(ids_S.min()) < 0 or int(ids_S.max()) >= self.config.vocab_size or len(ids_S.unique()) != len(ids_S):
             raise CheckpointError(f"d2t does not name {len(ids_S)} of the tokens 0 to {self.config.vocab_size - 1}.")
         self.target_ids.copy_(ids_S)
+
+
+def aux_layers_of(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """The `aux_layers` of a head with this configuration, for a target with so many layers."""
+    return _each_once(_read_aux_layers(fields) or _usual_layers(num_layers))
+
+
+def _usual_layers(num_layers: int) -> tuple[int, ...]:
+    return tuple(sorted((2, num_layers // 2, max(0, num_layers - 3))))
+
+
+def _each_once(layers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(layers)))
 
 
 def _read_aux_layers(fields: ConfigFields) -> tuple[int, ...]:

@@ -126,32 +126,33 @@ class Generation(AfterForward):
         num_drafts: int,
     ) -> PendingStep:
         paths = self._lanes.current.paths
-        inputs = self._stage.receive_hidden(inputs)
-        if not self._stage.is_last:
-            self._stage.send_hidden(paths.forward(model, inputs, context), inputs.tokens.shape[0])
+        stage, speculator = self._stage, self._speculator
+        inputs = stage.receive_hidden(inputs)
+        aux, aux_layers = stage.aux_received(inputs.tokens.shape[0]), stage.aux_here(speculator.aux_layers)
+        if not stage.is_last:
+            taps = HiddenTaps(aux_layers)
+            noting = replace(context, taps=taps) if taps.layers else context
+            hidden = paths.forward(model, inputs, noting)
+            stage.send_hidden(hidden, inputs.tokens.shape[0], (*aux, *taps.states))
             return PendingStep(errors, batch, context=context, inputs=inputs, num_drafts=num_drafts)
-        speculator = self._speculator
         prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
         if is_repeated and prompt_rows is None:
-            found = paths.choose(model, inputs, speculator.aux_layers if speculator.needs_hidden else None)
+            found = paths.choose(model, inputs, aux_layers if speculator.needs_hidden else None)
             if found is not None:
                 chosen, states = found
-                all_hidden = states[0] if states else None
-                return PendingStep(
-                    errors, batch, None, None, all_hidden, states[1:], chosen, context, inputs, num_drafts
-                )
+                all_hidden, aux = (states[0], [*aux, *states[1:]]) if states else (None, aux)
+                return PendingStep(errors, batch, None, None, all_hidden, aux, chosen, context, inputs, num_drafts)
         keeps_hidden = prompt_rows is not None or speculator.needs_hidden
         if batch.layout.can_be_narrowed and not keeps_hidden and not self.computes_all_hidden:
             context = self._kv_cache.narrow_to_last_tokens(context, batch)
-        taps = HiddenTaps(speculator.aux_layers)
+        taps = HiddenTaps(aux_layers)
         if taps.layers:
             context = replace(context, taps=taps)
         hidden = paths.forward(model, inputs, context)
         of_rows = hidden if context.last is not None else batch.layout.of_logits_rows(hidden)
         all_hidden = hidden if keeps_hidden else None
-        return PendingStep(
-            errors, batch, of_rows, prompt_rows, all_hidden, taps.states, None, context, inputs, num_drafts
-        )
+        aux = [*aux, *taps.states]
+        return PendingStep(errors, batch, of_rows, prompt_rows, all_hidden, aux, None, context, inputs, num_drafts)
 
     def finish(self, model: LanguageModel, step_id: int, step: PendingStep) -> AsyncOutput | ReadyOutput:
         batch, errors, context, inputs = step.batch, step.errors, step.context, step.inputs

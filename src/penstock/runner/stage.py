@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,8 +34,16 @@ class OneStage:
         """
         return inputs
 
-    def send_hidden(self, hidden_TD: Tensor, num_tokens: int) -> None:
-        """What the model made of so many tokens, to the next stage, which is there."""
+    def aux_received(self, num_tokens: int) -> Sequence[Tensor]:
+        """With the hidden states: those that earlier stages noted, [num_tokens, D] each, in the order of the layers."""
+        return ()
+
+    def aux_here(self, layers: Sequence[int]) -> Sequence[int]:
+        """Those of a speculator's `aux_layers` before which this stage notes hidden states."""
+        return layers
+
+    def send_hidden(self, hidden_TD: Tensor, num_tokens: int, aux: Sequence[Tensor] = ()) -> None:
+        """What the model made of so many tokens, to the next stage, which is there. aux: all that was noted so far."""
         raise AssertionError("the last stage samples")
 
     def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
@@ -55,6 +63,8 @@ ONE_STAGE = OneStage()
 class PipelineStage(OneStage):
     """A stage of several. max_num_tokens: of a step. dtype: of the hidden states, which are `hidden_size` wide.
 
+    aux_layers: before which layers a speculator on the last stage wants them too, and `layers` this stage's.
+
     Whatever goes to another stage comes behind the number of its step. What is received lies in the same place in every
     step. Where ranks of a stage each send a part (`parts_between_stages`), those of the next put them together.
     """
@@ -68,13 +78,17 @@ class PipelineStage(OneStage):
         max_num_tokens: int,
         hidden_size: int,
         dtype: torch.dtype,
+        aux_layers: Sequence[int] = (),
+        layers: range = range(0),
     ) -> None:
         self._parallel = parallel
         self._group = group = parallel.pipeline
         self._last = group.size - 1
         self.is_last = group.rank == self._last
+        before = num_noted_before(aux_layers, layers)
+        self._aux_here = [layer for layer in aux_layers[before:] if layer <= layers.stop]
         self._received = torch.empty(
-            _most_received(group, max_num_tokens), hidden_size, dtype=dtype, device=device.torch_device
+            1 + before, _most_received(group, max_num_tokens), hidden_size, dtype=dtype, device=device.torch_device
         )
         self._sent_number = torch.empty(1, dtype=torch.int64, device=device.torch_device)
         # Waits for the hidden states that are expected.
@@ -86,7 +100,8 @@ class PipelineStage(OneStage):
 
     def expect_hidden(self, num_tokens: int) -> None:
         if self._group.rank > 0:
-            self._expected = self._start_receiving(self._rows_sent(num_tokens), self._group.rank - 1)
+            rows = self._rows_sent(num_tokens)
+            self._expected = self._start_receiving(self._group.rank - 1, *self._received[:, :rows])
 
     def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
         if self._group.rank == 0:
@@ -97,45 +112,55 @@ class PipelineStage(OneStage):
         wait, self._expected = self._expected, None
         assert wait is not None, "it is expected"
         wait(self._step_id)
-        hidden_TD = self._rows_sent(num_tokens)
+        rows = self._rows_sent(num_tokens)
         parts = parts_between_stages(self._parallel, num_tokens)
         if parts is not None:
-            hidden_TD = self._received[:num_tokens].copy_(parts.whole(hidden_TD))
-        return inputs._replace(hidden=hidden_TD)
+            for received in self._received:
+                received[:num_tokens] = parts.whole(received[:rows])
+            rows = num_tokens
+        return inputs._replace(hidden=self._received[0, :rows])
 
-    def send_hidden(self, hidden_TD: Tensor, num_tokens: int) -> None:
+    def aux_received(self, num_tokens: int) -> Sequence[Tensor]:
+        return [*self._received[1:, :num_tokens]]
+
+    def aux_here(self, layers: Sequence[int]) -> Sequence[int]:
+        return self._aux_here
+
+    def send_hidden(self, hidden_TD: Tensor, num_tokens: int, aux: Sequence[Tensor] = ()) -> None:
         parts = parts_between_stages(self._parallel, num_tokens)
-        self._send(self._step_id, hidden_TD if parts is None else parts.own(hidden_TD), self._group.rank + 1)
+        states = (hidden_TD, *aux)
+        self._send(self._step_id, self._group.rank + 1, *(states if parts is None else map(parts.own, states)))
 
     def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
         for stage in range(self._last):
-            self._send(step_id, outcome.table_RX, stage)
+            self._send(step_id, stage, outcome.table_RX)
 
     def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
-        self._start_receiving(outcome.table_RX, self._last)(step_id)
+        self._start_receiving(self._last, outcome.table_RX)(step_id)
 
     def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None:
         drafts_RK = drafts_SK.index_select(0, slots_R)
         if self.is_last:
             for stage in range(self._last):
-                self._send(step_id, drafts_RK, stage)
+                self._send(step_id, stage, drafts_RK)
         else:
-            self._start_receiving(drafts_RK, self._last)(step_id)
+            self._start_receiving(self._last, drafts_RK)(step_id)
             drafts_SK.index_copy_(0, slots_R, drafts_RK)
 
-    def _rows_sent(self, num_tokens: int) -> Tensor:
-        """The place of those that come to this rank, in a step of so many tokens."""
+    def _rows_sent(self, num_tokens: int) -> int:
+        """How many come to this rank, in a step of so many tokens."""
         rows = parts_between_stages(self._parallel, num_tokens) or scattered_rows(self._parallel, num_tokens)
-        return self._received[: num_tokens if rows is None else rows.num_own]
+        return num_tokens if rows is None else rows.num_own
 
-    def _send(self, step_id: int, tensor: Tensor, stage: int) -> None:
+    def _send(self, step_id: int, stage: int, *tensors: Tensor) -> None:
         self._group.send(self._sent_number.fill_(step_id), stage)
-        self._group.send(tensor, stage)
+        for tensor in tensors:
+            self._group.send(tensor, stage)
 
-    def _start_receiving(self, tensor: Tensor, stage: int) -> Callable[[int], None]:
+    def _start_receiving(self, stage: int, *tensors: Tensor) -> Callable[[int], None]:
         """What this returns waits for what is to be of this step."""
         wait_for_number = self._group.start_receiving(torch.empty_like(self._sent_number), stage)
-        wait_for_tensor = self._group.start_receiving(tensor, stage)
+        waits = [self._group.start_receiving(tensor, stage) for tensor in tensors]
 
         def wait(step_id: int) -> None:
             sent = int(wait_for_number())
@@ -144,14 +169,28 @@ class PipelineStage(OneStage):
                     f"Stage {self._group.rank} is at step {step_id}, and stage {stage} sent what belongs to step "
                     f"{sent}. Every stage must be given every step, in the same order."
                 )
-            wait_for_tensor()
+            for wait_for_tensor in waits:
+                wait_for_tensor()
 
         return wait
 
 
-def receive_buffer_bytes(group: Group, max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """What a stage of this group, of one too, keeps for what it receives, in whatever number of steps under way."""
-    return _most_received(group, max_num_tokens) * hidden_size * dtype.itemsize
+def num_noted_before(aux_layers: Sequence[int], layers: range) -> int:
+    """How many of these layers, which rise, have had their hidden states noted before this stage, which has `layers`.
+
+    A stage notes what it hands on, so what comes before its first layer was noted by the stage before.
+    """
+    return sum(layers.start > 0 and layer <= layers.start for layer in aux_layers)
+
+
+def receive_buffer_bytes(
+    group: Group, max_num_tokens: int, hidden_size: int, dtype: torch.dtype, num_aux: int = 0
+) -> int:
+    """What a stage of this group, of one too, keeps for what it receives, in whatever number of steps under way.
+
+    num_aux: of hidden states that were noted before.
+    """
+    return (1 + num_aux) * _most_received(group, max_num_tokens) * hidden_size * dtype.itemsize
 
 
 def _most_received(group: Group, max_num_tokens: int) -> int:

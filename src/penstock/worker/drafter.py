@@ -20,8 +20,10 @@ from penstock.loader.loader import load_model, load_without_memory, open_weights
 from penstock.models.attention_layers import kv_cache_specs, prefix_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
+from penstock.models.decoder import DecoderForCausalLM
 from penstock.models.draft_head import STORED_NAMES, DraftHead, StoredNames
-from penstock.parallel import ONE_RANK, ParallelContext
+from penstock.models.eagle3 import aux_layers_of
+from penstock.parallel import ONE_RANK, ParallelContext, layers_of_stage
 
 # What begins the names of its layers, among those of the target.
 PREFIX = "draft."
@@ -87,6 +89,23 @@ def place_for_drafter(config: EngineConfig, parallel: ParallelContext) -> Parall
     assert drafter is not None, "heads are models"
     has_own = StoredNames(ConfigFields(drafter)).has("embed_tokens.weight")
     return replace(parallel, embeds_at_end=not has_own)
+
+
+def aux_layers_of_head(config: EngineConfig, target: nn.Module, parallel: ParallelContext) -> tuple[int, ...]:
+    """Before which of the target's layers a head wants hidden states that is on the last stage, and not here."""
+    # Other targets are refused by the last stage.
+    if config.speculative.method != "eagle3" or not isinstance(target, DecoderForCausalLM) or _is_last_stage(parallel):
+        return ()
+    head = _drafter_config(config)
+    assert head is not None, "heads are models"
+    return aux_layers_of(ConfigFields(head), target.config.num_layers)
+
+
+def layers_of_target(target: nn.Module, parallel: ParallelContext) -> range:
+    """Those of this stage, where heads can have their hidden states."""
+    if not isinstance(target, DecoderForCausalLM):
+        return range(0)
+    return layers_of_stage(target.config.num_layers, parallel)
 
 
 def attach_drafter(drafter: CausalLM | None, target: nn.Module) -> None:

@@ -23,7 +23,14 @@ from penstock.models.attention_layers import cache_layers, most_query_heads
 from penstock.parallel import ParallelContext
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.speculative.create import create_speculator
-from penstock.worker.drafter import drafted_specs, load_drafter_without_memory, place_for_drafter
+from penstock.runner.stage import num_noted_before
+from penstock.worker.drafter import (
+    aux_layers_of_head,
+    drafted_specs,
+    layers_of_target,
+    load_drafter_without_memory,
+    place_for_drafter,
+)
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
 
@@ -36,7 +43,8 @@ class NeedsValues(UnsupportedFeature):
 class UnloadedModel:
     """num_parameters: values. weights: bytes of them, as they will be kept, and of buffers. lookups: of those, what a
     step only reads its tokens' rows of. step: bytes of tensors. specs: by layer. num_heads: of the queries in the layer
-    that has the most.
+    that has the most. num_aux_received: hidden states of a token that a stage is given for a speculator, beside the
+    usual one.
     """
 
     num_parameters: int
@@ -45,6 +53,7 @@ class UnloadedModel:
     step: StepMemory
     specs: Mapping[str, KVCacheSpec]
     num_heads: int
+    num_aux_received: int
 
 
 def measure_unloaded(
@@ -70,7 +79,8 @@ def measure_unloaded(
     try:
         with standing_for(kind):
             device = DeviceWithoutMemory(kind)
-            speculator = create_speculator(config.speculative, device, config.model.vocab_size, drafter)
+            aux_layers = aux_layers_of_head(config, model, parallel)
+            speculator = create_speculator(config.speculative, device, config.model.vocab_size, drafter, aux_layers)
             layers = {**layers, **speculator.cache_layers()}
             step = measure_step_memory(
                 device,
@@ -95,6 +105,7 @@ def measure_unloaded(
         step=step,
         specs=specs,
         num_heads=most_query_heads(layers),
+        num_aux_received=num_noted_before(speculator.aux_layers, layers_of_target(model, parallel)),
     )
 
 

@@ -35,11 +35,18 @@ from penstock.runner.dummy_runs import measure_step_costs, run_dummy_batch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.create import create_speculator
-from penstock.runner.stage import ONE_STAGE, OneStage, PipelineStage, receive_buffer_bytes
+from penstock.runner.stage import ONE_STAGE, OneStage, PipelineStage, num_noted_before, receive_buffer_bytes
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
-from penstock.worker.drafter import attach_drafter, drafted_specs, load_drafter, place_for_drafter
+from penstock.worker.drafter import (
+    attach_drafter,
+    aux_layers_of_head,
+    drafted_specs,
+    layers_of_target,
+    load_drafter,
+    place_for_drafter,
+)
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan
 from penstock.worker.pages_ahead import PagesAhead
@@ -107,7 +114,11 @@ class Worker(WorkerBase):
             self._model = load_for_device(self.config.model, self.config.load, self.parallel, device, dtype)
             self._drafter = load_drafter(self.config, self._model, self.parallel, device, dtype)
         self._speculator = create_speculator(
-            self.config.speculative, device, self.config.model.vocab_size, self._drafter
+            self.config.speculative,
+            device,
+            self.config.model.vocab_size,
+            self._drafter,
+            aux_layers_of_head(self.config, self._model, self.parallel),
         )
         self._layers = {**cache_layers(self._model), **self._speculator.cache_layers()}
         logger.info(
@@ -151,7 +162,11 @@ class Worker(WorkerBase):
                 vocab_size=limits.vocab_size,
             ),
             receive_buffer=receive_buffer_bytes(
-                self.parallel.pipeline, limits.max_num_tokens, self.config.model.hidden_size, self.dtype.torch_dtype
+                self.parallel.pipeline,
+                limits.max_num_tokens,
+                self.config.model.hidden_size,
+                self.dtype.torch_dtype,
+                num_noted_before(self._speculator.aux_layers, layers_of_target(self.model, self.parallel)),
             ),
         )
         logger.debug("Memory plan:\n%s", plan.table())
@@ -345,9 +360,15 @@ class Worker(WorkerBase):
     def _stage(self) -> OneStage:
         if self.parallel.pipeline.size == 1:
             return ONE_STAGE
-        most_tokens = self.config.scheduler.max_num_batched_tokens
-        hidden_size, dtype = self.config.model.hidden_size, self.dtype.torch_dtype
-        return PipelineStage(self.device, self.parallel, most_tokens, hidden_size, dtype)
+        return PipelineStage(
+            self.device,
+            self.parallel,
+            self.config.scheduler.max_num_batched_tokens,
+            self.config.model.hidden_size,
+            self.dtype.torch_dtype,
+            self._speculator.aux_layers,
+            layers_of_target(self.model, self.parallel),
+        )
 
     def _required(self, part: _Part | None, method: str) -> _Part:
         if part is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.config import SpeculativeConfig
+from penstock.config.speculative import MODEL_METHODS
 from penstock.device import Device
 from penstock.models.causal_lm import CausalLM
 from penstock.models.draft_head import DraftHead
@@ -16,15 +17,26 @@ from penstock.runner.speculative.verification import create_verification
 
 
 def create_speculator(
-    config: SpeculativeConfig, device: Device, vocab_size: int, drafter: CausalLM | None = None
+    config: SpeculativeConfig,
+    device: Device,
+    vocab_size: int,
+    drafter: CausalLM | None = None,
+    aux_layers: tuple[int, ...] = (),
 ) -> Speculator:
     """The speculator that the options ask for.
 
-    drafter: the model, loaded, of a method that has one; None on a stage that is told what another one guesses.
+    drafter: the model, loaded, of a method that has one; None on a stage that is told what another one guesses, with
+    the target's layers that the model there looks into.
     """
     if config.method is None:
         return NO_SPECULATOR
-    speculator = _create(config, device) if drafter is None else _with_model(drafter, config, vocab_size, device)
+    speculator: Speculator
+    if drafter is not None:
+        speculator = _with_model(drafter, config, vocab_size, device)
+    elif config.method in MODEL_METHODS:
+        speculator = ToldDrafts(config, aux_layers)
+    else:
+        speculator = _without_model(config, device)
     speculator.verification = create_verification(config, device)
     return speculator
 
@@ -35,7 +47,8 @@ def _with_model(drafter: CausalLM, config: SpeculativeConfig, vocab_size: int, d
     return DraftModel(drafter, config, vocab_size, device)
 
 
-def _create(config: SpeculativeConfig, device: Device) -> Speculator:
+def _without_model(config: SpeculativeConfig, device: Device) -> Speculator:
     if config.method == "ngram":
         return NgramOnHost(config) if device.kind == "cpu" else NgramOnDevice(config, device)
-    return SuffixSpeculator(config) if config.method == "suffix" else ToldDrafts(config)
+    assert config.method == "suffix", "other methods have a model"
+    return SuffixSpeculator(config)

@@ -16,11 +16,15 @@ from penstock.runner.speculative.speculator import DraftingStep, Speculator, on_
 
 
 class ToldDrafts(Speculator):
-    """Guesses nothing: what the last stage has guessed comes into the same rows here."""
+    """Guesses nothing: what the last stage has guessed comes into the same rows here.
+
+    aux_layers: those that the model there wants.
+    """
 
     drafts_for_all_stages = True
 
-    def __init__(self, config: SpeculativeConfig) -> None:
+    def __init__(self, config: SpeculativeConfig, aux_layers: tuple[int, ...]) -> None:
+        self.aux_layers = aux_layers
         self.num_speculative_tokens = config.num_speculative_tokens
         self._table_SK: Tensor
         self._proposed: tuple[Sequence[str], Tensor] | None = None

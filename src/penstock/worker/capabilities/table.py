@@ -95,12 +95,7 @@ REFUSALS = (
         DCP,
     ),
     Refusal("what is between its layers is not scattered over workers yet", "Leave enable_sp out.", GPT2, SP),
-    Refusal(
-        "it reads the hidden states of layers that other stages have",
-        "Use another method, or pipeline_parallel_size=1.",
-        EAGLE3,
-        PP,
-    ),
+    Refusal("it reads what is between layers, of all tokens", "Leave enable_sp out.", EAGLE3, SP),
     Refusal(
         "the texts are read by all layers, and stages have some of them",
         "Use quantization_calibration='none', or pipeline_parallel_size=1.",
