@@ -139,6 +139,38 @@ def test_what_the_program_defines_reaches_cores_and_their_workers(tmp_path: Path
     assert out.split("\n")[0] == "[5, 5, 5] 1", err
 
 
+def test_what_a_worker_starts_does_not_run_the_program(tmp_path: Path) -> None:
+    """Which needs no guard, since nothing of its own is sent."""
+    (tmp_path / "extension.py").write_text(
+        textwrap.dedent("""
+            import multiprocessing
+
+            def answer(answers):
+                answers.put(42)
+
+            class Extension:
+                def ask(self):
+                    context = multiprocessing.get_context("spawn")
+                    answers = context.Queue()
+                    process = context.Process(target=answer, args=(answers,))
+                    process.start()
+                    found = answers.get(timeout=60)
+                    process.join()
+                    return found
+        """)
+    )
+    program = """
+        print("runs", flush=True)
+        options = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": "16MiB", "enable_multiprocessing": True}
+        with LLM(
+            "demo", distributed_executor_backend="mp", worker_extension_cls="extension.Extension", **options
+        ) as llm:
+            print(llm.collective_rpc("ask"))
+    """
+    out, err = start(tmp_path, program).communicate(timeout=LIMIT_S)
+    assert out == "runs\n[42]\n", err
+
+
 def test_a_program_that_would_start_its_engine_again_is_told(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     program = f"""

@@ -17,12 +17,15 @@ _PROGRAM_ELSEWHERE = "__penstock_worker__"
 _WITHOUT_PROGRAM = (
     "Or define that in a module, or let everything run in one process: enable_multiprocessing=False, and one worker."
 )
+# Of the program whose engine has this process, where that is not what runs here.
+_told_path: str | None = None
 
 
 def main_path() -> str | None:
-    """The file of the program that runs, if it is one that can be run again."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
+    """The file of the program that runs, or that started this process for its engine, if it can be run again."""
+    if _told_path is not None:
+        return _told_path
+    path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 
 
@@ -44,15 +47,15 @@ def pickled(name: str, sent: Any) -> bytes:
 class Program:
     """What the program that started this process defines itself, found by running it under another name.
 
-    What was found this process has too, and it says that the program is its own (`main_path`): processes that this one
-    starts can be sent the same.
+    What was found this process has too, and it tells of the program (`main_path`): processes that this one starts can
+    be sent the same. It does not say that it runs it, since libraries run it again then, in processes of their own.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._names: dict[str, Any] | None = None
-        if path is not None:
-            sys.modules["__main__"].__file__ = path
+        global _told_path
+        _told_path = path
 
     def load(self, data: bytes) -> Any:
         """What was pickled there. Raises ConfigError where the program has no file."""
@@ -77,6 +80,7 @@ def _run(path: str) -> dict[str, Any]:
             f"{type(error).__name__}: {error}. {_WITHOUT_PROGRAM}"
         ) from error
     main = sys.modules["__main__"]
+    main.__file__ = path
     for name, value in names.items():
         if isinstance(value, type | FunctionType) and value.__module__ == _PROGRAM_ELSEWHERE:
             value.__module__ = "__main__"
