@@ -11,7 +11,7 @@ import pytest
 
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
-from penstock.errors import UnsupportedArgument
+from penstock.errors import CheckpointError, UnsupportedArgument
 from penstock.executor import MultiprocessExecutor
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.draft_heads import HIDDEN, eagle3_weights, eagle_weights, random_weights, write_head, write_mimo
@@ -139,6 +139,20 @@ def test_the_last_stage_guesses_for_all_in_every_arrangement(
             drafting(models, method, "target", (1, 3), **ranks, **options)
     else:
         assert_as_of_one_worker(models, method, "target", (1, 3), ranks, **options)
+
+
+@pytest.mark.slow
+def test_a_state_is_of_use_to_engines_whose_stages_have_the_same_parts(models: Path, tmp_path: Path) -> None:
+    """The last one has the embedding for a head that has none of its own."""
+    expected, _ = results_of(drafting(models, "eagle", "target", (4,)))
+    for method in ("eagle", "draft_model"):
+        core = drafting(models, method, "target", (2, 2))
+        core.collective_rpc("save_sharded_state", args=(str(tmp_path / method),))
+        core.close()
+        found, _ = results_of(drafting(models, method, str(tmp_path / method), (2, 2), load_format="sharded_state"))
+        assert tokens_of(found) == tokens_of(expected)
+    with pytest.raises(CheckpointError, match=r"missing: model\.embed_tokens\.weight.* save it anew"):
+        drafting(models, "eagle", str(tmp_path / "draft_model"), (2, 2), load_format="sharded_state")
 
 
 def test_requests_go_on_with_their_tokens_when_the_stage_that_guesses_is_lost(models: Path) -> None:

@@ -82,7 +82,7 @@ class EngineConfig:
 
         No more than those of which a mailbox holds what was sampled, so that the last stage never waits to tell it.
         """
-        if self.speculative.method is not None:
+        if self.speculative.method is not None or self.parallel.pipeline_parallel_size == 1:
             return 1
         return min(self.parallel.pipeline_parallel_size, _MAIL_PIECES // self._mail_pieces(self.scheduler.max_num_seqs))
 
@@ -99,10 +99,13 @@ class EngineConfig:
         wanted = self.scheduler.max_num_seqs
         if self.parallel.pipeline_parallel_size == 1 or self._mail_pieces(wanted) <= _MAIL_PIECES:
             return
-        allowed = next(size for size in range(wanted, 0, -1) if self._mail_pieces(size) <= _MAIL_PIECES)
+        drafts = self.speculative.num_speculative_tokens if self.speculative.method is not None else 0
+        with_drafts = f", with num_speculative_tokens={drafts} for each" if drafts else ""
+        allowed = next((size for size in range(wanted, 0, -1) if self._mail_pieces(size) <= _MAIL_PIECES), 0)
         raise ConfigError(
             f"max_num_seqs={wanted} is more than stages can tell each other of in a step "
-            f"(pipeline_parallel_size={self.parallel.pipeline_parallel_size}). Allowed: up to {allowed}."
+            f"(pipeline_parallel_size={self.parallel.pipeline_parallel_size}{with_drafts}). "
+            f"Allowed: up to {allowed}{', or fewer drafts' if drafts else ''}."
         )
 
     @property

@@ -31,6 +31,10 @@ from penstock.models.registry import describe_implementation, find_model_class, 
 from penstock.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
+_OF_STATES = (
+    " A sharded state is of use to engines like the one that saved it: with other workers, or a head that drafts, let "
+    "one of these options save it anew (save_sharded_state)."
+)
 
 
 def load_model(
@@ -54,7 +58,7 @@ def load_model(
         log_rounding(rounding)
     logger.info("Implementation: %s", describe_implementation(model_config))
     model = build_model(model_config, parallel_context)
-    with _naming(model_config.folder):
+    with _naming(model_config.folder, load_config):
         if load_config.load_format == "dummy":
             tensors = iterate_dummy_weights(model.checkpoint_slots())
         else:
@@ -84,7 +88,7 @@ def load_without_memory(
     rounding = choose_rounding(model_config, load_config)
     model = build_model(model_config, parallel_context)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    with _naming(model_config.folder):
+    with _naming(model_config.folder, load_config):
         if load_config.load_format == "dummy":
             slots = model.checkpoint_slots()
             tensors = [(name, torch.empty(slot.shape, device=META)) for name, slot in slots.items()]
@@ -121,11 +125,12 @@ def _fill(
 
 
 @contextmanager
-def _naming(folder: Path) -> Iterator[None]:
+def _naming(folder: Path, load_config: LoadConfig) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"The weights in {folder} cannot be loaded. {error}") from error
+        hint = _OF_STATES if load_config.load_format == SHARDED_STATE else ""
+        raise CheckpointError(f"The weights in {folder} cannot be loaded. {error}{hint}") from error
 
 
 def build_model(model_config: ModelConfig, parallel_context: ParallelContext) -> CausalLM:

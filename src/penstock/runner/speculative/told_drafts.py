@@ -27,7 +27,7 @@ class ToldDrafts(Speculator):
         self.aux_layers = aux_layers
         self.num_speculative_tokens = config.num_speculative_tokens
         self._table_SK: Tensor
-        self._proposed: tuple[Sequence[str], Tensor] | None = None
+        self._proposed: tuple[Sequence[str], Tensor, int] | None = None
 
     def bind(
         self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
@@ -37,14 +37,14 @@ class ToldDrafts(Speculator):
 
     def propose(self, step: DraftingStep) -> None:
         layout = step.batch.layout
-        self._proposed = (layout.req_ids, layout.slots.clone()) if step.num_drafts else None
+        self._proposed = (layout.req_ids, layout.slots.clone(), step.num_drafts) if step.num_drafts else None
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return None
-        req_ids, slots_R = proposed
-        return on_host(req_ids, self._table_SK.index_select(0, slots_R))
+        req_ids, slots_R, num_drafts = proposed
+        return on_host(req_ids, self._table_SK[:, :num_drafts].index_select(0, slots_R))
 
     def dummy_run(self) -> None:
         """The model is elsewhere."""
