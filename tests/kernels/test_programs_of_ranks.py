@@ -131,7 +131,7 @@ def embedded(parallel: ParallelContext) -> NativeProgram:
 
 
 def test_a_rank_that_does_not_come_is_named_by_a_program_too() -> None:
-    parallels = parallel_contexts(2, timeout_s=0.2)
+    parallels = parallel_contexts(2, timeout_s=1.0)
 
     def run(rank: int) -> None:
         ids_T = torch.zeros(3, dtype=torch.int32)
@@ -140,9 +140,9 @@ def test_a_rank_that_does_not_come_is_named_by_a_program_too() -> None:
         if rank == 1:
             return
         begin = time.monotonic()
-        with pytest.raises(WaitTimeout, match=r"Rank 0 waited 0.2 s in all_reduce \(call 2 of its .* for rank 1,"):
+        with pytest.raises(WaitTimeout, match=r"Rank 0 waited 1 s in all_reduce \(call 2 of its .* for rank 1,"):
             program(ids_T, step_of(ids_T))
-        assert 0.2 <= time.monotonic() - begin < 5
+        assert time.monotonic() - begin >= 1.0
         with pytest.raises(RanksDisagree, match=r"cannot go on in all_reduce, since all_reduce \(call 2"):
             program(ids_T, step_of(ids_T))
         with pytest.raises(RanksDisagree, match="cannot go on in broadcast"):
