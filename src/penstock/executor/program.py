@@ -17,15 +17,14 @@ _PROGRAM_ELSEWHERE = "__penstock_worker__"
 _WITHOUT_PROGRAM = (
     "Or define that in a module, or let everything run in one process: enable_multiprocessing=False, and one worker."
 )
-# Of the program whose engine has this process, where that is not what runs here.
-_told_path: str | None = None
+# An attribute of the main module in an engine's process: the file of the program whose engine it is.
+_OWNER = "__penstock_program__"
 
 
 def main_path() -> str | None:
     """The file of the program that runs, or that started this process for its engine, if it can be run again."""
-    if _told_path is not None:
-        return _told_path
-    path = getattr(sys.modules["__main__"], "__file__", None)
+    main = sys.modules["__main__"]
+    path = getattr(main, _OWNER, None) or getattr(main, "__file__", None)
     return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 
 
@@ -54,8 +53,7 @@ class Program:
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._names: dict[str, Any] | None = None
-        global _told_path
-        _told_path = path
+        setattr(sys.modules["__main__"], _OWNER, path)
 
     def load(self, data: bytes) -> Any:
         """What was pickled there. Raises ConfigError where the program has no file."""
