@@ -20,7 +20,7 @@ from penstock.config.profiler import ProfilerConfig
 from penstock.config.reasoning import ReasoningMarkers, reasoning_markers
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
-from penstock.config.speculative import MODEL_METHODS, SpeculativeConfig
+from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
 from penstock.errors import ConfigError, UnknownOption
 
@@ -88,18 +88,17 @@ class EngineConfig:
 
     def _mail_pieces(self, num_reqs: int) -> int:
         """What the last stage tells another one of a step with so many requests."""
-        num_drafts = 0 if self.speculative.method is None else self.speculative.num_speculative_tokens
-        sizes = [_OUTCOME_BYTES + num_drafts * _TOKEN_BYTES]
-        if self.speculative.method in MODEL_METHODS:
-            sizes.append(num_drafts * _DRAFT_BYTES)
-        return sum(1 + -(-num_reqs * size // _MAIL_PIECE_BYTES) for size in sizes)
+        outcome = _OUTCOME_BYTES + self.speculative.num_speculative_tokens * _TOKEN_BYTES
+        # Of a model on the last stage; other drafts each stage makes itself.
+        drafts = self.speculative.num_lookahead_tokens * _DRAFT_BYTES
+        return sum(1 + -(-num_reqs * size // _MAIL_PIECE_BYTES) for size in (outcome, drafts) if size)
 
     def _check_mail(self) -> None:
         """The others hear of a step when the next one begins, and the last stage cannot wait for that."""
         wanted = self.scheduler.max_num_seqs
         if self.parallel.pipeline_parallel_size == 1 or self._mail_pieces(wanted) <= _MAIL_PIECES:
             return
-        drafts = self.speculative.num_speculative_tokens if self.speculative.method is not None else 0
+        drafts = self.speculative.num_speculative_tokens
         with_drafts = f", with num_speculative_tokens={drafts} for each" if drafts else ""
         allowed = next((size for size in range(wanted, 0, -1) if self._mail_pieces(size) <= _MAIL_PIECES), 0)
         raise ConfigError(
