@@ -77,7 +77,7 @@ def test_cores_end_with_their_program_even_while_they_stand_still(tmp_path: Path
 def test_what_asks_a_group_of_processes_to_end_is_the_program_s_alone(tmp_path: Path, number: signal.Signals) -> None:
     """It may finish what it has begun, with the cores and the workers that it has."""
     program = f"""
-        import signal
+        import signal, threading
 
         def pids(worker):
             return os.getpid(), os.getppid()
@@ -87,15 +87,14 @@ def test_what_asks_a_group_of_processes_to_end_is_the_program_s_alone(tmp_path: 
             return ids, llm.collective_rpc(pids)
 
         if __name__ == "__main__":
-            asked = []
-            signal.signal({int(number)}, lambda *_: asked.append(True))
+            asked = threading.Event()
+            signal.signal({int(number)}, lambda *_: asked.set())
             params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
             options = {{"device": "cpu", "num_threads": 2, "kv_cache_memory_bytes": "16MiB"}}
             with LLM("demo", enable_multiprocessing=True, tensor_parallel_size=2, **options) as llm:
                 before = generate()
                 print(flush=True)
-                while not asked:
-                    time.sleep(0.01)
+                asked.wait()
                 print(generate() == before)
     """
     with start(tmp_path, program, start_new_session=True) as process:

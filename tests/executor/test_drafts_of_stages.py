@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -13,9 +14,10 @@ from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.errors import CheckpointError, UnsupportedArgument
 from penstock.executor import MultiprocessExecutor
+from support.arrangements import some_steps
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.draft_heads import HIDDEN, eagle3_weights, eagle_weights, random_weights, write_head, write_mimo
-from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+from support.engines import Result, finish, greedy, make_core, random_prompts, run
 
 DRAWN: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True}
 PROMPTS = random_prompts((5, 21, 1, 40, 13), VOCAB_SIZE, seed=3)
@@ -74,9 +76,9 @@ def results_of(core: EngineCore) -> tuple[list[Result], Drafts]:
         drafts.append(dict(output.scheduled_spec_decode_tokens))
         return output
 
-    core.scheduler.schedule = noted  # type: ignore[method-assign]
     try:
-        return run(core, PROMPTS, PARAMS), drafts
+        with patch.object(core.scheduler, "schedule", noted):
+            return run(core, PROMPTS, PARAMS), drafts
     finally:
         core.close()
 
@@ -158,12 +160,7 @@ def test_a_state_is_of_use_to_engines_whose_stages_have_the_same_parts(models: P
 def test_requests_go_on_with_their_tokens_when_the_stage_that_guesses_is_lost(models: Path) -> None:
     expected, _ = results_of(drafting(models, "eagle3", "target", (4,)))
     core = drafting(models, "eagle3", "target", (2, 2))
-    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        add(core, f"r{index}", prompt, params)
-    results: dict[str, Result] = {}
-    for _ in range(6):
-        for output in core.step():
-            results.setdefault(output.req_id, Result()).take(output)
+    results = some_steps(core, PROMPTS, PARAMS)
     executor = core._executor
     assert isinstance(executor, MultiprocessExecutor)
     os.kill(executor.process_ids[1], signal.SIGKILL)

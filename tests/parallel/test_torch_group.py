@@ -276,17 +276,19 @@ def test_ranks_in_different_calls_are_told_with_the_step(
 def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for 2, and 0 for 1."""
     give_grace(monkeypatch, 2.0)
+    everybody = threading.Barrier(3)
 
-    def run(group: TorchGroup) -> Any:
+    def run(group: TorchGroup) -> None:
         if group.rank == 2:
-            return time.sleep(5.0)
+            everybody.wait(PATIENCE_S)
+            return
         begin = time.monotonic()
         with pytest.raises(WaitTimeout, match=rf"Rank {group.rank} waited 1.5 s in receive from .* for rank 2, which"):
             group.receive(torch.zeros(3), group.rank + 1)
         assert time.monotonic() - begin >= 1.3
         with pytest.raises(RanksDisagree, match=rf"cannot go on in broadcast .*, after this: Rank {group.rank} waited"):
             group.broadcast(torch.zeros(3))
-        return None
+        everybody.wait(PATIENCE_S)
 
     assert together(3, run, timeout_s=1.5) == [None] * 3
 

@@ -48,10 +48,12 @@ def results_of(core: EngineCore, *, is_tight: bool = True) -> list[Result]:
     return first + again
 
 
-def some_steps(core: EngineCore) -> dict[str, Result]:
+def some_steps(
+    core: EngineCore, prompts: Sequence[list[int]] = PROMPTS, params: Sequence[SamplingParams] = PARAMS
+) -> dict[str, Result]:
     """All requests, `r0`, `r1` and so on, in the middle of their work."""
-    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        add(core, f"r{index}", prompt, params)
+    for index, (prompt, of_request) in enumerate(zip(prompts, params, strict=True)):
+        add(core, f"r{index}", prompt, of_request)
     results: dict[str, Result] = {}
     for _ in range(8):
         for output in core.step():
