@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # Processes that tests are shared among, a file at a time: tests compute with one thread.
 JOBS ?= 2
+# What runs the tests: `make test PYTEST=tools/run_tests.py` gives a failed one another try.
+PYTEST ?= -m pytest
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
@@ -22,10 +24,10 @@ demo: $(VENV)/.installed
 	$(BIN)/penstock generate "ROMEO:" --max-tokens 120 --temperature 0.7 --seed 1
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+	$(BIN)/python $(PYTEST) -m "not slow" -n $(JOBS) --dist loadfile
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile
+	$(BIN)/python $(PYTEST) -m slow -n $(JOBS) --dist loadfile
 
 # Says what the newest packages break, in an environment of its own. torch stays as it is.
 test-newest:

@@ -26,8 +26,25 @@ def _collect_only_what_is_new() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests, with the reason, where there is no GPU."""
+    """Marks that depend on what is collected: `slow` of further cases, and `skip` of GPU tests without a GPU."""
+    _mark_further_cases_slow(items)
+    _skip_without_gpu(items)
+
+
+def _mark_further_cases_slow(items: list[pytest.Item]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("one_case_quick") is None:
+            continue
+        function = item.nodeid.partition("[")[0]
+        if function in seen:
+            item.add_marker(pytest.mark.slow)
+        seen.add(function)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return

@@ -48,6 +48,7 @@ def run(blocks: list[Block]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.one_case_quick
 def test_a_page_runs(page: Path, folder: Path) -> None:
     run([block for block in blocks_of(page) if block.mark != "slow"])
 

@@ -71,6 +71,7 @@ class Cache:
 @pytest.mark.parametrize("block_size", [4, 16, 80])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.one_case_quick
 def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_chunks(
     instruction_set: str, group_size: int, head_size: int, block_size: int, window: int | None, dtype: torch.dtype
 ) -> None:

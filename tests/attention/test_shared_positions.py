@@ -189,6 +189,7 @@ def test_a_mixed_step_equals_the_definition(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("window", "soft_cap", "head_size", "own"), [(None, None, 80, 1), (900, 3.0, 8, 14)])
+@pytest.mark.one_case_quick
 def test_long_contexts_take_several_chunks(
     window: int | None, soft_cap: float | None, head_size: int, own: int, threads: int, backend: type[AttentionBackend]
 ) -> None:

@@ -161,6 +161,7 @@ def test_prompts_that_read_what_another_one_writes_in_the_same_step(instruction_
     group_size=st.sampled_from([1, 2, 8, 30]),
     window=st.sampled_from([None, None, 20, 100]),
 )
+@pytest.mark.slow
 def test_trees_of_prefixes(sharers: list[Sharer], first: int, first_new: int, **options: int | None) -> None:
     """Prefixes of any length, some of them of others' own positions, in steps of decodes and chunks."""
     assert_same_bits_as_alone(Requests(AVAILABLE[0], first, first_new, sharers, dtype=torch.float32, **options))  # type: ignore[arg-type]

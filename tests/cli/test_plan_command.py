@@ -69,6 +69,7 @@ def test_an_option_that_has_a_name_of_its_own_is_taken_too() -> None:
         ([], 2, "Missing argument"),
     ],
 )
+@pytest.mark.one_case_quick
 def test_what_does_not_work_out_or_is_wrong_says_so(arguments: list[str], code: int, message: str) -> None:
     result = run(*arguments, "--device", "cpu") if arguments else run()
     assert result.returncode == code

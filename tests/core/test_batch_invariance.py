@@ -84,6 +84,7 @@ def test_in_a_batch_of_32(folder: Path, dtype: str, alone: list[Result], num_thr
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("chunk", [7, 50])
+@pytest.mark.one_case_quick
 def test_with_chunked_prefill(folder: Path, dtype: str, alone: list[Result], chunk: int, num_threads: int) -> None:
     options = {"max_num_batched_tokens": chunk, "max_num_seqs": 7, "num_threads": num_threads}
     assert_same_bits(serve(folder, dtype, PROMPTS, **options), alone)

@@ -82,6 +82,7 @@ def plain_beam_search(
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -2.0])
+@pytest.mark.one_case_quick
 def test_sequences_that_end_are_ranked_with_those_that_go_on(
     llm: LLM, oracle: PreTrainedModel, length_penalty: float
 ) -> None:

@@ -54,6 +54,7 @@ def run(code: str) -> Any:
 
 
 @pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.one_case_quick
 def test_a_program_runs_with_another_import(name: str) -> None:
     assert run(RUNNING[name])
 

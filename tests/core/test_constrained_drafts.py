@@ -205,6 +205,7 @@ def few() -> tuple[list[Asked], Served]:
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
 @pytest.mark.parametrize("method", [method for method in SPECULATIVE if method != "none"])
+@pytest.mark.one_case_quick
 def test_a_few_schemas_with_drafts(method: str, async_scheduling: bool) -> None:
     asked, plain = few()
     served = serve(asked, **options(method, reasoning=True, async_scheduling=async_scheduling, is_tight=False))
@@ -238,6 +239,7 @@ def test_ends_of_outputs_and_of_reasoning_within_drafts(async_scheduling: bool) 
     ],
     ids=lambda rule: rule["rejection_sample_method"],
 )
+@pytest.mark.one_case_quick
 def test_no_rule_keeps_a_draft_that_has_not_the_form(rule: dict[str, Any], async_scheduling: bool) -> None:
     asked, plain = few()
     arranged = options("suffix", reasoning=True, async_scheduling=async_scheduling, is_tight=False)

@@ -70,6 +70,7 @@ class FakeSpeculator:
     ],
     ids=str,
 )
+@pytest.mark.one_case_quick
 def test_tokens_are_those_of_a_run_without_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], is_padded: bool
 ) -> None:

@@ -169,6 +169,7 @@ def engine(folder: Path, options: dict[str, Any], **others: Any) -> EngineCore:
     ids=str,
 )
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_case_quick
 def test_drafts_are_those_of_the_whole_text(tmp_path: Path, method: str, options: dict[str, Any]) -> None:
     folder, speculative, oracle = make(tmp_path, method)
     watched = Watched(engine(folder, speculative, **options), oracle)
@@ -229,6 +230,7 @@ def test_a_cached_prefix_is_the_drafters_too(tmp_path: Path, method: str) -> Non
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_case_quick
 def test_a_preempted_request_drafts_as_if_nothing_had_been(tmp_path: Path, method: str) -> None:
     folder, speculative, oracle = make(tmp_path, method)
     num_layers = 3 if method == "mtp" else 6
@@ -274,6 +276,7 @@ def test_drafts_of_a_draft_model_are_its_own_choices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most_waiting", [5, 256])
 @pytest.mark.parametrize("method", [*METHODS, "draft_model"])
+@pytest.mark.one_case_quick
 def test_steps_after_which_nobody_wants_drafts_are_not_lost(
     tmp_path: Path, method: str, most_waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

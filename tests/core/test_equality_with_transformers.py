@@ -157,6 +157,7 @@ def test_mixed_prompts(model: tuple[Any, Path], setting: str) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.one_case_quick
 def test_prefix_hits(model: tuple[Any, Path], async_scheduling: bool) -> None:
     oracle, folder = model
     shared = random_prompts([37], VOCAB_SIZE, seed=5)[0]
@@ -174,6 +175,7 @@ def test_prefix_hits(model: tuple[Any, Path], async_scheduling: bool) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.one_case_quick
 def test_preemption_under_a_tiny_kv_cache(model: tuple[Any, Path], async_scheduling: bool) -> None:
     oracle, folder = model
     options = {"block_size": 4, "max_model_len": 72, "max_num_batched_tokens": 8}
@@ -191,6 +193,7 @@ def test_preemption_under_a_tiny_kv_cache(model: tuple[Any, Path], async_schedul
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.one_case_quick
 def test_a_context_used_to_its_last_position(model: tuple[Any, Path], async_scheduling: bool) -> None:
     oracle, folder = model
     core = make_core(folder, max_model_len=48, async_scheduling=async_scheduling, block_size=5)

@@ -51,6 +51,7 @@ def make_model(name: str, folder: Path) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.one_case_quick
 def test_mixed_prompts(model: tuple[Any, Path], setting: str) -> None:
     oracle, folder = model
     prompts = random_prompts(LENGTHS, VOCAB_SIZE)
@@ -61,6 +62,7 @@ def test_mixed_prompts(model: tuple[Any, Path], setting: str) -> None:
     core.close()
 
 
+@pytest.mark.one_case_quick
 def test_prefix_hits(model: tuple[Any, Path]) -> None:
     oracle, folder = model
     shared = random_prompts([37], VOCAB_SIZE, seed=5)[0]
@@ -74,6 +76,7 @@ def test_prefix_hits(model: tuple[Any, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", PREEMPTED)
+@pytest.mark.one_case_quick
 def test_preemption_under_a_tiny_kv_cache(name: str, tmp_path: Path) -> None:
     oracle, folder = make_model(name, tmp_path)
     options = {

@@ -74,6 +74,7 @@ def _serve(folder: Path, **options: Any) -> list[Any]:
     ],
     ids=str,
 )
+@pytest.mark.one_case_quick
 def test_tokens_and_bits_are_those_of_the_plain_path(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

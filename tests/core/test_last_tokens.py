@@ -56,6 +56,7 @@ def test_programs_give_the_same_bits_with_options(tmp_path: Path, option: dict[s
 
 @pytest.mark.parametrize("backend", ["cpu_native", "cpu_paged", "reference"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "gpt2"])
+@pytest.mark.one_case_quick
 def test_layers_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, backend: str) -> None:
     if backend == "cpu_native" and NATIVE is None:
         pytest.skip("the C++ kernels are not there")

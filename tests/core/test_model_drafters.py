@@ -107,6 +107,7 @@ def assert_same(found: Sequence[Result], right: Sequence[Result]) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_case_quick
 def test_tokens_are_those_of_an_engine_without_drafts(
     models: Path, method: str, options: dict[str, Any], async_scheduling: bool, outputs: list[SchedulerOutput]
 ) -> None:
@@ -125,6 +126,7 @@ def test_tokens_are_those_of_an_engine_without_drafts(
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_case_quick
 def test_cached_prefixes_change_nothing(models: Path, method: str, async_scheduling: bool) -> None:
     core = drafting(models, method, async_scheduling=async_scheduling, block_size=4)
     for _ in range(2):
@@ -136,6 +138,7 @@ def test_cached_prefixes_change_nothing(models: Path, method: str, async_schedul
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_case_quick
 def test_drafting_now_and_then_changes_nothing(models: Path, method: str, async_scheduling: bool) -> None:
     core = drafting(models, method, async_scheduling=async_scheduling, adaptive=True)
     assert_same(run(core, PROMPTS, PARAMS), expected(target_of(models, method)))
@@ -144,6 +147,7 @@ def test_drafting_now_and_then_changes_nothing(models: Path, method: str, async_
 
 @pytest.mark.parametrize("rejection_sample_method", ["standard", "synthetic"])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_case_quick
 def test_drafts_may_be_kept_by_another_rule(models: Path, method: str, rejection_sample_method: str) -> None:
     rule: dict[str, Any] = {"rejection_sample_method": rejection_sample_method}
     if rejection_sample_method == "synthetic":
@@ -171,6 +175,7 @@ def test_padding_changes_nothing(models: Path, method: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_case_quick
 def test_a_worker_that_is_replaced_costs_no_token(
     models: Path, method: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +208,7 @@ def mean_accepted(outputs: Sequence[SchedulerOutput], num_tokens: int) -> float:
     ],
     ids=["greedy", "drawn", "truncated"],
 )
+@pytest.mark.one_case_quick
 def test_the_target_as_its_own_draft_model_is_right_each_time(
     models: Path, params: SamplingParams, async_scheduling: bool, outputs: list[SchedulerOutput]
 ) -> None:

@@ -63,6 +63,7 @@ def num_padding(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
     ids=str,
 )
+@pytest.mark.one_case_quick
 def test_padding_is_inert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_padding: list[int], family: str, options: dict[str, Any]
 ) -> None:

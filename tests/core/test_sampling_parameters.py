@@ -72,6 +72,7 @@ def undisturbed(request: pytest.FixtureRequest, model: tuple[Any, Path]) -> list
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.one_case_quick
 def test_each_request_gets_what_it_gets_alone(
     model: tuple[Any, Path], undisturbed: list[tuple[SamplingParams, list[int]]], options: dict[str, Any]
 ) -> None:

@@ -181,6 +181,7 @@ def make_speculating_core(folder: Path, speculative: dict[str, Any], **options: 
     ],
     ids=["whole", "chunks", "preemption", "plain path"],
 )
+@pytest.mark.one_case_quick
 def test_tokens_are_those_of_an_engine_without(
     folder: Path,
     expected: list[Result],
@@ -208,6 +209,7 @@ def test_tokens_are_those_of_an_engine_without(
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 9, "max_num_seqs": 3}], ids=["whole", "chunks"])
+@pytest.mark.one_case_quick
 def test_tokens_are_the_same_however_many_drafts_seem_to_pay(
     folder: Path,
     expected: list[Result],
@@ -289,6 +291,7 @@ def test_drafts_that_no_processor_can_judge_are_not_made(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.one_case_quick
 def test_what_was_rejected_is_not_found_as_a_cached_prefix(
     folder: Path, speculative: dict[str, Any], async_scheduling: bool
 ) -> None:
@@ -307,6 +310,7 @@ def test_what_was_rejected_is_not_found_as_a_cached_prefix(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.one_case_quick
 def test_contexts_end_where_they_end_without_drafts(
     folder: Path, speculative: dict[str, Any], async_scheduling: bool
 ) -> None:
@@ -372,6 +376,7 @@ def test_a_worker_that_is_replaced_costs_no_token(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.one_case_quick
 def test_texts_that_end_in_stop_strings_or_come_in_numbers_are_the_same(
     speculative: dict[str, Any], async_scheduling: bool
 ) -> None:
@@ -388,6 +393,7 @@ def test_texts_that_end_in_stop_strings_or_come_in_numbers_are_the_same(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.one_case_quick
 def test_a_prompt_that_comes_in_parts_is_answered_the_same(speculative: dict[str, Any]) -> None:
     async def parts() -> AsyncGenerator[StreamingInput, None]:
         for text in ("ROMEO: ", "ROMEO: ROMEO: ", "ROMEO: "):

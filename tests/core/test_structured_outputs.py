@@ -107,6 +107,7 @@ def undisturbed() -> list[list[int]]:
     ],
     ids=str,
 )
+@pytest.mark.one_case_quick
 def test_tokens_are_the_same_however_steps_are_made(undisturbed: list[list[int]], options: dict[str, Any]) -> None:
     core = make_core("demo", **options)
     assert [result.tokens for result in serve(core)] == undisturbed
@@ -157,6 +158,7 @@ def test_with_workers_that_fail_requests_go_on_in_their_form(
     ],
     ids=str,
 )
+@pytest.mark.one_case_quick
 def test_drafts_change_nothing_whether_they_have_the_form_or_not(
     undisturbed: list[list[int]], options: dict[str, Any]
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(undisturbed
     assert "oneOf" in results[3].error
 
 
+@pytest.mark.one_case_quick
 def test_one_that_takes_too_long_ends_with_an_error_and_others_do_not_wait_for_it(
     undisturbed: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

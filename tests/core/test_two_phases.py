@@ -338,6 +338,7 @@ def test_a_failure_of_the_grammar_that_is_nobodys_is_raised_and_the_next_step_go
 
 @pytest.mark.parametrize("step_id", [0, 1, 5])
 @pytest.mark.parametrize("what", ["executed", "sampled", "read"])
+@pytest.mark.one_case_quick
 def test_a_worker_that_dies_in_any_phase_costs_no_token_and_repeats_none(
     folder: Path, undisturbed: list[list[int]], events: list[Event], runs_ahead: bool, what: str, step_id: int
 ) -> None:

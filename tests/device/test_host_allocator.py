@@ -85,6 +85,7 @@ def printed_by(argument: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.one_case_quick
 def test_what_a_step_frees_is_there_for_the_next_and_what_loading_frees_goes_back(thread: str) -> None:
     (*loading, loaded), (*steps, kept), (given_back,) = printed_by(thread)
     assert min(loading) > 2 * 24 * 256

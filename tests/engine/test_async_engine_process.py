@@ -84,6 +84,7 @@ def is_elsewhere(engine: AsyncEngine) -> bool:
     return asyncio.run(engine.collective_rpc(process_id)) != [os.getpid()]
 
 
+@pytest.mark.one_case_quick
 def test_the_core_has_a_process_of_its_own_unless_somebody_says_otherwise(
     engine: AsyncEngine, request: pytest.FixtureRequest
 ) -> None:

@@ -153,6 +153,7 @@ def test_an_abort_that_names_a_request_twice_ends_it_once(start: Callable[..., C
 
 @pytest.mark.parametrize("is_running", [True, False])
 @pytest.mark.parametrize("fields", [{"cache_salt": "\udc80"}, {"priority": 1 << 70}])
+@pytest.mark.one_case_quick
 def test_what_no_message_can_hold_is_refused_and_forgotten(
     start: Callable[..., CoreGroup], fields: dict[str, Any], is_running: bool
 ) -> None:
@@ -182,6 +183,7 @@ def test_what_looks_like_the_end_of_a_connection_is_told_as_it_is(config: Engine
         CoreGroup(config, load_at_its_end)
 
 
+@pytest.mark.slow
 def test_others_do_not_wait_for_a_suspect_that_is_aborted(start: Callable[..., CoreGroup]) -> None:
     core = start(step_timeout_s=60)
     add(core, "poison", POISON)
@@ -202,6 +204,7 @@ def test_others_do_not_wait_for_a_suspect_that_is_aborted(start: Callable[..., C
     assert [len(tokens(heard[name])) for name in ("a", "b")] == [6, 6]
 
 
+@pytest.mark.slow
 def test_kills_from_outside_end_nobody_so_soon(start: Callable[..., CoreGroup], tmp_path: Path) -> None:
     core = start(max_restarts=9)
     (tmp_path / "silence").touch()
@@ -213,6 +216,7 @@ def test_kills_from_outside_end_nobody_so_soon(start: Callable[..., CoreGroup], 
     assert (heard[-1].finish_reason, len(tokens(heard))) == (FinishReason.LENGTH, 6)
 
 
+@pytest.mark.slow
 def test_who_had_no_turn_is_no_suspect(start: Callable[..., CoreGroup], tmp_path: Path) -> None:
     core = start()
     (tmp_path / "silence").touch()
@@ -240,6 +244,7 @@ def test_the_refusal_of_a_request_is_not_that_of_the_next_one_of_its_name(
     assert (heard[-1].finish_reason, len(tokens(heard))) == (FinishReason.LENGTH, 6)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_started_is_tried_again(
     start: Callable[..., CoreGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +263,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     assert not failures
 
 
+@pytest.mark.slow
 def test_a_core_that_replaces_another_takes_the_memory_that_that_one_had(start: Callable[..., CoreGroup]) -> None:
     core = start()
     kill(core)

@@ -74,6 +74,7 @@ def test_cores_end_with_their_program_even_while_they_stand_still(tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.one_case_quick
 def test_what_asks_a_group_of_processes_to_end_is_the_program_s_alone(tmp_path: Path, number: signal.Signals) -> None:
     """It may finish what it has begun, with the cores and the workers that it has."""
     program = f"""

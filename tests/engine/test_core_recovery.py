@@ -237,6 +237,7 @@ def test_requests_go_on_when_their_core_stands_still(start: Callable[..., CoreGr
 @pytest.mark.parametrize(
     "load_core", [exiting_in_a_step, raising_in_a_step, needing_a_new_process, standing_still_in_a_step]
 )
+@pytest.mark.one_case_quick
 def test_requests_go_on_whatever_ends_their_core_in_a_step(
     start: Callable[..., CoreGroup], load_core: Callable[[EngineConfig], FakeCore]
 ) -> None:

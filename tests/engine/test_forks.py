@@ -196,6 +196,7 @@ def test_an_engine_with_a_process_is_refused_and_its_process_lives_on() -> None:
         assert last.finished
 
 
+@pytest.mark.slow
 def test_the_end_of_a_fork_leaves_the_parents_engines_alone() -> None:
     """With all that Python does at its end, which `multiprocessing` leaves out."""
     program = f"""

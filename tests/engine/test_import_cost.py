@@ -62,6 +62,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.one_case_quick
 def test_an_engine_starts_without_torchs_compiler(kernels: str, quantization: str | None, tmp_path: Path) -> None:
     """It would import a computer algebra system: half a second, and 40 MiB."""
     LlamaConfig(**SMALL_LLAMA).save_pretrained(tmp_path)

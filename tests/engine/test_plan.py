@@ -81,6 +81,7 @@ def receive_buffer_of(worker: WorkerBase) -> int:
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("gpt2", 2)])
+@pytest.mark.one_case_quick
 def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: Path) -> None:
     save_checkpoint(tiny_model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 6}), tmp_path)
     options = {**PLANNED, "pipeline_layers": "4,2", "pipeline_parallel_size": 2, "tensor_parallel_size": ranks}
@@ -109,6 +110,7 @@ def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: P
 
 
 @pytest.mark.parametrize(("method", "num_received"), [("eagle", 1), ("eagle3", 3)])
+@pytest.mark.slow
 def test_the_plan_of_stages_knows_which_of_them_drafts(method: str, num_received: int, tmp_path: Path) -> None:
     """And what the others hand on for it."""
     folder = save_checkpoint(tiny_model("llama", num_hidden_layers=4, vocab_size=VOCAB_SIZE), tmp_path / "model").folder
@@ -199,6 +201,7 @@ def test_random_weights_are_planned_for_without_a_checkpoint(tmp_path: Path, fam
 
 
 @pytest.mark.parametrize("name", FALLBACK_FAMILIES)
+@pytest.mark.one_case_quick
 def test_a_plan_for_a_model_of_transformers_is_what_the_engine_uses(tmp_path: Path, name: str) -> None:
     class_name, overrides = FALLBACK_FAMILIES[name]
     save_for_fallback(tiny_transformers_model(class_name, **overrides), tmp_path)

@@ -47,6 +47,7 @@ def compare(folder: Path | str, **options: Any) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.one_case_quick
 def test_weights_that_are_rounded_at_loading(quantization: str) -> None:
     compare("demo", quantization=quantization)
     rounded, whole = plan_engine("demo", quantization=quantization), plan_engine("demo", dtype="float32")

@@ -33,6 +33,7 @@ def make(folder: Path, size: int, context: int, **options: Any) -> EngineCore:
         ("llama", 2, 2, {"attention_backend": "cpu_context"}),
     ],
 )
+@pytest.mark.one_case_quick
 def test_ranks_that_share_positions_give_the_tokens_of_one_worker(
     family: str, size: int, interleave: int, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def assert_as_of_one_worker(
         ("eagle3", "target", (2, 1, 1)),
     ],
 )
+@pytest.mark.one_case_quick
 def test_the_last_stage_guesses_for_all(models: Path, method: str, target: str, stages: tuple[int, ...]) -> None:
     assert_as_of_one_worker(models, method, target, stages, {}, async_scheduling=False)
 
@@ -157,6 +158,7 @@ def test_a_state_is_of_use_to_engines_whose_stages_have_the_same_parts(models: P
         drafting(models, "eagle", str(tmp_path / "draft_model"), (2, 2), load_format="sharded_state")
 
 
+@pytest.mark.slow
 def test_requests_go_on_with_their_tokens_when_the_stage_that_guesses_is_lost(models: Path) -> None:
     expected, _ = results_of(drafting(models, "eagle3", "target", (4,)))
     core = drafting(models, "eagle3", "target", (2, 2))

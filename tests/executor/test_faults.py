@@ -128,6 +128,7 @@ def test_what_ends_one_rank_in_a_step_leaves_nothing(
     assert any(re.match(named, record.getMessage()) for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_descriptors_and_threads_are_as_many_after_five_restarts(folder: Path) -> None:
     with nothing_left() as left:
         core = make_core(folder, distributed_executor_backend="mp", max_model_len=128)
@@ -197,6 +198,7 @@ def test_a_worker_that_dies_while_nobody_waits_is_replaced_before_the_next_step(
     assert not any("The failed step" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_workers_that_have_stood_by_for_a_while_count_as_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(folder, distributed_executor_backend="mp", max_restarts=1, max_model_len=128)
 
@@ -283,6 +285,7 @@ class BusyWorker(Worker):
 
 
 @pytest.mark.parametrize(("busy_s", "is_ended"), [(2.5, False), pytest.param(1000.0, True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_step_in_which_a_rank_computes_may_take_four_times_as_long(
     busy_s: float,
     is_ended: bool,

@@ -153,6 +153,7 @@ def test_a_function_that_cannot_be_sent_is_refused(shared: MultiprocessExecutor)
         shared.collective_rpc(lambda worker: worker.rank)
 
 
+@pytest.mark.slow
 def test_workers_that_differ_after_a_call_must_be_replaced(start: Callable[[], MultiprocessExecutor]) -> None:
     executor = start()
     with pytest.raises(WorkerError, match="Rank 1 failed in failing_on_last: ZeroDivisionError: of all things"):
@@ -162,6 +163,7 @@ def test_workers_that_differ_after_a_call_must_be_replaced(start: Callable[[], M
     assert executor.why_not_restart() is None
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_busy_reads_a_long_message_when_it_is_done(
     start: Callable[[], MultiprocessExecutor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +190,7 @@ def test_workers_must_be_replaced_after_ctrl_c_in_a_call(
         executor.collective_rpc("check_health")
 
 
+@pytest.mark.slow
 def test_who_has_not_answered_is_named_and_its_late_answer_goes_nowhere(
     start: Callable[[], MultiprocessExecutor], tmp_path: Path
 ) -> None:
@@ -251,6 +254,7 @@ def test_a_worker_cannot_be_asked_to_end_and_what_it_starts_can(shared: Multipro
     shared.check_health()
 
 
+@pytest.mark.slow
 def test_health_tells_of_a_death_though_another_process_keeps_the_connection(
     start: Callable[[], MultiprocessExecutor],
 ) -> None:
@@ -267,6 +271,7 @@ def test_health_tells_of_a_death_though_another_process_keeps_the_connection(
             os.kill(fork, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_ended_too(
     start: Callable[[], MultiprocessExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +285,7 @@ def test_a_stopped_worker_is_ended_too(
     executor.shutdown()
 
 
+@pytest.mark.slow
 def test_workers_outlive_the_thread_that_started_them_and_a_fork(config: EngineConfig) -> None:
     started: list[MultiprocessExecutor] = []
     thread = threading.Thread(target=lambda: started.append(MultiprocessExecutor(config)))
@@ -354,6 +360,7 @@ def start_program(config: EngineConfig, folder: Path, guard: str, how: str) -> A
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "exit"])
+@pytest.mark.one_case_quick
 def test_workers_end_with_their_parent(config: EngineConfig, tmp_path: Path, how: str) -> None:
     with start_program(config, tmp_path, '__name__ == "__main__"', how) as parent:
         workers = [int(pid) for pid in parent.stdout.readline().split()]
@@ -367,6 +374,7 @@ def test_workers_end_with_their_parent(config: EngineConfig, tmp_path: Path, how
         wait_until(lambda: not any(map(is_running, workers)), "they end")
 
 
+@pytest.mark.slow
 def test_a_program_that_would_start_its_engine_again_in_a_worker_is_told(config: EngineConfig, tmp_path: Path) -> None:
     with start_program(config, tmp_path, "True", "exit") as parent:
         _, errors = parent.communicate(timeout=100)

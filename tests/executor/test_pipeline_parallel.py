@@ -63,6 +63,7 @@ def make(folder: Path, stages: tuple[int, ...], ranks: int = 1, **options: Any) 
         ("gemma3", (2, 4), 1, {}),
     ],
 )
+@pytest.mark.one_case_quick
 def test_stages_give_the_tokens_of_one_worker(
     family: str, stages: tuple[int, ...], ranks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_stages_give_the_tokens_of_one_worker(
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}])
+@pytest.mark.one_case_quick
 def test_an_embedding_is_rounded_as_the_head_of_another_stage_that_is_tied_to_it(
     family: str, options: dict[str, str], tmp_path: Path
 ) -> None:
@@ -167,6 +169,7 @@ def noted(worker: WorkerBase) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("is_scattered", [True, False])
+@pytest.mark.slow
 def test_ranks_of_a_stage_send_each_their_rows(
     is_scattered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +227,7 @@ def test_checkpoints_that_are_quantized_already_are_spread(form: str, tmp_path: 
     assert found == expected
 
 
+@pytest.mark.slow
 def test_requests_go_on_with_their_tokens_when_a_stage_is_lost(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
     core = make(tmp_path, (LAYERS,))

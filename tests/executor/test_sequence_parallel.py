@@ -41,6 +41,7 @@ def scattered_steps(worker: WorkerBase) -> int:
         ("olmo2", 2, 8),
     ],
 )
+@pytest.mark.one_case_quick
 def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, least: int, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
     results = []

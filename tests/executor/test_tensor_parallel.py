@@ -47,6 +47,7 @@ def process_ids(core: EngineCore) -> list[int]:
     ("family", "size", "async_scheduling"),
     [("llama", 2, False), ("llama", 2, True), ("llama", 4, None), ("qwen3", 2, None), ("gemma3", 2, None)],
 )
+@pytest.mark.one_case_quick
 def test_ranks_give_the_tokens_of_one_worker(
     family: str, size: int, async_scheduling: bool | None, tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_ranks_give_the_tokens_of_one_worker(
 
 
 @pytest.mark.parametrize("arrangement", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.one_case_quick
 def test_nan_of_one_request_hurts_none_that_gets_its_blocks(arrangement: dict[str, int], tmp_path: Path) -> None:
     """On no rank, though one reads results, and with a backend that reads whole blocks."""
     bad = 77
@@ -80,6 +82,7 @@ def num_programs(worker: WorkerBase) -> int:
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+@pytest.mark.slow
 def test_programs_of_ranks_give_the_bits_of_layers(folder: Path) -> None:
     results = []
     for fast_paths, expected in (("off", 0), ("auto", 2)):
@@ -121,6 +124,7 @@ def failing_in_next_step(worker: WorkerBase) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "failing"])
+@pytest.mark.one_case_quick
 def test_requests_go_on_with_their_tokens_when_a_rank_is_lost(
     how: str, core: EngineCore, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,6 +163,7 @@ def test_one_worker_in_a_process_of_its_own_is_replaced_too(folder: Path, undist
     assert results["r0"].tokens == undisturbed[0].tokens[-len(results["r0"].tokens) :]
 
 
+@pytest.mark.slow
 def test_what_workers_are_asked_for_works_with_several(folder: Path, tmp_path: Path) -> None:
     """Weights written by rank and read again, new weights, and a profile per rank."""
     other = tmp_path / "other"
@@ -190,6 +195,7 @@ class SlowToReload(Worker):
         super().reload_weights(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_workers_that_are_late_with_new_weights_are_replaced_by_some_with_the_old(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +236,7 @@ class Nudge(LogitsProcessor):
         return logits
 
 
+@pytest.mark.slow
 def test_custom_logits_processors_do_the_same_on_every_rank(folder: Path) -> None:
     params = [sampled(4, extra_args={"nudge": 7}), sampled(5, extra_args={"nudge": -1}), sampled(6)]
     results = []
@@ -242,6 +249,7 @@ def test_custom_logits_processors_do_the_same_on_every_rank(folder: Path) -> Non
     assert "Logits processor 'nudge' failed" in (results[1][1].error or "")
 
 
+@pytest.mark.slow
 def test_an_offline_engine_is_used_as_ever() -> None:
     texts = []
     for size in (1, 2):
@@ -254,6 +262,7 @@ def test_an_offline_engine_is_used_as_ever() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_replaced(
     rank: int, folder: Path, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
 ) -> None:

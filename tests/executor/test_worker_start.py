@@ -68,6 +68,7 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str, **options: o
     return make_core(folder, worker_cls=f"{__name__}.OddWorker", **{**TWO, **options})
 
 
+@pytest.mark.slow
 def test_every_stage_has_the_time_of_its_slowest_rank(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

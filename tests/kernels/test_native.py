@@ -73,6 +73,7 @@ def test_products_equal_float64(kernels: NativeKernels, dtype: torch.dtype, data
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 8), (50, 33), (96, 512), (33, 700), (250, 1100)])
+@pytest.mark.one_case_quick
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     kernels: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
@@ -262,6 +263,7 @@ def test_rows_a_multiple_of_a_page_apart(kernels: NativeKernels, rows: int) -> N
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 3), (15, 8), (64, 5), (250, 1100), (3001, 33)])
 @settings(deadline=None, max_examples=12)
 @given(data=st.data())
+@pytest.mark.one_case_quick
 def test_the_greedy_choice_is_that_of_the_products(
     kernels: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int, data: st.DataObject
 ) -> None:

@@ -105,6 +105,7 @@ def test_rounding_of_activations_is_that_of_the_specification(products: NativeQu
     [(8, 16, 8, 8), (8, 50, 33, 33), (8, 100, 2100, 2100), (4, 16, 64, 32), (4, 50, 200, 128), (4, 33, 2500, 64)],
 )
 @pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.one_case_quick
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     products: NativeQuantizedProducts, bits: int, outputs: int, inputs: int, group_size: int, is_narrow: bool
 ) -> None:

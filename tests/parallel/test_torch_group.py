@@ -340,6 +340,7 @@ except PenstockError as error:
     ],
     ids=["killed, of 2", "killed, of 3", "stopped, of 3"],
 )
+@pytest.mark.one_case_quick
 def test_who_is_killed_or_stopped_is_named_and_the_others_end_as_they_would(
     how: signal.Signals, size: int, victim: int, said: str
 ) -> None:

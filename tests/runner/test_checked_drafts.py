@@ -229,6 +229,7 @@ def _bind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("_bind")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("max_rows", [1000, 3])
+@pytest.mark.one_case_quick
 def test_drafts_change_no_token_and_no_log_probability(seed: int, max_rows: int) -> None:
     def make() -> ModelRunner:
         sampling = SamplingConfig(logits_processors=(ByPosition, ByCalls))

@@ -36,6 +36,7 @@ SHAPED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", ALONE_AND_COMBINED + SHAPED, ids=str)
+@pytest.mark.one_case_quick
 def test_counts_pass_a_chi_squared_test(fields: dict[str, Any]) -> None:
     params = SamplingParams(seed=0, **fields)
     logits = random_logits(1, 5)

@@ -98,6 +98,7 @@ def constrained(token_ids: Sequence[int]) -> list[int]:
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("markers", KINDS, ids=str)
 @pytest.mark.parametrize("opened", [None, "", "so 1", "so </think 11"], ids=repr)
+@pytest.mark.one_case_quick
 def test_whatever_is_taken_in_and_back_the_next_tokens_are_those_that_the_tokens_say(
     markers: ReasoningMarkers, opened: str | None
 ) -> None:

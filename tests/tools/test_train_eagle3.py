@@ -122,6 +122,7 @@ def target() -> LlamaForCausalLM:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("score", METRICS["scores"], ids=lambda score: f"{score['kind']}-{score['temperature']}")
+@pytest.mark.one_case_quick
 def test_the_first_draft_is_accepted_as_often_as_the_card_says(target: LlamaForCausalLM, score: dict[str, Any]) -> None:
     prompts = METRICS["prompts"][score["kind"]]
     chosen = range(0, len(prompts), EVERY[score["kind"]])

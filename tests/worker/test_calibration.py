@@ -141,6 +141,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(bare_demo: Path, few_te
         LLM(str(bare_demo), **INT4, quantization_calibration=str(texts))
 
 
+@pytest.mark.slow
 def test_ranks_read_texts_together(few_texts: Path) -> None:
     with LLM("demo", **OPTIONS) as llm:
         exact = log_likelihood(llm)

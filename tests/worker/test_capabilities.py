@@ -377,6 +377,7 @@ def test_the_plain_engine_asks_for_nothing_that_is_refused() -> None:
     check_options(config, "cuda")
 
 
+@pytest.mark.slow
 def test_what_is_tried_together_is_what_arrangements_can_do(
     model: Path, of_one_worker: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_every_native_family_is_compared() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "changes"), NATIVE, ids=[f"{index}-{of[0]}" for index, of in enumerate(NATIVE)])
+@pytest.mark.one_case_quick
 def test_native_families(tmp_path: Path, family: str, changes: dict[str, Any], dtype: str) -> None:
     tiny_checkpoint(tmp_path, family, **SIZES, **changes)
     compare(tmp_path, dtype=dtype)
@@ -98,6 +99,7 @@ def test_logits(tmp_path: Path, num_tokens: int, num_rows: int, max_logprobs: in
 
 
 @pytest.mark.parametrize("name", FALLBACK_FAMILIES)
+@pytest.mark.one_case_quick
 def test_models_of_transformers(tmp_path: Path, name: str) -> None:
     class_name, overrides = FALLBACK_FAMILIES[name]
     model = tiny_transformers_model(class_name, **{**overrides, "max_position_embeddings": 1024})
