@@ -28,7 +28,10 @@ try:
     _why_not = ""
 except ImportError as error:
     _module = None
-    _why_not = f"the C++ kernels were not built with this installation: {error}"
+    _why_not = (
+        "slower: the C++ kernels were not built with this installation; take a wheel that has them, or install a C++ "
+        f"compiler and run pip install --force-reinstall --no-deps --no-cache-dir penstock again: {error}"
+    )
 
 # How the library knows them.
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
