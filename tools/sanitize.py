@@ -27,7 +27,7 @@ def build() -> None:
     """Build the instrumented library, or exit with what keeps it from being one."""
     _LIBRARY.unlink(missing_ok=True)
     # GCC takes its own AVX-512 header for uninitialised once it is instrumented.
-    flags = {name: f"{_SANITIZED} -Wno-maybe-uninitialized" for name in ("CFLAGS", "CXXFLAGS")}
+    flags = dict.fromkeys(("CFLAGS", "CXXFLAGS"), f"{_SANITIZED} -Wno-maybe-uninitialized")
     command = ["-c", "import setuptools; setuptools.setup()", "--quiet", "build", "--force", f"--build-base={_BUILD}"]
     command.append(f"--build-lib={_BUILD / 'lib'}")
     subprocess.run([sys.executable, *command], cwd=_ROOT, env=os.environ | flags, check=True)
