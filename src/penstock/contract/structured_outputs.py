@@ -32,7 +32,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     whitespace_pattern: with JSON: a regular expression of the whitespace allowed at a place; None takes the engine's,
         which is bounded.
     disable_any_whitespace: with JSON: no whitespace but that inside of strings.
-    disable_additional_properties: with json: objects have no properties but those that the schema names.
+    disable_additional_properties: with json: where a schema says nothing of further properties, objects have none, and
+        texts, arrays and numbers without bounds get default ones. False generates all that is valid.
 
     Raises InvalidParameter. Whether a schema can be enforced is checked when an engine accepts the request.
     """
@@ -45,7 +46,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     json_object: bool = False
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
@@ -85,8 +86,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             allowed = "not together with disable_any_whitespace, which leaves no whitespace to describe"
             raise check.invalid(_full("whitespace_pattern"), self.whitespace_pattern, allowed)
-        if self.disable_additional_properties and given != "json":
-            raise check.invalid(_full("disable_additional_properties"), True, "only with json")
+        if not self.disable_additional_properties and given != "json":
+            raise check.invalid(_full("disable_additional_properties"), False, "only with json")
 
     def _set(self, name: str, value: Any) -> None:
         msgspec.structs.force_setattr(self, name, value)

@@ -75,7 +75,7 @@ def check_constraint(params: StructuredOutputsParams, max_bytes: int, backend: s
 def schema_of(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> Any:
     """The schema of `json` or `json_object`, in what backends enforce. Raises InvalidParameter."""
     schema = {"type": "object"} if params.json is None else json.loads(params.json)
-    return enforceable(schema, closed=params.disable_additional_properties, narrow=_NARROW[backend])
+    return enforceable(schema, narrow=_NARROW[backend])
 
 
 def translated(name: str, pattern: str, backend: str = LLGUIDANCE) -> str:

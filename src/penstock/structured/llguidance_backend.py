@@ -15,6 +15,7 @@ from penstock.structured.backend import MatcherError
 from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace_of
 from penstock.structured.ending import EndingMatcher, end_mask
 from penstock.structured.grammar_text import as_lark
+from penstock.structured.schema_narrowing import narrowed
 
 # Escapes of characters by number are left out: they would be second spellings of a property's name.
 _ALLOWED_ESCAPES = 'nrbtf\\"'
@@ -46,15 +47,27 @@ class LLGuidanceBackend:
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceGrammar:
         name = params.constraint
-        matcher = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
-        if not matcher.is_error():
-            # The first mask is the dearest, and the first to show that there is nothing to begin with.
-            first = matcher.deep_copy()
-            _fill(first, np.zeros_like(self._end_words))
-            matcher = first if first.is_error() else matcher
+        # Of a schema, less is generated than it allows; that it can be enforced is decided by the schema itself.
+        matcher = self._matcher(self._source(params))
         if matcher.is_error():
             raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_said(matcher)}.")
+        if params.json is not None and params.disable_additional_properties:
+            narrow = self._matcher(self._schema_source(narrowed(schema_of(params)), params))
+            matcher = matcher if narrow.is_error() else narrow
         return LLGuidanceGrammar(matcher, self._eos_token_ids, self._end_words)
+
+    def _matcher(self, source: str) -> LLMatcher:
+        """A matcher at the begin of an output; in an error state where a grammar leaves nothing to begin with."""
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            return matcher
+        # The first mask is the dearest, and the first to show that there is nothing to begin with.
+        first = matcher.deep_copy()
+        _fill(first, np.zeros_like(self._end_words))
+        return first if first.is_error() else matcher
+
+    def _schema_source(self, schema: dict[str, Any], params: StructuredOutputsParams) -> str:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options(params))
 
     def _source(self, params: StructuredOutputsParams) -> str:
         """The constraint as llguidance writes it."""
@@ -66,7 +79,7 @@ class LLGuidanceBackend:
             return LLMatcher.grammar_from_lark(as_lark(params.grammar, self._json_options(params)))
         if params.structural_tag is not None:
             return self._tag_source(params)
-        return LLMatcher.grammar_from_json_schema(schema_of(params), overrides=self._json_options(params))
+        return self._schema_source(schema_of(params), params)
 
     def _json_options(self, params: StructuredOutputsParams) -> Any:
         options: dict[str, Any] = {"json_allowed_escapes": _ALLOWED_ESCAPES}

@@ -36,15 +36,14 @@ class NotEnforced(InvalidParameter):
 Narrow: TypeAlias = Callable[[Any, Walk], Any]
 
 
-def enforceable(schema: Any, *, closed: bool = False, narrow: Narrow | None = None) -> dict[str, Any]:
+def enforceable(schema: Any, *, narrow: Narrow | None = None) -> dict[str, Any]:
     """The same schema in the keywords that backends enforce: an instance is valid for both or for neither.
 
     Two things are narrower: `format` is enforced, and names are written without escapes by number.
-    closed: objects of which the schema lists properties have no others, unless it says so.
     narrow: writes the result once more for a backend that enforces less, and has the walk refuse what that does not.
     Raises NotEnforced, which names what cannot be enforced by its JSON pointer.
     """
-    walk = Walk(schema, _HANDLERS, closed=closed)
+    walk = Walk(schema, _HANDLERS)
     try:
         result = walk.schema(schema, "", 0)
         walk.references.finish(walk.definition)

@@ -50,7 +50,12 @@ def _additional_properties(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _unevaluated_properties(walk: Walk, value: Any, place: Place) -> None:
-    if "additionalProperties" not in place.schema:
+    if "additionalProperties" in place.schema:
+        return
+    if value is True or value == {}:
+        # What says that others may come is kept: without it objects are closed.
+        place.out["additionalProperties"] = True
+    else:
         unevaluated(walk, value, place, "additionalProperties", also="propertyNames")
 
 

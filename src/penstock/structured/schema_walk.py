@@ -34,10 +34,10 @@ class Walk:
     """One schema's walk. What cannot be enforced is noted in `refusals`, by its pointer, and the walk goes on.
 
     draft: that the schema says it is of; None where it does not say, and then old forms mean what they meant.
-    closed: see `enforceable`. handlers: by keyword, what writes it anew.
+    handlers: by keyword, what writes it anew.
     """
 
-    def __init__(self, root: Any, handlers: Mapping[str, Handler], *, closed: bool) -> None:
+    def __init__(self, root: Any, handlers: Mapping[str, Handler]) -> None:
         self.refusals: list[tuple[str, str]] = []
         # Of each schema that was written anew, by its identity: itself, where it stands, and what it was.
         self.places: dict[int, tuple[Any, str, dict[str, Any]]] = {}
@@ -45,7 +45,6 @@ class Walk:
         self.num_negations = 0
         self.references = References(root)
         self.handlers = handlers
-        self._closed = closed
         self.draft = self._find_draft(root)
 
     def schema(self, schema: Any, at: str, depth: int) -> Any:
@@ -65,8 +64,6 @@ class Walk:
                 self.handlers[name](self, value, Place(schema, out, name, here, depth))
             else:
                 self._check_other(name, value, schema, here)
-        if self._closed and ("properties" in out or "patternProperties" in out):
-            out.setdefault("additionalProperties", False)
         self.places[id(out)] = out, at, schema
         return out
 
