@@ -13,7 +13,8 @@ from penstock.errors import InvalidParameter
 
 # Of these a request has exactly one.
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
-_ABOUT_WHITESPACE = ("json", "json_object", "structural_tag")
+# Those whose JSON follows a schema.
+CONSTRAINTS_BY_SCHEMA = ("json", "json_object", "structural_tag")
 _A_SCHEMA = "a JSON schema as text, a dictionary, True, False, or a pydantic model"
 _A_TAG = "a structural tag as JSON text or a dictionary"
 
@@ -32,8 +33,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     whitespace_pattern: with JSON: a regular expression of the whitespace allowed at a place; None takes the engine's,
         which is bounded.
     disable_any_whitespace: with JSON: no whitespace but that inside of strings.
-    disable_additional_properties: with json: where a schema says nothing of further properties, objects have none, and
-        texts, arrays and numbers without bounds get default ones. False generates all that is valid.
+    disable_additional_properties: with JSON: where a schema says nothing of further properties, objects have none, and
+        strings, arrays and numbers without bounds get default ones. False generates all that is valid.
 
     Raises InvalidParameter. Whether a schema can be enforced is checked when an engine accepts the request.
     """
@@ -81,13 +82,14 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     def _check_options(self, given: str) -> None:
         for name in ("whitespace_pattern", "disable_any_whitespace"):
-            if getattr(self, name) and given not in _ABOUT_WHITESPACE:
-                raise check.invalid(_full(name), getattr(self, name), f"only with {', '.join(_ABOUT_WHITESPACE)}")
+            if getattr(self, name) and given not in CONSTRAINTS_BY_SCHEMA:
+                raise check.invalid(_full(name), getattr(self, name), f"only with {', '.join(CONSTRAINTS_BY_SCHEMA)}")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             allowed = "not together with disable_any_whitespace, which leaves no whitespace to describe"
             raise check.invalid(_full("whitespace_pattern"), self.whitespace_pattern, allowed)
-        if not self.disable_additional_properties and given != "json":
-            raise check.invalid(_full("disable_additional_properties"), False, "only with json")
+        if not self.disable_additional_properties and given not in CONSTRAINTS_BY_SCHEMA:
+            allowed = f"False only with {', '.join(CONSTRAINTS_BY_SCHEMA)}"
+            raise check.invalid(_full("disable_additional_properties"), False, allowed)
 
     def _set(self, name: str, value: Any) -> None:
         msgspec.structs.force_setattr(self, name, value)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.contract import StructuredOutputsParams
+from penstock.contract.structured_outputs import CONSTRAINTS_BY_SCHEMA, StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import MatcherError
 from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace_of
@@ -21,6 +21,9 @@ from penstock.structured.schema_narrowing import narrowed
 _ALLOWED_ESCAPES = 'nrbtf\\"'
 # Tokens that masks take in at once where all of them may come, as in names, words and addresses.
 _LETTERS_AND_DIGITS = "[a-zA-Z0-9]+"
+# The same for strings with a bound, which tokens longer than the library's own slices would be tried in one by one.
+_UP_TO_100 = r'[^"\\\x00-\x1F\x7F]{1,100}'
+Rewrite: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 _LIMITS = LLParserLimits(verbose_errors=False)
 _ERRORS = {
     "panic": "it is too large, or has something that llguidance cannot cope with",
@@ -41,19 +44,28 @@ class LLGuidanceBackend:
             tokenizer_json,
             n_vocab=vocab_size,
             eos_token=sorted(self._eos_token_ids),
-            slices=[_LETTERS_AND_DIGITS, *LLTokenizer.general_slices()],
+            slices=[
+                _LETTERS_AND_DIGITS,
+                *LLTokenizer.general_slices()[:-1],
+                _UP_TO_100,
+                LLTokenizer.general_slices()[-1],
+            ],
         )
         self._end_words = end_mask(vocab_size, self._eos_token_ids)
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceGrammar:
         name = params.constraint
-        # Of a schema, less is generated than it allows; that it can be enforced is decided by the schema itself.
-        matcher = self._matcher(self._source(params))
-        if matcher.is_error():
-            raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_said(matcher)}.")
-        if params.json is not None and params.disable_additional_properties:
-            narrow = self._matcher(self._schema_source(narrowed(schema_of(params)), params))
-            matcher = matcher if narrow.is_error() else narrow
+        whole = self._source(params, _as_it_is)
+        matcher = None
+        if params.disable_additional_properties and name in CONSTRAINTS_BY_SCHEMA:
+            narrow = self._matcher(self._source(params, narrowed))
+            matcher = None if narrow.is_error() else narrow
+        # That branches of a oneOf exclude each other is known of the schema itself only.
+        if matcher is None or '"oneOf"' in whole:
+            checked = self._matcher(whole)
+            if checked.is_error():
+                raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_said(checked)}.")
+            matcher = matcher or checked
         return LLGuidanceGrammar(matcher, self._eos_token_ids, self._end_words)
 
     def _matcher(self, source: str) -> LLMatcher:
@@ -66,11 +78,8 @@ class LLGuidanceBackend:
         _fill(first, np.zeros_like(self._end_words))
         return first if first.is_error() else matcher
 
-    def _schema_source(self, schema: dict[str, Any], params: StructuredOutputsParams) -> str:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options(params))
-
-    def _source(self, params: StructuredOutputsParams) -> str:
-        """The constraint as llguidance writes it."""
+    def _source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
+        """The constraint as llguidance writes it. rewrite: what becomes of its schemas."""
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(translated("regex", params.regex))
         if params.choice is not None:
@@ -78,21 +87,22 @@ class LLGuidanceBackend:
         if params.grammar is not None:
             return LLMatcher.grammar_from_lark(as_lark(params.grammar, self._json_options(params)))
         if params.structural_tag is not None:
-            return self._tag_source(params)
-        return self._schema_source(schema_of(params), params)
+            return self._tag_source(params, rewrite)
+        schema = rewrite(schema_of(params))
+        return LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options(params))
 
     def _json_options(self, params: StructuredOutputsParams) -> Any:
         options: dict[str, Any] = {"json_allowed_escapes": _ALLOWED_ESCAPES}
         pattern = whitespace_of(params)
         return {**options, "whitespace_pattern": pattern} if pattern else {**options, "whitespace_flexible": False}
 
-    def _tag_source(self, params: StructuredOutputsParams) -> str:
+    def _tag_source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
         """Any text, in which what begins with a trigger goes on as its parts do."""
         rules = ["start: (" + " | ".join(f"tag_{index}" for index, _ in enumerate(tagged_parts(params))) + ")* TEXT"]
         rules.append(r"TEXT: /(.|\n)*/")
         options = self._json_options(params)
         for index, part in enumerate(tagged_parts(params)):
-            schema = json.dumps({"x-guidance": options, **part.schema})
+            schema = json.dumps({"x-guidance": options, **rewrite(part.schema)})
             rest = part.begin[len(part.trigger) :]
             body = " ".join(filter(None, [_quoted(rest), f"%json {schema}", _quoted(part.end)]))
             special = self._special_token(part.trigger)
@@ -154,6 +164,10 @@ class LLGuidanceMatcher(EndingMatcher):
     def _check(self) -> None:
         if self._matcher.is_error():
             raise MatcherError(_said(self._matcher))
+
+
+def _as_it_is(schema: dict[str, Any]) -> dict[str, Any]:
+    return schema
 
 
 def _fill(matcher: LLMatcher, words: np.ndarray) -> None:

@@ -1,33 +1,43 @@
-"""Closed objects and default bounds: what is generated of a schema that says nothing of further properties or of sizes.
+"""Closed objects and default bounds, for schemas that say nothing of further properties or of sizes.
 
-JSON Schema leaves objects open and texts, arrays and numbers without bounds, so that an output may go on for ever. Here
-each place gets a subset of what is valid there. Schemas that apply to the same instance (allOf, anyOf, $ref) see each
-other's properties.
+JSON Schema leaves objects open and strings, arrays and numbers without bounds, so that an output may never end. Each
+place of a narrowed schema has a subset of the instances that are valid there. Schemas that apply to the same instance
+(allOf, anyOf, $ref) see each other's properties and bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-MAX_LENGTH = 4096
+MAX_LENGTH = 1024
 MAX_ITEMS = 256
+MAX_PROPERTIES = 256
+MAX_NAME_LENGTH = 256
 MAX_DIGITS = 15
+MAX_FRACTION_DIGITS = 10
+# Schemas that apply to one instance. Beyond that many it stays as it is.
+_MAX_PARTS = 1000
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
+_TYPES = {"array", "number", "object", "string"}
+_LARGEST = 10**MAX_DIGITS - 1
+_ANY_NAME = f"^(?s:.{{0,{MAX_NAME_LENGTH}}})$"
+_ANYTHING = {"$ref": "#/$defs/anything"}
 _OPEN = "-open"
 
 
 def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A subset of a schema whose objects are closed and whose texts, arrays and integers are bounded.
+    """The schema with closed objects and with bounds.
 
-    schema: as `enforceable` writes it. Branches of oneOf become those of anyOf, since closed objects would seem to
-    exclude each other; a caller checks with the schema itself that they do.
+    schema: as `enforceable` writes it. A oneOf becomes an anyOf, since closed objects would seem to exclude each other:
+    that its branches do is to be known of the schema itself.
     """
     return _Narrowing(schema.get("$defs", {})).whole(schema)
 
 
 class _Narrowing:
-    """definitions: of the schema, by name. Those that apply in place beside other schemas are kept open in a copy."""
+    """definitions: of the schema, by name. A definition that applies beside other schemas is kept open in a copy."""
 
     def __init__(self, definitions: dict[str, Any]) -> None:
         self._definitions = definitions
@@ -35,54 +45,51 @@ class _Narrowing:
         self._waiting: list[str] = []
 
     def whole(self, schema: dict[str, Any]) -> dict[str, Any]:
-        root = {name: value for name, value in schema.items() if name != "$defs"}
-        result: dict[str, Any] = self._place(root)
+        root = self._place({name: value for name, value in schema.items() if name != "$defs"})
+        result = root if isinstance(root, dict) else {"allOf": [root]}
         while self._waiting:
             name = self._waiting.pop()
             if name.endswith(_OPEN):
                 self._written[name] = self._part(self._definitions[name.removesuffix(_OPEN)])
             else:
                 self._written[name] = self._place(self._definitions[name])
-        return {"$defs": self._written, **result} if self._written else result
+        return {"$defs": {**self._written, "anything": _with_short_names(_limits([{}]))}, **result}
 
-    def _refer(self, reference: str, suffix: str = "") -> str:
+    def _refer(self, reference: str, suffix: str = "") -> dict[str, Any]:
         name = reference.rpartition("/")[2] + suffix
         if name not in self._written:
             self._written[name] = True
             self._waiting.append(name)
-        return f"#/$defs/{name}"
+        return {"$ref": f"#/$defs/{name}"}
 
     def _place(self, schema: Any) -> Any:
         """A schema that alone says what an instance is."""
-        if not isinstance(schema, dict):
+        if schema is False:
             return schema
-        others = schema.keys() - {"type"}
-        if others == {"$ref"} and "type" not in schema:
-            return {"$ref": self._refer(schema["$ref"])}
-        if len(others) == 1 and others <= set(_IN_PLACE) and (others != {"allOf"} or len(schema["allOf"]) == 1):
-            (name,) = others
-            kept = {"type": schema["type"]} if "type" in schema else {}
-            return {**kept, "anyOf": [self._place(branch) for branch in schema[name]]}
-        if "$ref" in schema or not schema.keys().isdisjoint(_IN_PLACE):
-            return self._combined(schema)
-        out = self._part(schema)
-        _bound(out)
-        names, patterns, is_open = self._names(schema)
-        if (names or patterns) and not is_open:
-            out["additionalProperties"] = False
-            out["properties"] = {**dict.fromkeys(names, True), **out.get("properties", {})}
-        return out
+        if schema is True or not schema:
+            return _ANYTHING
+        if schema.keys() == {"$ref"}:
+            return self._refer(schema["$ref"])
+        if schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:
+            return self._place(schema["allOf"][0])
+        choices = [name for name in ("anyOf", "oneOf") if name in schema]
+        if len(choices) == 1:
+            return self._choice(schema, choices[0])
+        part = self._part(schema)
+        parts = list(itertools.islice(self._parts(schema, set()), _MAX_PARTS + 1))
+        limits = _limits(parts) if len(parts) <= _MAX_PARTS else {}
+        if len(parts) > 1:
+            return {**part, "allOf": [*part.get("allOf", []), _with_short_names(limits)]}
+        properties = {**limits.get("properties", {}), **part.get("properties", {})}
+        return _with_short_names({**limits, **part, **({"properties": properties} if properties else {})})
 
-    def _combined(self, schema: dict[str, Any]) -> Any:
-        """Several schemas for the same instance, with the properties of them all."""
-        out = self._part(schema)
-        names, patterns, is_open = self._names(schema)
-        if (names or patterns) and not is_open:
-            closing = {"properties": dict.fromkeys(names, True), "additionalProperties": False}
-            if patterns:
-                closing["patternProperties"] = dict.fromkeys(patterns, True)
-            out["allOf"] = [*out.get("allOf", []), closing]
-        return out
+    def _choice(self, schema: dict[str, Any], name: str) -> dict[str, Any]:
+        """Branches, each narrowed together with what stands beside them."""
+        rest = {key: value for key, value in schema.items() if key != name}
+        kept = {"type": rest["type"]} if "type" in rest else {}
+        if rest == kept:
+            return {**kept, "anyOf": [self._place(branch) for branch in schema[name]]}
+        return {"anyOf": [self._place({"allOf": [rest, branch]}) for branch in schema[name]]}
 
     def _part(self, schema: Any) -> Any:
         """A schema to which others are added: it stays open, and what lies within it is narrowed."""
@@ -97,60 +104,97 @@ class _Narrowing:
             elif name == "prefixItems":
                 out[name] = [self._place(item) for item in value]
             elif name == "$ref":
-                out[name] = self._refer(value, _OPEN)
+                out |= self._refer(value, _OPEN)
             elif name == "oneOf":
                 out.setdefault("allOf", []).append({"anyOf": [self._part(branch) for branch in value]})
             elif name == "allOf":
-                out["allOf"] = [*out.get("allOf", []), *map(self._part, value)]
+                out.setdefault("allOf", []).extend(map(self._part, value))
             elif name == "anyOf":
                 out[name] = [self._part(branch) for branch in value]
             else:
                 out[name] = value
         return out
 
-    def _names(self, schema: dict[str, Any]) -> tuple[dict[str, None], dict[str, None], bool]:
-        """The names and patterns of properties, and whether something is said of others."""
-        names: dict[str, None] = {}
-        patterns: dict[str, None] = {}
-        is_open = False
-        for part in self._in_place(schema, set()):
-            listed = part.get("properties", {})
-            names |= dict.fromkeys(name for name, item in listed.items() if item is not False)
-            names |= dict.fromkeys(part.get("required", ()))
-            patterns |= dict.fromkeys(part.get("patternProperties", {}))
-            is_open = is_open or "additionalProperties" in part
-        return names, patterns, is_open
-
-    def _in_place(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """The schemas that apply to the same instance."""
+    def _parts(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
+        """The schemas that apply to the same instance, this one first."""
         if not isinstance(schema, dict):
             return
         yield schema
         for name in _IN_PLACE:
             for branch in schema.get(name, ()):
-                yield from self._in_place(branch, seen)
+                yield from self._parts(branch, seen)
         reference = schema.get("$ref")
         if reference is not None and reference not in seen:
             seen.add(reference)
-            yield from self._in_place(self._definitions[reference.rpartition("/")[2]], seen)
+            yield from self._parts(self._definitions[reference.rpartition("/")[2]], seen)
 
 
-def _bound(schema: dict[str, Any]) -> None:
-    """Give texts, arrays and integers without an upper bound a generous one."""
-    if "enum" in schema or "const" in schema:
-        return
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else types
-    if "string" in types and schema.keys().isdisjoint({"maxLength", "pattern", "format"}):
-        schema["maxLength"] = max(MAX_LENGTH, schema.get("minLength", 0))
-    if "array" in types and "maxItems" not in schema:
-        schema["maxItems"] = max(MAX_ITEMS, schema.get("minItems", 0), len(schema.get("prefixItems", ())))
-    largest = 10**MAX_DIGITS - 1
-    if "integer" in types or "number" in types:
-        low = schema.get("minimum", schema.get("exclusiveMinimum"))
-        high = schema.get("maximum", schema.get("exclusiveMaximum"))
-        # A bound that lies beyond the default ones stays the only one.
-        if high is None and (low is None or low < largest) and "multipleOf" not in schema:
-            schema["maximum"] = largest
-        if low is None and (high is None or high > -largest) and "multipleOf" not in schema:
-            schema["minimum"] = -largest
+def _limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Keywords to be added to schemas that apply to the same instance. Constants are finite without them."""
+    said = set(itertools.chain.from_iterable(parts))
+    if not said.isdisjoint({"const", "enum"}):
+        return {}
+    types = {name for part in parts for name in _listed(part.get("type", []))} or _TYPES
+    limits: dict[str, Any] = {}
+    if "string" in types and said.isdisjoint({"maxLength", "pattern"}):
+        limits["maxLength"] = max([MAX_LENGTH, *_values(parts, "minLength")])
+    if "array" in types:
+        if "maxItems" not in said:
+            limits["maxItems"] = max([MAX_ITEMS, *_values(parts, "minItems"), *map(len, _values(parts, "prefixItems"))])
+        if "items" not in said:
+            limits["items"] = _ANYTHING
+    if not types.isdisjoint({"integer", "number"}):
+        limits |= _number_limits(parts)
+        if "number" in types and "multipleOf" not in said:
+            limits["multipleOf"] = 10**-MAX_FRACTION_DIGITS
+    return limits | _object_limits(parts, said) if "object" in types else limits
+
+
+def _number_limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Bounds. One of the schema that lies beyond the default ones stays the only one."""
+    limits: dict[str, Any] = {}
+    lows, highs = (
+        [*_values(parts, inclusive), *_values(parts, exclusive)]
+        for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+    )
+    if not highs and max([0, *lows]) < _LARGEST:
+        limits["maximum"] = _LARGEST
+    if not lows and min([0, *highs]) > -_LARGEST:
+        limits["minimum"] = -_LARGEST
+    return limits
+
+
+def _object_limits(parts: Sequence[dict[str, Any]], said: set[str]) -> dict[str, Any]:
+    """No other properties where some are named. Where any may come, a bound of their number."""
+    listed = {name: True for part in parts for name, item in part.get("properties", {}).items() if item is not False}
+    required = dict.fromkeys(name for part in parts for name in part.get("required", ()))
+    patterns = {pattern: True for part in parts for pattern in part.get("patternProperties", {})}
+    unlisted = dict.fromkeys((name for name in required if name not in listed), True if patterns else _ANYTHING)
+    names = {**listed, **unlisted}
+    limits: dict[str, Any] = {}
+    if "additionalProperties" not in said:
+        if names:
+            limits["properties"] = names
+        if patterns:
+            limits["patternProperties"] = patterns
+        limits["additionalProperties"] = False if names or patterns else _ANYTHING
+    # Beside properties that may be left out, llguidance does not count.
+    if "maxProperties" not in said and names.keys() <= required.keys():
+        limits["maxProperties"] = len(required) + max([MAX_PROPERTIES, *_values(parts, "minProperties")])
+    return limits
+
+
+def _with_short_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """Properties of any name become those of a name that has an end."""
+    rest = schema.get("additionalProperties", False)
+    if rest is False or any(schema.get(name) for name in ("properties", "patternProperties", "required")):
+        return schema
+    return {**schema, "patternProperties": {_ANY_NAME: rest}, "additionalProperties": False}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _values(parts: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    return [part[name] for part in parts if name in part]
