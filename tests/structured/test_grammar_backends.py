@@ -50,6 +50,11 @@ def test_each_kind_of_constraint_is_followed(fields: dict[str, Any], right: list
     [
         ('start: "a" NUMBER\nNUMBER: /[0-9]+/ // digits\n', "a1", "a"),
         ('start: "<" %json {"type": "integer"} ">"', "<5>", "<a>"),
+        (
+            'start: %json {"properties": {"a": {}}, "type": "object", "allOf": [{"properties": {"b": {}}}]}',
+            '{"a":1,"b":2}',
+            '{"b":1,"a":2}',
+        ),
     ],
 )
 def test_a_grammar_in_larks_notation_is_followed(grammar: str, right: str, wrong: str) -> None:

@@ -54,7 +54,7 @@ def as_lark(grammar: str, json_options: Mapping[str, Any]) -> str:
         if found.group() == "%json":
             schema, at = _schema_at(lark, at)
             options = {"x-guidance": dict(json_options)} if json_options else {}
-            parts.append(f" {json.dumps({**options, **schema})}")
+            parts.append(f" {json.dumps({**schema, **options})}")
         else:
             _check_token(found.group())
     return "".join([*parts, lark[at:]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -24,6 +25,9 @@ _LETTERS_AND_DIGITS = "[a-zA-Z0-9]+"
 # The same for strings with a bound, which tokens longer than the library's own slices would be tried in one by one.
 _UP_TO_100 = r'[^"\\\x00-\x1F\x7F]{1,100}'
 Rewrite: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+# With forcing, a mask has the tokenizer's own choice alone where a text is forced: less than the matcher accepts, and
+# for the name of a special token that token, which the matcher does not accept as text.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _LIMITS = LLParserLimits(verbose_errors=False)
 _ERRORS = {
     "panic": "it is too large, or has something that llguidance cannot cope with",
@@ -52,6 +56,14 @@ class LLGuidanceBackend:
             ],
         )
         self._end_words = end_mask(vocab_size, self._eos_token_ids)
+        self._special_ids = {
+            token["content"]: token["id"]
+            for token in json.loads(tokenizer_json).get("added_tokens") or ()
+            if token["id"] < vocab_size and self._tokenizer.is_special_token(token["id"])
+        }
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        # Without special tokens, what matches nowhere.
+        self._special_tokens = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceGrammar:
         name = params.constraint
@@ -79,17 +91,21 @@ class LLGuidanceBackend:
         return first if first.is_error() else matcher
 
     def _source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
-        """The constraint as llguidance writes it. rewrite: what becomes of its schemas."""
+        """The constraint in Lark's notation. rewrite: what becomes of its schemas."""
         if params.regex is not None:
-            return LLMatcher.grammar_from_regex(translated("regex", params.regex))
+            return _lark_of_regex(translated("regex", params.regex)) + _NO_FORCING
         if params.choice is not None:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
+            return "start: " + " | ".join(map(json.dumps, params.choice)) + _NO_FORCING
         if params.grammar is not None:
-            return LLMatcher.grammar_from_lark(as_lark(params.grammar, self._json_options(params)))
+            return as_lark(params.grammar, self._json_options(params)) + _NO_FORCING
         if params.structural_tag is not None:
-            return self._tag_source(params, rewrite)
-        schema = rewrite(schema_of(params))
-        return LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options(params))
+            return self._tag_source(params, rewrite) + _NO_FORCING
+        return f"start: {self._json_source(rewrite(schema_of(params)), params)}{_NO_FORCING}"
+
+    def _json_source(self, schema: Any, params: StructuredOutputsParams) -> str:
+        # Options come last: llguidance takes them out by putting the last keyword in their place, and the order of
+        # keywords is that of properties.
+        return f"%json {json.dumps({**schema, 'x-guidance': self._json_options(params)})}"
 
     def _json_options(self, params: StructuredOutputsParams) -> Any:
         options: dict[str, Any] = {"json_allowed_escapes": _ALLOWED_ESCAPES}
@@ -97,27 +113,30 @@ class LLGuidanceBackend:
         return {**options, "whitespace_pattern": pattern} if pattern else {**options, "whitespace_flexible": False}
 
     def _tag_source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
-        """Any text, in which what begins with a trigger goes on as its parts do."""
-        rules = ["start: (" + " | ".join(f"tag_{index}" for index, _ in enumerate(tagged_parts(params))) + ")* TEXT"]
-        rules.append(r"TEXT: /(.|\n)*/")
-        options = self._json_options(params)
-        for index, part in enumerate(tagged_parts(params)):
-            schema = json.dumps({"x-guidance": options, **rewrite(part.schema)})
-            rest = part.begin[len(part.trigger) :]
-            body = " ".join(filter(None, [_quoted(rest), f"%json {schema}", _quoted(part.end)]))
-            special = self._special_token(part.trigger)
-            if special is not None:
-                rules.append(f"tag_{index}: TEXT <[{special}]> {body}")
-            else:
-                rules.append(f"tag_{index}_begin[lazy]: TEXT {_quoted(part.trigger)}")
-                rules.append(f"tag_{index}: tag_{index}_begin {body}")
-        return LLMatcher.grammar_from_lark("\n".join(rules))
+        """Any text, in which what begins with a trigger goes on as its parts do.
 
-    def _special_token(self, text: str) -> int | None:
-        """The special token that a text is the name of."""
-        token_ids = self._tokenizer.tokenize_str(text, parse_special=True)
-        is_special = len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0])
-        return token_ids[0] if is_special else None
+        Special tokens that a part names are those tokens. A trigger triggers when ordinary tokens spell it, too.
+        """
+        rules, tags = [r"TEXT: /(.|\n)*/"], []
+        for index, part in enumerate(tagged_parts(params)):
+            begins = [" ".join([f"tag_{index}_begin", *self._terms(part.begin[len(part.trigger) :])])]
+            rules.append(f"tag_{index}_begin[lazy]: TEXT {json.dumps(part.trigger)}")
+            special = self._special_tokens.search(part.begin)
+            if special is not None and special.start() < len(part.trigger):
+                rules.append(f"TAG_{index}: TEXT {json.dumps(part.begin[: special.start()])}")
+                begins.append(" ".join([f"TAG_{index}", *self._terms(part.begin[special.start() :])]))
+            body = [self._json_source(rewrite(part.schema), params), *self._terms(part.end)]
+            tags.append(" ".join([f"({' | '.join(begins)})", *body]))
+        return "\n".join([f"start: ({' | '.join(tags)})* TEXT", *rules])
+
+    def _terms(self, text: str) -> list[str]:
+        """A text as terms of a rule: the special tokens in it by their ids, and the rest as it is spelt."""
+        pieces = self._special_tokens.split(text)
+        return [
+            f"<[{self._special_ids[piece]}]>" if number % 2 else json.dumps(piece)
+            for number, piece in enumerate(pieces)
+            if piece
+        ]
 
 
 class LLGuidanceGrammar:
@@ -174,8 +193,9 @@ def _fill(matcher: LLMatcher, words: np.ndarray) -> None:
     matcher.unsafe_compute_mask_ptr(words.__array_interface__["data"][0], words.nbytes)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""
+def _lark_of_regex(pattern: str) -> str:
+    lark: str = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+    return lark
 
 
 def _said(matcher: LLMatcher) -> str:
