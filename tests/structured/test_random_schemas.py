@@ -88,7 +88,7 @@ def test_nothing_passes_that_is_not_valid(seed: int) -> None:
     while num_accepted < NUM_SCHEMAS:
         schema = {"$defs": {"x": maker.schema(2), "y": maker.schema(2)}, "allOf": [maker.schema()]}
         try:
-            matcher = schema_matcher(schema)
+            matcher = schema_matcher(schema, disable_additional_properties=num_accepted % 2 == 0)
         except InvalidParameter:
             continue
         num_accepted += 1

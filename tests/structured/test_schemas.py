@@ -341,8 +341,9 @@ def test_what_only_compiling_tells_is_refused_then(schema: Any) -> None:
 
 def test_a_name_cannot_be_written_a_second_time_in_another_way() -> None:
     """An escape would make another property of it for the grammar, and the same one for whoever reads the output."""
-    matcher = schema_matcher({"type": "object", "properties": {"a": {"type": "integer"}}})
-    assert allows(matcher, '{"a":1}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    matcher = schema_matcher(schema, disable_additional_properties=False)
+    assert allows(matcher, '{"a":1,"b":2}')
     assert not allows(matcher, '{"a":1,"a":"x"}')
     assert not allows(matcher, '{"a":1,"\\u0061":"x"}')
 
