@@ -7,6 +7,7 @@
 | 2 | bad input: an option, a prompt, a file |
 | 130 | Ctrl-C |
 | 141 | nobody reads the output any more |
+| 143 | SIGTERM |
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from penstock.errors import ConfigError, InvalidRequest, ModelNotFound, Penstock
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_OUTPUT_CLOSED = 128 + signal.SIGPIPE
+EXIT_TERMINATED = 128 + signal.SIGTERM
 _BAD_INPUT = (ConfigError, InvalidRequest, ModelNotFound)
 
 
@@ -37,20 +39,23 @@ class OutputClosed(Exception):
 
 
 class _Interrupts:
-    """Remembers Ctrl-C, which a library may turn into an error of its own.
+    """Remembers Ctrl-C and SIGTERM, which a library may turn into an error of its own.
 
     Within an import it leaves at once: libraries also go on after whatever one of their imports raised.
     """
 
     def __init__(self) -> None:
-        self.happened = False
+        self.exit_code: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _is_importing(frame):
             leave_at_once(number, frame)
-        self.happened = True
-        # The second Ctrl-C does not wait for an orderly end.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # The second one does not wait for an orderly end.
+        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGTERM:
+            self.exit_code = EXIT_TERMINATED
+            sys.exit(EXIT_TERMINATED)
+        self.exit_code = EXIT_INTERRUPTED
         raise KeyboardInterrupt
 
 
@@ -70,21 +75,22 @@ def readable_errors(*, debug: bool = False, flags: Flags | None = None) -> Itera
     PENSTOCK_LOG_LEVEL=debug does.
     """
     interrupts = _Interrupts()
-    former_handler = signal.signal(signal.SIGINT, interrupts)
+    former_handlers = {number: signal.signal(number, interrupts) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except SystemExit:
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or interrupts.happened:
-            sys.exit(EXIT_INTERRUPTED)
+        if isinstance(error, KeyboardInterrupt) or interrupts.exit_code is not None:
+            sys.exit(interrupts.exit_code or EXIT_INTERRUPTED)
         if isinstance(error, OutputClosed):
             discard_output()
             sys.exit(EXIT_OUTPUT_CLOSED)
         _fail(error, flags, show_traceback=debug or env.log_level() == "DEBUG")
     finally:
-        if not interrupts.happened:
-            signal.signal(signal.SIGINT, former_handler)
+        if interrupts.exit_code is None:
+            for number, handler in former_handlers.items():
+                signal.signal(number, handler)
 
 
 @contextmanager

@@ -21,6 +21,6 @@ def main() -> None:
     app(prog_name="penstock")
 
 
-def leave_at_once(_number: int, _frame: FrameType | None) -> None:
+def leave_at_once(number: int, _frame: FrameType | None) -> None:
     """A signal handler for where nothing has to be cleaned up."""
-    os._exit(EXIT_INTERRUPTED)
+    os._exit(128 + number)

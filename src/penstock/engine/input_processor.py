@@ -83,15 +83,17 @@ class InputProcessor:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        number: int | None = None,
     ) -> AcceptedRequest:
         """Check a prompt and its parameters, and make the request.
 
         where: what errors call it, such as "prompts[3]". request_id: None numbers the requests.
         priority: lower runs first, under the "priority" policy.
+        number: what the seed of a request without one is made of; None takes the number of requests accepted before it.
         Raises InvalidRequest, InvalidParameter or ContextTooLong.
         """
         with located(where):
-            request, text = self._process(prompt, sampling_params, request_id, priority)
+            request, text = self._process(prompt, sampling_params, request_id, priority, number)
         return AcceptedRequest(request, text, where)
 
     def encode_part(self, prompt: Prompt, is_first: bool) -> list[int]:
@@ -105,7 +107,12 @@ class InputProcessor:
         return token_ids
 
     def _process(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None, priority: int
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        number: int | None,
     ) -> tuple[EngineRequest, str | None]:
         arrival_time = time.monotonic()
         text, prompt_token_ids, cache_salt = self._take_apart(prompt)
@@ -115,7 +122,7 @@ class InputProcessor:
         prompt_token_ids = self._truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
         self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
         if sampling_params.seed is None:
-            seed = _drawn_seed(self._seed, self._num_accepted)
+            seed = _drawn_seed(self._seed, self._num_accepted if number is None else number)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
         request = EngineRequest(
             req_id=str(self._num_accepted) if request_id is None else request_id,

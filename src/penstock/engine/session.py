@@ -50,16 +50,23 @@ class Session:
         return self._core.max_model_len
 
     def accept(
-        self, prompt: Prompt, sampling_params: SamplingParams, where: str = "", *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        where: str = "",
+        *,
+        priority: int = 0,
+        number: int | None = None,
     ) -> AcceptedRequest:
         """Check a prompt and its parameters. The request runs once it is given to `run`.
 
         where: what errors call it, such as "prompts[3]". priority: lower runs first, under the "priority" policy.
+        number: what the seed of a request without one is made of; None takes the number of requests before it.
         Raises InvalidRequest, InvalidParameter or ContextTooLong; LifecycleError after `close`.
         """
         with self._lock:
             self._check_open()
-            return self._input_processor.process(prompt, sampling_params, where, priority=priority)
+            return self._input_processor.process(prompt, sampling_params, where, priority=priority, number=number)
 
     def run(
         self,
