@@ -183,7 +183,9 @@ def test_a_token_that_cannot_come_has_a_finite_log_probability() -> None:
         metrics=RequestMetrics(arrival_time=0.0),
     )
     for endpoint in Endpoint:
-        (line,) = BatchFormat("x", endpoint, "demo", num_logprobs=2).lines(0, output, was_refused=False)
+        (line,) = BatchFormat("x", endpoint, "demo", num_logprobs=2).lines(
+            0, output, request_hash=None, was_refused=False
+        )
         assert "Infinity" not in json.dumps(line)
         assert "-9999.0" in json.dumps(line)
 
@@ -234,7 +236,7 @@ def test_a_bad_line_is_answered_in_its_place(answer: Answer, line: Any, message:
     lines, result = answer(good, line, batch("also good", messages=MESSAGES), exit_code=1)
     assert [line["response"]["status_code"] for line in lines] == [200, 400, 200]
     bad = lines[1]
-    assert bad["custom_id"] == (line.get("custom_id") if isinstance(line, dict) else None)
+    assert bad["custom_id"] == (line.get("custom_id") if isinstance(line, dict) else "x")
     assert bad["error"]["message"] == bad["response"]["body"]["error"]["message"]
     assert bad["error"]["message"].startswith("standard input, line 2: ")
     assert message in bad["error"]["message"]
@@ -281,3 +283,15 @@ def test_among_several_models_only_the_running_one_answers(answer: Answer, model
     )
     assert [line["response"]["status_code"] for line in lines] == [400, 200, 400, 200]
     assert "model='other' is not the one that runs. Allowed: " in lines[2]["error"]["message"]
+
+
+def test_a_line_of_no_kind_is_answered_like_the_others_of_its_file(answer: Answer) -> None:
+    lines, _ = answer(batch("a", COMPLETION, prompt="x"), {"custom_id": "b"}, {}, '"text"', exit_code=1)
+    assert [line["custom_id"] for line in lines] == ["a", "b", None, None]
+    assert [line["response"]["status_code"] for line in lines] == [200, 400, 400, 400]
+
+
+def test_a_batch_of_lines_that_were_all_cut_off_is_answered_as_a_batch(answer: Answer) -> None:
+    lines, _ = answer('{"custom_id": "a", "method": ', '{"custom_id": "b"', exit_code=1)
+    assert [line["custom_id"] for line in lines] == ["a", "b"]
+    assert [line["error"]["code"] for line in lines] == ["invalid_request_error"] * 2

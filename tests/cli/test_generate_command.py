@@ -262,7 +262,10 @@ def test_results_before_ctrl_c_are_kept_beside_what_was_there(slow: Command, tmp
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 60}))
     err = interrupted(slow, source, target)
-    assert err == f"penstock: ended early; 1 line is in {target}.partial, and {target} was not touched.\n"
+    assert err == (
+        f"penstock: ended early; 1 line is in {target}.partial, and {target} was not touched. "
+        "The same command with --resume answers the rest.\n"
+    )
     assert not target.exists()
     assert prompts_in(tmp_path / "out.jsonl.partial") == ["a"]
     (tmp_path / "out.jsonl.partial").unlink()

@@ -280,6 +280,20 @@ def test_a_lines_parameters_go_before_the_commands(generate: Generate, cores: li
     assert [request.cache_salt for request in cores[0].added] == ["s", None]
 
 
+def test_a_lines_priority_reaches_the_scheduler(generate: Generate, cores: list[FakeCore]) -> None:
+    body = {"model": "m", "prompt": "b", "priority": -4}
+    lines = [
+        {"prompt": "a", "priority": 3},
+        {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": body},
+        {"prompt": "c"},
+        {"prompt": "d", "priority": "high"},
+    ]
+    stdin = "\n".join(map(json.dumps, lines)).encode()
+    result = generate("--input", "-", "--option", "policy=priority", stdin=stdin)
+    assert [request.priority for request in cores[0].added] == [3, -4, 0]
+    assert "priority='high' is not valid. Allowed: integers" in json.loads(result.stdout.splitlines()[3])["error"]
+
+
 def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(generate: Generate) -> None:
     result = generate("--input", "-", "--max-tokens", "1", stdin=b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
     assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["a", "b"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from penstock.cli.output_file import output_file
+from penstock.cli.output_file import PartialFile, output_file
 
 
 def test_a_file_that_cannot_be_replaced_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,8 @@ def test_a_file_that_cannot_be_replaced_is_written_over(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Path, "replace", busy)
     with output_file(target) as file:
-        file.write("after")
+        assert isinstance(file, PartialFile)
+        file.put(0, "after")
     assert target.read_text() == "after"
     assert target.stat().st_ino == number
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -40,7 +41,8 @@ def test_in_a_folder_that_takes_no_other_file_it_is_written_in_place(
 
     monkeypatch.setattr(Path, "open", refuse_new)
     with output_file(target) as file:
-        file.write("after")
+        assert not isinstance(file, PartialFile)
+        file.write(b"after")
     assert target.read_text() == "after"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -56,6 +58,6 @@ def test_what_a_failed_replacement_had_is_kept(
     monkeypatch.setattr(Path, "replace", full)
     monkeypatch.setattr("shutil.copyfile", full)
     with pytest.raises(OSError, match="No space left"), output_file(target) as file:
-        file.write("after\n")
+        cast(PartialFile, file).put(0, "after\n")
     assert (tmp_path / "out.partial").read_text() == "after\n"
     assert f"1 line is in {target}.partial" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,8 @@ from penstock.errors import InvalidParameter, InvalidRequest
 logger = logging.getLogger(__name__)
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
+# One of which a request of our own kind has.
+_OWN_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _URLS = {endpoint.value: endpoint for endpoint in Endpoint}
 # Parameters of ours that mean the same in a body. The others have names or meanings of their own there, or none.
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__) - {
@@ -30,7 +32,7 @@ _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__) - {
 }
 _CHAT_FIELDS = ("messages", *TEMPLATE_FIELDS, "max_completion_tokens", "top_logprobs")
 _FIELDS = {
-    endpoint: ("model", *own, "logprobs", "cache_salt", *sorted(_SAMPLING_FIELDS))
+    endpoint: ("model", *own, "logprobs", "cache_salt", "priority", *sorted(_SAMPLING_FIELDS))
     for endpoint, own in ((Endpoint.CHAT, _CHAT_FIELDS), (Endpoint.COMPLETION, ("prompt",)))
 }
 # What servers are told about the client, and what changes no answer here.
@@ -49,27 +51,32 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def read_batch_lines(
-    lines: Sequence[tuple[str, dict[str, Any] | InvalidRequest]], defaults: SamplingParams, model: str
+    lines: Sequence[tuple[str, dict[str, Any] | InvalidRequest]],
+    names: Mapping[str, str],
+    defaults: SamplingParams,
+    model: str,
 ) -> dict[str, Work]:
-    """The requests of those lines that are of this format, and of the unreadable ones beside them.
+    """The requests of those lines that are of this format, and of the broken ones beside them.
 
-    lines: where each one is, as errors call it, and its fields, or why it has none. defaults: of parameters that a body
+    lines: where each one is, as errors call it, and its fields, or why it has none. names: the custom_id of lines that
+    have no fields, where it could be read. defaults: of parameters that a body
     does not name. model: the one that runs. A file made for one other model is answered by it, with a warning; among
     several names only that of the running model is right.
 
     Returns them by where they are. What is wrong with one is kept in its `Work.error`.
     """
-    if not any(_is_batch_line(fields) for _, fields in lines):
+    if not names and not any(_is_batch_line(fields) for _, fields in lines):
         return {}
-    reader = _Reader(defaults, model, {_model_of(fields) for _, fields in lines} - {None})
+    reader = _Reader(defaults, names, model, {_model_of(fields) for _, fields in lines} - {None})
     return {where: reader.read(where, fields) for where, fields in lines if _is_ours(fields)}
 
 
 class _Reader:
     """named: the models that the file's requests name."""
 
-    def __init__(self, defaults: SamplingParams, model: str, named: set[Any]) -> None:
+    def __init__(self, defaults: SamplingParams, names: Mapping[str, str], model: str, named: set[Any]) -> None:
         self._defaults = defaults
+        self._names = names
         self._model = model
         self._answers_any = len(named) <= 1
         self._where_of: dict[str, str] = {}
@@ -78,23 +85,25 @@ class _Reader:
 
     def read(self, where: str, fields: dict[str, Any] | InvalidRequest) -> Work:
         given = {} if isinstance(fields, InvalidRequest) else fields
-        form = BatchFormat(given.get("custom_id"), _URLS.get(_text(given.get("url"))) or Endpoint.CHAT, self._model)
+        name = given.get("custom_id", self._names.get(where))
+        form = BatchFormat(name, _URLS.get(_text(given.get("url"))) or Endpoint.CHAT, self._model)
         try:
             with located(where):
                 if isinstance(fields, InvalidRequest):
                     raise fields
-                prompt, params = self._read(where, fields)
+                prompt, params, priority = self._read(where, fields)
         except InvalidRequest as error:
             return Work(None, self._defaults, where, form, error)
-        return Work(prompt, params, where, msgspec.structs.replace(form, num_logprobs=params.logprobs))
+        form = msgspec.structs.replace(form, num_logprobs=params.logprobs)
+        return Work(prompt, params, where, form, priority=priority)
 
-    def _read(self, where: str, fields: dict[str, Any]) -> tuple[Any, SamplingParams]:
+    def _read(self, where: str, fields: dict[str, Any]) -> tuple[Any, SamplingParams, Any]:
         endpoint = self._check_line(where, fields)
         body = {key: value for key, value in fields["body"].items() if value is not None}
         self._check_model(body.pop("model", None))
         choice = body.get("tool_choice")
         _take_only(body)
-        cache_salt = body.pop("cache_salt", None)
+        cache_salt, priority = body.pop("cache_salt", None), body.pop("priority", 0)
         if endpoint is Endpoint.CHAT:
             prompt: Any = _take_messages(body, cache_salt, with_tools=choice != "none")
             params = _chat_params(body)
@@ -102,7 +111,7 @@ class _Reader:
             prompt = {**_take_prompt(body), "cache_salt": cache_salt}
             params = {"logprobs": body.pop("logprobs", None)}
         known = _SAMPLING_FIELDS | params.keys()
-        return prompt, with_parameters(self._defaults, {**body, **params}, known, _FIELDS[endpoint])
+        return prompt, with_parameters(self._defaults, {**body, **params}, known, _FIELDS[endpoint]), priority
 
     def _check_line(self, where: str, fields: dict[str, Any]) -> Endpoint:
         for key, value in fields.items():
@@ -136,7 +145,8 @@ def _is_batch_line(fields: dict[str, Any] | InvalidRequest) -> bool:
 
 
 def _is_ours(fields: dict[str, Any] | InvalidRequest) -> bool:
-    return isinstance(fields, InvalidRequest) or _is_batch_line(fields)
+    """Whether a line of a file with batch lines is answered like them: all but requests of our own kind."""
+    return isinstance(fields, InvalidRequest) or _is_batch_line(fields) or fields.keys().isdisjoint(_OWN_FIELDS)
 
 
 def _model_of(fields: dict[str, Any] | InvalidRequest) -> str | None:

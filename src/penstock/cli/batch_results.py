@@ -15,6 +15,8 @@ from penstock.engine.outputs import CompletionOutput, Logprob, RequestOutput
 _LOWEST_LOGPROB = -9999.0
 _BAD_REQUEST = 400
 _SERVER_ERROR = 500
+# Behind which an answer's id has the hash of its request.
+ID_PREFIX = "batch_req_"
 
 
 class Endpoint(Enum):
@@ -35,7 +37,9 @@ class BatchFormat(msgspec.Struct, frozen=True):
     model: str
     num_logprobs: int | None = None
 
-    def lines(self, index: int, output: RequestOutput, *, was_refused: bool) -> list[dict[str, Any]]:
+    def lines(
+        self, index: int, output: RequestOutput, *, request_hash: str | None, was_refused: bool
+    ) -> list[dict[str, Any]]:
         name = uuid4().hex
         if output.error is None:
             status, body, error = 200, self._body(name, output), None
@@ -45,7 +49,14 @@ class BatchFormat(msgspec.Struct, frozen=True):
             body = {"error": {"message": output.error, "type": kind, "param": None, "code": status}}
             error = {"code": kind, "message": output.error}
         response = {"status_code": status, "request_id": f"req_{name}", "body": body}
-        return [{"id": f"batch_req_{name}", "custom_id": self.custom_id, "response": response, "error": error}]
+        id = f"{ID_PREFIX}{request_hash or name}"
+        return [{"id": id, "custom_id": self.custom_id, "response": response, "error": error}]
+
+    def num_lines(self, num_outputs: int) -> int:
+        return 1
+
+    def identity(self, index: int) -> Any:
+        return [self.custom_id, self.endpoint.value]
 
     def _body(self, name: str, output: RequestOutput) -> dict[str, Any]:
         is_chat = self.endpoint is Endpoint.CHAT

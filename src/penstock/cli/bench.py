@@ -101,15 +101,15 @@ def _show(settings: Settings, results: Any) -> None:
     from rich.console import Console
 
     from penstock.bench.report import tables
-    from penstock.cli.output import open_output, write
+    from penstock.cli.output import standard_output, write
 
-    with open_output(None, as_json=False) as out:
-        console = Console(file=out, highlight=False)
-        # Written by us, since rich ends the process in its own way when nobody reads.
-        with console.capture() as capture:
-            for table in tables(settings, results):
-                console.print(table)
-        write(out, capture.get())
+    out = standard_output(as_json=False)
+    console = Console(file=out, highlight=False)
+    # Written by us, since rich ends the process in its own way when nobody reads.
+    with console.capture() as capture:
+        for table in tables(settings, results):
+            console.print(table)
+    write(out, capture.get())
 
 
 def _check_writable(path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from penstock import __version__
 from penstock.cli.conversation import Conversation
 from penstock.cli.options import parse_value
-from penstock.cli.output import open_output, write
+from penstock.cli.output import standard_output, write
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 
@@ -54,8 +54,8 @@ class ChatTerminal:
 
     def run(self) -> None:
         """Talk until the input ends or /quit. Ctrl-C stops an answer, or clears the line."""
-        with open_output(None, as_json=False) as out, _interrupts_raised():
-            self._out = out
+        self._out = out = standard_output(as_json=False)
+        with _interrupts_raised():
             if self._is_interactive:
                 _edit_lines(list(self._commands))
                 self._greet()

@@ -29,6 +29,7 @@ def generate(
         Path | None, typer.Option("--input", "-i", help="JSONL, a request per line; - reads standard input")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSONL here")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what an earlier run answered")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSONL instead of text")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most  [default: 128]")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token  [default: 1.0]")] = None,
@@ -55,9 +56,8 @@ def generate(
 ) -> None:
     """Generate text that continues a prompt.
 
-    One prompt is answered with text as it comes. A JSONL file has a request per line, ours ("prompt" or
-    "messages", parameters) or in OpenAI's batch format; results are JSONL too.
-    Defaults of sampling are the model's, where it has its own (generation_config.json).
+    One prompt is answered with text as it comes. JSONL has a request per line, ours ("prompt" or
+    "messages", parameters) or OpenAI's batch format. Results are in OUTPUT.partial until complete.
     """
     sampling = {
         "max_tokens": max_tokens,
@@ -75,7 +75,9 @@ def generate(
     sampling = with_defaults(sampling, model, engine, max_tokens=128)
     work = _read_work(prompt, input, output, sampling, model)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
-    _run(work, model, engine, output, as_json=as_json, is_strict=input is None or strict)
+    if resume and output is None:
+        raise ConfigError("--resume has no meaning without --output. Give the output file of the run to go on with.")
+    _run(work, model, engine, output, as_json=as_json, is_strict=input is None or strict, resumes=resume)
 
 
 def _structured_outputs(
@@ -111,13 +113,23 @@ def _read_work(
 
 
 def _run(
-    work: list[Work], model: str, engine: dict[str, Any], output: Path | None, *, as_json: bool, is_strict: bool
+    work: list[Work],
+    model: str,
+    engine: dict[str, Any],
+    output: Path | None,
+    *,
+    as_json: bool,
+    is_strict: bool,
+    resumes: bool,
 ) -> None:
     """Everything that can be wrong with the input is found before the model loads, or before the first token.
 
     is_strict: nothing is generated then; else what is wrong is the answer.
     """
-    from penstock.cli.output import open_output, stream_text
+    from penstock.cli.output import standard_output, stream_text
+    from penstock.cli.output_file import PartialFile
+    from penstock.cli.results import ResultWriter, open_results
+    from penstock.cli.resume import request_hashes, take_answers
     from penstock.cli.work import accept_all, raise_refusals
     from penstock.config import EngineConfig
 
@@ -126,22 +138,28 @@ def _run(
         raise_refusals(refused, len(work))
     config = EngineConfig.create(model, **engine)
     with ExitStack() as stack:
-        out = stack.enter_context(open_output(output, as_json=as_json))
-        if len(refused) == len(work):
-            failure = _write_results(None, work, {}, refused, out)
-        else:
+        writer, answered = None, set[int]()
+        if as_json:
+            hashes = request_hashes(work, config)
+            sink = stack.enter_context(open_results(output, resumes=resumes))
+            if output is not None and isinstance(sink, PartialFile) and resumes:
+                answered = take_answers(output, sink, work, hashes)
+            writer = ResultWriter(sink, [item.format for item in work], hashes)
+        session, requests = None, dict[int, "AcceptedRequest"]()
+        if len(refused) + len(answered) < len(work):
             from penstock.engine.session import Session
 
             session = stack.enter_context(closing(Session(config)))
             begin_collection()
-            requests, refused = accept_all(session, work)
+            requests, refused = accept_all(session, work, answered)
             if is_strict:
                 raise_refusals(refused, len(work))
-            if as_json:
-                failure = _write_results(session, work, requests, refused, out)
-            else:
-                with closing(session.run(list(requests.values()))) as steps:
-                    failure = stream_text(steps, out).error
+        if writer is not None:
+            failure = _write_results(session, work, requests, refused, writer, shows_bar=output is not None)
+        else:
+            assert session is not None, "one prompt, which was refused, has raised"
+            with closing(session.run(list(requests.values()))) as steps:
+                failure = stream_text(steps, standard_output(as_json=False)).error
     if failure is not None:
         print(f"penstock: {failure}", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
@@ -152,27 +170,26 @@ def _write_results(
     work: list[Work],
     requests: dict[int, AcceptedRequest],
     refused: dict[int, InvalidRequest],
-    out: Any,
+    writer: ResultWriter,
+    *,
+    shows_bar: bool,
 ) -> str | None:
     """Returns what to say about the requests that failed, if any did.
 
     requests, refused: those that run, and why others do not, by their number from 0; without the former there need be
     no session.
     """
-    from penstock.cli.results import ResultWriter
-
     if refused:
         print(f"penstock: {_about_refused(refused, len(work))}", file=sys.stderr)
-    writer = ResultWriter(out, [item.format for item in work])
     try:
         for index, error in refused.items():
             writer.add_refusal(index, error)
         if session is not None:
-            _answer(session, requests, writer, shows_bar=out is not sys.stdout)
+            _answer(session, requests, writer, shows_bar=shows_bar)
     except OutputClosed:
         raise
     except BaseException:
-        # Whoever stops after an hour wants all that there is.
+        # What is answered is worth keeping, whatever ended the run.
         _write_rest(writer)
         raise
     if not writer.num_failed:

@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from penstock.cli.failures import file_named
 from penstock.errors import ConfigError
 
 # Names of open files, behind which there may be a regular one that is not ours to replace.
 _OPEN_FILES = ("/dev/fd/", "/proc/")
+
+
+class PartialFile:
+    """Results of requests in the order in which they are answered, each on disk at once.
+
+    `finish` puts them into the order of the requests.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.path = Path(file.name)
+        self._file = file
+        self._places: dict[int, tuple[int, int]] = {}
+        self._end = 0
+
+    def put(self, index: int, text: str) -> None:
+        """Write the lines of request number `index`."""
+        data = text.encode()
+        self._file.write(data)
+        self._file.flush()
+        self._places[index] = (self._end, len(data))
+        self._end += len(data)
+
+    def put_rest(self) -> None:
+        """Nothing waits for others."""
+
+    def sync(self) -> None:
+        """Return once what was written survives a crash of the machine."""
+        os.fsync(self._file.fileno())
+
+    def finish(self, target: Path) -> None:
+        """Replace `target` with the results in the order of the requests."""
+        offsets = [self._places[index] for index in sorted(self._places)]
+        if offsets == sorted(offsets):
+            _replace(self.path, target)
+            return
+        with self.path.open("rb") as source, _new_file_beside(target) as ordered:
+            try:
+                for offset, length in offsets:
+                    source.seek(offset)
+                    ordered.write(source.read(length))
+                ordered.close()
+                _replace(Path(ordered.name), target)
+            except BaseException:
+                Path(ordered.name).unlink(missing_ok=True)
+                raise
+        self.path.unlink()
 
 
 def refuse_same_file(input: Path, output: Path, *, is_standard_input: bool) -> None:
@@ -32,51 +79,94 @@ def refuse_same_file(input: Path, output: Path, *, is_standard_input: bool) -> N
         )
 
 
+def partial_files(path: Path) -> list[Path]:
+    """Files that earlier runs for `path` left when they ended early, without those of runs that go on."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        return []
+    return [found for found in _partial_names(target) if found.is_file() and not _is_locked(found)]
+
+
 @contextmanager
-def output_file(path: Path) -> Iterator[TextIO]:
-    """A UTF-8 file for what is to be at `path`.
+def output_file(path: Path, *, only_partial: bool = False) -> Iterator[PartialFile | BinaryIO]:
+    """A file for what is to be at `path`.
 
     Until it is complete it has a name of its own, `.partial` behind that of the file. So what was there stays, whatever
     ends the command, and what was written by then is kept: a message says where. Symbolic links stay links. What cannot
-    be replaced is written in place: pipes, devices, open files, and files in folders that take no other.
+    be replaced is written in place, in the caller's order: pipes, devices, open files, and files in folders that take
+    no other.
 
-    Raises ConfigError when it cannot be opened.
+    Raises ConfigError when it cannot be opened, and with `only_partial` for what would be written in place.
     """
     target = Path(os.path.realpath(path))
     with file_named("--output", path):
         partial = _open_partial(path, target)
-        file = partial or path.open("w", encoding="utf-8")
+        if partial is None and only_partial:
+            raise ConfigError(f"--resume is not possible for --output {path}, which is written in place. Leave it out.")
+        file = partial or path.open("wb")
     if partial is None:
         with file:
             yield file
         return
     try:
         with file:
-            yield file
-        _replace(Path(file.name), target)
+            written = PartialFile(file)
+            yield written
+        written.finish(target)
     except BaseException:
         _keep(Path(file.name), path)
         raise
 
 
-def _open_partial(path: Path, target: Path) -> TextIO | None:
+def _open_partial(path: Path, target: Path) -> BinaryIO | None:
     """A new file beside the target, or None if the target must be written in place."""
     if path.exists():
         if not path.is_file() or _is_open(path):
             return None
         # It may be one that must not be written.
         target.open("a").close()
+    try:
+        return _new_file_beside(target)
+    except PermissionError:
+        if path.exists():
+            return None
+        raise
+
+
+def _new_file_beside(target: Path) -> BinaryIO:
+    """A new partial file, locked as long as it is open, where the file system has locks."""
     for number in count(1):
-        name = f"{target.name}.partial{number if number > 1 else ''}"
         try:
-            return target.with_name(name).open("x", encoding="utf-8")
+            file = _partial_name(target, number).open("xb")
         except FileExistsError:
             continue
-        except PermissionError:
-            if path.exists():
-                return None
-            raise
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
     raise AssertionError("there is always another number")
+
+
+def _is_locked(partial: Path) -> bool:
+    with partial.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _partial_name(target: Path, number: int) -> Path:
+    return target.with_name(f"{target.name}.partial{number if number > 1 else ''}")
+
+
+def _partial_names(target: Path) -> Sequence[Path]:
+    """Those that exist, by their numbers."""
+    prefix = f"{target.name}.partial"
+    endings = [name.removeprefix(prefix) for name in os.listdir(target.parent) if name.startswith(prefix)]
+    numbers = sorted(int(ending or 1) for ending in endings if not ending or ending.isdecimal())
+    return [_partial_name(target, number) for number in numbers]
 
 
 def _is_open(path: Path) -> bool:
@@ -106,4 +196,8 @@ def _keep(partial: Path, path: Path) -> None:
         num_lines = sum(1 for _ in file)
     shown = path.with_name(partial.name) if partial.parent == Path(os.path.realpath(path.parent)) else partial
     lines = "1 line is" if num_lines == 1 else f"{num_lines:,} lines are"
-    print(f"penstock: ended early; {lines} in {shown}, and {path} was not touched.", file=sys.stderr)
+    print(
+        f"penstock: ended early; {lines} in {shown}, and {path} was not touched. "
+        "The same command with --resume answers the rest.",
+        file=sys.stderr,
+    )

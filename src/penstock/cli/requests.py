@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from penstock.engine.prompts import PROMPT_KEYS
 from penstock.errors import InvalidRequest
 
 STANDARD_INPUT = "-"
+_CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 # Nothing is streamed into a file.
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "output_kind")
-_ALL_FIELDS = (*PROMPT_KEYS, "messages", *TEMPLATE_FIELDS, "id", *_SAMPLING_FIELDS)
+_ALL_FIELDS = (*PROMPT_KEYS, "messages", *TEMPLATE_FIELDS, "id", "priority", *_SAMPLING_FIELDS)
 
 
 def read_prompt(argument: str | None) -> str:
@@ -56,7 +58,12 @@ def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
     data = data.removeprefix(codecs.BOM_UTF8)
     numbered = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
     lines = [(f"{name}, line {number}", _decode(line)) for number, line in numbered]
-    works = read_batch_lines(lines, defaults, model)
+    names = {
+        where: custom_id
+        for (where, fields), (_, line) in zip(lines, numbered, strict=True)
+        if isinstance(fields, InvalidRequest) and (custom_id := _custom_id_in(line)) is not None
+    }
+    works = read_batch_lines(lines, names, defaults, model)
     return [works.get(where) or _read_line(where, fields, defaults) for where, fields in lines]
 
 
@@ -70,15 +77,25 @@ def _decode(line: bytes) -> dict[str, Any] | InvalidRequest:
     return fields
 
 
+def _custom_id_in(line: bytes) -> str | None:
+    """The custom_id of a line that is no JSON as a whole, such as one that was cut off."""
+    found = _CUSTOM_ID.search(line)
+    try:
+        return msgspec.json.decode(found[1], type=str) if found else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def _read_line(where: str, fields: dict[str, Any] | InvalidRequest, defaults: SamplingParams) -> Work:
     given = {} if isinstance(fields, InvalidRequest) else dict(fields)
-    name = given.pop("id", None)
+    name, priority = given.pop("id", None), given.pop("priority", 0)
     try:
         with located(where):
             if isinstance(fields, InvalidRequest):
                 raise fields
             prompt = _take_prompt(given)
-            return Work(prompt, with_parameters(defaults, given, _SAMPLING_FIELDS, _ALL_FIELDS), where, OwnFormat(name))
+            params = with_parameters(defaults, given, _SAMPLING_FIELDS, _ALL_FIELDS)
+            return Work(prompt, params, where, OwnFormat(name), priority=priority)
     except InvalidRequest as error:
         return Work(None, defaults, where, OwnFormat(name), error)
 

@@ -1,15 +1,20 @@
-"""What requests came to, as lines of JSON in the order of the requests."""
+"""Results of requests as lines of JSON."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import msgspec
 
-from penstock.cli.output import write
+from penstock.cli.output import standard_output, write
+from penstock.cli.output_file import PartialFile, output_file, partial_files
 from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from penstock.errors import InvalidRequest
 
@@ -17,9 +22,48 @@ from penstock.errors import InvalidRequest
 class ResultFormat(Protocol):
     """How one request is answered."""
 
-    def lines(self, index: int, output: RequestOutput, *, was_refused: bool) -> list[dict[str, Any]]:
+    def lines(
+        self, index: int, output: RequestOutput, *, request_hash: str | None, was_refused: bool
+    ) -> list[dict[str, Any]]:
         """index: number of the request, from 0. was_refused: it never ran, and the output says why."""
         ...
+
+    def num_lines(self, num_outputs: int) -> int:
+        """Lines of a request with so many outputs."""
+        ...
+
+    def identity(self, index: int) -> Any:
+        """Name of the request in its file, and what its answer repeats."""
+        ...
+
+
+class ResultSink(Protocol):
+    """Where results go, each with the number of its request."""
+
+    def put(self, index: int, text: str) -> None: ...
+
+    def put_rest(self) -> None:
+        """Write what waits for others, since those will not come any more."""
+        ...
+
+
+class OrderedResults:
+    """Results in the order of the requests, each written as soon as all before it are."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._waiting: dict[int, str] = {}
+        self._next = 0
+
+    def put(self, index: int, text: str) -> None:
+        self._waiting[index] = text
+        while self._next in self._waiting:
+            write(self._out, self._waiting.pop(self._next))
+            self._next += 1
+
+    def put_rest(self) -> None:
+        for index in sorted(self._waiting):
+            write(self._out, self._waiting.pop(index))
 
 
 @dataclass(frozen=True)
@@ -28,22 +72,44 @@ class OwnFormat:
 
     id: Any = None
 
-    def lines(self, index: int, output: RequestOutput, *, was_refused: bool) -> list[dict[str, Any]]:
-        return [_result_line(index, self.id, output, completion) for completion in output.outputs]
+    def lines(
+        self, index: int, output: RequestOutput, *, request_hash: str | None, was_refused: bool
+    ) -> list[dict[str, Any]]:
+        return [_result_line(index, self.id, request_hash, output, completion) for completion in output.outputs]
+
+    def num_lines(self, num_outputs: int) -> int:
+        return num_outputs
+
+    def identity(self, index: int) -> Any:
+        return [index, self.id]
+
+
+@contextmanager
+def open_results(path: Path | None, *, resumes: bool) -> Iterator[ResultSink]:
+    """Where results for `path` go, or standard output.
+
+    Raises ConfigError when the file cannot be opened, or cannot be resumed.
+    """
+    if path is None:
+        yield OrderedResults(standard_output(as_json=True))
+        return
+    if not resumes and (left := partial_files(path)):
+        print(f"penstock: {left[0].name} of an earlier run stays; --resume would go on from it.", file=sys.stderr)
+    with output_file(path, only_partial=resumes) as file:
+        yield file if isinstance(file, PartialFile) else OrderedResults(TextIOWrapper(file, encoding="utf-8"))
 
 
 class ResultWriter:
-    """Writes results in the order of the requests, each as soon as all before it are written.
+    """Writes results as lines of JSON.
 
-    formats: of the requests, in order.
+    formats, hashes: of the requests, in order.
     """
 
-    def __init__(self, out: TextIO, formats: Sequence[ResultFormat]) -> None:
+    def __init__(self, out: ResultSink, formats: Sequence[ResultFormat], hashes: Sequence[str | None]) -> None:
         self.num_failed = 0
         self._out = out
         self._formats = formats
-        self._waiting: dict[int, list[dict[str, Any]]] = {}
-        self._next = 0
+        self._hashes = hashes
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Take the finished request number `index`, from 0."""
@@ -55,19 +121,13 @@ class ResultWriter:
 
     def write_rest(self) -> None:
         """Write what waits for others, since those will not come any more."""
-        for index in sorted(self._waiting):
-            self._write(self._waiting.pop(index))
+        self._out.put_rest()
 
     def _add(self, index: int, output: RequestOutput, *, was_refused: bool) -> None:
-        self._waiting[index] = self._formats[index].lines(index, output, was_refused=was_refused)
         self.num_failed += output.error is not None
-        while self._next in self._waiting:
-            self._write(self._waiting.pop(self._next))
-            self._next += 1
-
-    def _write(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            write(self._out, msgspec.json.encode(line).decode() + "\n")
+        request_hash = self._hashes[index]
+        lines = self._formats[index].lines(index, output, request_hash=request_hash, was_refused=was_refused)
+        self._out.put(index, "".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
 
 
 def _refused_output(error: InvalidRequest) -> RequestOutput:
@@ -84,11 +144,14 @@ def _refused_output(error: InvalidRequest) -> RequestOutput:
     )
 
 
-def _result_line(index: int, id: Any, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-    """A line of JSONL output, in the order of the requests; one for each of a request's outputs.
+def _result_line(
+    index: int, id: Any, request_hash: str | None, output: RequestOutput, completion: CompletionOutput
+) -> dict[str, Any]:
+    """Line of JSONL output for one of a request's outputs.
 
     index: number of the request, from 0. sample: number among its outputs, from 0.
     id: the one that its input line gave, if any.
+    request_hash: of `resume.request_hashes`, which a later run finds the answer by; null for a line that was refused.
     prompt: its text, or its token ids if it was given as such; null for a line that was refused.
     logprobs, prompt_logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.
     error: why it failed, when finish_reason is "error".
@@ -97,6 +160,7 @@ def _result_line(index: int, id: Any, output: RequestOutput, completion: Complet
         "index": index,
         "sample": completion.index,
         "id": id,
+        "request_hash": request_hash,
         "prompt": output.prompt if output.prompt is not None else output.prompt_token_ids or None,
         "text": completion.text,
         "token_ids": completion.token_ids,

@@ -36,16 +36,23 @@ class Messages(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One request. where: what errors call it. format: how it is answered. error: why it cannot run, if so."""
+    """One request. where: what errors call it. format: how it is answered. error: why it cannot run, if so.
+
+    priority: of `Session.accept`.
+    """
 
     prompt: Any
     sampling_params: SamplingParams
     where: str = ""
     format: ResultFormat = OwnFormat()
     error: InvalidRequest | None = None
+    priority: Any = 0
 
-    def accepted(self, session: Session) -> AcceptedRequest:
-        """The request, checked by the engine. Raises InvalidRequest, and what reading it raised."""
+    def accepted(self, session: Session, number: int) -> AcceptedRequest:
+        """The request, checked by the engine. Raises InvalidRequest, and what reading it raised.
+
+        number: place among the requests, from 0.
+        """
         if self.error is not None:
             raise self.error
         with located(self.where):
@@ -53,16 +60,20 @@ class Work(NamedTuple):
             if isinstance(prompt, Messages):
                 rendered = render_prompt(session.tokenizer, prompt.messages, **prompt.options)
                 prompt = {**rendered, "cache_salt": prompt.cache_salt}
-        return session.accept(prompt, self.sampling_params, self.where)
+        return session.accept(prompt, self.sampling_params, self.where, priority=self.priority, number=number)
 
 
-def accept_all(session: Session, work: Sequence[Work]) -> tuple[dict[int, AcceptedRequest], dict[int, InvalidRequest]]:
-    """The requests that can run, and why the others cannot, by their number from 0."""
+def accept_all(
+    session: Session, work: Sequence[Work], answered: Collection[int] = ()
+) -> tuple[dict[int, AcceptedRequest], dict[int, InvalidRequest]]:
+    """The requests that can run, and why the others cannot, by their number from 0; without those in `answered`."""
     accepted: dict[int, AcceptedRequest] = {}
     refused: dict[int, InvalidRequest] = {}
     for index, item in enumerate(work):
+        if index in answered:
+            continue
         try:
-            accepted[index] = item.accepted(session)
+            accepted[index] = item.accepted(session, index)
         except InvalidRequest as error:
             refused[index] = error
     return accepted, refused
