@@ -84,6 +84,17 @@ def test_every_stage_has_the_time_of_its_slowest_rank(
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Ready in")]
     assert describe_stages(times, 2) in line
     assert re.search(r"model \d\.\d s \(rank 1\)", line)
+    whole, *parts = (float(number) for number in re.findall(r"(\d+\.\d) s", line))
+    assert sum(parts) >= whole - 0.05 * (len(parts) + 1)
+
+
+def test_the_parts_of_a_start_sum_to_the_whole(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "penstock"):
+        start_engine(EngineConfig.create(str(folder), **SMALL)).executor.shutdown()
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Ready in")]
+    whole, *parts = (float(number) for number in re.findall(r"(\d+\.\d) s", line))
+    # Each number is rounded to a tenth.
+    assert sum(parts) == pytest.approx(whole, abs=0.05 * (len(parts) + 1) + 0.001)
 
 
 def test_one_worker_in_this_process_has_stages_too(folder: Path) -> None:

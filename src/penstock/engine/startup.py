@@ -94,8 +94,11 @@ def start_engine(config: EngineConfig) -> StartedEngine:
 
 
 def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig) -> None:
-    stages = describe_stages(executor.startup_times, config.parallel.world_size)
-    logger.info("%s in %.1f s: %s", what, time.monotonic() - begin, stages)
+    whole, times = time.monotonic() - begin, executor.startup_times
+    stages = describe_stages(times, config.parallel.world_size)
+    # Imports, messages to workers, and planning; with several ranks the stages are those of the slowest rank each.
+    other = max(0.0, whole - sum(one.seconds for one in times))
+    logger.info("%s in %.1f s: %s, other %.1f s", what, whole, stages, other)
 
 
 def _check_can_speculate(executor: Executor, specs: Mapping[str, KVCacheSpec]) -> None:
