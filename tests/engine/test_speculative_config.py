@@ -72,3 +72,26 @@ def test_the_command_line_takes_json() -> None:
     assert parse_json("--speculative-config", '{"method": "ngram"}') == NGRAM
     with pytest.raises(ConfigError, match="--speculative-config 'ngram' is not valid"):
         parse_json("--speculative-config", "ngram")
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "model"),
+    [
+        ({"model": "ngram"}, "ngram", None),
+        ({"model": "suffix", "num_speculative_tokens": 3}, "suffix", None),
+        ({"method": "ngram", "model": "ngram"}, "ngram", None),
+        ({"method": "ngram", "draft_tensor_parallel_size": 1}, "ngram", None),
+        ({"model": "some/small-llama", "draft_tensor_parallel_size": None}, "draft_model", "some/small-llama"),
+        ({"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"}, "eagle", "yuhuili/EAGLE-LLaMA3-Instruct-8B"),
+        ({"model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B/"}, "eagle3", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B/"),
+        ({"method": "draft_model", "model": "x/eagle"}, "draft_model", "x/eagle"),
+    ],
+)
+def test_ways_of_vllm_to_say_it_are_understood(given: dict[str, Any], method: str, model: str | None) -> None:
+    config = SpeculativeConfig.from_option(given)
+    assert (config.method, config.model) == (method, model)
+
+
+def test_ranks_of_the_drafter_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size=2.*Allowed: 1"):
+        SpeculativeConfig.from_option({"method": "ngram", "draft_tensor_parallel_size": 2})

@@ -72,6 +72,7 @@ class SpeculativeConfig:
                 f"speculative_config={given!r} is not valid. Allowed: a dictionary, such as "
                 '{"method": "ngram", "num_speculative_tokens": 4}, or None.'
             )
+        given = _as_ours(given)
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in given.items():
             if name not in names:
@@ -167,6 +168,28 @@ class SpeculativeConfig:
             or sorted(rates, reverse=True) != [*rates]
         ):
             raise ConfigError(f"synthetic_acceptance_rates={rates!r} is not valid. Allowed: {allowed}.")
+
+
+def _as_ours(given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The dictionary without vLLM's ways to say the same: a method as the model, no method, the ranks of the drafter.
+
+    Raises ConfigError for a drafter with ranks of its own.
+    """
+    options = dict(given)
+    num_ranks = options.pop("draft_tensor_parallel_size", None)
+    if num_ranks not in (None, 1):
+        raise ConfigError(
+            f"draft_tensor_parallel_size={num_ranks!r} of speculative_config is not available. Allowed: 1, or leave "
+            "it out."
+        )
+    model, method = options.get("model"), options.get("method")
+    if model in HOST_METHODS and method in (None, model):
+        return options | {"method": model, "model": None}
+    if method is None and isinstance(model, str) and model:
+        name = model.rstrip("/").rpartition("/")[2].lower().replace("-", "")
+        kind = next((head for head in ("eagle3", "eagle", "mtp") if head in name), "draft_model")
+        return options | {"method": kind}
+    return options
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
