@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from penstock.contract import SamplingParams
@@ -215,3 +216,21 @@ def test_a_field_that_is_set_later_is_checked_like_a_new_one() -> None:
     with pytest.raises(InvalidParameter, match="'max_token'.*Did you mean max_tokens"):
         params.max_token = 4  # type: ignore[attr-defined]
     assert params.max_tokens == 8
+
+
+def test_scalars_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(7),
+        max_tokens=np.int32(3),
+        ignore_eos=np.bool_(True),
+        stop_token_ids=[np.int64(4)],
+        logit_bias={np.int64(5): np.float64(1.5)},
+    )
+    assert params == SamplingParams(
+        temperature=0.5, top_k=7, max_tokens=3, ignore_eos=True, stop_token_ids=[4], logit_bias={5: 1.5}
+    )
+    params.seed = np.uint32(9)  # type: ignore[assignment]
+    assert type(params.seed) is int
+    with pytest.raises(InvalidParameter, match="top_k"):
+        SamplingParams(top_k=np.float64(1.5))

@@ -16,6 +16,17 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 
 
+def as_plain(value: Any, depth: int = 2) -> Any:
+    """A value with Python's numbers for numpy's scalars, also in lists, tuples and dictionaries of such a depth."""
+    kind = type(value)
+    if depth and (kind is list or kind is tuple):
+        return kind(as_plain(one, depth - 1) for one in value)
+    if depth and kind is dict:
+        return {as_plain(key, 0): as_plain(one, depth - 1) for key, one in value.items()}
+    # A value of numpy's types says so without an import of numpy.
+    return value.item() if kind.__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
+
+
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise ConfigError unless `value` is one of `choices`."""
     allowed = list(choices)

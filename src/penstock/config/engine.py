@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import env, vllm
 from penstock.config.cache import CacheConfig
-from penstock.config.checks import did_you_mean
+from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
 from penstock.config.load import LoadConfig
 from penstock.config.model import MODEL_OPTIONS, ModelConfig
@@ -122,6 +122,7 @@ class EngineConfig:
         """
         if variables := env.variables_of_vllm():
             vllm.log_variables(variables)
+        options = {name: as_plain(value) for name, value in options.items()}
         with suppress(ConfigError):
             return cls._sorted(model, options)
         # What is not right here may be how vLLM says it.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.config import vllm
-from penstock.config.checks import did_you_mean
+from penstock.config.checks import as_plain, did_you_mean
 from penstock.errors import InvalidParameter
 
 
@@ -21,6 +21,7 @@ class NamedParameters(msgspec.StructMeta):
     if not TYPE_CHECKING:  # Type checkers know the parameters from the struct.
 
         def __call__(self, *args: Any, **given: Any) -> Any:
+            given = {name: as_plain(value) for name, value in given.items()}
             try:
                 return super().__call__(*args, **given)
             except TypeError:
