@@ -95,7 +95,18 @@ class LLM(WorkerCalls, RefusesMethods):
             load_format=load_format,
             **other_options,
         )
+        self._config = config
         self._session = Session(config)
+
+    @property
+    def config(self) -> EngineConfig:
+        """Options of this engine, all of them, with defaults; frozen."""
+        return self._config
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens, prompt and output together."""
+        return self._session.max_model_len
 
     @also_from_vllm
     def generate(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock import LLM, SamplingParams
@@ -190,3 +191,13 @@ def test_the_progress_bar_is_for_terminals(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     llm.generate(["a", "b"], use_tqdm=use_tqdm)
     assert ("Prompts: 100%" in capsys.readouterr().err) == is_shown
+
+
+def test_the_options_and_the_context_can_be_read_and_not_written(model: str) -> None:
+    with LLM(model, max_num_seqs=np.int64(7), speculative_config={"model": "ngram"}) as llm:
+        assert llm.max_model_len == llm._session.max_model_len == 64
+        assert (llm.config.scheduler.max_num_seqs, llm.config.speculative.method) == (7, "ngram")
+        with pytest.raises(AttributeError):
+            llm.config = None  # type: ignore[misc, assignment]
+        with pytest.raises(AttributeError):
+            llm.config.model.seed = 3  # type: ignore[misc]
