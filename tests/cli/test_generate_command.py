@@ -295,6 +295,20 @@ def test_results_that_wait_for_an_earlier_one_are_kept_too(slow: Command, tmp_pa
     assert [json.loads(line)["index"] for line in kept] == [0, 2, 4]
 
 
+def test_results_that_wait_on_standard_output_are_written_at_the_end(slow: Command, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(jsonl(*({"prompt": str(number), "max_tokens": number} for number in (1, 60, 2, 3))))
+    slow.environment["FAKE_STEP_SECONDS"] = "0.1"
+    process = slow.start("--input", str(source))
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out = process.communicate(timeout=20)[0]
+    assert process.returncode == 130
+    assert [json.loads(line)["index"] for line in (first + out).splitlines()] == [0, 2, 3]
+
+
 def test_the_same_options_twice_in_a_folder_keep_both_partial_files(slow: Command, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(jsonl({"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 60}))
