@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -17,6 +18,11 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "structural_tag", "json_obj
 CONSTRAINTS_BY_SCHEMA = ("json", "json_object", "structural_tag")
 _A_SCHEMA = "a JSON schema as text, a dictionary, True, False, or a pydantic model"
 _A_TAG = "a structural tag as JSON text or a dictionary"
+# By the fields that are JSON text: what they may be, for errors, and the types of what they hold.
+_JSON_FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {"json": (_A_SCHEMA, (dict, bool)), "structural_tag": (_A_TAG, (dict,))}
+# Longest constraint, in characters, that is read where a request is made. Longer ones are read by the threads that
+# compile, since whoever makes a request may be an event loop.
+MAX_READ_AT_INTAKE = 4096
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,9 +62,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
         for name in ("regex", "grammar", "whitespace_pattern"):
             _check_text(_full(name), getattr(self, name))
         if self.json is not None:
-            self._set("json", _json_text("json", _schema_of(self.json), _A_SCHEMA, (dict, bool)))
+            self._set("json", _json_text("json", _schema_of(self.json)))
         if self.structural_tag is not None:
-            self._set("structural_tag", _json_text("structural_tag", self.structural_tag, _A_TAG, (dict,)))
+            self._set("structural_tag", _json_text("structural_tag", self.structural_tag))
         if self.choice is not None:
             self._set("choice", _choices(self.choice))
         self._check_options(given)
@@ -146,22 +152,44 @@ def _schema_of(value: Any) -> Any:
     return describe() if callable(describe) else value
 
 
-def _json_text(name: str, value: Any, allowed: str, types: tuple[type, ...]) -> str:
-    """JSON as text in one form: without spaces, keys in their order, since outputs have theirs in the same."""
-    full = _full(name)
-    try:
-        data = _parse(value) if isinstance(value, str) else value
-        if not isinstance(data, types):
-            raise check.invalid(full, value, allowed)
-        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        if not isinstance(value, str):
-            _parse(text)
-    except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, InvalidParameter):
-            raise
-        raise InvalidParameter(f"{full} is not valid JSON: {error}. Allowed: {allowed}.") from error
-    _check_encodable(full, text)
+def parsed(name: str, text: str) -> Any:
+    """The data of `json` or `structural_tag`. Raises InvalidParameter for text that is not valid JSON, or not of it."""
+    allowed, types = _JSON_FIELDS[name]
+    with _invalid_json(name):
+        data = _parse(text)
+    if not isinstance(data, types):
+        raise check.invalid(_full(name), text, allowed)
+    return data
+
+
+def _json_text(name: str, value: Any) -> str:
+    """JSON as text in one form: without spaces, keys in their order, since outputs have theirs in the same.
+
+    Text that is too long to be read here stays as it is.
+    """
+    allowed, types = _JSON_FIELDS[name]
+    if isinstance(value, str):
+        _check_encodable(_full(name), value)
+        if len(value) > MAX_READ_AT_INTAKE:
+            return value
+        value = parsed(name, value)
+    elif not isinstance(value, types):
+        raise check.invalid(_full(name), value, allowed)
+    with _invalid_json(name):
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    _check_encodable(_full(name), text)
+    if len(text) <= MAX_READ_AT_INTAKE:
+        parsed(name, text)
     return text
+
+
+@contextmanager
+def _invalid_json(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError) as error:
+        allowed, _ = _JSON_FIELDS[name]
+        raise InvalidParameter(f"{_full(name)} is not valid JSON: {error}. Allowed: {allowed}.") from error
 
 
 def _parse(text: str) -> Any:
@@ -171,8 +199,9 @@ def _parse(text: str) -> Any:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"an object has {twice!r} twice")
     return fields
 
 

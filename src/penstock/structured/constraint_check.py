@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from typing import Any
 
 from penstock.config.structured import LLGUIDANCE, XGRAMMAR
 from penstock.contract import StructuredOutputsParams
+from penstock.contract.structured_outputs import MAX_READ_AT_INTAKE, parsed
 from penstock.errors import InvalidParameter
-from penstock.structured.grammar_text import as_lark, check_size, is_gbnf
+from penstock.structured.grammar_text import as_lark, is_gbnf
 from penstock.structured.patterns import PatternError, translate_full_match
 from penstock.structured.schema_check import Narrow, NotEnforced, enforceable
 from penstock.structured.xgrammar_patterns import as_rule
@@ -21,7 +21,6 @@ from penstock.structured.xgrammar_schema import narrowed
 # to write spaces still gets on.
 DEFAULT_WHITESPACE = r"[ ]|\x{a}[ ]{0,20}"
 _TAG_FIELDS = {"type", "structures", "triggers"}
-_SHORT_GRAMMAR = 10_000
 # What a backend that enforces less makes of a schema.
 _NARROW: dict[str, Narrow | None] = {LLGUIDANCE: None, XGRAMMAR: narrowed}
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
@@ -40,18 +39,27 @@ class TaggedPart:
 def check_constraint(params: StructuredOutputsParams, max_bytes: int, backend: str = LLGUIDANCE) -> None:
     """Refuse what cannot be enforced, as far as that can be known by reading.
 
+    Constraints longer than `MAX_READ_AT_INTAKE` are only measured: reading one takes time that grows with its length,
+    so the threads that compile do it (`check_read`), and the request ends with the error.
+
     max_bytes: of the constraint as text. backend: that is to enforce it, by its name.
     Raises InvalidParameter.
     """
     name = params.constraint
     value = getattr(params, name)
     texts = value if isinstance(value, tuple) else [value] if isinstance(value, str) else []
-    size = sum(len(text.encode()) for text in texts)
+    size = sum(len(text.encode()) for text in (*texts, params.whitespace_pattern or ""))
     if size > max_bytes:
         raise InvalidParameter(
             f"structured_outputs.{name} has {size:,} bytes. Allowed: at most {max_bytes:,}. Make it smaller, or start "
             f"the engine with --option max_grammar_bytes={size}."
         )
+    if size <= MAX_READ_AT_INTAKE:
+        check_read(params, backend)
+
+
+def check_read(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> None:
+    """Refuse what reading a constraint of any length shows. Raises InvalidParameter."""
     if params.whitespace_pattern is not None:
         whitespace(params.whitespace_pattern)
     if backend == XGRAMMAR and params.grammar is not None and not is_gbnf(params.grammar):
@@ -64,17 +72,14 @@ def check_constraint(params: StructuredOutputsParams, max_bytes: int, backend: s
     elif params.regex is not None:
         translated("regex", params.regex, backend)
     elif params.grammar is not None:
-        # Turning GBNF into Lark takes a second per thousand rules, which no caller should wait for.
-        check_size(params.grammar)
-        if not is_gbnf(params.grammar) or len(params.grammar) <= _SHORT_GRAMMAR:
-            as_lark(params.grammar, {})
+        as_lark(params.grammar, {})
     elif params.structural_tag is not None:
         tagged_parts(params, backend)
 
 
 def schema_of(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> Any:
     """The schema of `json` or `json_object`, in what backends enforce. Raises InvalidParameter."""
-    schema = {"type": "object"} if params.json is None else json.loads(params.json)
+    schema = {"type": "object"} if params.json is None else parsed("json", params.json)
     return enforceable(schema, narrow=_NARROW[backend])
 
 
@@ -86,7 +91,7 @@ def translated(name: str, pattern: str, backend: str = LLGUIDANCE) -> str:
             as_rule(translation)
         return translation
     except PatternError as error:
-        raise InvalidParameter(f"structured_outputs.{name}: {error}. Allowed: patterns without it.") from error
+        raise InvalidParameter(f"structured_outputs.{name}: {error}.") from error
 
 
 def whitespace(pattern: str) -> str:
@@ -111,7 +116,7 @@ def whitespace_of(params: StructuredOutputsParams) -> str:
 
 def tagged_parts(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> list[TaggedPart]:
     """The parts of a structural tag. Raises InvalidParameter."""
-    tag = json.loads(params.structural_tag or "{}")
+    tag = parsed("structural_tag", params.structural_tag or "{}")
     _check_fields("", tag, _TAG_FIELDS)
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(structures, list) or not structures:

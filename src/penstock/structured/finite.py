@@ -2,53 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from penstock.structured.derivations import productive
 
 _CONTAINERS = {"object", "array"}
+# A definition by its name, or a part of one by its number.
+_Part: TypeAlias = str | int
 
 
 def endless(definitions: Mapping[str, Any]) -> list[str]:
     """The names of the definitions that have no finite instance, among schemas as they are written anew."""
-    finite: set[str] = set()
-    left = list(definitions)
-    num_before = len(left) + 1
-    while len(left) < num_before:
-        num_before = len(left)
-        for name in left:
-            if _may_end(definitions[name], finite):
-                finite.add(name)
-        left = [name for name in left if name not in finite]
-    return left
+    parts = _Parts()
+    for name, schema in definitions.items():
+        parts.alternatives.append((name, [parts.schema(schema)]))
+    finite = productive(parts.alternatives)
+    return [name for name in definitions if name not in finite]
 
 
-def _may_end(schema: Any, finite: set[str]) -> bool:
-    """Whether a schema may have a finite instance if these definitions have one."""
-    if not isinstance(schema, dict):
-        return schema is not False
-    if "$ref" in schema and schema["$ref"].rpartition("/")[2] not in finite:
-        return False
-    if not all(_may_end(branch, finite) for branch in schema.get("allOf", ())):
-        return False
-    for name in ("anyOf", "oneOf"):
-        if name in schema and not any(_may_end(branch, finite) for branch in schema[name]):
-            return False
-    types = schema.get("type")
-    listed = {types} if isinstance(types, str) else set(types or ())
-    if "const" in schema or "enum" in schema or not listed or listed - _CONTAINERS:
-        return True
-    return ("object" in listed and _object_may_end(schema, finite)) or (
-        "array" in listed and _array_may_end(schema, finite)
-    )
+class _Parts:
+    """The parts of schemas, each with its alternatives: what else must have finite instances for it to have one."""
 
+    def __init__(self) -> None:
+        self.alternatives: list[tuple[_Part, list[_Part]]] = []
+        self._num_parts = 0
 
-def _object_may_end(schema: dict[str, Any], finite: set[str]) -> bool:
-    properties = schema.get("properties", {})
-    return all(_may_end(properties.get(name, True), finite) for name in schema.get("required", ()))
+    def schema(self, schema: Any) -> int:
+        """The part that a schema is."""
+        if not isinstance(schema, dict):
+            return self._any_of([]) if schema is False else self._all_of([])
+        needed: list[_Part] = [self.schema(branch) for branch in schema.get("allOf", ())]
+        if "$ref" in schema:
+            needed.append(schema["$ref"].rpartition("/")[2])
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                needed.append(self._any_of(self.schema(branch) for branch in schema[name]))
+        types = schema.get("type")
+        listed = {types} if isinstance(types, str) else set(types or ())
+        if "const" not in schema and "enum" not in schema and listed and not listed - _CONTAINERS:
+            containers = {"object": self._object, "array": self._array}
+            needed.append(self._any_of(containers[name](schema) for name in listed))
+        return self._all_of(needed)
 
+    def _object(self, schema: dict[str, Any]) -> int:
+        properties = schema.get("properties", {})
+        return self._all_of([self.schema(properties.get(name, True)) for name in schema.get("required", ())])
 
-def _array_may_end(schema: dict[str, Any], finite: set[str]) -> bool:
-    first, rest = schema.get("prefixItems", []), schema.get("items", True)
-    num_needed = schema.get("minItems", 0)
-    needed = [*first[:num_needed], *([rest] if num_needed > len(first) else [])]
-    return all(_may_end(item, finite) for item in needed)
+    def _array(self, schema: dict[str, Any]) -> int:
+        first, rest = schema.get("prefixItems", []), schema.get("items", True)
+        num_needed = schema.get("minItems", 0)
+        needed = [*first[:num_needed], *([rest] if num_needed > len(first) else [])]
+        return self._all_of([self.schema(item) for item in needed])
+
+    def _all_of(self, needed: list[_Part]) -> int:
+        part = self._new()
+        self.alternatives.append((part, needed))
+        return part
+
+    def _any_of(self, branches: Iterable[int]) -> int:
+        part = self._new()
+        self.alternatives.extend((part, [branch]) for branch in branches)
+        return part
+
+    def _new(self) -> int:
+        self._num_parts += 1
+        return self._num_parts

@@ -10,6 +10,10 @@ import re
 from dataclasses import dataclass, field
 
 _QUANTIFIER = re.compile(r"\{(\d+)(,\d*)?\}")
+_UPPER_BOUND_ALONE = re.compile(r"\{,\d+\}")
+_GROUP = re.compile(r"\((\?:|\?P?<[A-Za-z_]\w*>|(?!\?))")
+_NUMBERED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))")
+_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _SPECIAL_LETTERS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "f": 0x0C, "0": 0x00}
 _LOOKAROUNDS = {
     "(?=": "a lookahead",
@@ -26,10 +30,19 @@ _PERHAPS_DIGITS, _PERHAPS_WORD = r"\p{N}", r"_\p{Alphabetic}\p{M}\p{N}\p{Pc}"
 _CLASSES = {"d": (_DIGITS, _PERHAPS_DIGITS), "w": (_WORD, _PERHAPS_WORD), "s": (_SPACES, _PERHAPS_SPACES)}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _MAX_DEPTH = 50
+_MAX_SHOWN = 40
 
 
 class PatternError(ValueError):
-    """A pattern that is not enforced; the message says what in it, and at which position."""
+    """A pattern that is not enforced; the message says what in it, at which position, and what may be done.
+
+    what: the first part of the message. advice: the rest.
+    """
+
+    def __init__(self, what: str, advice: str = "Allowed: patterns without it") -> None:
+        super().__init__(f"{what}. {advice}")
+        self.what = what
+        self.advice = advice
 
 
 def translate_search(pattern: str) -> str:
@@ -53,7 +66,8 @@ class _Translation:
     pattern: str
     is_full_match: bool = False
     at: int = 0
-    depth: int = 0
+    # Positions of the groups that are open.
+    open_at: list[int] = field(default_factory=list)
     # Whether what was written last may be repeated.
     has_atom: bool = False
     parts: list[str] = field(default_factory=list)
@@ -61,8 +75,9 @@ class _Translation:
     def run(self) -> str:
         while self.at < len(self.pattern):
             self._step(self.pattern[self.at])
-        if self.depth:
-            raise self._error("a group that is not closed")
+        if self.open_at:
+            self.at = self.open_at[-1]
+            raise self._error("a '(' that is not closed", "Close it by ')', or write '\\(' for the character")
         return "".join(self.parts)
 
     def _step(self, char: str) -> None:
@@ -88,40 +103,44 @@ class _Translation:
         self.at += length
         self.has_atom = is_atom
 
-    def _error(self, what: str) -> PatternError:
-        return PatternError(f"{self.pattern!r} has {what} at position {self.at}")
+    def _error(self, what: str, *advice: str) -> PatternError:
+        near = self.pattern
+        if len(near) > _MAX_SHOWN:
+            begin = max(0, min(self.at - _MAX_SHOWN // 2, len(near) - _MAX_SHOWN))
+            end = begin + _MAX_SHOWN
+            near = f"{'…' * (begin > 0)}{near[begin:end]}{'…' * (end < len(self.pattern))}"
+        return PatternError(f"{near!r} has {what} at position {self.at}", *advice)
 
     def _group(self, char: str) -> None:
         if char == ")":
-            if self.depth == 0:
-                raise self._error("a ')' that closes nothing")
-            self.depth -= 1
+            if not self.open_at:
+                raise self._error("a ')' that closes nothing", "Remove it, or write '\\)' for the character")
+            self.open_at.pop()
             self._write(")", 1)
             return
-        rest = self.pattern[self.at :]
         for begin, name in _LOOKAROUNDS.items():
-            if rest.startswith(begin):
+            if self.pattern.startswith(begin, self.at):
                 raise self._error(f"{name} {begin}…), which cannot be enforced")
-        opened = re.match(r"\((\?:|\?P?<[A-Za-z_]\w*>|(?!\?))", rest)
+        opened = _GROUP.match(self.pattern, self.at)
         if opened is None:
             raise self._error("a group of an unknown kind")
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
+        if len(self.open_at) >= _MAX_DEPTH:
             raise self._error(f"groups nested more than {_MAX_DEPTH} deep")
-        self._write("(?:", opened.end(), is_atom=False)
+        self.open_at.append(self.at)
+        self._write("(?:", len(opened.group()), is_atom=False)
 
     def _quantify(self, char: str) -> None:
         text = char
         if char == "{":
             match = _QUANTIFIER.match(self.pattern, self.at)
             if match is None:
-                if re.match(r"\{,\d+\}", self.pattern[self.at :]):
+                if _UPPER_BOUND_ALONE.match(self.pattern, self.at):
                     raise self._error("{,…}, which dialects read in different ways")
                 self._write(_literal(ord("{")), 1)
                 return
             text = match.group()
         if not self.has_atom:
-            raise self._error(f"{text!r} with nothing to repeat")
+            raise self._error(f"{text!r} with nothing to repeat", f"Put what it repeats before it, or write '\\{char}'")
         self._write(text, len(text), is_atom=False)
         # Whether the shortest match is preferred says nothing about which texts match.
         if self.pattern[self.at : self.at + 1] == "?":
@@ -131,9 +150,8 @@ class _Translation:
         if not self.is_full_match:
             self._write(char, 1, is_atom=False)
             return
-        before, after = self.pattern[: self.at], self.pattern[self.at + 1 :]
-        is_at_end = not before or before[-1] == "|" if char == "^" else not after or after[0] == "|"
-        if self.depth or not is_at_end:
+        beside = self.pattern[self.at - 1 : self.at] if char == "^" else self.pattern[self.at + 1 : self.at + 2]
+        if self.open_at or beside not in ("", "|"):
             raise self._error(f"a {char!r} in its middle, which cannot be enforced")
         self._write("", 1, is_atom=False)
 
@@ -149,7 +167,7 @@ class _Translation:
 
     def _escaped_letter(self) -> str:
         if self.at + 1 >= len(self.pattern):
-            raise self._error("a backslash that escapes nothing")
+            raise self._error("a backslash that escapes nothing", "Write '\\\\' for the character")
         return self.pattern[self.at + 1]
 
     def _escaped_character(self, letter: str) -> int:
@@ -157,7 +175,7 @@ class _Translation:
         if letter in _SPECIAL_LETTERS and not (letter == "0" and self.pattern[self.at + 2 : self.at + 3].isdigit()):
             self.at += 2
             return _SPECIAL_LETTERS[letter]
-        match = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))").match(self.pattern, self.at)
+        match = _NUMBERED.match(self.pattern, self.at)
         if match is not None:
             self.at = match.end()
             return self._with_low_surrogate(int(match.group(1) or match.group(2), 16))
@@ -169,7 +187,7 @@ class _Translation:
     def _with_low_surrogate(self, code: int) -> int:
         if not 0xD800 <= code <= 0xDFFF:
             return code
-        low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self.pattern, self.at)
+        low = _LOW_SURROGATE.match(self.pattern, self.at)
         if code >= 0xDC00 or low is None:
             raise self._error("half of a surrogate pair")
         self.at = low.end()
@@ -186,7 +204,7 @@ class _Translation:
         while self.pattern[self.at : self.at + 1] != "]":
             if self.at >= len(self.pattern):
                 self.at = start
-                raise self._error("a '[' that is not closed")
+                raise self._error("a '[' that is not closed", "Close it by ']', or write '\\[' for the character")
             members.append(self._member(negated))
         self.at += 1
         return f"[{'^' if negated else ''}{''.join(members)}]"
@@ -204,7 +222,7 @@ class _Translation:
         if isinstance(first, str) or isinstance(last, str):
             raise self._error("a range from or to a class of characters")
         if first > last:
-            raise self._error("a range that is in the wrong order")
+            raise self._error("a range that is in the wrong order", "Write the lower character first")
         return f"{_literal(first)}-{_literal(last)}"
 
     def _one_of_brackets(self, negated: bool) -> str | int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,6 +14,7 @@ _IDS = ("$id", "id")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 # Under these lie schemas by name; under the rest of the keywords, schemas or data.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_INDEX = re.compile("[0-9]{1,9}")
 _MAX_OPEN = 16
 _MAX_INLINED = 1 << 18
 _DATA = ("const", "enum", "default", "examples", "example")
@@ -75,9 +77,25 @@ class References:
             self._definitions[self._names[pointer]] = walk(self._find(pointer), pointer)
 
     def is_circular(self, pointer: str) -> bool:
-        """Whether a schema applies itself to the same instance, through references and combinations alone."""
+        """Whether a schema leads back to itself, or to one that does, on the same instance: through references and
+        combinations alone.
+        """
+        # Depth first, without calls, since chains may be long. Those that are open have no answer yet; coming back to
+        # one of them closes a circle.
+        open_pointers: dict[str, Iterator[str]] = {}
         if pointer not in self._circular:
-            self._circular[pointer] = self._reaches(self._find(pointer), pointer, set())
+            open_pointers[pointer] = iter(self._applied_by(pointer))
+        while open_pointers:
+            last = next(reversed(open_pointers))
+            following = next(open_pointers[last], None)
+            if following is None:
+                del open_pointers[last]
+                self._circular.setdefault(last, False)
+            elif following in open_pointers or self._circular.get(following):
+                self._circular.update(dict.fromkeys(open_pointers, True))
+                break
+            elif following not in self._circular:
+                open_pointers[following] = iter(self._applied_by(following))
         return self._circular[pointer]
 
     def inlined(self, schema: Any) -> Any:
@@ -104,19 +122,17 @@ class References:
         """A schema with the definitions that it refers to."""
         return {"$defs": self._definitions, **schema} if self._definitions else schema
 
-    def _reaches(self, schema: Any, goal: str, seen: set[str]) -> bool:
-        if not isinstance(schema, dict):
-            return False
-        if "$ref" in schema:
-            target, _ = self.resolve(schema["$ref"])
-            if target == goal:
-                return True
-            if target is not None and target not in seen:
-                seen.add(target)
-                if self._reaches(self._find(target), goal, seen):
-                    return True
-        branches = [branch for name in ("allOf", "anyOf", "oneOf") for branch in _listed(schema.get(name))]
-        return any(self._reaches(branch, goal, seen) for branch in [*branches, schema.get("not")])
+    def _applied_by(self, pointer: str) -> list[str]:
+        """Where the references of a schema lead that apply to the same instance as it does."""
+        found, left = [], [self._find(pointer)]
+        while left:
+            schema = left.pop()
+            if isinstance(schema, dict):
+                if "$ref" in schema and (target := self.resolve(schema["$ref"])[0]) is not None:
+                    found.append(target)
+                left += [branch for name in ("allOf", "anyOf", "oneOf") for branch in _listed(schema.get(name))]
+                left.append(schema.get("not"))
+        return found
 
     def _find(self, pointer: str) -> Any:
         found: Any = self.root
@@ -124,7 +140,7 @@ class References:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and key in found:
                 found = found[key]
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            elif isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
                 found = found[int(key)]
             else:
                 return None

@@ -26,7 +26,7 @@ def translated(walk: Walk, pattern: Any, at: str) -> str:
     try:
         return translate_search(pattern)
     except PatternError as error:
-        walk.refuse(at, f"the pattern {error}")
+        walk.refuse(at, f"the pattern {error.what}")
         return ""
 
 

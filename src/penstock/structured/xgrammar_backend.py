@@ -12,7 +12,7 @@ from penstock.config.structured import XGRAMMAR
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import MatcherError
-from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace_of
+from penstock.structured.constraint_check import check_read, schema_of, tagged_parts, translated, whitespace_of
 from penstock.structured.ending import EndingMatcher, end_mask
 from penstock.structured.xgrammar_grammar import grammar_of
 from penstock.structured.xgrammar_patterns import as_rule, quoted
@@ -64,6 +64,7 @@ class XGrammarBackend:
         if params.choice is not None:
             return "root ::= " + " | ".join(map(quoted, params.choice))
         if params.grammar is not None:
+            check_read(params, XGRAMMAR)
             return params.grammar
         return grammar_of(schema_of(params, XGRAMMAR), whitespace_of(params))
 
