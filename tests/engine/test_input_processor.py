@@ -78,7 +78,7 @@ def test_a_dictionary_may_bring_text_and_salt(processor: InputProcessor) -> None
         ({"prompt": 7}, "prompt=7 is a int"),
         ({"prompt": "x", "cache_salt": 3}, "cache_salt=3 is a int"),
         ({"prompt": "x", "salt": "y"}, "'salt'.*prompt, prompt_token_ids, cache_salt"),
-        ("lone \udcff", "not valid text.*position 5"),
+        ("lone \udcff", r"prompt has .\\udcff. at position 5.*lone surrogates"),
     ],
 )
 def test_a_bad_prompt_is_refused_by_what_is_wrong_with_it(processor: InputProcessor, prompt: Any, message: str) -> None:

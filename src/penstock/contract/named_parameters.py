@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.config import vllm
 from penstock.config.checks import as_plain, did_you_mean
+from penstock.contract.param_checks import shown
 from penstock.errors import InvalidParameter
 
 
@@ -35,5 +36,5 @@ def _own_parameters(given: dict[str, Any], known: tuple[str, ...]) -> dict[str, 
     for name, value in parameters.items():
         if name not in known:
             hint = did_you_mean(name, known) or f" Allowed: {', '.join(known)}."
-            raise InvalidParameter(f"There is no parameter {name!r} (given: {value!r}).{hint}")
+            raise InvalidParameter(f"There is no parameter {shown(name)} (given: {shown(value)}).{hint}")
     return parameters

@@ -3,22 +3,84 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from penstock.errors import InvalidParameter
+
+# Levels of lists and dictionaries in plain data.
+MAX_DEPTH = 100
+# Digits of a number in text; no field of a request has more.
+_MAX_DIGITS = 20
+_LONGEST_SHOWN = 200
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: shortened, without lone surrogates, and never an exception of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # integers of too many digits, nesting that is too deep, a __repr__ that fails
+        return f"<{type(value).__name__} that cannot be shown>"
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def invalid(name: str, value: Any, allowed: str) -> InvalidParameter:
     """The error for a value that is not allowed."""
-    return InvalidParameter(f"{name}={value!r} is not valid. Allowed: {allowed}.")
+    return InvalidParameter(f"{name}={shown(value)} is not valid. Allowed: {allowed}.")
+
+
+def check_sendable(fields: Mapping[str, Any]) -> None:
+    """Raise InvalidParameter, naming the field, for a value that no message to a core or a worker can hold.
+
+    That is text with lone surrogates, an integer of more than 64 bits, or too deep nesting, wherever it is.
+    """
+    try:
+        msgspec.msgpack.encode(fields)
+    except (ValueError, OverflowError, TypeError, RecursionError):
+        for name, value in fields.items():
+            for path, part in _parts(name, value, MAX_DEPTH):
+                try:
+                    msgspec.msgpack.encode(part)
+                except UnicodeEncodeError as error:
+                    wrong = part[error.start : error.end]
+                    raise InvalidParameter(
+                        f"{path} has {wrong!r} at position {error.start}, which is no character. "
+                        "Allowed: text without lone surrogates."
+                    ) from None
+                except (ValueError, OverflowError, TypeError, RecursionError):
+                    raise invalid(path, part, f"integers of 64 bits, nested {MAX_DEPTH} levels at most") from None
+        raise
+
+
+def _parts(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """What a value consists of, with the path to each part; what is nested deeper than `depth` is one part."""
+    if isinstance(value, msgspec.Struct):
+        value = {f".{field}": getattr(value, field) for field in value.__struct_fields__}
+        inner = [(f"{path}{field}", part) for field, part in value.items()]
+    elif isinstance(value, Mapping):
+        inner = [(path, key) for key in value] + [(f"{path}[{shown(key)}]", part) for key, part in value.items()]
+    elif isinstance(value, (Sequence, frozenset, set)) and not isinstance(value, (str, bytes)):
+        inner = [(f"{path}[{index}]", part) for index, part in enumerate(value)]
+    else:
+        yield path, value
+        return
+    if depth == 0:
+        yield path, value
+        return
+    for inner_path, part in inner:
+        yield from _parts(inner_path, part, depth - 1)
 
 
 def check_number(name: str, value: Any, low: float, high: float, allowed: str, *, above: bool = False) -> None:
     """Raise InvalidParameter unless `value` is a finite number in low..high; `above` excludes `low` itself."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value > high or value < low or (above and value == low):
+    # An integer may be too large for `isfinite`; comparing it with a float is exact.
+    is_finite = is_number and (isinstance(value, int) or math.isfinite(value))
+    if not is_finite or value > high or value < low or (above and value == low):
         raise invalid(name, value, allowed)
 
 
@@ -42,7 +104,9 @@ def check_member(name: str, value: Any, choices: type[Enum]) -> None:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list of token ids as a tuple; raises InvalidParameter for anything else."""
+    """A list of token ids as a tuple, empty for None; raises InvalidParameter for anything else."""
+    if value is None:
+        return ()
     allowed = "a list of token ids, each 0 or more"
     if not isinstance(value, (tuple, list, frozenset, set)):
         raise invalid(name, value, allowed)
@@ -54,6 +118,8 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     """A list of non-empty lists of token ids as tuples; raises InvalidParameter for anything else."""
+    if value is None:
+        return ()
     if not isinstance(value, (tuple, list)):
         raise invalid(name, value, "a list of lists of token ids")
     sequences = tuple(token_ids(name, sequence) for sequence in value)
@@ -82,9 +148,10 @@ def biases(name: str, value: Any, limit: float) -> dict[int, float] | None:
     result = {}
     for key, bias in value.items():
         is_id = type(key) is int and key >= 0
-        if not is_id and not (isinstance(key, str) and key.isascii() and key.isdecimal()):
+        is_text_of_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= _MAX_DIGITS
+        if not is_id and not is_text_of_id:
             raise invalid(name, value, allowed)
-        check_number(f"{name}[{key}]", bias, -limit, limit, allowed)
+        check_number(f"{name}[{key if is_text_of_id else shown(key)}]", bias, -limit, limit, allowed)
         result[int(key)] = float(bias)
     return result
 
@@ -95,14 +162,17 @@ def plain_data(name: str, value: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise invalid(name, value, "a dictionary from a logits processor's name to what it is given")
-    if not _is_plain(dict(value)):
-        raise invalid(name, value, "numbers, texts, True, False, None, and lists and dictionaries of these")
+    if not _is_plain(value, MAX_DEPTH):
+        allowed = "numbers, texts, True, False, None, and lists and dictionaries of these"
+        raise invalid(name, value, f"{allowed}, nested {MAX_DEPTH} levels at most")
     return dict(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, Mapping):
-        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
+        return depth > 0 and all(
+            isinstance(key, (str, int)) and _is_plain(item, depth - 1) for key, item in value.items()
+        )
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))

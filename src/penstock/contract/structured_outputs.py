@@ -56,6 +56,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
+        # vLLM's default, which asks for nothing.
+        if self.json_object is None:
+            self._set("json_object", False)
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             check.check_flag(_full(name), getattr(self, name))
         given = self._check_only_one()
@@ -113,7 +116,7 @@ def structured_outputs_from(value: Any) -> StructuredOutputsParams | None:
     for name in value:
         if name not in StructuredOutputsParams.__struct_fields__:
             allowed = ", ".join(StructuredOutputsParams.__struct_fields__)
-            raise InvalidParameter(f"structured_outputs has a field {name!r}. Allowed: {allowed}.")
+            raise InvalidParameter(f"structured_outputs has a field {check.shown(name)}. Allowed: {allowed}.")
     return StructuredOutputsParams(**value)
 
 

@@ -18,6 +18,7 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import RequestOutputKind, SamplingParams
+from penstock.contract.param_checks import shown
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_place import with_core_process
 from penstock.engine.core_thread import CoreThread
@@ -333,5 +334,7 @@ def _checked_id(request_id: Any) -> str:
     if request_id is None:
         return f"request-{uuid.uuid4().hex}"
     if not isinstance(request_id, str) or not request_id:
-        raise InvalidParameter(f"request_id={request_id!r} is not valid. Allowed: a text that is not empty, or None.")
+        raise InvalidParameter(
+            f"request_id={shown(request_id)} is not valid. Allowed: a text that is not empty, or None."
+        )
     return request_id

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from penstock.config import vllm
+from penstock.contract.param_checks import shown
 from penstock.engine.prompts import PromptDict, as_list
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
@@ -43,7 +44,7 @@ def render_prompt(
     for name in variables:
         if name in taken:
             raise InvalidParameter(
-                f"chat_template_kwargs has {name!r}, which is no variable of a template. "
+                f"chat_template_kwargs has {shown(name)}, which is no variable of a template. "
                 f"Not allowed: {', '.join(taken)}."
             )
     if tools is not None:
@@ -81,7 +82,7 @@ def list_of_conversations(messages: Any) -> list[Any]:
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidRequest(f"The conversation {messages!r} has no messages. Give at least one.")
+        raise InvalidRequest(f"The conversation {shown(messages)} has no messages. Give at least one.")
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -89,13 +90,15 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
     """The message with its content as one text, which every template understands."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(
-            f'{name} is {message!r}. Allowed: a dictionary such as {{"role": "user", "content": "Hi"}}.'
+            f'{name} is {shown(message)}. Allowed: a dictionary such as {{"role": "user", "content": "Hi"}}.'
         )
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         content = "\n".join(_text_of_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
-        raise InvalidRequest(f"{name}.content={content!r} is a {type(content).__name__}. Allowed: text, or text parts.")
+        raise InvalidRequest(
+            f"{name}.content={shown(content)} is a {type(content).__name__}. Allowed: text, or text parts."
+        )
     return {**message, "content": "" if content is None else content}
 
 
@@ -105,5 +108,7 @@ def _text_of_part(part: Any, name: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(part.get("text"), str):
         vllm.check_kind_of_part(name, kind)
-        raise InvalidRequest(f'{name} is {part!r}. Allowed: {{"type": "text", "text": "..."}}; models here read text.')
+        raise InvalidRequest(
+            f'{name} is {shown(part)}. Allowed: {{"type": "text", "text": "..."}}; models here read text.'
+        )
     return str(part["text"])

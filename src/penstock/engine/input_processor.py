@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.config import ModelConfig, SamplingConfig, StructuredOutputsConfig
 from penstock.contract import SamplingParams
+from penstock.contract.param_checks import check_sendable, shown
 from penstock.engine.messages import EngineRequest
 from penstock.engine.params_processor import ParamsProcessor
 from penstock.engine.prompts import PROMPT_KEYS, Prompt, check_fields, list_of_ids
@@ -101,10 +102,11 @@ class InputProcessor:
 
         Raises InvalidRequest.
         """
-        _, token_ids, cache_salt = self._take_apart(prompt, add_special_tokens=is_first)
+        text, token_ids, cache_salt = _fields_of(prompt)
         if cache_salt is not None:
-            raise InvalidRequest(f"cache_salt={cache_salt!r} is not allowed for a prompt that comes in parts.")
-        return token_ids
+            raise InvalidRequest(f"cache_salt={shown(cache_salt)} is not allowed for a prompt that comes in parts.")
+        check_sendable({"prompt": text})
+        return self._tokenizer.encode(text or "", is_first) if token_ids is None else token_ids
 
     def _process(
         self,
@@ -115,7 +117,16 @@ class InputProcessor:
         number: int | None,
     ) -> tuple[EngineRequest, str | None]:
         arrival_time = time.monotonic()
-        text, prompt_token_ids, cache_salt = self._take_apart(prompt)
+        text, given_token_ids, cache_salt = _fields_of(prompt)
+        check_sendable(
+            {
+                "request_id": request_id,
+                "prompt": text,
+                "cache_salt": cache_salt,
+                "sampling_params": sampling_params,
+            }
+        )
+        prompt_token_ids = self._tokenizer.encode(text or "") if given_token_ids is None else given_token_ids
         self._check_prompt(prompt_token_ids)
         sampling_params = self._params_processor.process(sampling_params)
         self._check_priority(priority)
@@ -136,31 +147,6 @@ class InputProcessor:
         self._num_accepted += 1
         return request, text
 
-    def _take_apart(
-        self, prompt: Prompt, *, add_special_tokens: bool = True
-    ) -> tuple[str | None, list[int], str | None]:
-        """The prompt's text, if it has one, its tokens, and its cache salt."""
-        if isinstance(prompt, str):
-            return prompt, self._encode(prompt, add_special_tokens), None
-        if not isinstance(prompt, Mapping):
-            return None, list_of_ids(prompt), None
-        fields: Mapping[str, Any] = prompt
-        check_fields(fields)
-        text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
-        if token_ids is None:
-            return text, self._encode(text or "", add_special_tokens), cache_salt
-        return text, list_of_ids(token_ids), cache_salt
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"The prompt is not valid text: {text[error.start : error.end]!r} at position {error.start} "
-                "cannot be encoded. Give text without lone surrogates."
-            ) from None
-        return self._tokenizer.encode(text, add_special_tokens)
-
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequest("The prompt is empty: it has no tokens. Give at least one.")
@@ -168,13 +154,15 @@ class InputProcessor:
         if lowest < 0 or highest >= self._vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise InvalidRequest(
-                f"The prompt has token id {wrong}, but the model's vocabulary has {self._vocab_size} tokens. "
+                f"The prompt has token id {shown(wrong)}, but the model's vocabulary has {self._vocab_size} tokens. "
                 f"Allowed: 0 to {self._vocab_size - 1}."
             )
 
     def _check_priority(self, priority: Any) -> None:
-        if type(priority) is not int:
-            raise InvalidParameter(f"priority={priority!r} is not valid. Allowed: integers; lower ones run first.")
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise InvalidParameter(
+                f"priority={shown(priority)} is not valid. Allowed: integers of 64 bits; lower ones run first."
+            )
         if priority and self._policy != "priority":
             raise InvalidParameter(
                 f"priority={priority} has no meaning under the policy {self._policy!r}. Start the engine with "
@@ -221,6 +209,18 @@ def located(where: str) -> Iterator[None]:
         if not where:
             raise
         raise type(error)(f"{where}: {error}") from error
+
+
+def _fields_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+    """The prompt's text, its token ids, and its cache salt, as far as it has them."""
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if not isinstance(prompt, Mapping):
+        return None, list_of_ids(prompt), None
+    fields: Mapping[str, Any] = prompt
+    check_fields(fields)
+    text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
+    return text, None if token_ids is None else list_of_ids(token_ids), cache_salt
 
 
 def _drawn_seed(engine_seed: str, num_accepted: int) -> int:

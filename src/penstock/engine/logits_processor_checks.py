@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.contract import SamplingParams
+from penstock.contract.param_checks import shown
 from penstock.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class LogitsProcessorChecks:
         for name, value in (params.extra_args or {}).items():
             if name not in names:
                 raise InvalidParameter(
-                    f"extra_args has {name!r} (given: {value!r}), but there is no logits processor of that name. "
-                    f"Allowed: {', '.join(names)}. Others are loaded with the option logits_processors."
+                    f"extra_args has {shown(name)} (given: {shown(value)}), but there is no logits processor of "
+                    f"that name. Allowed: {', '.join(names)}. Others are loaded with the option logits_processors."
                 )
         for processor in self._classes:
             try:

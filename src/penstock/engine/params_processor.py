@@ -13,6 +13,7 @@ import msgspec
 from penstock.config import SamplingConfig, StructuredOutputsConfig
 from penstock.config.reasoning import reasoning_markers
 from penstock.contract import SamplingParams, StructuredOutputsParams
+from penstock.contract.param_checks import shown
 from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
 from penstock.engine.logits_processor_checks import LogitsProcessorChecks
 from penstock.engine.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ def check_is_params(params: Any) -> None:
     """Raise InvalidParameter for anything but sampling parameters."""
     if not isinstance(params, SamplingParams):
         raise InvalidParameter(
-            f"sampling_params is a {type(params).__name__}: {params!r}. Allowed: SamplingParams, or None."
+            f"sampling_params is a {type(params).__name__}: {shown(params)}. Allowed: SamplingParams, or None."
         )
 
 
@@ -101,15 +102,15 @@ class ParamsProcessor:
             )
         if asked > most:
             raise InvalidParameter(
-                f"{name}={asked} is not valid. Allowed: at most {most}. Start the engine with "
-                f"max_logprobs={asked} for more."
+                f"{name}={shown(asked)} is not valid. Allowed: at most {most}. Start the engine with "
+                f"max_logprobs={shown(asked)} for more."
             )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             if token_id >= self._vocab_size:
                 raise InvalidParameter(
-                    f"{name} has {token_id}, but the model's vocabulary has {self._vocab_size} tokens. "
+                    f"{name} has {shown(token_id)}, but the model's vocabulary has {self._vocab_size} tokens. "
                     f"Allowed: 0 to {self._vocab_size - 1}."
                 )
 

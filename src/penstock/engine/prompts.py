@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Protocol, TypeAlias, TypedDict
 
 from penstock.config import vllm
+from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -90,8 +91,8 @@ def list_of_ids(token_ids: Any) -> list[int]:
             )
         if type(token_id) is not int:
             raise InvalidRequest(
-                f"The prompt has {token_id!r} ({type(token_id).__name__}) at position {position} of its token ids. "
-                "Allowed: integers."
+                f"The prompt has {shown(token_id)} ({type(token_id).__name__}) at position {position} of its token "
+                "ids. Allowed: integers."
             )
     return ids
 
@@ -105,13 +106,13 @@ def check_fields(prompt: Mapping[Any, Any]) -> None:
         for key in vllm.fields_as_ours(prompt, PROMPT_KEYS):
             if key not in PROMPT_KEYS:
                 hint = f" {_HINTS[key]}." if key in _HINTS else ""
-                raise InvalidRequest(f"The prompt has a field {key!r}.{hint} Allowed: {', '.join(PROMPT_KEYS)}.")
+                raise InvalidRequest(f"The prompt has a field {shown(key)}.{hint} Allowed: {', '.join(PROMPT_KEYS)}.")
     if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
         raise InvalidRequest("The prompt has neither text nor tokens. Give prompt or prompt_token_ids.")
     for key in ("prompt", "cache_salt"):
         value = prompt.get(key)
         if value is not None and not isinstance(value, str):
-            raise InvalidRequest(f"{key}={value!r} is a {type(value).__name__}. Allowed: text.")
+            raise InvalidRequest(f"{key}={shown(value)} is a {type(value).__name__}. Allowed: text.")
 
 
 def _plain(value: Any) -> Any:
