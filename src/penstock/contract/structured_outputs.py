@@ -19,7 +19,10 @@ CONSTRAINTS_BY_SCHEMA = ("json", "json_object", "structural_tag")
 _A_SCHEMA = "a JSON schema as text, a dictionary, True, False, or a pydantic model"
 _A_TAG = "a structural tag as JSON text or a dictionary"
 # By the fields that are JSON text: what they may be, for errors, and the types of what they hold.
-_JSON_FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {"json": (_A_SCHEMA, (dict, bool)), "structural_tag": (_A_TAG, (dict,))}
+_JSON_FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "json": (_A_SCHEMA, (dict, bool)),
+    "structural_tag": (_A_TAG, (dict,)),
+}
 # Longest constraint, in characters, that is read where a request is made. Longer ones are read by the threads that
 # compile, since whoever makes a request may be an event loop.
 MAX_READ_AT_INTAKE = 4096
