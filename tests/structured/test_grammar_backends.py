@@ -10,7 +10,7 @@ import pytest
 
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
-from penstock.structured.constraint_check import check_constraint
+from penstock.structured.constraint_check import check_constraint, check_read
 from support.constraints import (
     END,
     NUM_WORDS,
@@ -163,13 +163,19 @@ def test_matchers_of_one_grammar_know_nothing_of_each_other() -> None:
     assert allows(first, "x")
 
 
+def _check_and_read(fields: dict[str, Any], max_bytes: int) -> None:
+    params = StructuredOutputsParams(**fields)
+    check_constraint(params, max_bytes)
+    check_read(params)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"regex": "a(?!b)"}, "regex: 'a(?!b)' has a negative lookahead"),
-        ({"grammar": "root ::= ("}, "is no GBNF"),
+        ({"grammar": "root ::= ("}, "is not valid GBNF"),
         ({"grammar": 'start: %json {"uniqueItems": true}'}, "/uniqueItems"),
-        ({"grammar": "start: %json {"}, "is no JSON"),
+        ({"grammar": "start: %json {"}, "with what is no JSON"),
         ({"grammar": 'start: a\na[max_tokens=5]: "x"'}, "max_tokens="),
         ({"grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}, "%llguidance"),
         ({"grammar": "start: a0\n" + "\n".join(f'a{n}: "x" a{n + 1}' for n in range(1000))}, "has 1,001 rules"),
@@ -194,7 +200,7 @@ def test_matchers_of_one_grammar_know_nothing_of_each_other() -> None:
 def test_what_reading_tells_is_refused_before_anything_is_compiled(fields: dict[str, Any], said: str) -> None:
     max_bytes = 10**6 if "grammar" in fields else 1000
     with pytest.raises(InvalidParameter) as refused:
-        check_constraint(StructuredOutputsParams(**fields), max_bytes)
+        _check_and_read(fields, max_bytes)
     assert said in str(refused.value)
     assert "structured_outputs." in str(refused.value)
 
@@ -203,7 +209,7 @@ def test_what_reading_tells_is_refused_before_anything_is_compiled(fields: dict[
     ("fields", "said"),
     [
         ({"grammar": "start: b"}, "cannot be enforced"),
-        ({"grammar": 'start: a\na: a "x"'}, "leaves nothing that could come next"),
+        ({"grammar": "start: X\nX: /a/ & /b/"}, "leaves nothing that could come next"),
     ],
 )
 def test_what_cannot_be_compiled_is_an_error_that_says_so(fields: dict[str, Any], said: str) -> None:

@@ -59,8 +59,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_additional_properties: bool = True
 
     def __post_init__(self) -> None:
+        flag: object = self.json_object
         # vLLM's default, which asks for nothing.
-        if self.json_object is None:
+        if flag is None:
             self._set("json_object", False)
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             check.check_flag(_full(name), getattr(self, name))

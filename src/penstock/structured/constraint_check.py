@@ -11,7 +11,8 @@ from penstock.config.structured import LLGUIDANCE, XGRAMMAR
 from penstock.contract import StructuredOutputsParams
 from penstock.contract.structured_outputs import MAX_READ_AT_INTAKE, parsed
 from penstock.errors import InvalidParameter
-from penstock.structured.grammar_text import as_lark, is_gbnf
+from penstock.structured.gbnf import is_gbnf
+from penstock.structured.grammar_text import as_lark
 from penstock.structured.patterns import PatternError, translate_full_match
 from penstock.structured.schema_check import Narrow, NotEnforced, enforceable
 from penstock.structured.xgrammar_patterns import as_rule

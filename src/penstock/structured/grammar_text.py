@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from penstock.errors import InvalidParameter
+from penstock.structured.gbnf import as_lark_text, gbnf_rules, is_gbnf
+from penstock.structured.grammar_rules import Kind, Rules, never_ending
+from penstock.structured.lark_text import GrammarTextError, LarkToken, lark_rules, lark_tokens
 from penstock.structured.schema_check import NotEnforced, enforceable
 
 # Of a grammar. Libraries follow rules by calling themselves, so a long chain of them takes a deep stack.
 MAX_RULES = 1000
 MAX_GROUPS = 3000
-_RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-# What cannot be taken back, or is no constraint, or would pass over the checks of this engine.
-_REFUSED = {
-    r"%llguidance\b": "%llguidance",
-    r"\bmax_tokens\s*=": "max_tokens=",
-    r"\bstop\s*=": "stop=",
-    r"\btemperature\s*=": "temperature=",
-}
-# Texts, regular expressions, comments, and what is looked for outside of them.
-_TOKENS = re.compile(
-    r'"(?:\\.|[^"\\\n])*"i?|/(?![/*\s])(?:\\.|[^/\\\n])+/[a-z]*|//[^\n]*|(?<![^\s])#[^\n]*|%json\b|'
-    + "|".join(_REFUSED)
-)
-
-
-def check_size(grammar: str) -> None:
-    """Refuse grammars of too many rules or groups. Raises InvalidParameter."""
-    num_rules, num_groups = len(_RULE.findall(grammar)), sum(map(grammar.count, "(["))
-    for count, limit, what in ((num_rules, MAX_RULES, "rules"), (num_groups, MAX_GROUPS, "groups")):
-        if count > limit:
-            raise InvalidParameter(
-                f"structured_outputs.grammar has {count:,} {what}. Allowed: at most {limit:,}. Use fewer, such as a "
-                "regular expression with many alternatives in place of many rules."
-            )
+_MAX_NAMED = 5
+# What would pass over the checks of this engine; and attributes of rules that cannot be taken back, or are none of a
+# constraint.
+_REFUSED_KEYWORD = "%llguidance"
+_REFUSED_ATTRIBUTES = ("max_tokens", "stop", "temperature")
 
 
 def as_lark(grammar: str, json_options: Mapping[str, Any]) -> str:
@@ -45,50 +29,60 @@ def as_lark(grammar: str, json_options: Mapping[str, Any]) -> str:
     json_options: what a schema in it is compiled with.
     Raises InvalidParameter.
     """
-    check_size(grammar)
-    lark = _from_gbnf(grammar) if is_gbnf(grammar) else grammar
-    parts, at = [], 0
-    while (found := _TOKENS.search(lark, at)) is not None:
-        parts.append(lark[at : found.end()])
-        at = found.end()
-        if found.group() == "%json":
-            schema, at = _schema_at(lark, at)
-            options = {"x-guidance": dict(json_options)} if json_options else {}
-            parts.append(f" {json.dumps({**schema, **options})}")
-        else:
-            _check_token(found.group())
-    return "".join([*parts, lark[at:]])
-
-
-def is_gbnf(grammar: str) -> bool:
-    """Whether a grammar has rules as GBNF writes them."""
-    return re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE) is not None
-
-
-def _from_gbnf(grammar: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
-
+    is_lark = not is_gbnf(grammar)
     try:
-        return any_to_lark(grammar).replace("%llguidance {}", "", 1)
-    except Exception as error:
-        raise InvalidParameter(f"structured_outputs.grammar is no GBNF: {error}. Allowed: GBNF, or Lark.") from error
+        if not is_lark:
+            rules = gbnf_rules(grammar)
+            _check([rules], "root")
+            return as_lark_text(rules)
+        tokens = list(lark_tokens(grammar))
+    except GrammarTextError as error:
+        notation = "Lark's notation" if is_lark else "GBNF"
+        raise InvalidParameter(f"structured_outputs.grammar is not valid {notation}: it has {error}.") from error
+    _check_tokens(tokens)
+    _check(lark_rules(tokens), "start")
+    parts, at = [], 0
+    for previous, token in pairwise(tokens):
+        if previous.text == "%json":
+            parts += [grammar[at : token.at], _schema_text(token, json_options)]
+            at = token.at + len(token.text)
+    return "".join([*parts, grammar[at:]])
 
 
-def _check_token(token: str) -> None:
-    for pattern, name in _REFUSED.items():
-        if re.fullmatch(pattern, token):
+def _check_tokens(tokens: Sequence[LarkToken]) -> None:
+    for number, token in enumerate(tokens):
+        is_assigned = number + 1 < len(tokens) and tokens[number + 1].text == "="
+        if token.text == _REFUSED_KEYWORD or (is_assigned and token.text in _REFUSED_ATTRIBUTES):
+            name = f"{token.text}=" if is_assigned else token.text
             raise InvalidParameter(
                 f"structured_outputs.grammar has {name}, which cannot be followed here. Allowed: grammars without it."
             )
 
 
-def _schema_at(lark: str, at: int) -> tuple[dict[str, Any], int]:
-    """A schema that begins behind a place, and where it ends."""
-    at += len(lark[at:]) - len(lark[at:].lstrip())
+def _check(grammars: Iterable[Rules], start: str) -> None:
+    """Refuse too many rules or groups, and rules that never end. grammars: one, and those within it."""
+    for rules in grammars:
+        num_groups = sum(token.kind in (Kind.OPEN, Kind.OPEN_OPTION) for body in rules.values() for token in body)
+        for count, limit, what in ((len(rules), MAX_RULES, "rules"), (num_groups, MAX_GROUPS, "groups")):
+            if count > limit:
+                raise InvalidParameter(
+                    f"structured_outputs.grammar has {count:,} {what}. Allowed: at most {limit:,}. Use fewer, such as "
+                    "a regular expression with many alternatives in place of many rules."
+                )
+        endless = never_ending(rules, start)
+        if endless:
+            named = ", ".join(map(repr, endless[:_MAX_NAMED])) + (" and others" if len(endless) > _MAX_NAMED else "")
+            raise InvalidParameter(
+                f"structured_outputs.grammar has rules that never end: {named}. Each of their alternatives leads back "
+                "to them. Give one of them an alternative that does not."
+            )
+
+
+def _schema_text(token: LarkToken, json_options: Mapping[str, Any]) -> str:
+    """A schema in the grammar, in keywords that are enforced."""
     try:
-        schema, end = json.JSONDecoder().raw_decode(lark, at)
-        return enforceable(schema), end
+        schema = enforceable(token.value)
     except NotEnforced as error:
-        raise InvalidParameter(f"structured_outputs.grammar: %json at position {at}: {error}") from error
-    except ValueError as error:
-        raise InvalidParameter(f"structured_outputs.grammar: %json at position {at} is no JSON: {error}.") from error
+        raise InvalidParameter(f"structured_outputs.grammar: %json at position {token.at}: {error}") from error
+    options = {"x-guidance": dict(json_options)} if json_options else {}
+    return json.dumps({**schema, **options})
