@@ -1,4 +1,4 @@
-"""Of a test that is marked `one_case_quick`, one case is in the quick suite, and the slow suite has the others."""
+"""Marker `one_case_quick`: one case of a test is in the quick suite, and the slow suite has the others."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _show(settings: Settings, results: Any) -> None:
 
     out = standard_output(as_json=False)
     console = Console(file=out, highlight=False)
-    # Written by us, since rich ends the process in its own way when nobody reads.
+    # `write` prints the text, since rich ends the process in its own way when the pipe is closed.
     with console.capture() as capture:
         for table in tables(settings, results):
             console.print(table)

@@ -162,7 +162,7 @@ def _partial_name(target: Path, number: int) -> Path:
 
 
 def _partial_names(target: Path) -> Sequence[Path]:
-    """Those that exist, by their numbers."""
+    """Partial files of the target that exist, by their numbers."""
     prefix = f"{target.name}.partial"
     endings = [name.removeprefix(prefix) for name in os.listdir(target.parent) if name.startswith(prefix)]
     numbers = sorted(int(ending or 1) for ending in endings if not ending or ending.isdecimal())

@@ -38,7 +38,7 @@ class ResultFormat(Protocol):
 
 
 class ResultSink(Protocol):
-    """Where results go, each with the number of its request."""
+    """Sink of results, each with the number of its request."""
 
     def put(self, index: int, text: str) -> None: ...
 
@@ -86,7 +86,7 @@ class OwnFormat:
 
 @contextmanager
 def open_results(path: Path | None, *, resumes: bool) -> Iterator[ResultSink]:
-    """Where results for `path` go, or standard output.
+    """Sink of the results for `path`, or for standard output if that is None.
 
     Raises ConfigError when the file cannot be opened, or cannot be resumed.
     """

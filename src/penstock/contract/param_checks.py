@@ -57,7 +57,7 @@ def check_sendable(fields: Mapping[str, Any]) -> None:
 
 
 def _parts(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """What a value consists of, with the path to each part; what is nested deeper than `depth` is one part."""
+    """Parts of a value, each with its path; a part that is nested deeper than `depth` stays whole."""
     if isinstance(value, msgspec.Struct):
         value = {f".{field}": getattr(value, field) for field in value.__struct_fields__}
         inner = [(f"{path}{field}", part) for field, part in value.items()]

@@ -24,7 +24,7 @@ _JSON_FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "structural_tag": (_A_TAG, (dict,)),
 }
 # Longest constraint, in characters, that is read where a request is made. Longer ones are read by the threads that
-# compile, since whoever makes a request may be an event loop.
+# compile, since the caller may be an event loop.
 MAX_READ_AT_INTAKE = 4096
 
 

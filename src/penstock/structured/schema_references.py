@@ -123,7 +123,7 @@ class References:
         return {"$defs": self._definitions, **schema} if self._definitions else schema
 
     def _applied_by(self, pointer: str) -> list[str]:
-        """Where the references of a schema lead that apply to the same instance as it does."""
+        """Targets of a schema's references that apply to the same instance as the schema."""
         found, left = [], [self._find(pointer)]
         while left:
             schema = left.pop()
