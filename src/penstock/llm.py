@@ -15,12 +15,12 @@ from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam
 from penstock.engine.conversation import Message, list_of_conversations, render_prompt
 from penstock.engine.input_processor import located
 from penstock.engine.outputs import RequestOutput
-from penstock.engine.progress_bar import progress_bar
 from penstock.engine.prompts import Prompts, as_list, list_of_prompts
 from penstock.engine.session import Session
 from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import InvalidRequest
 from penstock.observability.logging import configure_logging
+from penstock.observability.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

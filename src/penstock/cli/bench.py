@@ -68,7 +68,7 @@ def bench(
 def _measure(settings: Settings, model: str, engine: dict[str, Any], config: EngineConfig) -> Any:
     from penstock.bench import long_context, offline, startup
     from penstock.bench.runs import Prompts
-    from penstock.engine.progress_bar import progress_bar
+    from penstock.observability.progress_bar import progress_bar
 
     prompts = Prompts(config.model.vocab_size, settings.seed)
     num_runs = settings.num_iters_warmup + settings.num_iters

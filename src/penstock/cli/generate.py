@@ -139,6 +139,7 @@ def _run(
     config = EngineConfig.create(model, **engine)
     with ExitStack() as stack:
         writer, answered = None, set[int]()
+        out = None if as_json else standard_output(as_json=False)
         if as_json:
             hashes = request_hashes(work, config)
             sink = stack.enter_context(open_results(output, resumes=resumes))
@@ -158,8 +159,9 @@ def _run(
             failure = _write_results(session, work, requests, refused, writer, shows_bar=output is not None)
         else:
             assert session is not None, "one prompt, which was refused, has raised"
+            assert out is not None
             with closing(session.run(list(requests.values()))) as steps:
-                failure = stream_text(steps, standard_output(as_json=False)).error
+                failure = stream_text(steps, out).error
     if failure is not None:
         print(f"penstock: {failure}", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
@@ -198,7 +200,7 @@ def _write_results(
 
 
 def _answer(session: Session, requests: dict[int, AcceptedRequest], writer: ResultWriter, *, shows_bar: bool) -> None:
-    from penstock.engine.progress_bar import progress_bar
+    from penstock.observability.progress_bar import progress_bar
 
     index_of = {accepted.request.req_id: index for index, accepted in requests.items()}
     with progress_bar(len(requests), is_wanted=shows_bar) as bar:

@@ -7,6 +7,7 @@ import signal
 from types import FrameType
 
 from penstock.cli.collector import postpone_collection
+from penstock.observability.standard_streams import occupy_standard_descriptors, open_standard_error
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -15,6 +16,8 @@ def main() -> None:
     """Run the command line."""
     # Before a command runs and after it has ended there is nothing to clean up.
     signal.signal(signal.SIGINT, leave_at_once)
+    occupy_standard_descriptors()
+    open_standard_error()
     postpone_collection()
     from penstock.cli.app import app
 

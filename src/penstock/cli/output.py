@@ -10,10 +10,16 @@ from typing import TextIO
 from penstock.cli.failures import OutputClosed
 from penstock.engine.output_processor import Progress
 from penstock.engine.outputs import RequestOutput
+from penstock.errors import ConfigError
 
 
 def standard_output(*, as_json: bool) -> TextIO:
-    """JSON is always UTF-8; text has question marks for what the terminal's encoding cannot show."""
+    """Standard output: UTF-8 for JSON; for text, question marks replace what the terminal's encoding cannot show.
+
+    Raises ConfigError where the process was started without standard output.
+    """
+    if sys.stdout is None:
+        raise ConfigError("Standard output is closed, so the results would be lost. Redirect it (> FILE) instead.")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8" if as_json else None, errors="replace")
     return sys.stdout

@@ -26,6 +26,7 @@ from penstock.errors import EngineDead, InvalidRequest, LifecycleError, Penstock
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
 from penstock.executor.program import refuse_in_program
+from penstock.observability.standard_streams import occupy_standard_descriptors
 from penstock.scheduler.outputs import EngineCoreOutput
 
 # How long cores that were told to end are given to do so.
@@ -61,6 +62,7 @@ class CoreGroup:
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         refuse_in_program()
+        occupy_standard_descriptors()
         self._owner = OwningProcess()
         # Held by whoever takes in messages: callers, and, for a core that died while nobody called, its reader.
         self._lock = threading.RLock()

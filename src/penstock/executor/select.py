@@ -8,6 +8,7 @@ import sys
 from penstock.config import EngineConfig
 from penstock.executor.base import Executor
 from penstock.executor.program import refuse_in_program
+from penstock.observability.standard_streams import occupy_standard_descriptors
 
 # What only some engines need is imported for them alone.
 _EXECUTORS = {
@@ -29,6 +30,7 @@ def environment_of_core(config: EngineConfig) -> dict[str, str]:
 def create_executor(config: EngineConfig) -> Executor:
     """The executor that the options ask for, its workers started and their models loaded."""
     refuse_in_program()
+    occupy_standard_descriptors()
     module, name = _EXECUTORS[config.parallel.executor]
     executor: type[Executor] = getattr(importlib.import_module(f"penstock.executor.{module}"), name)
     return executor(config)

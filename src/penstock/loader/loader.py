@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
@@ -28,6 +27,7 @@ from penstock.loader.sharded_state import find_sharded_files, state_slots
 from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, what_is_there
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
+from penstock.observability.progress_bar import progress_bar
 from penstock.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
@@ -243,6 +243,7 @@ def _warn_of_rounding(weights: Iterable[tuple[str, Tensor]], narrow: torch.dtype
 def _with_progress(
     weights: Iterator[tuple[str, Tensor]], num_tensors: int | None, load_config: LoadConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    # None disables the bar where standard error is no terminal.
-    disable = None if load_config.use_tqdm_on_load else True
-    return iter(tqdm(weights, total=num_tensors, desc="Loading weights", unit="tensor", disable=disable, leave=False))
+    shown = load_config.use_tqdm_on_load
+    return iter(
+        progress_bar(num_tensors, "Loading weights", is_wanted=shown, iterable=weights, unit="tensor", leave=False)
+    )

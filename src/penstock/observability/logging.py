@@ -27,6 +27,10 @@ class StderrHandler(logging.StreamHandler[TextIO]):
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
 
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is not None:
+            super().emit(record)
+
 
 def configure_logging(level: str | None = None) -> None:
     """Show Penstock's log, unless the application has set up logging itself.
