@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,3 +217,14 @@ def test_the_tokenizer_option_names_another_folder(tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other", byte_fallback_tokenizer())
     config = EngineConfig.create(str(model), tokenizer=str(other))
     assert Session(config, load_core=lambda config: FakeCore()).tokenizer.folder == other
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"enable_multiprocessing": True}])
+@pytest.mark.parametrize("kind", ["LLM", "AsyncEngine"])
+def test_no_engine_starts_while_the_program_ends(tmp_path: Path, kind: str, options: dict[str, object]) -> None:
+    model = write_model(tmp_path / "model")
+    program = (
+        f"import atexit; from penstock import {kind}; atexit.register(lambda: {kind}({str(model)!r}, **{options!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "LifecycleError: No engine can start while the program ends" in done.stderr

@@ -34,6 +34,7 @@ from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.engine.worker_calls import check_timeout
 from penstock.errors import InvalidParameter, PenstockError, same_error
+from penstock.executor.program import refuse_at_exit
 from penstock.observability.logging import configure_logging
 from penstock.worker.capabilities import SERVED, check_feature
 
@@ -69,6 +70,7 @@ class AsyncEngine(RefusesMethods):
     from_engine_args = from_config
 
     def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None) -> None:
+        refuse_at_exit()
         check_feature(SERVED, config)
         self._default_sampling_params = default_sampling_params(config.model)
         # A damaged one is found before seconds go into loading weights, or while a process starts to load them.

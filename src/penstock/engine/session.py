@@ -19,6 +19,7 @@ from penstock.engine.output_processor import Progress
 from penstock.engine.prompts import Prompt
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError
+from penstock.executor.program import refuse_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Session:
     """
 
     def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> None:
+        refuse_at_exit()
         # The tokenizer first: a damaged one is found before seconds go into loading weights.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self.default_sampling_params = default_sampling_params(config.model)

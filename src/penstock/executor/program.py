@@ -7,6 +7,7 @@ import os
 import pickle
 import runpy
 import sys
+import threading
 from types import FunctionType
 from typing import Any
 
@@ -93,6 +94,17 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         return self._program.find(name) if module == "__main__" else super().find_class(module, name)
+
+
+def refuse_at_exit() -> None:
+    """Raise LifecycleError in a program that is ending: no thread can start any more, nor be waited for."""
+    # The main thread counts as ended when it runs the functions of `atexit`. Other threads may go on before that.
+    main = threading.main_thread()
+    if threading.current_thread() is main and not main.is_alive():
+        raise LifecycleError(
+            "No engine can start while the program ends, such as in a function that atexit calls. Make it before, and "
+            "let that function use or close it."
+        )
 
 
 def refuse_in_program() -> None:
