@@ -7,6 +7,7 @@
 | PENSTOCK_CPU_KERNELS | kernels on the CPU: auto (default), torch, or an instruction set: avx512, avx2, generic |
 | PENSTOCK_CPU_PRODUCTS | matrix products on the CPU: auto (default), or torch for its own beside our other kernels |
 | GLOO_SOCKET_IFNAME | network interface by which ranks of several machines talk; unset takes the one to the first |
+| RAY_ADDRESS | Ray cluster to connect to; unset takes the one that runs on this machine, or starts one |
 | RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and others | set by torchrun for external_launcher |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1 forbids the network: models come from the local cache only |
 """
@@ -99,6 +100,11 @@ def prepare_rank(variables: Mapping[str, str]) -> None:
 def gloo_interface() -> str | None:
     """Name of the network interface by which ranks are to talk, where the user has said one."""
     return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def ray_address() -> str | None:
+    """Address of the Ray cluster to connect to, where the user has named one."""
+    return os.environ.get("RAY_ADDRESS")
 
 
 def reported_variables() -> dict[str, str]:

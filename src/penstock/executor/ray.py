@@ -17,7 +17,6 @@ from penstock.config import EngineConfig, env
 from penstock.contract import decode, encode
 from penstock.errors import (
     ConfigError,
-    UnsupportedFeature,
     WorkerError,
 )
 from penstock.executor.messages import (
@@ -30,6 +29,7 @@ from penstock.executor.messages import (
 )
 from penstock.executor.program import main_path, pickled
 from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
+from penstock.executor.ray_cluster import connect
 from penstock.executor.ray_placement import (
     RankPlace,
     can_hold,
@@ -82,7 +82,7 @@ class RayExecutor(RanksExecutor):
     def __init__(self, config: EngineConfig) -> None:
         check_options(config)
         super().__init__(config)
-        self._ray = _connect()
+        self._ray = connect()
         self._ranks: list[_Rank] = []
         # Calls that were made and have not returned.
         self._calls: dict[Any, _Rank] = {}
@@ -254,27 +254,6 @@ class RayExecutor(RanksExecutor):
                 rank,
             )
         )
-
-
-def _connect() -> Any:
-    """The package, connected to a cluster."""
-    try:
-        ray = importlib.import_module("ray")
-        importlib.import_module("ray.util.placement_group")
-    except ImportError as error:
-        raise UnsupportedFeature(
-            "distributed_executor_backend='ray' needs the package ray. Install it: pip install 'penstock[distributed]'."
-        ) from error
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto")
-        except ConnectionError as error:
-            raise ConfigError(
-                "distributed_executor_backend='ray' found no Ray cluster from here. Start one: `ray start --head` on "
-                "this machine, `ray start --address=<this machine>:6379` on each of the others, and this program on "
-                "one of them."
-            ) from error
-    return ray
 
 
 def _described(nodes: Sequence[dict[str, float]], names: dict[str, float]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 from penstock.config import EngineConfig
 from penstock.executor.base import Executor
@@ -20,11 +19,14 @@ _EXECUTORS = {
 
 
 def environment_of_core(config: EngineConfig) -> dict[str, str]:
-    """What a core in a process of its own must be told of what this process is connected to: the Ray cluster."""
-    ray = sys.modules.get("ray")
-    if config.parallel.executor != "ray" or ray is None or not ray.is_initialized():
+    """Environment variables of a core in a process of its own: the address of the Ray cluster, if it uses one.
+
+    This process connects first, so that all cores use the same cluster, and it outlives each of them.
+    """
+    if config.parallel.executor != "ray":
         return {}
-    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    connect = importlib.import_module("penstock.executor.ray_cluster").connect
+    return {"RAY_ADDRESS": connect().get_runtime_context().gcs_address}
 
 
 def create_executor(config: EngineConfig) -> Executor:
