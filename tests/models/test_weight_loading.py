@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.config import LoadConfig
@@ -171,6 +173,19 @@ def test_gpt2_is_loaded_from_openai_s_names_and_beside_old_masks(tmp_path: Path)
     masks |= {f"h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in (0, 1)}
     model.load_weights((weights | masks).items())
     torch.testing.assert_close(sequence_logits(model, [TOKENS])[0], oracle_logits(oracle, TOKENS), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_gpt2_is_quantized_from_openai_s_names(tmp_path: Path, quantization: str) -> None:
+    logits = []
+    for prefix in ("transformer.", ""):
+        config = tiny_checkpoint(tmp_path / f"names-{prefix}", "gpt2")
+        file = config.folder / "model.safetensors"
+        save_file({name.replace("transformer.", prefix): tensor for name, tensor in load_file(file).items()}, file)
+        config = replace(config, quantization=quantization)
+        model = load_model(config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32)
+        logits.append(sequence_logits(model, [TOKENS])[0])
+    assert torch.equal(*logits)
 
 
 def test_a_transposed_weight_is_checked_as_the_checkpoint_has_it(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from penstock.loader.quantized.assembly import Rounding, assemble, linear_weight
 from penstock.loader.quantized.choose import choose_rounding, log_rounding
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
 from penstock.loader.sharded_state import find_sharded_files, state_slots
-from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, what_is_there
+from penstock.loader.tied_weights import StoredTies, find_ties, find_ties_of_state, log_ties, untied
+from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, has_weight_files, what_is_there
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
 from penstock.observability.progress_bar import progress_bar
@@ -57,12 +58,15 @@ def load_model(
     if rounding is not None:
         log_rounding(rounding)
     logger.info("Implementation: %s", describe_implementation(model_config))
-    model = build_model(model_config, parallel_context)
     with _naming(model_config.folder, load_config):
+        model, ties = _build_as_stored(model_config, load_config, parallel_context)
+        log_ties(ties)
         if load_config.load_format == "dummy":
             tensors = iterate_dummy_weights(model.checkpoint_slots())
         else:
             tensors = open_weights(model_config.folder, load_config, parallel_context)
+            if load_config.load_format != SHARDED_STATE:
+                tensors = ties.apply(model, tensors)
             is_exact = model_config.dtype == "auto" and load_config.load_format != SHARDED_STATE
             if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
                 tensors = _warn_of_rounding(tensors, weights_dtype)
@@ -86,15 +90,20 @@ def load_without_memory(
     Returns the number of the model's parameters too, which shows in no form that weights are kept in.
     """
     rounding = choose_rounding(model_config, load_config)
-    model = build_model(model_config, parallel_context)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if tensors is not None:
+        tensors = list(tensors)
     with _naming(model_config.folder, load_config):
+        model, ties = _build_as_stored(model_config, load_config, parallel_context, tensors)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if load_config.load_format == "dummy":
             slots = model.checkpoint_slots()
             tensors = [(name, torch.empty(slot.shape, device=META)) for name, slot in slots.items()]
-        elif tensors is None:
-            quiet = replace(load_config, use_tqdm_on_load=False)
-            tensors = list(without_memory(open_weights(model_config.folder, quiet, parallel_context)))
+        else:
+            if tensors is None:
+                quiet = replace(load_config, use_tqdm_on_load=False)
+                tensors = list(without_memory(open_weights(model_config.folder, quiet, parallel_context)))
+            if load_config.load_format != SHARDED_STATE:
+                tensors = ties.apply(model, tensors)
         with standing_for(kind):
             _fill(model, tensors, model_config, load_config, rounding, META, dtype, weights_dtype)
     return model.eval().requires_grad_(False), num_parameters
@@ -138,6 +147,27 @@ def build_model(model_config: ModelConfig, parallel_context: ParallelContext) ->
     model_class = find_model_class(model_config)
     with torch.device("meta"):
         return model_class(model_config, parallel_context)
+
+
+def _build_as_stored(
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    parallel_context: ParallelContext,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+) -> tuple[CausalLM, StoredTies]:
+    """The model without weights, its weights tied as those of the checkpoint are.
+
+    tensors: of the checkpoint, which count where its files are not here.
+    """
+    model = build_model(model_config, parallel_context)
+    if load_config.load_format == "dummy" or not model.tied_weights():
+        return model, StoredTies()
+    if tensors is None or has_weight_files(model_config.folder):
+        quiet = replace(load_config, use_tqdm_on_load=False)
+        tensors = open_weights(model_config.folder, quiet, parallel_context)
+    is_state = load_config.load_format == SHARDED_STATE
+    ties = find_ties_of_state(model, tensors) if is_state else find_ties(model, tensors)
+    return (build_model(untied(model_config), parallel_context) if ties.separate else model), ties
 
 
 def open_weights(

@@ -53,6 +53,14 @@ class CausalLM(nn.Module, ABC):
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that a checkpoint of this model must hold, by name, with the place it fills."""
 
+    def tied_weights(self) -> Mapping[str, str]:
+        """By name in the checkpoint, each weight that the configuration ties, and the name of the one it is tied to."""
+        return {}
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name among `checkpoint_slots` of a tensor that checkpoints may have under an older one."""
+        return name
+
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
     ) -> None:
@@ -64,6 +72,7 @@ class CausalLM(nn.Module, ABC):
         are then undefined. Afterwards `process_weights_after_loading` makes the model fast.
         """
         restore_weights(self)
-        load_into_slots(
-            self.checkpoint_slots() if slots is None else slots, (*self.ignorable, *self.names_elsewhere()), weights
-        )
+        if slots is None:
+            slots = self.checkpoint_slots()
+            weights = ((self.checkpoint_name(name), tensor) for name, tensor in weights)
+        load_into_slots(slots, (*self.ignorable, *self.names_elsewhere()), weights)

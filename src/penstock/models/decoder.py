@@ -6,7 +6,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H que
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias, TypeVar
 
@@ -360,6 +360,9 @@ class DecoderForCausalLM(CausalLM):
 
     def names_elsewhere(self) -> Sequence[str]:
         return names_elsewhere(self, self._table(), self.config.num_layers)
+
+    def tied_weights(self) -> Mapping[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def _table(self) -> WeightTable:
         table = dict(self.weight_table)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -160,7 +160,5 @@ class DraftHead(CausalLM):
     def weight_table(self) -> WeightTable:
         """Beside those of `embed_tokens` and `lm_head`."""
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
-    ) -> None:
-        super().load_weights(((plain_name(name), tensor) for name, tensor in weights), slots)
+    def checkpoint_name(self, name: str) -> str:
+        return plain_name(name)

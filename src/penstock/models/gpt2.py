@@ -5,7 +5,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -189,13 +189,12 @@ class GPT2LMHeadModel(CausalLM):
     def names_elsewhere(self) -> Sequence[str]:
         return names_elsewhere(self, self._table(), self.config.num_layers)
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
-    ) -> None:
-        """As in `CausalLM`. The names of OpenAI's own checkpoints lack the prefix, and are known with and without."""
-        if slots is None:
-            weights = ((_with_prefix(name), tensor) for name, tensor in weights)
-        super().load_weights(weights, slots)
+    def tied_weights(self) -> Mapping[str, str]:
+        return {"lm_head.weight": "transformer.wte.weight"} if self.config.tie_word_embeddings else {}
+
+    def checkpoint_name(self, name: str) -> str:
+        """As in `CausalLM`. The names of OpenAI's own checkpoints lack the prefix."""
+        return name if name.startswith((_PREFIX, "lm_head.")) else _PREFIX + name
 
     def _table(self) -> WeightTable:
         table = dict(_WEIGHTS)
@@ -218,7 +217,3 @@ def _embedding(num_rows: int, config: GPT2Config, parallel: ParallelContext) -> 
 def _head(config: GPT2Config, parallel: ParallelContext, embedding: VocabEmbedding) -> LMHead:
     tied_to = embedding if config.tie_word_embeddings else None
     return LMHead(config.vocab_size, config.hidden_size, parallel=parallel, tied_to=tied_to)
-
-
-def _with_prefix(name: str) -> str:
-    return name if name.startswith((_PREFIX, "lm_head.")) else _PREFIX + name

@@ -78,7 +78,7 @@ class CheckpointNames:
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors under the names of their slots, where they have one; stacked experts in pieces."""
         for name, tensor in weights:
-            slot_name = self._slot_name(name, lambda candidate: candidate in self._stacked or is_slot(candidate))
+            slot_name = self.slot_name(name, lambda candidate: candidate in self._stacked or is_slot(candidate))
             stacked = self._stacked.get(slot_name)
             if stacked is None:
                 yield slot_name, tensor
@@ -90,7 +90,8 @@ class CheckpointNames:
                     f"Misshapen: {name} (has {list(tensor.shape)}, needs {list(stacked.shape)}, all experts of it)."
                 )
 
-    def _slot_name(self, name: str, is_slot: Callable[[str], bool]) -> str:
+    def slot_name(self, name: str, is_slot: Callable[[str], bool]) -> str:
+        """The name of the slot that a checkpoint's tensor fills, or what Transformers renames it to."""
         if is_slot(name):
             return name
         for renaming in self._renamings:

@@ -52,6 +52,7 @@ class TransformersForCausalLM(CausalLM):
         try:
             model = _build(model_config)
             self._names = CheckpointNames(model)
+            self._tied = dict(model.all_tied_weights_keys)
             self._pad_token_id = getattr(model.config.get_text_config(), "pad_token_id", None)
             with buffers_on_meta(model):
                 trial = run_trial(model, model_config.longest_context)
@@ -77,6 +78,14 @@ class TransformersForCausalLM(CausalLM):
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return self._names.slots(self._tensors())
+
+    def tied_weights(self) -> Mapping[str, str]:
+        return self._tied
+
+    def checkpoint_name(self, name: str) -> str:
+        known = {*self._tied, *self._tied.values()}
+        slot_name = self._names.slot_name(name, known.__contains__)
+        return slot_name if slot_name in known else name
 
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
