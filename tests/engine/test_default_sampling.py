@@ -106,6 +106,25 @@ def test_the_files_parameters_can_be_passed_over_and_its_end_tokens_stay(tmp_pat
     assert config.eos_token_ids == {1, 9}
 
 
+@pytest.mark.parametrize(
+    ("of_file", "of_config", "expected"),
+    [
+        ({"eos_token_id": None}, 7, {7}),
+        ({"eos_token_id": []}, [7, 8], {7, 8}),
+        ({}, 7, {7}),
+        ({"eos_token_id": 9}, 7, {9}),
+        ({"eos_token_id": 0}, 7, {0}),
+        ({"eos_token_id": None}, None, set()),
+    ],
+)
+def test_end_tokens_are_those_of_the_first_file_that_names_any(
+    tmp_path: Path, of_file: dict[str, Any], of_config: Any, expected: set[int]
+) -> None:
+    folder = model_with(tmp_path / "model", of_file)
+    write_model(folder, eos_token_id=of_config)
+    assert EngineConfig.create(folder).model.eos_token_ids == expected
+
+
 def test_another_folders_file_can_be_read(tmp_path: Path) -> None:
     model = model_with(tmp_path / "model", FILE)
     other = model_with(tmp_path / "other", {"top_k": 3, "eos_token_id": 8})

@@ -185,6 +185,7 @@ def test_dynamic_is_the_default_up_to_the_model_s_own_length() -> None:
         {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"rope_theta": 9.0, "rope_parameters": {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}},
         {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 3}},
+        {"rope_theta": 7.0, "rope_parameters": {"rope_type": "linear", "rope_theta": None, "factor": 2.0}},
     ],
 )
 def test_both_spellings_of_the_configuration_mean_the_same(config: dict[str, Any]) -> None:
@@ -200,6 +201,16 @@ def test_a_length_beside_the_rotary_settings_wins_over_the_one_among_them() -> N
     }
     rope = read_rope_parameters(config, head_size=8, num_positions=64)
     assert rope.original_max_position_embeddings == 1024
+
+
+def test_a_null_length_beside_the_rotary_settings_hides_none() -> None:
+    config = {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": None,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+    }
+    rope = read_rope_parameters(config, head_size=8, num_positions=64)
+    assert rope.original_max_position_embeddings == 2048
 
 
 def test_the_table_holds_transformers_cosines_and_sines() -> None:

@@ -133,10 +133,12 @@ def test_weights_of_other_dtypes_are_refused(model: CausalLM, weights: dict[str,
         model.load_weights(changed.items())
 
 
-def test_rotary_frequencies_of_old_checkpoints_are_ignored(
-    model: CausalLM, weights: dict[str, Tensor], expected: Tensor
+@pytest.mark.parametrize("buffer", ["inv_freq", "cos_cached", "sin_cached"])
+def test_rotary_buffers_of_old_checkpoints_are_ignored(
+    model: CausalLM, weights: dict[str, Tensor], expected: Tensor, buffer: str
 ) -> None:
-    old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(16) for layer in (0, 1)}
+    old = {f"model.layers.{layer}.self_attn.rotary_emb.{buffer}": torch.zeros(1, 1, 128, 16) for layer in (0, 1)}
+    old[f"model.rotary_emb.{buffer}"] = torch.zeros(16)
     model.load_weights((weights | old).items())
     torch.testing.assert_close(sequence_logits(model, [TOKENS])[0], expected, rtol=0, atol=1e-4)
 

@@ -179,10 +179,11 @@ class ModelConfig:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text, of generation_config.json if it names any, else of config.json."""
-        value = self.hf_generation_config.get("eos_token_id", self.hf_config.get("eos_token_id"))
-        if value is None:
-            return frozenset()
-        return frozenset(value) if isinstance(value, list) else frozenset([value])
+        for content in (self.hf_generation_config, self.hf_config):
+            value = content.get("eos_token_id")
+            if value is not None and value != []:
+                return frozenset(value) if isinstance(value, list) else frozenset([value])
+        return frozenset()
 
     def _check_calibration(self) -> None:
         given = self.quantization_calibration

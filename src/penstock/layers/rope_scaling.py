@@ -85,17 +85,18 @@ def read_rope_parameters(
             f"config.json has rope_parameters for each kind of layer ({', '.join(settings)}). "
             "Only one rotary embedding for all layers is supported."
         )
-    partial = settings.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    partial = _given("partial_rotary_factor", settings, hf_config)
     rotary_dim = _rotary_dim(head_size, partial, may_be_partial)
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
     if rope_type not in ROPE_FUNCTIONS:
         raise UnsupportedFeature(
             f"config.json asks for rope_type={rope_type!r}. Supported: {', '.join(sorted(ROPE_FUNCTIONS))}."
         )
-    theta = settings.get("rope_theta", hf_config.get("rope_theta", _DEFAULT_THETA))
+    theta = _given("rope_theta", settings, hf_config)
+    theta = _DEFAULT_THETA if theta is None else theta
     own = dict(settings)
     # Transformers lets a field of the model itself win over the one among the rotary settings.
-    if rope_type in _KEEP_PRETRAINED_LENGTH and "original_max_position_embeddings" in hf_config:
+    if rope_type in _KEEP_PRETRAINED_LENGTH and hf_config.get("original_max_position_embeddings") is not None:
         own["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
     positions = hf_config.get("max_position_embeddings")
     if not isinstance(positions, int):
@@ -103,6 +104,11 @@ def read_rope_parameters(
     rope = RopeParameters(rope_type, theta, rotary_dim, positions, num_positions, {**own, "rope_theta": theta})
     rope.number("rope_theta")
     return rope
+
+
+def _given(name: str, *objects: Mapping[str, Any]) -> Any:
+    """The value of a field in the first object that has it; null counts as absent."""
+    return next((one[name] for one in objects if one.get(name) is not None), None)
 
 
 def _rotary_dim(head_size: int, partial: Any, may_be_partial: bool) -> int:

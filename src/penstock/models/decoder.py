@@ -28,7 +28,15 @@ from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
-from penstock.models.weights import Elsewhere, Into, WeightTable, elsewhere, expand_table, names_elsewhere
+from penstock.models.weights import (
+    ROTARY_BUFFERS,
+    Elsewhere,
+    Into,
+    WeightTable,
+    elsewhere,
+    expand_table,
+    names_elsewhere,
+)
 from penstock.parallel import ParallelContext, layers_of_stage
 from penstock.parallel.context_share import context_share
 from penstock.parallel.scattered_rows import scattered_rows
@@ -48,8 +56,7 @@ DECODER_WEIGHTS: WeightTable = {
     "lm_head": Into("lm_head"),
 }
 _IGNORABLE = (
-    # A buffer of old checkpoints, which follows from the configuration.
-    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    r"model\.(layers\.\d+\.self_attn\.)?" + ROTARY_BUFFERS,
     # Where the head is tied to the embedding; a head of its own has a slot.
     r"lm_head\.weight",
 )

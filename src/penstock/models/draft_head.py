@@ -23,7 +23,7 @@ from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM
-from penstock.models.weights import Into, WeightTable, expand_table
+from penstock.models.weights import ROTARY_BUFFERS, Into, WeightTable, expand_table
 from penstock.parallel import ParallelContext
 
 # Where a head's `config.json` is told which tensors its checkpoint has, since formats differ in what they say.
@@ -62,8 +62,7 @@ class DraftHead(CausalLM):
         "layers.*.mlp.up_proj": Into("layers.*.mlp.gate_up_proj", shard="up"),
         "layers.*.mlp.down_proj": Into("layers.*.mlp.down_proj"),
     }
-    # A buffer of old checkpoints, which follows from the configuration.
-    ignorable: ClassVar[tuple[str, ...]] = (r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
+    ignorable: ClassVar[tuple[str, ...]] = (r"(layers\.\d+\.self_attn\.)?" + ROTARY_BUFFERS,)
 
     def __init__(
         self,

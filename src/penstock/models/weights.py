@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.layers.weights import Shard, WeightSlot, weight_slots
 
+# Buffers of rotary embedding in old checkpoints, which follow from the configuration; a pattern of names' ends.
+ROTARY_BUFFERS = r"rotary_emb\.(?:inv_freq|cos_cached|sin_cached)"
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES_PER_COMPLAINT = 8
 

@@ -19,10 +19,11 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from penstock.errors import CheckpointError
 from penstock.layers.weights import WeightSlot
 from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.models.weights import ROTARY_BUFFERS
 
 # Buffers of old checkpoints, which follow from the configuration.
 _OLD_BUFFERS = (
-    r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",
+    r".*\." + ROTARY_BUFFERS,
     r".*\.(attention|attn|self_attn)\.(bias|masked_bias)",
     r".*\.position_ids",
 )
