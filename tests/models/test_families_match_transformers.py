@@ -137,7 +137,33 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("family", "overrides"), CONFIGS, ids=lambda value: str(value))
 def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
     oracle = tiny_model(family, **overrides)
-    assert_matches(load(save_checkpoint(oracle, tmp_path)), oracle)
+    # Transformers' "dynamic" has the frequencies of the longest sequence so far, and so of this length at most.
+    config = replace(save_checkpoint(oracle, tmp_path), max_model_len=oracle.config.max_position_embeddings)
+    assert_matches(load(config), oracle)
+
+
+@pytest.mark.parametrize("model_impl", ["penstock", "transformers"])
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 128),
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),
+        ({"rope_type": "yarn", "factor": 4.0}, 128),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}, 128),
+    ],
+    ids=str,
+)
+def test_a_stretched_context_is_used_to_its_end(
+    tmp_path: Path, rope: dict[str, Any], longest: int, model_impl: str
+) -> None:
+    rope = {"rope_theta": 10000.0, **rope}
+    oracle = tiny_model("llama", max_position_embeddings=32, rope_parameters=rope)
+    config = replace(save_checkpoint(oracle, tmp_path), model_impl=model_impl)
+    assert config.longest_context == longest
+    tokens = [(7 * index + index // 5) % VOCAB_SIZE for index in range(longest)]
+    expected = oracle_logits(oracle, tokens)
+    assert expected.std() > 0.3, "logits this small would match anything"
+    torch.testing.assert_close(sequence_logits(load(config), [tokens])[0], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

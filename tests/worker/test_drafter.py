@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from penstock.engine.core import EngineCore
 from penstock.engine.plan import plan_engine
 from penstock.errors import ConfigError, ModelError, ModelNotFound, PenstockError, UnsupportedFeature, UnsupportedModel
+from penstock.worker.drafter import _head
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
 from support.counting import plan_and_run
@@ -314,3 +315,12 @@ def test_a_model_of_transformers_has_no_heads_but_draft_models(tmp_path: Path) -
     core = make_core(tmp_path / "target", dtype="float32", max_model_len=100, speculative_config=speculative)
     assert [result.tokens for result in run(core, PROMPTS, greedy(8))] == expected
     core.close()
+
+
+@pytest.mark.parametrize(("length", "expected"), [(64, 64), (256, 64), (257, 257)])
+def test_a_head_keeps_the_length_that_its_rotary_scaling_stretches(tmp_path: Path, length: int, expected: int) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    config = tiny_checkpoint(tmp_path, max_position_embeddings=64, rope_parameters=rope)
+    head = _head(config, "EagleLlamaForCausalLM", length, None)
+    assert head.hf_config["max_position_embeddings"] == expected
+    assert head.max_model_len == length

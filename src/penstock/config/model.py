@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.checks import check_choice, check_integer
+from penstock.config.context_length import rope_settings, rope_type_of, stretched_context
 from penstock.config.generation import (
     AUTO_GENERATION_CONFIG,
     GENERATION_CONFIG_FILE,
@@ -91,7 +92,7 @@ class ModelConfig:
         if self._context_field is not None and self.max_model_len > self.longest_context:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} is more than the {self.longest_context} positions that "
-                f"{self.model} was made for ({self._context_field}). Ask for at most that."
+                f"{self.model} was made for ({self.context_source}). Ask for at most that."
             )
 
     @classmethod
@@ -154,8 +155,18 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Positions that the model was made for."""
-        return self.require_int(self._context_field or _CONTEXT_FIELDS[0])
+        """Positions that the model was made for, with the scaling of its rotary embedding."""
+        return stretched_context(self.hf_config, self.require_int(self._context_field or _CONTEXT_FIELDS[0]))
+
+    @property
+    def context_source(self) -> str:
+        """The fields of `config.json` that `longest_context` follows from, for messages."""
+        name = self._context_field or _CONTEXT_FIELDS[0]
+        positions = self.require_int(name)
+        if self.longest_context == positions:
+            return name
+        settings = rope_settings(self.hf_config)
+        return f"{name}={positions} with rope_type={rope_type_of(settings)!r} and factor={settings['factor']}"
 
     @property
     def hidden_size(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.context_length import rope_settings, rope_type_of
 from penstock.errors import ModelError, UnsupportedFeature
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def read_rope_parameters(
     may_be_partial: whether the model can turn a part of each head only, which `partial_rotary_factor` gives.
     Raises ModelError when the fields are damaged, UnsupportedFeature for a kind of embedding that is not known here.
     """
-    settings = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    settings = rope_settings(hf_config)
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json has rope_parameters={settings!r}. It must be an object, or null.")
     if any(isinstance(value, Mapping) for value in settings.values()):
@@ -87,7 +88,7 @@ def read_rope_parameters(
         )
     partial = _given("partial_rotary_factor", settings, hf_config)
     rotary_dim = _rotary_dim(head_size, partial, may_be_partial)
-    rope_type = settings.get("rope_type") or settings.get("type") or "default"
+    rope_type = rope_type_of(settings)
     if rope_type not in ROPE_FUNCTIONS:
         raise UnsupportedFeature(
             f"config.json asks for rope_type={rope_type!r}. Supported: {', '.join(sorted(ROPE_FUNCTIONS))}."
@@ -152,6 +153,8 @@ def dynamic_ntk_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
     `max_position_embeddings` both are the default embedding.
     """
     length = max(rope.num_positions, rope.max_position_embeddings)
+    if length > rope.max_position_embeddings:
+        warn_about_stretched_base(length, rope.max_position_embeddings)
     factor, dim = rope.number("factor"), rope.rotary_dim
     stretch = factor * length / rope.max_position_embeddings - (factor - 1)
     return 1.0 / _periods(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
@@ -214,6 +217,16 @@ def warn_about_long_factors(num_positions: int, original: int) -> None:
     logger.warning(
         "The model stretches its rotary embedding (longrope). Since up to %s tokens are served, all sequences use "
         "its factors for long ones. For best quality on shorter ones, start with max_model_len=%s or less.",
+        f"{num_positions:,}",
+        original,
+    )
+
+
+def warn_about_stretched_base(num_positions: int, original: int) -> None:
+    """Say that "dynamic" stretches the rotary embedding of all sequences, and what that costs."""
+    logger.warning(
+        "The model stretches its rotary embedding (dynamic NTK). Since up to %s tokens are served, all sequences use "
+        "the base for that length. For best quality on shorter ones, start with max_model_len=%s or less.",
         f"{num_positions:,}",
         original,
     )

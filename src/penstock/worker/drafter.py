@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
+from penstock.config.context_length import stretched_context
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import AUTO_LENGTH
 from penstock.config.resolve import SHIPPED_HEADS
@@ -170,7 +171,7 @@ def _standalone(drafter: ModelConfig, target: ModelConfig, length: int) -> Model
     if drafter.longest_context < length:
         raise ConfigError(
             f"The draft model {drafter.model} was made for {drafter.longest_context} positions "
-            f"(max_position_embeddings), but this engine serves {length}. Start with "
+            f"({drafter.context_source}), but this engine serves {length}. Start with "
             f"max_model_len={drafter.longest_context}, or use another draft model."
         )
     return replace(drafter, max_model_len=length)
@@ -194,10 +195,11 @@ def _head(source: ModelConfig, architecture: str, length: int, stored_names: lis
     That of the library `speculators` has what its layer is in an object of its own.
     """
     written = {**(source.hf_config.get("transformer_layer_config") or {}), **source.hf_config}
+    positions = int(written.get("max_position_embeddings") or 0)
     fields: dict[str, Any] = {
         **written,
         "architectures": [architecture],
-        "max_position_embeddings": max(length, int(written.get("max_position_embeddings") or 0)),
+        "max_position_embeddings": positions if stretched_context(written, positions) >= length else length,
         STORED_NAMES: stored_names,
     }
     return replace(source, hf_config=fields, max_model_len=length)

@@ -55,7 +55,7 @@ def load_replacement(
     _check_same_shape(current, new, parallel)
     if max_model_len is not None and new.longest_context < max_model_len:
         raise ModelError(
-            f"{new.model} was made for {new.longest_context} positions (max_position_embeddings), but this engine "
+            f"{new.model} was made for {new.longest_context} positions ({new.context_source}), but this engine "
             f"serves {max_model_len}. Create a new engine for it."
         )
     if new.calibration_file is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.layers.rope_scaling import warn_about_long_factors
+from penstock.layers.rope_scaling import warn_about_long_factors, warn_about_stretched_base
 from penstock.models.transformers_fallback.refusal import CannotRun
 
 # What a rotary module is told that it is, once its frequencies are never to change again.
@@ -55,33 +55,37 @@ def fix_rotary_frequencies(model: nn.Module, max_model_len: int) -> None:
     """Keep rotary frequencies the same in every step.
 
     Transformers changes them with the longest position of a batch where the type is "dynamic" or "longrope", so that
-    one request would change another's tokens, and keys that were written would no longer fit. Within the model's own
-    context, "dynamic" never changes them. "longrope" has frequencies for texts up to the length of pretraining and
-    others beyond: as in native families, the longest text that the engine serves decides for all.
+    one request would change another's tokens, and keys that were written would no longer fit. As in native families,
+    the longest text that the engine serves decides for all.
     """
     modules: Iterable[Any] = model.modules()
     for module in modules:
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str):
-            _choose_longrope(rope_type, module, None, max_model_len)
+            _choose_frequencies(rope_type, module, None, max_model_len)
             module.rope_type = _FIXED
         elif isinstance(rope_type, dict):
             for layer_type, one in rope_type.items():
-                _choose_longrope(one, module, layer_type, max_model_len)
+                _choose_frequencies(one, module, layer_type, max_model_len)
             module.rope_type = dict.fromkeys(rope_type, _FIXED)
 
 
-def _choose_longrope(rope_type: Any, module: nn.Module, layer_type: str | None, max_model_len: int) -> None:
+def _choose_frequencies(rope_type: Any, module: nn.Module, layer_type: str | None, max_model_len: int) -> None:
     """Give the module the frequencies for long texts, where such are served; it was built with those for short ones."""
-    if rope_type != "longrope":
-        return
     config: Any = module.config
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    original = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    if rope_type == "longrope":
+        original = parameters.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        warn = warn_about_long_factors
+    elif rope_type == "dynamic":
+        original, warn = config.max_position_embeddings, warn_about_stretched_base
+    else:
+        return
     if max_model_len <= original:
         return
-    warn_about_long_factors(max_model_len, original)
-    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=original + 1, layer_type=layer_type)
+    warn(max_model_len, original)
+    with torch.device("cpu"):
+        frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=max_model_len, layer_type=layer_type)
     setattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq", frequencies)
 
 

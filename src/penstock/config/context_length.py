@@ -1,0 +1,48 @@
+"""Longest context of a model: the positions that `config.json` names, stretched by its rotary scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+# Of these, max_position_embeddings is the length before the scaling. With "llama3" and "longrope" it is that behind it.
+_STRETCHING = ("linear", "dynamic", "yarn")
+_LARGEST = 2**53
+# Families that scale the rotary embedding of some layers only, and count that in max_position_embeddings.
+_COUNTED_ALREADY = ("gemma3",)
+
+
+def rope_settings(hf_config: Mapping[str, Any]) -> Any:
+    """Settings of the rotary embedding, as Transformers 4 (`rope_scaling`) or 5 (`rope_parameters`) writes them."""
+    return hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+
+
+def rope_type_of(settings: Mapping[str, Any]) -> Any:
+    """The kind of scaling; "default" for none."""
+    return settings.get("rope_type") or settings.get("type") or "default"
+
+
+def stretched_context(hf_config: Mapping[str, Any], num_positions: int) -> int:
+    """`num_positions`, or what the rotary scaling makes of them where that is more, as in vLLM.
+
+    "yarn" stretches the length of pretraining, which may be another than `num_positions`. Settings that make no sense
+    stretch nothing: reading the rotary embedding refuses them by name.
+    """
+    settings = rope_settings(hf_config)
+    if not isinstance(settings, Mapping) or str(hf_config.get("model_type", "")).startswith(_COUNTED_ALREADY):
+        return num_positions
+    rope_type, original = rope_type_of(settings), num_positions
+    # Early Phi-3 configurations call longrope "yarn".
+    if rope_type not in _STRETCHING or "long_factor" in settings:
+        return num_positions
+    if rope_type == "yarn":
+        name = "original_max_position_embeddings"
+        original = hf_config.get(name) or settings.get(name) or num_positions
+    factor = settings.get("factor")
+    if not (_is_positive_number(original) and _is_positive_number(factor)):
+        return num_positions
+    return max(num_positions, int(original * factor))
+
+
+def _is_positive_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST
