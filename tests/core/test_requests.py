@@ -288,3 +288,39 @@ def test_a_worker_that_keeps_dying_is_told_to_every_reader(folder: Path, monkeyp
     errors = asyncio.run(serve())
     assert len(errors) == 4
     assert all(isinstance(error, EngineDead) and "the device is gone" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:2], ids=["when it is admitted", "when its first block is full"])
+def test_what_one_request_makes_the_scheduler_raise_ends_no_other_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, prompt: dict[str, Any]
+) -> None:
+    # Intake refuses this salt; here it stands for whatever intake does not know of.
+    monkeypatch.setattr("penstock.engine.input_processor.check_sendable", lambda fields: None)
+
+    async def texts(engine: AsyncEngine, prompt: Any) -> RequestOutput:
+        async for output in engine.generate(prompt, sampled()):
+            last = output
+        return last
+
+    async def serve() -> list[RequestOutput]:
+        async with AsyncEngine(str(folder), enable_multiprocessing=False, **SMALL) as engine:
+            bad = {**prompt, "cache_salt": "\ud800"}
+            outputs = await asyncio.gather(texts(engine, PROMPTS[2]), texts(engine, bad), texts(engine, PROMPTS[3]))
+            assert_nothing_is_left(engine._dispatcher.core)
+            return [*outputs, await texts(engine, PROMPTS[0])]
+
+    before, bad, beside, after = asyncio.run(serve())
+    assert bad.outputs[0].finish_reason == "error"
+    assert "UnicodeEncodeError" in (bad.error or "")
+    assert [output.outputs[0].finish_reason for output in (before, beside, after)] == ["length"] * 3
+
+
+def test_a_request_whose_grammar_cannot_be_followed_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(folder)
+    try:
+        monkeypatch.setattr(core._grammar, "add", lambda request: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            add(core, "a", [1, 2, 3], greedy(4))
+        assert_nothing_is_left(core)
+    finally:
+        core.close()

@@ -265,3 +265,26 @@ def test_what_was_pooled_is_in_the_output(processor: OutputProcessor) -> None:
     assert output.pooled == [0.5, -1.0]
     (completion,) = output.outputs
     assert (completion.text, completion.token_ids, completion.finish_reason) == ("", [], "stop")
+
+
+def test_an_output_that_cannot_be_made_ends_its_request_alone(
+    processor: OutputProcessor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (the,) = tokenizer.encode("the", add_special_tokens=False)[:1]
+    bad, good = follow(processor, request("bad"), deque()), follow(processor, request("good"), deque())
+    processor.process([token(the, "bad"), token(the, "good")])
+    advance = RequestProgress.advance
+
+    def failing(progress: RequestProgress, output: EngineCoreOutput, now: float) -> None:
+        if progress is bad:
+            raise UnicodeDecodeError("utf-8", b"", 0, 1, "a defect")
+        advance(progress, output, now)
+
+    monkeypatch.setattr(RequestProgress, "advance", failing)
+    follow_up = processor.process([token(the, "bad"), token(the, "good")])
+    assert follow_up is not None
+    assert follow_up.req_ids_to_abort == ["bad"]
+    assert (bad.finish_reason, good.finish_reason) == (FinishReason.ERROR, None)
+    assert "The output of this request failed with UnicodeDecodeError" in (bad.output().error or "")
+    processor.process([end(FinishReason.LENGTH, "good")])
+    assert good.output().outputs[0].token_ids == [the, the]

@@ -55,6 +55,7 @@ def check_repetition(steps: list[SchedulerOutput], output: SchedulerOutput) -> N
 class Driver:
     """`depth` steps may be in flight; 1 is a synchronous engine.
 
+    num_faults, num_broken_off: exceptions that a test made a part of the scheduler raise, and requests that ended so.
     max_drafts: each request is given up to as many drafts per step, at random, which only the worker knows where steps
         run ahead of their results.
     """
@@ -97,6 +98,7 @@ class Driver:
             num_lookahead_tokens=num_lookahead_tokens,
             num_speculative_tokens=num_speculative_tokens,
             max_concurrent_steps=max_concurrent_steps,
+            tell_ends=self._note,
         )
         self.max_drafts = max_drafts
         self.pools = pools
@@ -112,6 +114,8 @@ class Driver:
         self.steps: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineCoreOutput] = {}
+        self.num_broken_off = 0
+        self.num_faults = 0
 
     def add(self, req_id: str, prompt: list[int], **options: Any) -> Request:
         request = make_request(req_id, prompt, pools=self.pools, **options)
@@ -220,6 +224,9 @@ class Driver:
             if output.new_logprobs is not None:
                 assert [row[0] for row in output.new_logprobs.logprob_token_ids] == output.new_token_ids
             self.tokens[output.req_id] += output.new_token_ids
+            if output.error is not None and "scheduler failed" in output.error:
+                self.num_broken_off += 1
+                assert self.num_broken_off <= self.num_faults, output.error
             if output.finish_reason is not None:
                 self.ends[output.req_id] = output
                 self._check_end(output)

@@ -92,6 +92,7 @@ class EngineCore:
             num_speculative_tokens=engine.executor.num_speculative_tokens,
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
             max_concurrent_steps=self._max_in_flight,
+            tell_ends=self._take_ends,
         )
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
@@ -120,7 +121,13 @@ class EngineCore:
                 pools=self._pools,
             )
         )
-        if not self._grammar.add(request):
+        try:
+            is_ready = self._grammar.add(request)
+        except Exception:
+            # The caller hears that the request was refused, so nothing of it may run.
+            self.abort_requests([request.req_id])
+            raise
+        if not is_ready:
             self.scheduler.wait_for(request.req_id, _GRAMMAR)
         self.wake()
 

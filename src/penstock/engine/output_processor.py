@@ -6,6 +6,7 @@ caller may never ask for (a whole `RequestOutput`) is built only on demand.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
+logger = logging.getLogger(__name__)
 _STOP = FinishReason.STOP  # looked up for every token
 
 
@@ -230,6 +232,14 @@ class RequestProgress:
         if piece:
             self._pieces.append(piece)
 
+    def break_off(self, error: Exception, now: float) -> None:
+        """End a request whose text or log-probabilities cannot be made; it keeps what it has."""
+        logger.error("Request %s ends, since its output cannot be made", self.req_id, exc_info=error)
+        self.finish_reason = FinishReason.ERROR
+        self.error = f"The output of this request failed with {type(error).__name__}: {error}"
+        self._num_detokenized = len(self.token_ids)
+        self._finished_time = now
+
     def _scan_last(self, piece: str, scanner: StopScanner) -> str:
         if scanner.found is None:
             piece = scanner.push(piece, may_stop=self._num_tokens_without_stop < 0) + scanner.flush()
@@ -304,7 +314,10 @@ class OutputProcessor:
             progress = running.get(output.req_id)
             if progress is None:
                 continue
-            progress.advance(output, now)
+            try:
+                progress.advance(output, now)
+            except Exception as error:
+                progress.break_off(error, now)
             if progress.finish_reason is not None:
                 del running[output.req_id]
                 if output.finish_reason is None:

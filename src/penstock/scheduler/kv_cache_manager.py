@@ -31,14 +31,16 @@ class _HeldBlocks:
     """The blocks of one request.
 
     groups: per group, block lists by position; the null block where positions are no longer read.
+    num_found: per group, leading blocks that the request found in the prefix cache.
     num_cached: per group, leading blocks that were offered to the prefix cache.
     """
 
-    __slots__ = ("groups", "num_cached")
+    __slots__ = ("groups", "num_cached", "num_found")
 
     def __init__(self, groups: list[list[KVCacheBlock]]) -> None:
         self.groups = groups
-        self.num_cached = [len(blocks) for blocks in groups]
+        self.num_found = tuple(len(blocks) for blocks in groups)
+        self.num_cached = list(self.num_found)
 
 
 class KVCacheManager:
@@ -174,8 +176,8 @@ class KVCacheManager:
             first, end = held.num_cached[index], num_computed_tokens // group.block_size
             if first < end:
                 keys = [group.key(hashes, block) for block in range(first, end)]
-                shared += self.pool.cache_full_blocks(held.groups[index][first:end], keys)
                 held.num_cached[index] = end
+                shared += self.pool.cache_full_blocks(held.groups[index][first:end], keys)
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
         return shared
 
@@ -200,6 +202,19 @@ class KVCacheManager:
         held = self._held.pop(request.req_id)
         request.kv_capacity = 0
         self.pool.free_blocks(_last_first(held.groups))
+
+    def take_back(self, request: Request) -> None:
+        """Take back all blocks of a request whose next step was not put together; it may hold none.
+
+        No request may find the blocks that it shared for that step, since no step computes them.
+        """
+        held = self._held.get(request.req_id)
+        if held is None:
+            return
+        for index, group in enumerate(self.groups):
+            first = max(held.num_found[index], request.num_computed_tokens // group.block_size)
+            self.pool.forget_content(held.groups[index][first : held.num_cached[index]])
+        self.free(request)
 
     def hold_blocks(self, req_id: str, holder: str) -> None:
         """Keep the blocks that a request holds now from being reused until `release_blocks`, whatever becomes of it.
@@ -255,8 +270,7 @@ class KVCacheManager:
         num_taken = sum(self.pool.is_free(block) for blocks in groups for block in blocks)
         if sum(missing) + num_taken > self.pool.num_free_blocks:
             return None
-        for blocks in groups:
-            self.pool.touch(blocks)
+        self.pool.touch(block for blocks in groups for block in blocks)
         held = self._held[request.req_id] = _HeldBlocks(groups)
         request.next_cache_at = 0 if self._caches_prefixes else _NEVER
         return self._extend(request, held, missing)

@@ -52,4 +52,5 @@ class WaitingQueue:
 
     def admit(self, running: list[Request]) -> None:
         """Move the request whose turn it is into `running`, which is in the same order."""
-        bisect.insort(running, self._ready.pop(0), key=self._order)
+        bisect.insort(running, self._ready[0], key=self._order)
+        del self._ready[0]

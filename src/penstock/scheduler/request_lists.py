@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from penstock.scheduler.decode_steps import DecodeSteps
 from penstock.scheduler.kv_cache_manager import KVCacheManager
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.queues import WaitingQueue
 from penstock.scheduler.request import Request, RequestStatus
+from penstock.scheduler.results import make_output
+
+logger = logging.getLogger(__name__)
 
 
 class RequestLists:
@@ -50,8 +56,8 @@ class RequestLists:
         self.decodes.clear()
         request.order = self._num_added
         self._num_added += 1
-        self.by_id[request.req_id] = request
         self.waiting.add(request)
+        self.by_id[request.req_id] = request
 
     def wait_for(self, req_id: str, reason: str, *, is_there: bool) -> None:
         """Note that a request waits for something, or does so no longer. Unknown ids and reasons are ignored."""
@@ -97,3 +103,21 @@ class RequestLists:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         del self.by_id[request.req_id]
+
+    def break_off(self, request: Request, error: Exception) -> EngineCoreOutput:
+        """Last output of a request for which a part of the scheduler failed; other requests go on."""
+        logger.error("Request %s ends, since the scheduler failed for it", request.req_id, exc_info=error)
+        if request.status is not RequestStatus.FINISHED:
+            self._remove(request)
+        why = f"The scheduler failed for this request with {type(error).__name__}: {error}"
+        return make_output(request, [], FinishReason.ERROR, error=why)
+
+    def _remove(self, request: Request) -> None:
+        """End a request whose admission or results were cut short, so that its status may not say where it is."""
+        self.decodes.clear()
+        self._kv_cache.take_back(request)
+        (self.running if request in self.running else self.waiting).remove(request)
+        if request.status is RequestStatus.RUNNING:
+            self.finished_req_ids.add(request.req_id)
+        request.status = RequestStatus.FINISHED
+        self.by_id.pop(request.req_id, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
@@ -46,6 +46,8 @@ class Scheduler:
     step_times: by which only as many drafts are verified as pay; None verifies all that there may be.
     max_concurrent_steps: that workers have use for at once, as the stages of a pipeline have. Requests that decode are
         spread over as many steps, which take turns.
+    tell_ends: gets the last output of a request for which `schedule` fails, while other requests go on; None raises
+        the exception.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         step_times: StepTimes | None = None,
         max_concurrent_steps: int = 1,
+        tell_ends: Callable[[list[EngineCoreOutput]], None] | None = None,
     ) -> None:
+        self._tell_ends = tell_ends
         self.max_model_len = max_model_len
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -305,20 +309,31 @@ class Scheduler:
                 num_tokens = step.token_budget
             if num_tokens <= 0:
                 continue
-            new_block_ids: tuple[list[int], ...] | None = None
-            if request.num_computed_tokens + num_tokens > request.kv_capacity:
-                new_block_ids = None if step.waits_for_blocks else self._allocate_or_preempt(request, num_tokens, step)
-                if new_block_ids is None:
-                    step.waits_for_blocks = True
-                    continue
-            if drafts:
-                step.add_cached(request, num_tokens, new_block_ids)
-                # Those that found no room are of no use once there is another token before them.
-                request.spec_token_ids = []
-            elif num_tokens > 1:
-                step.add_cached(request, num_tokens, new_block_ids, self._share_next(request, num_tokens))
-            else:
-                step.add_cached(request, num_tokens, new_block_ids)
+            try:
+                new_block_ids: tuple[list[int], ...] | None = None
+                if request.num_computed_tokens + num_tokens > request.kv_capacity:
+                    new_block_ids = (
+                        None if step.waits_for_blocks else self._allocate_or_preempt(request, num_tokens, step)
+                    )
+                    if new_block_ids is None:
+                        step.waits_for_blocks = True
+                        continue
+                if drafts:
+                    step.add_cached(request, num_tokens, new_block_ids)
+                    # Those that found no room are of no use once there is another token before them.
+                    request.spec_token_ids = []
+                elif num_tokens > 1:
+                    step.add_cached(request, num_tokens, new_block_ids, self._share_next(request, num_tokens))
+                else:
+                    step.add_cached(request, num_tokens, new_block_ids)
+            except Exception as error:
+                self._break_off(request, error)
+
+    def _break_off(self, request: Request, error: Exception) -> None:
+        """End a request that the step cannot hold; the loop over running requests passes over the next one."""
+        if self._tell_ends is None:
+            raise error
+        self._tell_ends([self._requests.break_off(request, error)])
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, step: StepBuilder
@@ -343,8 +358,13 @@ class Scheduler:
     def _schedule_waiting(self, step: StepBuilder) -> None:
         while step.token_budget > 0 and not step.is_full and len(self._requests.running) < self._max_num_seqs:
             request = self._requests.waiting.peek()
-            if request is None or not self._admit(request, step):
+            if request is None:
                 return
+            try:
+                if not self._admit(request, step):
+                    return
+            except Exception as error:
+                self._break_off(request, error)
 
     def _admit(self, request: Request, step: StepBuilder) -> bool:
         """Give the request whose turn it is its first tokens; False when it must wait, and all others behind it."""
@@ -358,7 +378,6 @@ class Scheduler:
         if self.kv_cache.allocate_slots(request, num_tokens, hit) is None:
             return False
         self._requests.waiting.admit(self._requests.running)
-        request.status = RequestStatus.RUNNING
         request.has_news = True
         request.num_computed_tokens = hit.num_tokens
         # A prompt that a preemption cut short begins anew.
@@ -367,6 +386,8 @@ class Scheduler:
         found = [block for blocks in hit.blocks for block in blocks]
         shared = self._share_next(request, num_tokens)
         step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id), found, shared)
+        # Last, since it says that the worker holds the request.
+        request.status = RequestStatus.RUNNING
         return True
 
     def _expect_drafts(self, step: StepBuilder) -> None:
@@ -409,9 +430,20 @@ class Scheduler:
         """A block of each group for the requests of these rows; None where somebody would have to give way."""
         if len(rows) * len(self.kv_cache.groups) > self.kv_cache.pool.num_free_blocks:
             return None
-        new_block_ids = {row: self.kv_cache.allocate_slots(decodes.requests[row], 1) for row in rows}
-        assert all(blocks is not None for blocks in new_block_ids.values())
-        return new_block_ids  # type: ignore[return-value]
+        new_block_ids: dict[int, tuple[list[int], ...]] = {}
+        for row in rows:
+            request = decodes.requests[row]
+            try:
+                blocks = self.kv_cache.allocate_slots(request, 1)
+            except Exception as error:
+                self._break_off(request, error)
+                # No message will name the blocks that the rows before it got.
+                for named in new_block_ids:
+                    self._requests.preempt_between_steps(decodes.requests[named])
+                return None
+            assert blocks is not None
+            new_block_ids[row] = blocks
+        return new_block_ids
 
     def _share_next(self, request: Request, num_tokens: int) -> Sequence[KVCacheBlock]:
         """Let others find what the request's next tokens fill, from the step on that computes them.

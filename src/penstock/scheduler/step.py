@@ -79,17 +79,16 @@ class StepBuilder:
         shared: Sequence[KVCacheBlock],
     ) -> None:
         """Run tokens of a request that the worker does not hold; `block_ids` are all its blocks."""
-        self._new_reqs.append(
-            NewRequestData(
-                req_id=request.req_id,
-                prompt_token_ids=request.prompt_token_ids,
-                prefill_token_ids=request.all_token_ids.copy(),
-                sampling_params=request.sampling_params,
-                block_ids=block_ids,
-                num_computed_tokens=request.num_computed_tokens,
-            )
+        new = NewRequestData(
+            req_id=request.req_id,
+            prompt_token_ids=request.prompt_token_ids,
+            prefill_token_ids=request.all_token_ids.copy(),
+            sampling_params=request.sampling_params,
+            block_ids=block_ids,
+            num_computed_tokens=request.num_computed_tokens,
         )
         self._launch(request, num_tokens, found, shared)
+        self._new_reqs.append(new)
 
     def add_cached(
         self,
@@ -99,10 +98,11 @@ class StepBuilder:
         shared: Sequence[KVCacheBlock] = (),
     ) -> None:
         """Run tokens of a request that the worker holds; `new_block_ids` are None if it got none."""
+        num_computed_tokens = request.num_computed_tokens
+        self._launch(request, num_tokens, (), shared)
         self._cached_req_ids.append(request.req_id)
         self._new_block_ids.append(new_block_ids)
-        self._num_computed_tokens.append(request.num_computed_tokens)
-        self._launch(request, num_tokens, (), shared)
+        self._num_computed_tokens.append(num_computed_tokens)
 
     @property
     def can_take_others(self) -> bool:

@@ -72,7 +72,10 @@ class StepsInFlight:
             entry = scheduled.pop(req_id, None)
             if entry is None:
                 raise LifecycleError(f"Step {scheduler_output.step_id} did not hold the request {req_id!r}.")
-            output = self._take_result(entry, model_runner_output, row, num_rows)
+            try:
+                output = self._take_result(entry, model_runner_output, row, num_rows)
+            except Exception as error:
+                output = self._requests.break_off(entry.request, error)
             if output is not None:
                 outputs.append(output)
             if row_lengths:
@@ -111,22 +114,25 @@ class StepsInFlight:
         outputs = []
         num_computed_tokens = step.num_computed_tokens
         for row, (request, new_token_ids) in enumerate(zip(step.requests, results.sampled_token_ids, strict=True)):
-            token_ids = request.all_token_ids
-            if (
-                len(new_token_ids) == 1
-                and request.status is _RUNNING
-                and new_token_ids[0] not in request.end_token_ids
-                and len(token_ids) + 1 < request.length_limit
-                and not request.has_news
-            ):
-                request.num_in_flight_steps -= 1
-                request.num_output_placeholders -= 1
-                token_ids.append(new_token_ids[0])
-                if num_computed_tokens[row] + 1 >= request.next_cache_at:
-                    self._kv_cache.cache_blocks(request, num_computed_tokens[row] + 1)
-                outputs.append(EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids))
-            elif (output := self._take_result(step.part(row), results, row, row)) is not None:
-                outputs.append(output)
+            try:
+                token_ids = request.all_token_ids
+                if (
+                    len(new_token_ids) == 1
+                    and request.status is _RUNNING
+                    and new_token_ids[0] not in request.end_token_ids
+                    and len(token_ids) + 1 < request.length_limit
+                    and not request.has_news
+                ):
+                    request.num_in_flight_steps -= 1
+                    request.num_output_placeholders -= 1
+                    token_ids.append(new_token_ids[0])
+                    if num_computed_tokens[row] + 1 >= request.next_cache_at:
+                        self._kv_cache.cache_blocks(request, num_computed_tokens[row] + 1)
+                    outputs.append(EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids))
+                elif (output := self._take_result(step.part(row), results, row, row)) is not None:
+                    outputs.append(output)
+            except Exception as error:
+                outputs.append(self._requests.break_off(request, error))
         return outputs
 
     def _take_back_lost_blocks(self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput) -> None:
