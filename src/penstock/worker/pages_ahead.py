@@ -40,9 +40,11 @@ class PagesAhead:
         self._is_wanted = wanted = threading.Event()
         self._is_closed = threading.Event()
         # The thread must not keep the cache alive when nobody else does.
-        arguments = weakref.ref(self, lambda _: wanted.set()), wanted
-        self._thread = threading.Thread(target=_work, args=arguments, name="penstock-pages", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=_work, args=(weakref.ref(self), wanted), name="penstock-pages", daemon=True)
+        # Called at the end of the program, too: Python would end the thread within an operator of torch, whose C++
+        # frames then end the process ("terminate called without an active exception").
+        self._end_thread = weakref.finalize(self, _end, thread, self._is_closed, wanted)
+        thread.start()
         wanted.set()
 
     @property
@@ -61,9 +63,7 @@ class PagesAhead:
 
     def close(self) -> None:
         """The memory may go when this returns."""
-        self._is_closed.set()
-        self._is_wanted.set()
-        self._thread.join()
+        self._end_thread()
 
     def make_ready(self) -> bool:
         """Make pages ready as far ahead as is wanted, while nothing else is done. False when no more can be done."""
@@ -97,3 +97,11 @@ def _work(pages: weakref.ref[PagesAhead], wanted: threading.Event) -> None:
         if now is None or not now.make_ready():
             return
         del now
+
+
+def _end(thread: threading.Thread, is_closed: threading.Event, wanted: threading.Event) -> None:
+    is_closed.set()
+    wanted.set()
+    # The last reference may end in the thread itself.
+    if threading.current_thread() is not thread:
+        thread.join()
