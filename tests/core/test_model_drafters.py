@@ -11,10 +11,11 @@ import pytest
 from penstock.contract import SamplingParams, SchedulerOutput
 from penstock.engine.core import EngineCore
 from penstock.worker.worker import Worker
-from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint
 from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import Result, add, greedy, make_core, random_prompts, run
 from support.padding import pad_every_step
+from support.transformers_models import tiny_transformers_model
 
 NUM_DRAFTS = 3
 # Of the target and the drafter together.
@@ -42,6 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_head(folder / "eagle", eagle_weights())
     write_head(folder / "eagle3", eagle3_weights(), draft_vocab_size=40)
     write_mimo(folder / "mimo")
+    # Runs through Transformers.
+    save_checkpoint(tiny_transformers_model("GPTNeoXForCausalLM"), folder / "neox")
     return folder
 
 
@@ -199,6 +202,7 @@ def mean_accepted(outputs: Sequence[SchedulerOutput], num_tokens: int) -> float:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.parametrize("target", ["target", "neox"])
 @pytest.mark.parametrize(
     "params",
     [
@@ -210,11 +214,11 @@ def mean_accepted(outputs: Sequence[SchedulerOutput], num_tokens: int) -> float:
 )
 @pytest.mark.one_case_quick
 def test_the_target_as_its_own_draft_model_is_right_each_time(
-    models: Path, params: SamplingParams, async_scheduling: bool, outputs: list[SchedulerOutput]
+    models: Path, params: SamplingParams, target: str, async_scheduling: bool, outputs: list[SchedulerOutput]
 ) -> None:
-    config = {"method": "draft_model", "model": str(models / "target"), "num_speculative_tokens": 3, "adaptive": False}
+    config = {"method": "draft_model", "model": str(models / target), "num_speculative_tokens": 3, "adaptive": False}
     core = make_core(
-        models / "target",
+        models / target,
         **ROOM,
         speculative_config=config,
         worker_cls=f"{__name__}.WatchedWorker",

@@ -15,7 +15,7 @@ from penstock.engine.plan import plan_engine
 from penstock.errors import ConfigError, ModelError, ModelNotFound, PenstockError, UnsupportedFeature, UnsupportedModel
 from penstock.worker.drafter import _head
 from penstock.worker.worker import Worker
-from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
+from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint
 from support.counting import plan_and_run
 from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import SMALL, add, greedy, make_core, random_prompts, run
@@ -61,6 +61,41 @@ def test_the_plan_counts_the_drafter(tmp_path: Path, target: Path, method: str) 
     assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
     assert len(unloaded.specs) > len(alone.specs)
     assert sum(name.startswith("draft.") for name in unloaded.specs) == len(unloaded.specs) - len(alone.specs)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_methods_without_a_model_are_planned_without_memory(target: Path, method: str) -> None:
+    options = {"max_num_seqs": 40, "max_num_batched_tokens": 600, "max_model_len": 128, "dtype": "float32"}
+    speculative = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+    unloaded, weights, step = plan_and_run(target, **options, speculative_config=speculative)
+    assert unloaded.weights == weights
+    assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
+    assert unloaded.step.runner_state == pytest.approx(step.runner_state, rel=0.1)
+
+
+def test_a_draft_model_that_runs_through_transformers_is_planned_without_memory(tmp_path: Path, target: Path) -> None:
+    save_checkpoint(tiny_transformers_model("GPTNeoXForCausalLM"), tmp_path / "drafter")
+    options = {"max_num_seqs": 40, "max_num_batched_tokens": 600, "max_model_len": 128, "dtype": "float32"}
+    speculative = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": NUM_DRAFTS}
+    unloaded, weights, step = plan_and_run(target, **options, speculative_config=speculative)
+    assert unloaded.weights == weights
+    assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
+def test_no_full_steps_are_run_to_plan_a_method(
+    tmp_path: Path, target: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock")
+    has_model = method not in ("ngram", "suffix")
+    speculative = options_for(tmp_path, method) if has_model else {"method": method, "num_speculative_tokens": 2}
+    make_core(target, speculative_config=speculative).close()
+    assert "Full steps are run" not in caplog.text
+
+
+def test_a_shipped_models_head_is_found_by_its_name_when_it_is_planned() -> None:
+    plan = plan_engine("demo", **SMALL, speculative_config={"method": "eagle3", "num_speculative_tokens": 2})
+    assert plan.num_parameters > plan_engine("demo", **SMALL).num_parameters
 
 
 def test_a_large_drafters_activations_are_counted(tmp_path: Path) -> None:
@@ -258,9 +293,9 @@ def _too_short(folder: Path) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(folder / "drafter")}
 
 
-def _not_native(folder: Path) -> dict[str, Any]:
+def _not_runnable(folder: Path) -> dict[str, Any]:
     tiny_checkpoint(folder / "drafter")
-    edit_config(folder / "drafter", architectures=["FalconForCausalLM"])
+    edit_config(folder / "drafter", architectures=["MambaForCausalLM"])
     return {"method": "draft_model", "model": str(folder / "drafter")}
 
 
@@ -286,7 +321,7 @@ def _no_mtp(folder: Path) -> dict[str, Any]:
         (_no_such_folder, ModelNotFound, "nowhere"),
         (_other_vocabulary, ModelError, "vocab_size=120, but .* has 97"),
         (_too_short, ConfigError, "64 positions .* max_model_len=64"),
-        (_not_native, UnsupportedModel, "FalconForCausalLM"),
+        (_not_runnable, UnsupportedModel, r"\(MambaForCausalLM\) cannot run through Transformers .* recurrent state"),
         (_other_head, PenstockError, "fc.weight"),
         (_other_pages, UnsupportedFeature, r"model.layers.0.self_attn.attn .* draft.model.layers.0"),
         (_no_mtp, UnsupportedFeature, "LlamaForCausalLM has not. Supported: MiMoForCausalLM"),
@@ -299,6 +334,13 @@ def test_what_cannot_draft_is_refused(
         make_core(target, speculative_config={**make(tmp_path), "num_speculative_tokens": 2})
 
 
+def test_a_draft_model_of_transformers_is_not_split_over_workers(tmp_path: Path, target: Path) -> None:
+    save_checkpoint(tiny_transformers_model("GPTNeoXForCausalLM"), tmp_path / "drafter")
+    speculative = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedFeature, match=r"GPTNeoXForCausalLM.* tensor_parallel_size=1, or a draft model"):
+        plan_engine(target, **SMALL, speculative_config=speculative, tensor_parallel_size=2)
+
+
 def test_a_model_of_transformers_has_no_heads_but_draft_models(tmp_path: Path) -> None:
     save_for_fallback(tiny_transformers_model("GPTNeoXForCausalLM"), tmp_path / "target")
     write_head(tmp_path / "head", eagle3_weights(), draft_vocab_size=40)
@@ -307,14 +349,28 @@ def test_a_model_of_transformers_has_no_heads_but_draft_models(tmp_path: Path) -
             tmp_path / "target",
             speculative_config={"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2},
         )
-    tiny_checkpoint(tmp_path / "drafter")
-    plain = make_core(tmp_path / "target", dtype="float32", max_model_len=100)
+
+
+@pytest.mark.parametrize("drafter", ["native", "transformers"])
+@pytest.mark.parametrize("target", ["native", "transformers"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_targets_and_draft_models_may_run_through_transformers(
+    tmp_path: Path, target: str, drafter: str, async_scheduling: bool
+) -> None:
+    for name, implementation in (("target", target), ("drafter", drafter)):
+        if implementation == "native":
+            tiny_checkpoint(tmp_path / name)
+        else:
+            save_checkpoint(tiny_transformers_model("GPTNeoXForCausalLM"), tmp_path / name)
+    options = {"dtype": "float32", "max_model_len": 100, "async_scheduling": async_scheduling}
+    plain = make_core(tmp_path / "target", **options)
     expected = [result.tokens for result in run(plain, PROMPTS, greedy(8))]
     plain.close()
     speculative = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 2}
-    core = make_core(tmp_path / "target", dtype="float32", max_model_len=100, speculative_config=speculative)
-    assert [result.tokens for result in run(core, PROMPTS, greedy(8))] == expected
+    core = make_core(tmp_path / "target", speculative_config={**speculative, "adaptive": False}, **options)
+    results = run(core, PROMPTS, greedy(8))
     core.close()
+    assert [result.tokens for result in results] == expected
 
 
 @pytest.mark.parametrize(("length", "expected"), [(64, 64), (256, 64), (257, 257)])

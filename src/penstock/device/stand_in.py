@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,14 @@ def is_on_cpu(tensor: Tensor) -> bool:
 def stands_for_cpu() -> bool:
     """Whether the tensors that are made now have no memory, and stand for a CPU's."""
     return _here.kind == "cpu"
+
+
+def host_array(tensor: Tensor) -> np.ndarray:
+    """Array on the memory of a tensor of the CPU; read-only zeros without memory where the tensor has none."""
+    if not tensor.is_meta:
+        return tensor.numpy()
+    dtype = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
+    return np.broadcast_to(np.zeros((), dtype), tuple(tensor.shape))
 
 
 @contextmanager

@@ -50,7 +50,8 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     Raises OutOfMemory when the engine could not start, and what loading the model raises.
     """
     folder, is_on_hub = resolve_metadata_folder(model, revision)
-    config = EngineConfig.create(str(folder), **options)
+    # A shipped model keeps its name, by which its head is found.
+    config = EngineConfig.create(str(folder) if is_on_hub else model, **options)
     refuse_unsuitable(config.model)
     device = _choose_device(config.device.device)
     check_options(config, device)

@@ -24,6 +24,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderForCausalLM
 from penstock.models.draft_head import STORED_NAMES, DraftHead, StoredNames
 from penstock.models.eagle3 import aux_layers_of
+from penstock.models.registry import runs_through_transformers
 from penstock.parallel import ONE_RANK, ParallelContext, layers_of_stage
 
 # What begins the names of its layers, among those of the target.
@@ -134,7 +135,14 @@ def _drafter_config(config: EngineConfig) -> ModelConfig | None:
     wanted = target.max_model_len
     length = target.longest_context if wanted is None or wanted == AUTO_LENGTH else int(wanted)
     if method == "draft_model":
-        return _standalone(_named(config), target, length)
+        drafter = _named(config, model_impl="auto")
+        if runs_through_transformers(drafter) and config.parallel.tensor_parallel_size > 1:
+            raise UnsupportedFeature(
+                f"The draft model {drafter.model} ({drafter.architecture}) runs through Transformers, so its layers "
+                f"are not split over workers (tensor_parallel_size={config.parallel.tensor_parallel_size}). Use "
+                "tensor_parallel_size=1, or a draft model of a native family."
+            )
+        return _standalone(drafter, target, length)
     if method == "mtp":
         return _mtp(config, length)
     return _head(_named(config), _EAGLE_HEADS[method], length, _stored_names(_named(config), config))
@@ -149,7 +157,7 @@ def _without_stages(parallel: ParallelContext) -> ParallelContext:
     return replace(parallel, pipeline=ONE_RANK, pipeline_layers=None)
 
 
-def _named(config: EngineConfig) -> ModelConfig:
+def _named(config: EngineConfig, model_impl: str = "penstock") -> ModelConfig:
     """The configuration of the model that the options name; of a shipped model, the head that ships with it."""
     name = config.speculative.model
     if name is None and config.speculative.method == "eagle3":
@@ -159,7 +167,7 @@ def _named(config: EngineConfig) -> ModelConfig:
             f"speculative_config has the method {config.speculative.method!r} and no model. Give the drafter's folder "
             "or hub id as its model."
         )
-    return ModelConfig.load(name, model_impl="penstock", dtype=config.model.dtype)
+    return ModelConfig.load(name, model_impl=model_impl, dtype=config.model.dtype)
 
 
 def _standalone(drafter: ModelConfig, target: ModelConfig, length: int) -> ModelConfig:

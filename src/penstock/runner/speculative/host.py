@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.config import SpeculativeConfig
 from penstock.contract import DraftTokenIds, SamplingParams
+from penstock.device.stand_in import host_array
 from penstock.kernels.prompt_lookup import NO_DRAFT
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
@@ -39,9 +40,9 @@ class HostSpeculator(Speculator):
         self.requests, self._sampler = requests, sampler
         self._silent_slots.clear()
         self._proposed = None
-        self._token_ids = requests.all_token_ids.tensor.numpy()
-        self._num_tokens = requests.total_len.tensor.view(-1).numpy()
-        self._drafts = requests.draft_token_ids.tensor.numpy()
+        self._token_ids = host_array(requests.all_token_ids.tensor)
+        self._num_tokens = host_array(requests.total_len.tensor.view(-1))
+        self._drafts = host_array(requests.draft_token_ids.tensor)
 
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
