@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "penstock"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "penstock"
 
 
 def _imported_by(statement: str) -> set[str]:
@@ -50,3 +53,30 @@ def test_no_module_keeps_hidden_state() -> None:
         if re.search(r"^\s*global ", path.read_text(), re.MULTILINE)
     ]
     assert offenders == []
+
+
+def _loading_calls() -> Iterator[tuple[str, ast.Call]]:
+    """Calls that read a checkpoint with Transformers (`from_pretrained`, and `from_config` of an Auto class)."""
+    for folder in (SOURCE, ROOT / "tools", ROOT / "benchmarks"):
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                    continue
+                receiver = ast.unparse(node.func.value).rpartition(".")[2]
+                if node.func.attr == "from_pretrained" or (
+                    node.func.attr == "from_config" and receiver.startswith("Auto")
+                ):
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def test_the_code_of_a_checkpoint_is_refused_at_every_call_that_loads_one() -> None:
+    calls = dict(_loading_calls())
+    assert any(place.startswith("src/") for place in calls)
+    assert not [
+        place
+        for place, call in calls.items()
+        if not any(
+            given.arg == "trust_remote_code" and isinstance(given.value, ast.Constant) and given.value.value is False
+            for given in call.keywords
+        )
+    ]

@@ -17,6 +17,7 @@ import pytest
 from penstock import RequestOutput, RequestOutputKind, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import ContextTooLong, EngineDead, InvalidParameter, InvalidRequest, LifecycleError
 from support.fake_engine import FakeCore, write_model
 from support.waiting import until, wait_until
@@ -695,3 +696,71 @@ def test_the_engine_s_options_hold_for_its_requests(tmp_path: Path) -> None:
             asyncio.run(collect(engine, params=SamplingParams(logprobs=4)))
     finally:
         engine.shutdown()
+
+
+def test_long_prompts_are_tokenised_beside_the_event_loop(
+    engine: AsyncEngine, core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core.max_model_len = 100_000
+    engine._input_processor._max_model_len = 100_000
+    encode_up_to, threads = Tokenizer.encode_up_to, []
+
+    def noted(tokenizer: Tokenizer, text: str, *arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return encode_up_to(tokenizer, text, *arguments)
+
+    monkeypatch.setattr(Tokenizer, "encode_up_to", noted)
+    for prompt in ("the fox", "the fox " * 2000):
+        outputs = asyncio.run(collect(engine, prompt))
+        assert outputs[-1].outputs[0].finish_reason == "length"
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]
+    assert_nothing_is_left(engine, core)
+
+
+def test_seeds_go_by_when_requests_come(config: EngineConfig) -> None:
+    """Although those that are checked beside the event loop reach the core later."""
+
+    async def texts() -> list[list[int]]:
+        engine = AsyncEngine.from_config(config, load_core=lambda config: FakeCore())
+        constrained = SamplingParams(max_tokens=8, structured_outputs={"regex": "a+"})
+        plain = SamplingParams(max_tokens=8)
+        outputs = await asyncio.gather(*(collect(engine, PROMPT, params) for params in (constrained, plain)))
+        engine.shutdown()
+        return [output[-1].outputs[0].token_ids for output in outputs]
+
+    first, second = asyncio.run(texts())
+    assert (first, second) == tuple(asyncio.run(texts()))
+    assert first != second
+
+
+def test_a_conversation_is_answered_like_a_prompt(engine: AsyncEngine, core: FakeCore) -> None:
+    messages = [{"role": "user", "content": "the fox"}]
+    template = "{{ mood }}{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}"
+
+    async def ask(**options: Any) -> list[RequestOutput]:
+        stream = engine.chat(messages, PARAMS, chat_template=template, chat_template_kwargs={"mood": "<s>"}, **options)
+        return [output async for output in stream]
+
+    outputs = asyncio.run(ask(request_id="mine", output_kind=RequestOutputKind.DELTA))
+    assert (outputs[0].prompt, outputs[0].request_id) == ("<s>the fox:", "mine")
+    assert outputs[0].prompt_token_ids == engine._tokenizer.encode("<s>the fox:", add_special_tokens=False)
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 8
+    (final,) = asyncio.run(ask(output_kind=RequestOutputKind.FINAL_ONLY, add_generation_prompt=False, priority=3))
+    assert final.prompt == "<s>the fox"
+    assert core.added[-1].priority == 3
+    messages = []
+    with pytest.raises(InvalidRequest, match="no messages"):
+        asyncio.run(ask())
+
+
+def test_a_conversation_may_be_left_while_it_is_rendered(engine: AsyncEngine, core: FakeCore) -> None:
+    async def leave() -> None:
+        stream = engine.chat([{"role": "user", "content": "x" * 100_000}], chat_template="{{ messages[0].content }}")
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    assert_nothing_is_left(engine, core)

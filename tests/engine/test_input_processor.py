@@ -218,3 +218,50 @@ def test_a_priority_is_refused_where_it_would_mean_nothing(processor: InputProce
     assert processor.process([5], DEFAULTS, priority=0).request.priority == 0
     with pytest.raises(InvalidParameter, match="priority=-3 has no meaning under the policy 'fcfs'.*policy='priority'"):
         processor.process([5], DEFAULTS, priority=-3)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = processor._tokenizer.longest_token
+    assert longest is not None
+    text = "x" * (longest * MAX_MODEL_LEN)
+    encoded: list[int] = []
+    monkeypatch.setattr(
+        "penstock.engine.tokenizer.FastBackend._encoding", lambda self, text, special: encoded.append(len(text))
+    )
+    for prompt in (text, {"prompt": text}):
+        with pytest.raises(ContextTooLong, match=rf"has {len(text):,} characters, which are 16 tokens at least, but"):
+            processor.process(prompt, DEFAULTS)
+    assert not encoded
+
+
+def test_a_text_that_is_cut_to_its_end_may_be_of_any_length(processor: InputProcessor) -> None:
+    accepted = processor.process("the fox " * 5000, SamplingParams(truncate_prompt_tokens=4))
+    assert len(accepted.request.prompt_token_ids) == 4
+
+
+def test_a_list_of_ids_that_is_too_long_is_refused_before_they_are_looked_at(processor: InputProcessor) -> None:
+    for prompt in (["no id"] * MAX_MODEL_LEN, {"prompt_token_ids": (None,) * MAX_MODEL_LEN}):
+        with pytest.raises(ContextTooLong, match="has 16 tokens"):
+            processor.process(prompt, DEFAULTS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "is_quick"),
+    [
+        ("the fox", DEFAULTS, True),
+        ([5] * 100, DEFAULTS, True),
+        ({"prompt": "x", "prompt_token_ids": [5], "cache_salt": None}, DEFAULTS, True),
+        ("x" * 10_000, DEFAULTS, False),
+        ({"prompt": "x" * 10_000}, DEFAULTS, False),
+        ([5] * 10_000, DEFAULTS, False),
+        (iter([5]), DEFAULTS, False),
+        ("x", SamplingParams(bad_words=["word"] * 1000), False),
+        ("x", SamplingParams(structured_outputs={"regex": "a"}), False),
+    ],
+)
+def test_what_takes_long_is_known_beforehand(
+    processor: InputProcessor, prompt: Any, params: SamplingParams, is_quick: bool
+) -> None:
+    assert processor.is_quick(prompt, params) is is_quick

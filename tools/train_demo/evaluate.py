@@ -70,8 +70,8 @@ class DemoModel:
     @classmethod
     def load(cls, folder: Path) -> DemoModel:
         """Load the folder through the Auto classes of Transformers."""
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return cls(model, AutoTokenizer.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+        return cls(model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
     @torch.inference_mode()
     def answers(self, conversations: Sequence[Sequence[Message]]) -> list[str]:

@@ -45,8 +45,10 @@ class Target:
     @classmethod
     def load(cls, folder: Path) -> Target:
         """Load the folder through the Auto classes of Transformers."""
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-        return cls(folder, model, AutoTokenizer.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        return cls(
+            folder, model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        )
 
     @torch.no_grad()
     def states(self, ids_BT: Tensor) -> TargetStates:

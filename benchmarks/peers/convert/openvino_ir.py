@@ -14,7 +14,12 @@ from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 def convert(checkpoint: Path, folder: Path, precision: str) -> None:
     quantization = OVWeightQuantizationConfig(bits=8) if precision == "int8" else None
     model = OVModelForCausalLM.from_pretrained(
-        checkpoint, export=True, compile=False, load_in_8bit=False, quantization_config=quantization
+        checkpoint,
+        export=True,
+        compile=False,
+        load_in_8bit=False,
+        quantization_config=quantization,
+        trust_remote_code=False,
     )
     model.save_pretrained(folder)
     _convert_tokenizer(checkpoint, folder)
@@ -26,7 +31,8 @@ def _convert_tokenizer(checkpoint: Path, folder: Path) -> None:
     from openvino_tokenizers import convert_tokenizer
     from transformers import AutoTokenizer
 
-    tokenizer, detokenizer = convert_tokenizer(AutoTokenizer.from_pretrained(checkpoint), with_detokenizer=True)
+    read = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    tokenizer, detokenizer = convert_tokenizer(read, with_detokenizer=True)
     openvino.save_model(tokenizer, folder / "openvino_tokenizer.xml")
     openvino.save_model(detokenizer, folder / "openvino_detokenizer.xml")
 

@@ -11,7 +11,9 @@ from benchmarks.peers.drivers.protocol import serve
 class Generate:
     def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int) -> None:
         torch.set_num_threads(threads)
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
         self._model.eval()
         self._model.generation_config.eos_token_id = None
 

@@ -12,6 +12,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.conversation import render_prompt
 from penstock.engine.input_processor import AcceptedRequest
 from penstock.engine.outputs import RequestOutput
+from penstock.engine.prompts import PromptDict
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 
@@ -122,9 +123,13 @@ class Conversation:
         room = min(self.params.max_tokens or 1, _ROOM_FOR_ANSWER)
         while True:
             prompt = self._render(self.messages)
-            is_too_long = len(prompt["prompt_token_ids"]) + room > self.max_model_len
-            if not (is_too_long and self._forget_oldest()):
+            if not (self._is_too_long(prompt, room) and self._forget_oldest()):
                 return self._session.accept(prompt, self.params)
+
+    def _is_too_long(self, prompt: PromptDict, room: int) -> bool:
+        return (
+            len(self._session.tokenizer.encode(prompt["prompt"], add_special_tokens=False)) + room > self.max_model_len
+        )
 
     def _forget_oldest(self) -> bool:
         first = self._has_system()
@@ -135,7 +140,7 @@ class Conversation:
         self.num_forgotten += 2
         return True
 
-    def _render(self, messages: list[dict[str, str]]) -> Any:
+    def _render(self, messages: list[dict[str, str]]) -> PromptDict:
         return render_prompt(self._session.tokenizer, messages, chat_template=self._template)
 
     def _has_system(self) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import RequestOutputKind, SamplingParams
 from penstock.contract.param_checks import shown
+from penstock.engine.conversation import Message, render_prompt
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_place import with_core_process
 from penstock.engine.core_thread import CoreThread
@@ -31,7 +32,7 @@ from penstock.engine.outputs import RequestOutput
 from penstock.engine.params_processor import check_is_params
 from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
-from penstock.engine.tokenizer import load_tokenizer
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.worker_calls import check_timeout
 from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.executor.program import refuse_at_exit
@@ -40,6 +41,11 @@ from penstock.worker.capabilities import SERVED, check_feature
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_Result = TypeVar("_Result")
+# Threads that tokenise and check what would take an event loop too long.
+_NUM_INTAKE_THREADS = 2
 
 
 class AsyncEngine(RefusesMethods):
@@ -74,7 +80,7 @@ class AsyncEngine(RefusesMethods):
         check_feature(SERVED, config)
         self._default_sampling_params = default_sampling_params(config.model)
         # A damaged one is found before seconds go into loading weights, or while a process starts to load them.
-        tokenizer = cache(lambda: load_tokenizer(config.model.tokenizer_folder))
+        tokenizer = cache(lambda: _load_for_event_loops(config.model.tokenizer_folder))
         begin = _start_usual if load_core is None else _start_given(load_core)
         self._lock = StreamLock()
         # The streams that somebody reads.
@@ -89,7 +95,7 @@ class AsyncEngine(RefusesMethods):
         self._dispatcher = self._thread.dispatcher
         self._tokenizer = tokenizer()
         self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core)
-        self._intake = threading.Lock()
+        self._intake = ThreadPoolExecutor(_NUM_INTAKE_THREADS, thread_name_prefix="penstock-intake")
         # An engine that is dropped without a shutdown must not keep its memory.
         weakref.finalize(self, self._thread.stop).atexit = False
 
@@ -129,12 +135,47 @@ class AsyncEngine(RefusesMethods):
                 async for output in parts:
                     yield output
             return
-        stream = self._open(prompt, params, request_id, priority)
+        stream = await self._open(prompt, params, request_id, priority)
         try:
             while not stream.is_over:
                 yield await stream.next()
         finally:
             self._close(stream)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        output_kind: RequestOutputKind | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the answer to one conversation: its arguments are those of `LLM.chat`, the others those of `generate`.
+
+        Raises what `generate` does; InvalidRequest also when there is no template or it refuses the messages.
+        """
+        prompt = await self._prepare(
+            lambda: render_prompt(
+                self._tokenizer,
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            ),
+            is_quick=False,
+        )
+        outputs = self.generate(prompt, sampling_params, request_id, priority=priority, output_kind=output_kind)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     @also_from_vllm
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -200,6 +241,7 @@ class AsyncEngine(RefusesMethods):
         Whoever waits for a request gets a LifecycleError. Raises WaitTimeout when the present step does not end.
         """
         self._thread.stop()
+        self._intake.shutdown(wait=False)
         self._thread.join()
 
     async def __aenter__(self) -> Self:
@@ -219,11 +261,22 @@ class AsyncEngine(RefusesMethods):
     ) -> AsyncGenerator[RequestOutput, None]:
         name = _checked_id(request_id)
 
+        async def encode_part(part: Prompt, is_first: bool) -> list[int]:
+            is_quick = self._input_processor.is_quick(part, params)
+            return await self._prepare(lambda: self._input_processor.encode_part(part, is_first), is_quick=is_quick)
+
         def run_turn(prompt_token_ids: list[int], turn: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
             prompt: Prompt = {"prompt_token_ids": prompt_token_ids}
             return self.generate(prompt, turn, name, priority=priority, output_kind=params.output_kind)
 
-        return generate_in_turns(inputs, params, self._input_processor.encode_part, run_turn)
+        return generate_in_turns(inputs, params, encode_part, run_turn)
+
+    async def _prepare(self, work: Callable[[], _Result], *, is_quick: bool) -> _Result:
+        """What comes of work on a request before the core has it, done by a thread beside the event loop if need be."""
+        if is_quick:
+            return work()
+        self._thread.check_running()
+        return await asyncio.wrap_future(self._intake.submit(work))
 
     def _call(self, what: str, action: Callable[[], Any]) -> Coroutine[None, None, Any]:
         """Let the core's thread call `action` before its next step; what comes of it is to be waited for."""
@@ -239,12 +292,20 @@ class AsyncEngine(RefusesMethods):
             raise
         return future.result()
 
-    def _open(self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int) -> OutputStream:
+    async def _open(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
+    ) -> OutputStream:
         """Check the request and send it on its way."""
         self._thread.check_running()
         name = _checked_id(request_id)
-        with self._intake:
-            accepted = self._input_processor.process(prompt, params, request_id=name, priority=priority)
+        processor = self._input_processor
+        is_quick = processor.is_quick(prompt, params)
+        # Its seed goes by when it came, not by how long other threads take.
+        number = None if is_quick else processor.take_number()
+        accepted = await self._prepare(
+            lambda: processor.process(prompt, params, request_id=name, priority=priority, number=number),
+            is_quick=is_quick,
+        )
         stream = OutputStream(params.output_kind, self._lock)
         with self._lock:
             self._streams.add(stream)
@@ -270,6 +331,13 @@ class AsyncEngine(RefusesMethods):
     def _remove(self, stream: OutputStream) -> None:
         with self._lock:
             self._streams.discard(stream)
+
+
+def _load_for_event_loops(folder: Path) -> Tokenizer:
+    """A tokenizer with all that would be made when it is first used, and takes long."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.prepare()
+    return tokenizer
 
 
 def _start_usual(config: EngineConfig, meanwhile: Callable[[], object]) -> CoreClient:

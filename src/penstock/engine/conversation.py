@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from penstock.config import vllm
 from penstock.contract.param_checks import shown
-from penstock.engine.prompts import PromptDict, as_list
+from penstock.engine.prompts import PromptDict, RenderedText, as_list
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
 
@@ -25,7 +25,7 @@ def render_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PromptDict:
-    """The conversation as text and as tokens.
+    """The conversation as a prompt, which is tokenised once it is given to an engine.
 
     messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text".
     chat_template: a Jinja template, instead of the model's own. add_generation_prompt: end with the beginning of an
@@ -57,7 +57,7 @@ def render_prompt(
         chat_template=chat_template,
         **variables,
     )
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    return {"prompt": RenderedText(text)}
 
 
 def _taken_names() -> list[str]:

@@ -7,8 +7,9 @@ what is allowed.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,9 +20,12 @@ from penstock.contract import SamplingParams
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.engine.messages import EngineRequest
 from penstock.engine.params_processor import ParamsProcessor
-from penstock.engine.prompts import PROMPT_KEYS, Prompt, check_fields, list_of_ids
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.prompts import PROMPT_KEYS, Prompt, RenderedText, check_fields, list_of_ids
+from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+
+# Values of sampling parameters, together, that take milliseconds to be checked.
+_MANY_VALUES = 500
 
 
 class AcceptedRequest(NamedTuple):
@@ -74,7 +78,7 @@ class InputProcessor:
             eos_token_ids=self._eos_token_ids,
             structured=structured,
         )
-        self._num_accepted = 0
+        self._numbers = itertools.count()
 
     def process(
         self,
@@ -106,7 +110,15 @@ class InputProcessor:
         if cache_salt is not None:
             raise InvalidRequest(f"cache_salt={shown(cache_salt)} is not allowed for a prompt that comes in parts.")
         check_sendable({"prompt": text})
-        return self._tokenizer.encode(text or "", is_first) if token_ids is None else token_ids
+        return self._encode(text or "", add_special_tokens=is_first) if token_ids is None else token_ids
+
+    def take_number(self) -> int:
+        """The number of requests before this one, for a seed; any thread may call it."""
+        return next(self._numbers)
+
+    def is_quick(self, prompt: Prompt, sampling_params: SamplingParams) -> bool:
+        """Whether `process` takes no more than a few milliseconds."""
+        return _size_of(prompt) < LONG_TEXT and _is_small(sampling_params)
 
     def _process(
         self,
@@ -117,7 +129,11 @@ class InputProcessor:
         number: int | None,
     ) -> tuple[EngineRequest, str | None]:
         arrival_time = time.monotonic()
+        is_cut = getattr(sampling_params, "truncate_prompt_tokens", None) is not None
+        if not is_cut:
+            self._check_num_ids(prompt, sampling_params)
         text, given_token_ids, cache_salt = _fields_of(prompt)
+        is_rendered, text = isinstance(text, RenderedText), None if text is None else str(text)
         check_sendable(
             {
                 "request_id": request_id,
@@ -126,17 +142,21 @@ class InputProcessor:
                 "sampling_params": sampling_params,
             }
         )
-        prompt_token_ids = self._tokenizer.encode(text or "") if given_token_ids is None else given_token_ids
+        if given_token_ids is None:
+            prompt_token_ids = self._encode(text or "", add_special_tokens=not is_rendered, is_cut=is_cut)
+        else:
+            prompt_token_ids = given_token_ids
         self._check_prompt(prompt_token_ids)
         sampling_params = self._params_processor.process(sampling_params)
         self._check_priority(priority)
         prompt_token_ids = self._truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
         self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
+        num_before = number if request_id is not None and number is not None else self.take_number()
         if sampling_params.seed is None:
-            seed = _drawn_seed(self._seed, self._num_accepted if number is None else number)
+            seed = _drawn_seed(self._seed, num_before if number is None else number)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
         request = EngineRequest(
-            req_id=str(self._num_accepted) if request_id is None else request_id,
+            req_id=str(num_before) if request_id is None else request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=sampling_params,
             eos_token_ids=self._eos_token_ids,
@@ -144,8 +164,29 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
         )
-        self._num_accepted += 1
         return request, text
+
+    def _encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
+        """The tokens of a prompt; a text that cannot fit is refused before, unless it `is_cut` afterwards."""
+        if is_cut:
+            return self._tokenizer.encode(text, add_special_tokens)
+        # A token is about four characters, so that a text that is shorter may well fit.
+        longest = self._tokenizer.longest_token if len(text) > 4 * self._max_model_len else None
+        if longest is not None and len(text) >= longest * self._max_model_len:
+            raise ContextTooLong(
+                f"The prompt has {len(text):,} characters, which are {len(text) // longest:,} tokens at least, but "
+                f"{self._limit(len(text) // longest)}"
+            )
+        token_ids = self._tokenizer.encode_up_to(text, add_special_tokens, self._max_model_len - 1)
+        if isinstance(token_ids, int):
+            raise ContextTooLong(f"The prompt has {token_ids:,} tokens, but {self._limit(token_ids)}")
+        return token_ids
+
+    def _check_num_ids(self, prompt: Prompt, sampling_params: Any) -> None:
+        """Refuse a list that is too long before looking at what is in it."""
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if isinstance(token_ids, (list, tuple)):
+            self._check_length(len(token_ids), getattr(sampling_params, "max_tokens", None))
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -186,10 +227,14 @@ class InputProcessor:
         if num_prompt_tokens < self._max_model_len:
             return
         asked = "" if max_tokens is None else f" and asks for {max_tokens:,} more"
-        raise ContextTooLong(
-            f"The prompt has {num_prompt_tokens:,} tokens{asked}, but this engine was started for "
-            f"{self._max_model_len:,} (max_model_len), of which at least one is the answer's. "
-            f"Shorten the prompt to {self._max_model_len - 1:,} tokens"
+        limit = self._limit(num_prompt_tokens, max_tokens)
+        raise ContextTooLong(f"The prompt has {num_prompt_tokens:,} tokens{asked}, but {limit}")
+
+    def _limit(self, num_prompt_tokens: int, max_tokens: int | None = None) -> str:
+        """The longest prompt, and how there may be room for so many tokens."""
+        return (
+            f"this engine was started for {self._max_model_len:,} (max_model_len), of which at least one is the "
+            f"answer's. Shorten the prompt to {self._max_model_len - 1:,} tokens"
             f"{self._advice(num_prompt_tokens, num_prompt_tokens + (max_tokens or 1))}"
         )
 
@@ -221,6 +266,21 @@ def _fields_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None
     check_fields(fields)
     text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
     return text, None if token_ids is None else list_of_ids(token_ids), cache_salt
+
+
+def _size_of(prompt: Prompt) -> int:
+    """Characters or token ids of a prompt, as far as they are seen without looking at each."""
+    parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
+    return sum(len(part) if isinstance(part, Sized) else LONG_TEXT for part in parts if part is not None)
+
+
+def _is_small(params: Any) -> bool:
+    """Whether checking the parameters is quick: they have no grammar, and few of what there may be many of."""
+    if not isinstance(params, SamplingParams):
+        return True
+    listed = (params.stop, params.bad_words, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+    is_plain = params.structured_outputs is None and params.extra_args is None
+    return is_plain and sum(len(values) for values in listed if values) < _MANY_VALUES
 
 
 def _drawn_seed(engine_seed: str, num_accepted: int) -> int:

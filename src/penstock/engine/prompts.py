@@ -20,6 +20,12 @@ _HINTS = {
 }
 
 
+class RenderedText(str):
+    """A prompt's text with its special tokens written out, as a chat template renders it: it gets no further ones."""
+
+    __slots__ = ()
+
+
 class ArrayOfIds(Protocol):
     """An array or a tensor, of numpy, torch or another library."""
 

@@ -8,7 +8,7 @@ read by the model, and often is only what ended the turn, so it is left out of t
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
 from typing import NamedTuple, TypeAlias
 
@@ -32,7 +32,7 @@ Turn: TypeAlias = Callable[[list[int], SamplingParams], AsyncGenerator[RequestOu
 async def generate_in_turns(
     inputs: AsyncIterable[StreamingInput],
     params: SamplingParams,
-    encode_part: Callable[[Prompt, bool], list[int]],
+    encode_part: Callable[[Prompt, bool], Awaitable[list[int]]],
     run_turn: Turn,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Answer each part when the one before has been answered; the last output, when no more parts come, is `finished`.
@@ -50,7 +50,7 @@ async def generate_in_turns(
             raise InvalidRequest(f"The prompt's stream gave a {type(part).__name__}. Allowed: StreamingInput.")
         turn_params = params if part.sampling_params is None else part.sampling_params
         _check(turn_params)
-        context = context + encode_part(part.prompt, last is None)
+        context = context + await encode_part(part.prompt, last is None)
         async with aclosing(run_turn(context, turn_params)) as outputs:
             async for output in outputs:
                 last = said.add(output)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock.engine.detokenizer import (
@@ -17,17 +20,18 @@ from penstock.engine.detokenizer import (
     detokenizer_factory,
     window_decode,
 )
-from penstock.engine.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles
+from penstock.engine.token_lengths import longest_token
+from penstock.engine.tokenizer_files import TokenizerFiles
 from penstock.errors import InvalidRequest, TokenizerError
+from penstock.loader.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Characters from which on a text is tokenised without Python's lock: it takes more than a millisecond, and as long as
+# the text is.
+LONG_TEXT = 4000
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
-_WHAT_TO_DO = (
-    f"A model folder holds {TOKENIZER_FILE} and {TOKENIZER_CONFIG_FILE}. Download them again, or name another folder "
-    "with the option tokenizer."
-)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -38,7 +42,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise TokenizerError(f"The tokenizer folder {folder} does not exist. Give a folder with {TOKENIZER_FILE}.")
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
-        raise TokenizerError(f"{folder} has no tokenizer. {_WHAT_TO_DO}")
+        raise TokenizerError(f"{folder} has no tokenizer. {WHAT_TO_DO}")
     files = TokenizerFiles.read(folder)
     if files.fast is not None and files.tokenizer_json_decides():
         return _fast_tokenizer(
@@ -75,6 +79,15 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens)
+
+    def encode_up_to(self, text: str, add_special_tokens: bool, limit: int) -> list[int] | int:
+        """The tokens of a text, or only their number where there are more than `limit`."""
+        return self._backend.encode_up_to(text, add_special_tokens, limit)
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Characters of a text that one token stands for, at most; None where there is no limit that is known."""
+        return longest_token(self._backend.fast) if isinstance(self._backend, FastBackend) else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(ids, skip_special_tokens)
@@ -141,9 +154,16 @@ class Tokenizer:
         """
         with self._hf_lock:
             if self._for_callers is None:
-                self._for_callers = _load_with_transformers(self.folder)
+                self._for_callers = load_hf_tokenizer(self.folder)
             counterpart: PreTrainedTokenizerBase = self._for_callers
             return counterpart
+
+    def prepare(self) -> None:
+        """Make now what would be made on first use, so that no event loop has to wait for it; imports Transformers."""
+        self.longest_token  # noqa: B018
+        # The call that needs a tokenizer that cannot be loaded says so.
+        with suppress(TokenizerError):
+            self.for_callers()
 
     def _rendering(self) -> Any:
         """A tokenizer of Transformers to render templates with; the one that encodes spares loading another."""
@@ -151,7 +171,7 @@ class Tokenizer:
 
 
 class FastBackend:
-    """`tokenizers`, which runs without Python's lock and needs none of ours."""
+    """`tokenizers`, which needs no lock of ours, and lets go of Python's for a batch."""
 
     def __init__(self, fast: FastTokenizer) -> None:
         fast.no_truncation()
@@ -160,7 +180,17 @@ class FastBackend:
         self.detokenizers = detokenizer_factory(fast)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encoding(text, add_special_tokens).ids
+
+    def encode_up_to(self, text: str, add_special_tokens: bool, limit: int) -> list[int] | int:
+        encoding = self._encoding(text, add_special_tokens)
+        # A list of millions of integers is not made for nothing.
+        return encoding.ids if len(encoding) <= limit else len(encoding)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+        if len(text) < LONG_TEXT:
+            return self.fast.encode(text, add_special_tokens=add_special_tokens)
+        return self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -177,6 +207,10 @@ class PythonBackend:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with self.lock:
             return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_up_to(self, text: str, add_special_tokens: bool, limit: int) -> list[int] | int:
+        ids = self.encode(text, add_special_tokens)
+        return ids if len(ids) <= limit else len(ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         with self.lock:
@@ -197,7 +231,7 @@ def _fast_tokenizer(
 
 
 def _transformers_tokenizer(folder: Path) -> Tokenizer:
-    hf = _load_with_transformers(folder)
+    hf = load_hf_tokenizer(folder)
     fast = getattr(hf, "backend_tokenizer", None)
     if isinstance(fast, FastTokenizer):
         return _fast_tokenizer(folder, fast, bos=hf.bos_token, eos=hf.eos_token, encoding=hf)
@@ -209,14 +243,3 @@ def _transformers_tokenizer(folder: Path) -> Tokenizer:
         eos_token_id=hf.eos_token_id,
         encoding=hf,
     )
-
-
-def _load_with_transformers(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # whatever a damaged file makes Transformers raise
-        raise TokenizerError(
-            f"The tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())} {_WHAT_TO_DO}"
-        ) from error

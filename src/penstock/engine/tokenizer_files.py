@@ -16,9 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock.errors import TokenizerError
-
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+from penstock.loader.hf_tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 _TAKEN_AS_IT_IS = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 # Model types whose declared class Transformers overrides with a rebuilding one.

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, TokenizerError
+from penstock.errors import ConfigError
+from penstock.loader.hf_tokenizer import load_hf_tokenizer
 
 _ALLOWED = 'an object with "messages" (a conversation) or "text"'
 
@@ -17,17 +18,10 @@ def read_calibration_text(path: Path, tokenizer_folder: Path) -> list[list[int]]
     Conversations are written with the chat template, text with the special tokens that the tokenizer puts around it.
     Raises ConfigError, which names the line, for what is neither, and TokenizerError.
     """
-    from transformers import AutoTokenizer
-
     lines = [(number, line) for number, line in enumerate(_lines(path), start=1) if line.strip()]
     if not lines:
         raise ConfigError(f"quantization_calibration={str(path)!r} is empty. Each line must be {_ALLOWED}.")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder), local_files_only=True)
-    except Exception as error:  # whatever a damaged file makes Transformers raise
-        raise TokenizerError(
-            f"The tokenizer in {tokenizer_folder} cannot be loaded, which quantization_calibration needs: {error}"
-        ) from error
+    tokenizer = load_hf_tokenizer(tokenizer_folder, needed_by="quantization_calibration")
     return [
         _encode(tokenizer, line, f"quantization_calibration={str(path)!r}, line {number}") for number, line in lines
     ]

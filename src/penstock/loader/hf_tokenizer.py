@@ -1,0 +1,52 @@
+"""The tokenizer of Transformers for a folder; a checkpoint's own Python code never runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import TokenizerError
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+WHAT_TO_DO = (
+    f"A model folder holds {TOKENIZER_FILE} and {TOKENIZER_CONFIG_FILE}. Download them again, or name another folder "
+    "with the option tokenizer."
+)
+
+
+def load_hf_tokenizer(folder: Path, *, needed_by: str | None = None) -> Any:
+    """`AutoTokenizer` of a local folder. Imports Transformers, and never asks on stdin.
+
+    needed_by: the option that needs it, for the error. Raises TokenizerError for damaged files, and for a tokenizer
+    that needs the code of its folder (`auto_map`).
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged file makes Transformers raise
+        purpose = "" if needed_by is None else f", which {needed_by} needs"
+        raise TokenizerError(
+            f"The tokenizer in {folder} cannot be loaded{purpose}: {_reason(folder, error)} {WHAT_TO_DO}"
+        ) from error
+
+
+def _reason(folder: Path, error: Exception) -> str:
+    own_code = _own_code(folder)
+    if own_code is None:
+        return " ".join(str(error).split())
+    return (
+        f"{TOKENIZER_CONFIG_FILE} has auto_map={own_code!r}, Python code that comes with the checkpoint, which is "
+        "never run (trust_remote_code is not supported). Allowed: a tokenizer of a class that Transformers has."
+    )
+
+
+def _own_code(folder: Path) -> Any:
+    """The class that `auto_map` names as the tokenizer; None where there is none, or the file cannot be read."""
+    try:
+        auto_map = json.loads((folder / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8")).get("auto_map")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
