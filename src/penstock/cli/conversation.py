@@ -123,13 +123,10 @@ class Conversation:
         room = min(self.params.max_tokens or 1, _ROOM_FOR_ANSWER)
         while True:
             prompt = self._render(self.messages)
-            if not (self._is_too_long(prompt, room) and self._forget_oldest()):
-                return self._session.accept(prompt, self.params)
-
-    def _is_too_long(self, prompt: PromptDict, room: int) -> bool:
-        return (
-            len(self._session.tokenizer.encode(prompt["prompt"], add_special_tokens=False)) + room > self.max_model_len
-        )
+            token_ids = self._session.tokenizer.encode(prompt["prompt"], add_special_tokens=False)
+            is_too_long = len(token_ids) + room > self.max_model_len
+            if not (is_too_long and self._forget_oldest()):
+                return self._session.accept({**prompt, "prompt_token_ids": token_ids}, self.params)
 
     def _forget_oldest(self) -> bool:
         first = self._has_system()
