@@ -241,8 +241,11 @@ class AsyncEngine(RefusesMethods):
         Whoever waits for a request gets a LifecycleError. Raises WaitTimeout when the present step does not end.
         """
         self._thread.stop()
-        self._intake.shutdown(wait=False)
-        self._thread.join()
+        try:
+            self._thread.join()
+        finally:
+            # Not before: a request that comes meanwhile is told that the engine has ended.
+            self._intake.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -272,7 +275,7 @@ class AsyncEngine(RefusesMethods):
         return generate_in_turns(inputs, params, encode_part, run_turn)
 
     async def _prepare(self, work: Callable[[], _Result], *, is_quick: bool) -> _Result:
-        """What comes of work on a request before the core has it, done by a thread beside the event loop if need be."""
+        """Result of work on a request before the core has it; a thread does what would hold up the event loop."""
         if is_quick:
             return work()
         self._thread.check_running()

@@ -100,8 +100,10 @@ def _work(pages: weakref.ref[PagesAhead], wanted: threading.Event) -> None:
 
 
 def _end(thread: threading.Thread, is_closed: threading.Event, wanted: threading.Event) -> None:
+    """End the thread, which a fork of the process does not have. The last reference may end in the thread itself."""
+    if not thread.is_alive():
+        return
     is_closed.set()
     wanted.set()
-    # The last reference may end in the thread itself.
     if threading.current_thread() is not thread:
         thread.join()
