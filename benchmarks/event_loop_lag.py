@@ -1,4 +1,4 @@
-"""How long an event loop waits for its turn while an AsyncEngine takes in requests that are long, or hard to check.
+"""Lag of an event loop while an AsyncEngine takes in requests that are long, or hard to check.
 
 python -m benchmarks.event_loop_lag [--model demo] [--only TEXT] [--timeout 60]
 

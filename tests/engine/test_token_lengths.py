@@ -1,4 +1,4 @@
-"""What is refused before it is tokenised has more tokens than are allowed, whatever the tokenizer."""
+"""Bound on the tokens of a text: a prompt that is refused before it is tokenised has more than are allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a request makes a part of the scheduler raise ends that request alone, and leaves no trace of it."""
+"""Failures in parts of the scheduler: each ends the request that caused it, alone, and leaves no trace of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 class Fault(Exception):
-    """What a test makes a part of the scheduler raise."""
+    """Exception that a test makes a part of the scheduler raise."""
 
 
 class Faults:

@@ -160,7 +160,7 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Make now what would be made on first use, so that no event loop has to wait for it; imports Transformers."""
-        self.longest_token  # noqa: B018
+        _ = self.longest_token
         # The call that needs a tokenizer that cannot be loaded says so.
         with suppress(TokenizerError):
             self.for_callers()

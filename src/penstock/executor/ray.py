@@ -15,10 +15,7 @@ from typing import Any, NoReturn
 
 from penstock.config import EngineConfig, env
 from penstock.contract import decode, encode
-from penstock.errors import (
-    ConfigError,
-    WorkerError,
-)
+from penstock.errors import ConfigError, WorkerError
 from penstock.executor.messages import (
     CallWorker,
     ExecuteStep,

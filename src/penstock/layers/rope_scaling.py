@@ -223,7 +223,7 @@ def warn_about_long_factors(num_positions: int, original: int) -> None:
 
 
 def warn_about_stretched_base(num_positions: int, original: int) -> None:
-    """Say that "dynamic" stretches the rotary embedding of all sequences, and what that costs."""
+    """Warn that "dynamic" stretches the rotary embedding of all sequences, and what that costs."""
     logger.warning(
         "The model stretches its rotary embedding (dynamic NTK). Since up to %s tokens are served, all sequences use "
         "the base for that length. For best quality on shorter ones, start with max_model_len=%s or less.",

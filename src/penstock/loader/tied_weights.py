@@ -38,7 +38,7 @@ class StoredTies:
 
 
 def find_ties(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> StoredTies:
-    """How a checkpoint of this model holds its tied weights.
+    """Tied weights of a checkpoint of this model, as it stores them.
 
     Weights without values (on the meta device) count as different. A quantised projection differs from its embedding.
     """
@@ -64,7 +64,7 @@ def find_ties(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> StoredT
 
 
 def find_ties_of_state(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> StoredTies:
-    """The same for a sharded state, which holds what layers share once."""
+    """Tied weights of a sharded state, which stores a weight that layers share once."""
     shared = set(model.state_dict(keep_vars=True)) - set(state_slots(model))
     return StoredTies(tuple(name for name, _ in tensors if name in shared))
 
@@ -75,7 +75,7 @@ def untied(model_config: ModelConfig) -> ModelConfig:
 
 
 def log_ties(ties: StoredTies) -> None:
-    """Say where the checkpoint overrules `config.json`."""
+    """Warn where the checkpoint overrules `config.json`."""
     if ties.separate:
         logger.warning(
             "config.json ties the output projection to the embedding (tie_word_embeddings), but the checkpoint holds "
