@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,9 @@ import pytest
 import torch
 
 from penstock.config.parallel import ParallelConfig
-from penstock.contract import SchedulerOutput
+from penstock.contract import FullAttentionSpec, KVCacheSpec, SchedulerOutput
 from penstock.errors import RanksDisagree, UnsupportedFeature, WaitTimeout, WorkerError
-from penstock.parallel import GroupAgreement
+from penstock.parallel import GroupAgreement, StepFacts
 from penstock.parallel.connections import RankConnections, address_towards, open_store
 from penstock.parallel.distributed_ranks import join_connected_ranks
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
@@ -163,6 +165,40 @@ def test_values_of_any_size_are_gathered_and_ranks_may_be_late() -> None:
         return found
 
     assert together(3, run) == [values] * 3
+
+
+class RunsCode:
+    """Bytes whose unpickling writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.path, "ran")
+
+
+def test_bytes_of_a_stranger_run_no_code_and_its_rank_is_named(tmp_path: Path) -> None:
+    sent = pickle.dumps(RunsCode(tmp_path / "ran"))
+
+    def run(group: TorchGroup) -> str:
+        if group.rank == 1:
+            head = len(sent).to_bytes(8, "little") + sent[:248]
+            group._gather_bytes(head.ljust(256, b"\0"))
+            return ""
+        with pytest.raises(RanksDisagree) as failure:
+            group.gather_values(StepFacts(1, 2, 3), StepFacts)
+        return str(failure.value)
+
+    assert len(sent) <= 248
+    said, _ = together(2, run)
+    assert f"Rank 1 sent {len(sent)} bytes that are no StepFacts" in said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_values_of_a_type_come_back_as_that_type() -> None:
+    specs = {"layers.0": FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")}
+    found = together(2, lambda group: group.gather_values(specs, dict[str, KVCacheSpec]))
+    assert found == [[specs] * 2] * 2
 
 
 def test_stages_of_split_layers_talk_in_the_groups_of_each() -> None:

@@ -25,7 +25,7 @@ class SilentGroup(Group):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def gather_values(self, value: Any) -> list[Any]:
+    def gather_values(self, value: Any, value_type: Any = Any) -> list[Any]:
         raise AssertionError("nobody is there")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class ThreadGroup(Group):
         self.rank, self.size = rank, len(meeting.values)
         self._meeting = meeting
 
-    def gather_values(self, value: Any) -> list[Any]:
+    def gather_values(self, value: Any, value_type: Any = Any) -> list[Any]:
         meeting = self._meeting
         meeting.values[self.rank] = value
         meeting.barrier.wait(_WAIT_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import distributed
 from torch.distributed import PrefixStore, Store
@@ -63,10 +63,10 @@ class ExternalLauncherExecutor(UniProcExecutor):
             raise
 
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        return self._of_all(super().get_kv_cache_specs()[0])
+        return self._of_all(super().get_kv_cache_specs()[0], dict[str, KVCacheSpec])
 
     def determine_available_memory(self) -> list[MemoryPlan]:
-        return self._of_all(super().determine_available_memory()[0])
+        return self._of_all(super().determine_available_memory()[0], MemoryPlan)
 
     def why_not_restart(self) -> str | None:
         if self._parallel.world_size == 1:
@@ -82,8 +82,8 @@ class ExternalLauncherExecutor(UniProcExecutor):
         if connections is not None:
             connections.close()
 
-    def _of_all(self, value: _Value) -> list[_Value]:
-        return self._parallel.tensor.gather_values(value)
+    def _of_all(self, value: _Value, value_type: Any) -> list[_Value]:
+        return self._parallel.tensor.gather_values(value, value_type)
 
 
 def _meet(place: LauncherPlace) -> tuple[Store, str]:

@@ -58,7 +58,7 @@ class GroupAgreement:
             len(output.num_scheduled_tokens),
             _digest(output) if self.compares_all else "",
         )
-        by_rank = self.group.gather_values(facts)
+        by_rank = self.group.gather_values(facts, StepFacts)
         most, _ = Counter(by_rank).most_common(1)[0]
         others = [
             f"rank {rank} runs step {fact.step_id} with {fact.num_tokens} tokens of {fact.num_reqs} requests"

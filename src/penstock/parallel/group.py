@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
+from penstock.errors import RanksDisagree
 from penstock.kernels.native.meetings import Meetings
 
 _Value = TypeVar("_Value")
@@ -68,8 +69,11 @@ class Group(ABC):
         return partial(self.receive, tensor, source)
 
     @abstractmethod
-    def gather_values(self, value: _Value) -> list[_Value]:
-        """Plain data of all ranks, by rank."""
+    def gather_values(self, value: _Value, value_type: Any = Any) -> list[_Value]:
+        """Plain data of all ranks, by rank.
+
+        value_type: the type of the value where it is not made of numbers, strings, lists and dicts alone.
+        """
 
 
 class OneRank(Group):
@@ -93,7 +97,7 @@ class OneRank(Group):
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         raise AssertionError("a rank that is alone receives nothing")
 
-    def gather_values(self, value: _Value) -> list[_Value]:
+    def gather_values(self, value: _Value, value_type: Any = Any) -> list[_Value]:
         return [value]
 
 
@@ -111,8 +115,9 @@ class ProcessGroup(Group):
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         """Of every rank as many as this one gives."""
 
-    def gather_values(self, value: _Value) -> list[_Value]:
-        data = pickle.dumps(value)
+    def gather_values(self, value: _Value, value_type: Any = Any) -> list[_Value]:
+        # Bytes of a peer are data and nothing else: unpickling them would run whatever code a stranger puts in.
+        data = msgspec.msgpack.encode(value)
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_SHORT_BYTES]
         heads = self._gather_bytes(head.ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0"))
         lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
@@ -122,7 +127,20 @@ class ProcessGroup(Group):
             if longest <= _SHORT_BYTES
             else self._gather_bytes(data.ljust(longest, b"\0"))
         )
-        return [pickle.loads(whole[:length]) for whole, length in zip(wholes, lengths, strict=True)]
+        return [
+            _decoded(whole[:length], rank, value_type)
+            for rank, (whole, length) in enumerate(zip(wholes, lengths, strict=True))
+        ]
+
+
+def _decoded(data: bytes, rank: int, value_type: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=value_type)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RanksDisagree(
+            f"Rank {rank} sent {len(data)} bytes that are no {getattr(value_type, '__name__', value_type)}: {error}. "
+            "Run the same version of Penstock on every rank, on a network that only trusted machines reach."
+        ) from error
 
 
 def add_up(tensors: Sequence[Tensor]) -> Tensor:
