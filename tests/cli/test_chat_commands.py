@@ -266,8 +266,8 @@ def test_help_lists_every_command(chat: Chat) -> None:
         (("--temperature", "-1"), "InvalidParameter: --temperature -1.0"),
         (("--chat-template", "/missing"), "--chat-template /missing cannot be opened"),
         (("--max-model-len", "many"), "ConfigError: --max-model-len many"),
-        (("--option", "blok_size=3"), "Did you mean --option block_size=...?"),
-        (("--option", "max_num_seqs=0"), "ConfigError: --option max_num_seqs=0"),
+        (("--option", "blok_size=3"), "Did you mean --block-size?"),
+        (("--option", "max_num_seqs=0"), "ConfigError: --max-num-seqs 0"),
     ],
 )
 def test_bad_options_are_one_readable_message(chat: Chat, arguments: tuple[str, ...], message: str) -> None:

@@ -60,7 +60,7 @@ def test_an_option_that_has_a_name_of_its_own_is_taken_too() -> None:
     ("arguments", "code", "message"),
     [
         (["demo", "--memory-fraction", "0.0001"], 1, "= left for the KV cache"),
-        (["demo", "--kv-cache-memory-bytes", "200000"], 1, "Start with --max-model-len"),
+        (["demo", "--kv-cache-memory-bytes", "200000"], 1, "Any of these fits: --max-model-len"),
         (["/nowhere"], 2, "there is no such folder"),
         (["demo", "--block-size", "0"], 2, "--block-size 0 is not valid"),
         (["demo", "--dtype", "int8"], 2, "--dtype int8 is not valid"),

@@ -212,16 +212,14 @@ def test_a_checkpoint_that_holds_them_fused_gives_a_rank_its_rows_of_each() -> N
     assert layer.weight[:, 0].tolist() == [2, 3, 7, 8, 9]
 
 
-def test_what_does_not_divide_is_refused_with_the_sizes_that_do() -> None:
+def test_what_does_not_divide_is_refused() -> None:
     group = SilentGroup(0, 4)
     assert share_of_rank(12, SilentGroup(2, 4), "features") == Share(6, 3, 12)
-    with pytest.raises(UnsupportedFeature, match=r"6 features .*tensor_parallel_size=4.*Sizes that can: 1, 2, 3, 6\."):
+    with pytest.raises(UnsupportedFeature, match="6 features cannot be shared by 4 ranks"):
         share_of_rank(6, group, "features")
-    with pytest.raises(
-        UnsupportedFeature, match=r"12 attention heads with 6 KV heads.*Sizes that can: 1, 2, 3, 6, 12\."
-    ):
+    with pytest.raises(UnsupportedFeature, match="12 attention heads with 6 KV heads cannot be shared by 4 ranks"):
         heads_of_rank(12, 6, group)
-    with pytest.raises(UnsupportedFeature, match=r"6 input features.*Sizes that can: 1, 2, 3, 6\."):
+    with pytest.raises(UnsupportedFeature, match="6 input features cannot be shared by 4 ranks"):
         RowParallelLinear(6, 8, bias=False, parallel=ParallelContext(tensor=group))
     with pytest.raises(UnsupportedFeature, match="6 tokens of the vocabulary are too few"):
         VocabEmbedding(6, 8, parallel=ParallelContext(tensor=group))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.config import LoadConfig, ModelConfig
+from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.contract import SchedulerOutput
 from penstock.errors import RanksDisagree, UnsupportedFeature
+from penstock.executor import MultiprocessExecutor, create_executor
 from penstock.layers.linear import restore_weights
 from penstock.loader.loader import build_model, load_model
 from penstock.models.attention_layers import attention_layers
@@ -119,8 +120,8 @@ def test_ranks_share_the_integers_of_a_checkpoint(form: str, tmp_path: Path) -> 
         (
             False,
             4,
-            r"64 input features of model.layers.0.self_attn.o_proj, in groups of 32.*tensor_parallel_size=4 ranks"
-            r".*Sizes that can: 1, 2\.",
+            r"tensor_parallel_size=4 .*: 64 input features of model.layers.0.self_attn.o_proj, in groups of 32, cannot "
+            r"be shared by 4 ranks.*all of its layers accept: 1, 2\.",
         ),
         (True, 2, r"model.layers.0.*_proj: its groups have inputs from anywhere \(g_idx\)"),
     ],
@@ -136,10 +137,20 @@ def test_groups_that_ranks_cannot_share_are_refused(desc_act: bool, size: int, m
 
 def test_heads_that_do_not_divide_are_refused_by_the_model(tmp_path: Path) -> None:
     config = save_checkpoint(tiny_model("llama", **{**SIZES, "num_key_value_heads": 4}), tmp_path)
-    with pytest.raises(
-        UnsupportedFeature, match=r"4 attention heads.*tensor_parallel_size=3.*Sizes that can: 1, 2, 4\."
-    ):
+    with pytest.raises(UnsupportedFeature, match="4 attention heads with 4 KV heads cannot be shared by 3 ranks"):
         build_model(config, ParallelContext(tensor=SilentGroup(0, 3)))
+
+
+def test_a_size_that_one_layer_refuses_is_refused_before_workers_start_with_sizes_that_all_layers_accept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Twelve heads can be shared by 3 and 6 ranks, and four KV heads cannot.
+    sizes = {**SIZES, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
+    save_checkpoint(tiny_model("llama", **sizes), tmp_path)
+    monkeypatch.setattr(MultiprocessExecutor, "__init__", lambda *_: pytest.fail("workers start"))
+    config = EngineConfig.create(tmp_path, tensor_parallel_size=6, device="cpu")
+    with pytest.raises(UnsupportedFeature, match=r"tensor_parallel_size=6 .*12 attention heads.*accept: 1, 2, 4\."):
+        create_executor(config)
 
 
 def step(step_id: int, **counts: int) -> SchedulerOutput:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_OPTION = "--option"
 # A list, a dictionary, a text, or what there is up to the next space or the end of a sentence.
 _VALUE = r"""\[[^\]]*\]|\{[^}]*\}|'[^']*'|"[^"]*"|[^\s()]*[^\s().,;:]"""
 # Names after it are to choose from, and not advice.
@@ -25,7 +26,7 @@ def with_dashes(name: str) -> str:
 class Flags:
     """A command's flags by what they are in Python. engine: options of the engine; own: everything else.
 
-    Any option of the engine without a flag is given as `--option NAME=VALUE`.
+    Every other option of the engine is a flag of the same name (`EngineCommand`).
     """
 
     engine: Mapping[str, str] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Flags:
         from penstock.config.engine import option_names
 
         model = {name: flag for name, flag in self.own.items() if name == "model"}
-        return dict.fromkeys(option_names(), _OPTION) | model | {**self.engine}
+        return {name: f"--{with_dashes(name)}" for name in option_names()} | model | {**self.engine}
 
 
 def _in_flags(message: str, flags: Mapping[str, str]) -> str:
@@ -56,9 +57,9 @@ def _in_flags(message: str, flags: Mapping[str, str]) -> str:
         # What is not given has no flag; and without a value, an ordinary word is no option.
         if value == "None" or (value is None and "_" not in name and not match["said"]):
             return match[0]
-        if flags[name] == _OPTION:
-            return f"{_OPTION} {shlex.quote(f'{name}={_plain(value)}')}"
-        return flags[name] if value is None else f"{flags[name]} {shlex.quote(_plain(value))}"
+        if value is None or value == "True":
+            return flags[name]
+        return f"--no-{flags[name][2:]}" if value == "False" else f"{flags[name]} {shlex.quote(_plain(value))}"
 
     names = "|".join(flags)
     pattern = rf"""(?<![\w'"./-])(?P<said>the option )?(?P<name>{names})(?:=(?P<value>{_VALUE}))?(?![\w/=]|\.\w)"""
@@ -78,10 +79,13 @@ def _refused_flag(match: re.Match[str]) -> str:
     return f"--{flag} {shlex.quote(_plain(value))}"
 
 
-def _plain(value: str | None) -> str:
+def _plain(value: str) -> str:
     """A value of Python as the command line takes it."""
-    if value is None:
-        return "..."
+    if value[0] in "[{":
+        try:
+            return json.dumps(ast.literal_eval(value))
+        except (ValueError, SyntaxError):
+            return value
     if value[0] in "'\"":
         return value[1:-1]
     return value.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+", value) else value

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from penstock.config import EngineConfig
 from penstock.config.model import AUTO_LENGTH
 from penstock.contract import KVCacheConfig, KVCacheSpec
+from penstock.engine.memory_advice import options_that_fit
 from penstock.errors import OutOfMemory
 from penstock.scheduler.kv_cache_plan import (
     bytes_to_serve,
@@ -84,7 +85,15 @@ def size_kv_cache(
             specs, available, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
         )
     except OutOfMemory as error:
-        raise OutOfMemory(f"{error}\n{plan.table()}") from error
+        advice = options_that_fit(
+            config,
+            specs,
+            plan,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            available=available,
+        )
+        raise OutOfMemory(f"{error} {advice}\n{plan.table()}") from error
 
 
 def _most_useful_bytes(config: EngineConfig, specs: Mapping[str, KVCacheSpec], max_model_len: int) -> int:

@@ -25,7 +25,7 @@ from penstock.engine.engine_plan import EnginePlan, StagePlan, kv_bytes_per_toke
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache, specs_of_all, whole_kv_cache_bytes
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.headers import fetch_headers
-from penstock.loader.loader import open_weights, stored_dtype, without_memory
+from penstock.loader.loader import check_tensor_parallel_size, open_weights, stored_dtype, without_memory
 from penstock.loader.weight_files import has_weight_files
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
@@ -36,6 +36,7 @@ from penstock.runner.sampling.load_processors import installed
 from penstock.runner.stage import receive_buffer_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
 from penstock.worker.capabilities import check_options
+from penstock.worker.lighter_weights import saved_by_int8_weights
 from penstock.worker.memory_plan import MemoryPlan, affordable_fraction, check_plan
 from penstock.worker.processor_memory import measure_processors
 from penstock.worker.resident import PROCESS_BYTES, resident_step
@@ -55,6 +56,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     refuse_unsuitable(config.model)
     device = _choose_device(config.device.device)
     check_options(config, device)
+    check_tensor_parallel_size(config)
     tensors = _tensors(str(model), revision, config, is_on_hub=is_on_hub)
     dtype = _choose_dtype(config, None if tensors is None else stored_dtype(tensors), device)
     limits = _limits(config)
@@ -69,7 +71,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     available, tightest = whole_kv_cache_bytes([stage.specs for stage in stages], plans), min(plans, key=_room)
     try:
         for plan in plans:
-            check_plan(plan)
+            check_plan(plan, saved_by_int8_weights(config, plan.weights))
         max_model_len = choose_max_model_len(config, specs, tightest, available)
         kv_cache = size_kv_cache(config, specs, tightest, max_model_len, available)
     except OutOfMemory as error:

@@ -33,6 +33,8 @@ def create_executor(config: EngineConfig) -> Executor:
     """The executor that the options ask for, its workers started and their models loaded."""
     refuse_in_program()
     occupy_standard_descriptors()
+    if config.parallel.tensor_parallel_size > 1:
+        importlib.import_module("penstock.loader.loader").check_tensor_parallel_size(config)
     module, name = _EXECUTORS[config.parallel.executor]
     executor: type[Executor] = getattr(importlib.import_module(f"penstock.executor.{module}"), name)
     return executor(config)

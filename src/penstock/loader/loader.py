@@ -6,12 +6,13 @@ import logging
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from penstock.config import LoadConfig, ModelConfig
+from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
@@ -24,6 +25,7 @@ from penstock.loader.quantized.assembly import Rounding, assemble, linear_weight
 from penstock.loader.quantized.choose import choose_rounding, log_rounding
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
 from penstock.loader.sharded_state import find_sharded_files, state_slots
+from penstock.loader.tensor_parallel_sizes import UnjoinedGroup, naming_sizes
 from penstock.loader.tied_weights import StoredTies, find_ties, find_ties_of_state, log_ties, untied
 from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, has_weight_files, what_is_there
 from penstock.models.causal_lm import CausalLM
@@ -58,7 +60,11 @@ def load_model(
     if rounding is not None:
         log_rounding(rounding)
     logger.info("Implementation: %s", describe_implementation(model_config))
-    with _naming(model_config.folder, load_config):
+
+    def load_for(context: ParallelContext) -> object:
+        return load_without_memory(model_config, load_config, context, device.type, dtype, weights_dtype)
+
+    with _naming(model_config.folder, load_config), naming_sizes(parallel_context, load_for):
         model, ties = _build_as_stored(model_config, load_config, parallel_context)
         log_ties(ties)
         if load_config.load_format == "dummy":
@@ -92,7 +98,11 @@ def load_without_memory(
     rounding = choose_rounding(model_config, load_config)
     if tensors is not None:
         tensors = list(tensors)
-    with _naming(model_config.folder, load_config):
+
+    def load_for(context: ParallelContext) -> object:
+        return load_without_memory(model_config, load_config, context, kind, dtype, weights_dtype, tensors)
+
+    with _naming(model_config.folder, load_config), naming_sizes(parallel_context, load_for):
         model, ties = _build_as_stored(model_config, load_config, parallel_context, tensors)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if load_config.load_format == "dummy":
@@ -147,6 +157,19 @@ def build_model(model_config: ModelConfig, parallel_context: ParallelContext) ->
     model_class = find_model_class(model_config)
     with torch.device("meta"):
         return model_class(model_config, parallel_context)
+
+
+def check_tensor_parallel_size(config: EngineConfig) -> None:
+    """Raise UnsupportedFeature, with the sizes that are possible, unless the model can be built for the size asked.
+
+    Models that run through Transformers are not split, and are refused elsewhere.
+    """
+    size = config.parallel.tensor_parallel_size
+    if size == 1 or runs_through_transformers(config.model):
+        return
+    context = ParallelContext(tensor=UnjoinedGroup(size))
+    with naming_sizes(context, partial(build_model, config.model)):
+        build_model(config.model, context)
 
 
 def _build_as_stored(

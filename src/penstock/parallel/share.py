@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from penstock.errors import UnsupportedFeature
 from penstock.parallel.group import Group
 
-_DIVISORS_SHOWN = 64
+
+class Indivisible(UnsupportedFeature):
+    """A layer that cannot be split among so many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,9 @@ class Share:
 
 
 def share_of_rank(whole: int, group: Group, what: str) -> Share:
-    """This rank's of equal shares. Raises UnsupportedFeature, with the numbers of ranks that divide it."""
+    """This rank's of equal shares. Raises Indivisible where they would not be equal."""
     if whole % group.size != 0:
-        raise _indivisible(whole, group, what)
+        raise Indivisible(f"{whole} {what} cannot be shared by {group.size} ranks.")
     size = whole // group.size
     return Share(group.rank * size, size, whole)
 
@@ -34,28 +36,24 @@ def share_of_rank(whole: int, group: Group, what: str) -> Share:
 def rows_of_vocabulary(vocab_size: int, group: Group) -> Share:
     """This rank's: as many as each other's, but for the last one's, which may be fewer.
 
-    Raises UnsupportedFeature where one would have none.
+    Raises Indivisible where one would have none.
     """
     size = -(-vocab_size // group.size)
     if size * (group.size - 1) >= vocab_size:
-        raise UnsupportedFeature(
-            f"{vocab_size} tokens of the vocabulary are too few for tensor_parallel_size={group.size} ranks."
-        )
+        raise Indivisible(f"{vocab_size} tokens of the vocabulary are too few for {group.size} ranks.")
     start = group.rank * size
     return Share(start, min(size, vocab_size - start), vocab_size)
 
 
 def groups_of_share(share: Share, group_size: int, what: str) -> Share:
-    """The groups that a share consists of. Raises UnsupportedFeature, with the numbers of ranks that have whole ones.
+    """The groups that a share consists of. Raises Indivisible where it has a part of one.
 
     group_size: how many of what is shared are in a group.
     """
     if share.start % group_size or share.size % group_size:
-        num_ranks = share.whole // share.size
-        sizes = [size for size in range(2, _DIVISORS_SHOWN + 1) if share.whole % (size * group_size) == 0]
-        raise UnsupportedFeature(
-            f"{share.whole} {what}, in groups of {group_size}, cannot be shared by tensor_parallel_size={num_ranks} "
-            f"ranks, since each must have whole groups. Sizes that can: {', '.join(map(str, [1, *sizes]))}."
+        raise Indivisible(
+            f"{share.whole} {what}, in groups of {group_size}, cannot be shared by {share.whole // share.size} ranks, "
+            "since each must have whole groups."
         )
     return Share(share.start // group_size, share.size // group_size, share.whole // group_size)
 
@@ -63,23 +61,11 @@ def groups_of_share(share: Share, group_size: int, what: str) -> Share:
 def heads_of_rank(num_heads: int, num_kv_heads: int, group: Group) -> tuple[Share, Share]:
     """This rank's query heads, and the KV heads that they attend with, which several ranks have if there are too few.
 
-    Raises UnsupportedFeature, with the numbers of ranks that can share both.
+    Raises Indivisible where ranks cannot share both.
     """
-    if num_heads % group.size != 0:
-        raise _indivisible(num_heads, group, "attention heads")
     if max(num_kv_heads, group.size) % min(num_kv_heads, group.size) != 0:
-        raise _indivisible(num_heads, group, f"attention heads with {num_kv_heads} KV heads", num_kv_heads)
+        raise Indivisible(
+            f"{num_heads} attention heads with {num_kv_heads} KV heads cannot be shared by {group.size} ranks."
+        )
     heads = share_of_rank(num_heads, group, "attention heads")
     return heads, Share(group.rank * num_kv_heads // group.size, max(1, num_kv_heads // group.size), num_kv_heads)
-
-
-def _indivisible(whole: int, group: Group, what: str, num_kv_heads: int = 1) -> UnsupportedFeature:
-    sizes = [
-        size
-        for size in range(1, min(whole, _DIVISORS_SHOWN) + 1)
-        if whole % size == 0 and max(num_kv_heads, size) % min(num_kv_heads, size) == 0
-    ]
-    return UnsupportedFeature(
-        f"{whole} {what} cannot be shared by tensor_parallel_size={group.size} ranks. "
-        f"Sizes that can: {', '.join(map(str, sizes))}."
-    )

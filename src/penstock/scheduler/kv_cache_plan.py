@@ -170,10 +170,7 @@ def _too_small(
     longest = longest_request_in_bytes(
         groups, available_bytes, limit=max_model_len, max_num_batched_tokens=max_num_batched_tokens
     )
-    shorter = f"Start with max_model_len={longest} (or 'auto'), or give" if longest else "Give"
     return (
         f"One request of max_model_len={max_model_len:,} tokens needs {format_bytes(needed)} of KV cache, but only "
-        f"{format_bytes(max(0, available_bytes))} are left for it, which hold a request of {longest:,} tokens. "
-        f"{shorter} the KV cache {format_bytes(needed - max(0, available_bytes))} more: raise memory_fraction, "
-        f"or set kv_cache_memory_bytes={needed}."
+        f"{format_bytes(max(0, available_bytes))} are left for it, which hold a request of {longest:,} tokens."
     )

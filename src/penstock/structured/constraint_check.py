@@ -53,7 +53,7 @@ def check_constraint(params: StructuredOutputsParams, max_bytes: int, backend: s
     if size > max_bytes:
         raise InvalidParameter(
             f"structured_outputs.{name} has {size:,} bytes. Allowed: at most {max_bytes:,}. Make it smaller, or start "
-            f"the engine with --option max_grammar_bytes={size}."
+            f"the engine with max_grammar_bytes={size}."
         )
     if size <= MAX_READ_AT_INTAKE:
         check_read(params, backend)

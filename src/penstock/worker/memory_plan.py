@@ -129,8 +129,11 @@ def affordable_fraction(asked: float | None, device: str, *, total: int, availab
     return asked, False
 
 
-def check_plan(plan: MemoryPlan) -> None:
-    """Raise OutOfMemory, with the table and what to change, when the plan does not work out."""
+def check_plan(plan: MemoryPlan, saved_by_int8: int = 0) -> None:
+    """Raise OutOfMemory, with the table and what to change, when the plan does not work out.
+
+    saved_by_int8: bytes by which int8 weights would be smaller; 0 where they are not possible.
+    """
     if not plan.is_default_fraction and plan.budget > plan.free_at_start + plan.process:
         fits = math.floor(100 * plan.free_at_start / plan.total) / 100
         raise OutOfMemory(
@@ -140,9 +143,10 @@ def check_plan(plan: MemoryPlan) -> None:
         )
     if plan.requested_kv_cache is None and plan.left_for_kv_cache <= 0:
         more = "Free memory" if plan.is_default_fraction else "Raise memory_fraction or leave it out"
+        lighter = "quantization='int8', or take " if plan.left_for_kv_cache + saved_by_int8 > 0 else ""
         raise OutOfMemory(
             f"The model leaves no memory for the KV cache. {more}, lower max_num_batched_tokens or "
-            f"max_num_seqs, or take a smaller model.\n{plan.table()}"
+            f"max_num_seqs, or take {lighter}a smaller model.\n{plan.table()}"
         )
     if plan.requested_kv_cache is not None and plan.requested_kv_cache > plan.free_at_start - plan.weights:
         raise OutOfMemory(

@@ -48,6 +48,7 @@ from penstock.worker.drafter import (
     place_for_drafter,
 )
 from penstock.worker.inspection import inspect_model
+from penstock.worker.lighter_weights import saved_by_int8_weights
 from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan
 from penstock.worker.pages_ahead import PagesAhead
 from penstock.worker.processor_memory import measure_processors
@@ -172,7 +173,7 @@ class Worker(WorkerBase):
         logger.debug("Memory plan:\n%s", plan.table())
         # What is free is no share of it once other engines have taken theirs; the one before had room.
         if not self.config.replaces_lost_core:
-            check_plan(plan)
+            check_plan(plan, saved_by_int8_weights(self.config, plan.weights))
         return plan
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:

@@ -8,7 +8,14 @@ or feature takes an entry in its file, refusals in `table.py` for what it cannot
 from penstock.worker.capabilities.arrangements import ARRANGEMENT_GROUPS, ARRANGEMENTS, DEVICES, Arrangement
 from penstock.worker.capabilities.features import FEATURES, SERVED, Feature
 from penstock.worker.capabilities.missing import MISSING, Missing, require
-from penstock.worker.capabilities.table import REFUSALS, Refusal, check_feature, check_options, refusal_of
+from penstock.worker.capabilities.table import (
+    REFUSALS,
+    Refusal,
+    allows_options,
+    check_feature,
+    check_options,
+    refusal_of,
+)
 
 __all__ = [
     "ARRANGEMENTS",
@@ -22,6 +29,7 @@ __all__ = [
     "Feature",
     "Missing",
     "Refusal",
+    "allows_options",
     "check_feature",
     "check_options",
     "refusal_of",

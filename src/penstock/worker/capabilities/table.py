@@ -153,6 +153,15 @@ def check_options(config: EngineConfig, device: str | None = None) -> None:
             _check(refusal, config, device)
 
 
+def allows_options(config: EngineConfig) -> bool:
+    """Whether this combination of options passes `check_options`."""
+    try:
+        check_options(config)
+    except UnsupportedArgument:
+        return False
+    return True
+
+
 def check_feature(feature: Feature, config: EngineConfig) -> None:
     """Refuse by name what an engine asks for by its kind, and these options cannot do. Raises UnsupportedArgument."""
     for refusal in REFUSALS:

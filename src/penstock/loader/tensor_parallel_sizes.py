@@ -1,0 +1,52 @@
+"""Tensor-parallel sizes that all layers of a model accept, found by building it for each of them without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from penstock.errors import UnsupportedFeature
+from penstock.parallel import ONE_RANK, ParallelContext
+from penstock.parallel.group import OneRank
+from penstock.parallel.share import Indivisible
+
+_LARGEST_TRIED = 64
+
+
+class UnjoinedGroup(OneRank):
+    """Rank 0 of a group whose other ranks do not run: layers can be built for it, and no collective can run."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class _TriedGroup(UnjoinedGroup):
+    """A size that is tried after another one was refused."""
+
+
+@contextmanager
+def naming_sizes(parallel: ParallelContext, build: Callable[[ParallelContext], object]) -> Iterator[None]:
+    """Add the smaller sizes for which `build` succeeds to the refusal of this tensor-parallel size.
+
+    Raises UnsupportedFeature in place of Indivisible.
+    """
+    try:
+        yield
+    except Indivisible as error:
+        if isinstance(parallel.tensor, _TriedGroup):
+            raise
+        size = parallel.tensor.size
+        accepted = [tried for tried in range(1, min(size, _LARGEST_TRIED + 1)) if _accepts(build, parallel, tried)]
+        raise UnsupportedFeature(
+            f"tensor_parallel_size={size} is not possible for this model: {error} "
+            f"Smaller sizes that all of its layers accept: {', '.join(map(str, accepted))}."
+        ) from error
+
+
+def _accepts(build: Callable[[ParallelContext], object], parallel: ParallelContext, size: int) -> bool:
+    try:
+        build(replace(parallel, tensor=_TriedGroup(size), context=ONE_RANK))
+    except UnsupportedFeature:
+        return False
+    return True
