@@ -6,12 +6,13 @@ The public names load on first use, so that `import penstock` costs nothing.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
-    from penstock.contract import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from penstock.contract import LoRARequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.outputs import CompletionOutput, RequestOutput
@@ -29,6 +30,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
+    "LoRARequest",
     "PromptDict",
     "RequestOutput",
     "RequestOutputKind",
@@ -46,6 +48,7 @@ _HOMES = {
     "CompletionOutput": "penstock.engine.outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
+    "LoRARequest": "penstock.contract",
     "PromptDict": "penstock.engine.prompts",
     "RequestOutput": "penstock.engine.outputs",
     "RequestOutputKind": "penstock.contract",
@@ -70,6 +73,21 @@ def _name_of_vllm(name: str) -> Any:
     if own_name is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     return __getattr__(own_name)
+
+
+class _MissingModules:
+    """Finder of the modules that this package does not have, such as vLLM's: the error says where public names are."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> None:
+        if name.startswith(f"{__name__}."):
+            names = ", ".join(one for one in __all__ if not one.startswith("_"))
+            hint = f"Public names are in {__name__} itself, as in `from {__name__} import SamplingParams`: {names}."
+            raise ModuleNotFoundError(f"No module named {name!r}. {hint}", name=name)
+
+
+if not any(getattr(finder, "__qualname__", None) == _MissingModules.__qualname__ for finder in sys.meta_path):
+    sys.meta_path.append(_MissingModules)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -478,6 +479,12 @@ def test_names_of_the_package_are_refused_by_feature(name: str) -> None:
         exec(f"from penstock import {name}")
     assert isinstance(raised.value, UnsupportedFeature)
     assert f"{name} asks for {TABLE.entries['names'][name].feature.name}" in str(raised.value)
+
+
+@pytest.mark.parametrize("module", ["sampling_params", "lora.request"])
+def test_a_module_that_only_vllm_has_says_where_public_names_are(module: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"(?s)from penstock import SamplingParams.*LoRARequest"):
+        importlib.import_module(f"penstock.{module}")
 
 
 def test_names_of_the_package_are_ours() -> None:

@@ -33,6 +33,7 @@ from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
 from support.draft_heads import HIDDEN, eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import SMALL, make_core
+from support.quantized_checkpoints import gptq_layer, write_quantized
 from support.transformers_models import FAMILIES as FALLBACK_FAMILIES
 from support.transformers_models import save_for_fallback, tiny_transformers_model
 
@@ -323,6 +324,16 @@ def test_weights_that_are_missing_damaged_or_of_a_strange_dtype_are_named(tmp_pa
     (tmp_path / "model.safetensors").write_bytes(b"1234567")
     with pytest.raises(CheckpointError, match="is damaged"):
         plan_engine(str(tmp_path), device="cpu")
+
+
+def test_the_title_names_the_quantization_of_a_checkpoint_and_of_the_option(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    folder = write_quantized(tmp_path, gptq_layer(32, desc_act=False), config).config.folder
+    planned = plan_engine(str(folder), device="cpu", **SMALL)
+    assert planned.to_dict()["quantization"] == "gptq"
+    assert "on cpu in float32 (gptq weights; otherwise " in planned.table()
+    assert "(int8 weights; otherwise " in plan_engine("demo", device="cpu", quantization="int8", **SMALL).table()
+    assert "otherwise" not in plan_engine("demo", device="cpu", **SMALL).table()
 
 
 def test_bad_options_are_refused_by_name() -> None:

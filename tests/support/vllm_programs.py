@@ -390,6 +390,8 @@ REFUSED = {
         """
         from vllm import LLM, SamplingParams
         from vllm.lora.request import LoRARequest
+        adapter = LoRARequest("sql", 1, "/adapters/sql")
+        LLM(model="demo").generate("Hello", SamplingParams(max_tokens=1), lora_request=adapter)
         """,
         """
         from vllm import LLM
@@ -549,8 +551,12 @@ COMMANDS = {
     "vllm bench latency --model demo --nnodes 2": "several devices, processes or machines",
     "vllm bench throughput --model demo --enable-lora": "asks for LoRA adapters",
     "vllm bench serve --model demo": "asks for the HTTP server",
+    "vllm bench throughput --model demo --dataset-name sharegpt": "asks for benchmarks with texts of a dataset",
+    "vllm bench latency --model demo --request-rate 4": "asks for benchmarks of a server",
     "vllm collect-env": "Penstock",
     "vllm --version": "penstock",
+    "vllm bench throughput --model demo --dataset-name random --random-input-len 8 --random-output-len 4"
+    " --num-prompts 2 --max-model-len 64": "throughput, 2 requests at once, 8 in, 4 out",
     "vllm bench throughput --model demo --input-len 8 --output_len=4 --num-prompts 2 --max_model_len 64 --enforce-eager"
     " --gpu-memory-utilization 0.9 --trust-remote-code": "throughput, 2 requests at once, 8 in, 4 out",
 }

@@ -24,9 +24,16 @@ _NAMES = "latency, throughput, prefill, prefix, startup, long-context"
 @options.engine_command(without=("revision", "block_size"))
 def bench(
     workload: Annotated[str, typer.Argument(help=_NAMES, metavar="WORKLOAD")],
-    input_len: Annotated[int | None, typer.Option(help="Tokens of a prompt")] = None,
-    output_len: Annotated[int | None, typer.Option(help="Tokens to generate for each")] = None,
-    prefix_len: Annotated[int | None, typer.Option(help="Tokens that all prompts share (prefix)")] = None,
+    input_len: Annotated[
+        int | None, typer.Option("--input-len", "--random-input-len", help="Tokens of a prompt")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option("--output-len", "--random-output-len", help="Tokens to generate for each")
+    ] = None,
+    prefix_len: Annotated[
+        int | None,
+        typer.Option("--prefix-len", "--random-prefix-len", help="Tokens that all prompts share (prefix)"),
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Requests at once (latency, long-context)")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="The same, for the other workloads")] = None,
     num_iters: Annotated[int | None, typer.Option(help="Measured runs")] = None,

@@ -65,6 +65,12 @@ def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Quant
     return readers[method](_Fields(content, model))
 
 
+def quantization_of_checkpoint(hf_config: Mapping[str, Any]) -> str | None:
+    """The method that `config.json` says its weights are quantized by; None for a checkpoint in floating point."""
+    content = hf_config.get("quantization_config")
+    return str(content.get("quant_method")) if isinstance(content, Mapping) else None
+
+
 def refuse_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> None:
     """Raises UnsupportedFeature for a checkpoint of integers: models that run through Transformers take none."""
     content = hf_config.get("quantization_config")

@@ -13,6 +13,7 @@ from penstock.contract.kv_cache import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+from penstock.contract.lora import LoRARequest
 from penstock.contract.runner_output import (
     DraftTokenIds,
     LogprobsLists,
@@ -43,6 +44,7 @@ __all__ = [
     "KVCacheGroupSpec",
     "KVCacheSpec",
     "KVCacheTensor",
+    "LoRARequest",
     "LogprobsLists",
     "MLAAttentionSpec",
     "ModelRunnerOutput",

@@ -48,6 +48,7 @@ class EnginePlan:
     """stages: of a pipeline, in its order; one without. kv_cache: of all stages' layers. concurrency: requests of
     `max_model_len` tokens at once. num_tokens: in requests of that length. num_workers: of each stage, which have a
     share of every one of its layers; all but `engine_bytes` is said of one of them. num_engines: on this machine.
+    quantization: of the linear layers' weights, by the option or in the checkpoint; None where there is none.
     """
 
     model: str
@@ -63,6 +64,7 @@ class EnginePlan:
     concurrency: float
     num_workers: int = 1
     num_engines: int = 1
+    quantization: str | None = None
 
     def table(self) -> str:
         """All of it, for a person to check."""
@@ -122,6 +124,7 @@ class EnginePlan:
             "num_workers": self.num_workers * len(self.stages),
             "num_engines": self.num_engines,
             "engine_bytes": self.engine_bytes,
+            "quantization": self.quantization,
             "memory": _memory_as_dict(self.memory),
             "stages": [stage.to_dict() for stage in self.stages],
             "kv_cache": {
@@ -145,9 +148,10 @@ class EnginePlan:
         layers = f"{len(self.layers)} layers" + (f" ({windows} with a window)" if windows else "")
         where = "" if self.num_workers == 1 else " on each worker"
         where = where if len(self.stages) == 1 else f"{where} in {len(self.stages)} stages"
+        quantized = "" if self.quantization is None else f"{self.quantization} weights; otherwise "
         return [
             f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters{where}, {layers}",
-            f"on {self.device} in {self.dtype.name} ({self.dtype.reason})",
+            f"on {self.device} in {self.dtype.name} ({quantized}{self.dtype.reason})",
         ]
 
     def _memory_lines(self, number: int, stage: StagePlan) -> list[str]:

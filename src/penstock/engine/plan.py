@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.config import EngineConfig, env
+from penstock.config.quantized_checkpoint import quantization_of_checkpoint
 from penstock.config.resolve import resolve_metadata_folder
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import gpu_memory
@@ -95,6 +96,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
         concurrency=max_concurrency(kv_cache, **lengths),
         num_workers=config.parallel.tensor_parallel_size,
         num_engines=config.parallel.num_engines_here,
+        quantization=config.model.quantization or quantization_of_checkpoint(config.model.hf_config),
     )
 
 

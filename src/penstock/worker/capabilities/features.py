@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.config import EngineConfig
-from penstock.config.quantized_checkpoint import AWQ, COMPRESSED_TENSORS, GPTQ, TORCHAO
+from penstock.config.quantized_checkpoint import AWQ, COMPRESSED_TENSORS, GPTQ, TORCHAO, quantization_of_checkpoint
 
 # The option that asks for a feature, as given; None in an engine that does not ask.
 Asked: TypeAlias = Callable[[EngineConfig], str | None]
@@ -34,8 +34,7 @@ def _quantization(bits: str) -> Asked:
 
 def _checkpoint(method: str) -> Asked:
     def asked(config: EngineConfig) -> str | None:
-        content = config.model.hf_config.get("quantization_config")
-        is_it = isinstance(content, dict) and content.get("quant_method") == method
+        is_it = quantization_of_checkpoint(config.model.hf_config) == method
         return f"quant_method={method!r}" if is_it else None
 
     return asked
