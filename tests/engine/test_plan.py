@@ -329,11 +329,11 @@ def test_weights_that_are_missing_damaged_or_of_a_strange_dtype_are_named(tmp_pa
 def test_the_title_names_the_quantization_of_a_checkpoint_and_of_the_option(tmp_path: Path) -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
     folder = write_quantized(tmp_path, gptq_layer(32, desc_act=False), config).config.folder
-    planned = plan_engine(str(folder), device="cpu", **SMALL)
+    planned = plan_engine(str(folder), **SMALL)
     assert planned.to_dict()["quantization"] == "gptq"
     assert "on cpu in float32 (gptq weights; otherwise " in planned.table()
-    assert "(int8 weights; otherwise " in plan_engine("demo", device="cpu", quantization="int8", **SMALL).table()
-    assert "otherwise" not in plan_engine("demo", device="cpu", **SMALL).table()
+    assert "(int8 weights; otherwise " in plan_engine("demo", quantization="int8", **SMALL).table()
+    assert "otherwise" not in plan_engine("demo", **SMALL).table()
 
 
 def test_bad_options_are_refused_by_name() -> None:
