@@ -54,6 +54,10 @@ class UnsupportedParameter(UnsupportedFeature, InvalidParameter):
     """An argument of a request that asks for a feature which Penstock does not have."""
 
 
+class ChatTemplateError(InvalidRequest):
+    """A chat template that cannot render a request's messages: it refuses them, is wrong, or exceeds a limit."""
+
+
 class ContextTooLong(InvalidRequest):
     """A request that can never fit into this engine's context or KV cache."""
 

@@ -158,7 +158,7 @@ class LLM(WorkerCalls, RefusesMethods):
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | int | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -167,10 +167,12 @@ class LLM(WorkerCalls, RefusesMethods):
         """Answer a conversation, or several; the outputs are in the conversations' order.
 
         messages: dictionaries with `role` and `content`; or a list of such lists.
-        chat_template: a Jinja template, instead of the model's own.
+        chat_template: a Jinja template, instead of the model's own; or the path of a file with one, as a Path, or as
+            text that ends with `.jinja`, `.jinja2` or `.j2`.
         add_generation_prompt: end the prompt with the beginning of an answer.
         continue_final_message: let the model go on with the last message instead; needs add_generation_prompt=False.
-        tools: descriptions of functions for the template. chat_template_kwargs: its other variables.
+        tools: descriptions of functions; a template without a variable for them is refused.
+        chat_template_kwargs: other variables of the template, such as `documents` or `enable_thinking`.
 
         Otherwise as `generate`; raises InvalidRequest also when there is no template or it refuses the messages.
         """

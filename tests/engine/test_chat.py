@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from penstock import LLM, SamplingParams
 from penstock.engine.conversation import render_prompt
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
-from support.fake_engine import FakeCore, install_fake_core, write_model
+from support.fake_engine import (
+    FakeCore,
+    byte_level_tokenizer,
+    install_fake_core,
+    write_model,
+    write_tokenizer,
+)
 
 TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -24,6 +31,13 @@ OTHER_TEMPLATE = "{% for message in messages %}{{ message.content }};{% endfor %
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "the fox"}]
 UNFINISHED = [*MESSAGES, {"role": "assistant", "content": "jumps over"}]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+DOCUMENTS_TEMPLATE = "{% for document in documents %}[{{ document.title }}]{% endfor %}{{ messages[-1].content }}"
+DOCUMENTS = [{"title": "Foxes", "text": "They jump."}]
+CALL_TEMPLATE = (
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+    "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value|tojson }};{% endfor %}"
+    "{% endfor %}{% endfor %}"
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 
 
@@ -58,7 +72,13 @@ def oracle(folder: Path) -> Any:
         ),
         (MESSAGES, {"chat_template": OTHER_TEMPLATE}, {"chat_template": OTHER_TEMPLATE}),
         (MESSAGES, {"tools": TOOLS}, {"tools": TOOLS, "add_generation_prompt": True}),
+        (MESSAGES, {"tools": []}, {"tools": [], "add_generation_prompt": True}),
         (MESSAGES, {"chat_template_kwargs": {"mood": "!"}}, {"mood": "!", "add_generation_prompt": True}),
+        (
+            MESSAGES,
+            {"chat_template": DOCUMENTS_TEMPLATE, "chat_template_kwargs": {"documents": DOCUMENTS}},
+            {"chat_template": DOCUMENTS_TEMPLATE, "documents": DOCUMENTS, "add_generation_prompt": True},
+        ),
     ],
 )
 def test_the_prompt_is_what_transformers_renders(
@@ -98,10 +118,32 @@ def test_a_message_without_content_is_empty(tokenizer: Tokenizer) -> None:
         (UNFINISHED, {"continue_final_message": True}, InvalidParameter, "add_generation_prompt=True"),
         (
             MESSAGES,
-            {"chat_template_kwargs": {"tokenize": True}},
+            {"chat_template_kwargs": {"tools": TOOLS}},
             InvalidParameter,
-            "chat_template_kwargs has 'tokenize'",
+            "chat_template_kwargs has 'tools', which is an argument of its own",
         ),
+        (MESSAGES, {"chat_template_kwargs": {3: True}}, InvalidParameter, "chat_template_kwargs has 3"),
+        (MESSAGES, {"chat_template_kwargs": 3}, InvalidParameter, "chat_template_kwargs=3 is not valid"),
+        (
+            MESSAGES,
+            {"chat_template_kwargs": {"mood": object()}},
+            InvalidRequest,
+            "chat_template_kwargs cannot be given",
+        ),
+        (MESSAGES, {"chat_template_kwargs": {"mood": "\ud800"}}, InvalidRequest, "'mood'.* lone surrogates"),
+        ([{"role": "user", "content": "\ud800"}], {}, InvalidRequest, r"messages\[0\].* lone surrogates"),
+        (MESSAGES, {"tools": 3}, InvalidParameter, "tools=3 is not valid"),
+        (MESSAGES, {"tools": [3]}, InvalidRequest, r"tools\[0\] is 3"),
+        (
+            MESSAGES,
+            {"tools": TOOLS, "chat_template": OTHER_TEMPLATE},
+            InvalidRequest,
+            "There are 1 tools, but the given chat template has no variable `tools`",
+        ),
+        (MESSAGES, {"chat_template": "no/such.jinja"}, InvalidParameter, "'no/such.jinja' is not the path of a file"),
+        (MESSAGES, {"chat_template": Path("no/such")}, InvalidParameter, "'no/such' is not the path of a file"),
+        (MESSAGES, {"chat_template": "/etc/passwd"}, InvalidParameter, "'/etc/passwd' is no Jinja template"),
+        (MESSAGES, {"chat_template": 3}, InvalidParameter, "chat_template=3 is a int"),
         (MESSAGES, {"chat_template": "{{ messages"}, InvalidRequest, "cannot render"),
         (MESSAGES, {"chat_template": "{{ raise_exception('no system') }}"}, InvalidRequest, "no system"),
     ],
@@ -111,6 +153,109 @@ def test_what_cannot_be_rendered_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         render_prompt(tokenizer, messages, **options)
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    calls = [{"type": "function", "id": "1", "function": {"name": "look_up", "arguments": arguments}}]
+    return [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]
+
+
+@pytest.mark.parametrize("arguments", ['{"word": "fox", "most": 3}', {"word": "fox", "most": 3}])
+def test_arguments_of_tool_calls_reach_the_template_as_objects(tokenizer: Tokenizer, arguments: Any) -> None:
+    messages = called(arguments)
+    assert render_prompt(tokenizer, messages, chat_template=CALL_TEMPLATE)["prompt"] == 'word="fox";most=3;'
+    assert messages == called(arguments)
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
+def test_a_tool_call_without_arguments_has_an_empty_object(tokenizer: Tokenizer, arguments: Any) -> None:
+    assert render_prompt(tokenizer, called(arguments), chat_template=CALL_TEMPLATE + "!")["prompt"] == "!"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("word=fox", r"messages\[2\]\.tool_calls\[0\]\.function\.arguments='word=fox' is not JSON"),
+        ("[" * 5000, r"messages\[2\]\.tool_calls\[0\]\.function\.arguments=.* is not JSON"),
+        ("9" * 5000, r"messages\[2\]\.tool_calls\[0\]\.function\.arguments=.* is not JSON"),
+        ("[1]", r"messages\[2\]\.tool_calls\[0\]\.function\.arguments='\[1\]' is no object"),
+    ],
+)
+def test_arguments_that_are_no_object_are_refused_by_message(
+    tokenizer: Tokenizer, arguments: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        render_prompt(tokenizer, called(arguments), chat_template=CALL_TEMPLATE)
+
+
+def test_messages_may_be_objects_of_a_client(tokenizer: Tokenizer) -> None:
+    class Function(BaseModel):
+        name: str
+        arguments: str
+
+    class Call(BaseModel):
+        id: str
+        function: Function
+
+    class Answer(BaseModel):
+        role: str
+        tool_calls: list[Call]
+
+    call = Call(id="1", function=Function(name="look_up", arguments='{"word": "fox"}'))
+    whole: Any = Answer(role="assistant", tool_calls=[call])
+    in_part = {"role": "assistant", "tool_calls": [call]}
+    for message in (whole, in_part):
+        prompt = render_prompt(tokenizer, [*MESSAGES, message], chat_template=CALL_TEMPLATE)
+        assert prompt["prompt"] == 'word="fox";'
+
+
+def test_a_function_is_described_as_a_tool(tokenizer: Tokenizer) -> None:
+    def look_up(word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: the word.
+        """
+        return word
+
+    tools: Any = [look_up]
+    assert "[look_up]" in render_prompt(tokenizer, MESSAGES, tools=tools)["prompt"]
+
+
+# Some are arguments of Transformers.
+@pytest.mark.parametrize("name", ["truncation", "padding", "max_length", "conversation", "kwargs", "name"])
+def test_every_variable_of_a_template_can_be_given(tokenizer: Tokenizer, name: str) -> None:
+    prompt = render_prompt(
+        tokenizer, MESSAGES, chat_template="{{ " + name + " }}", chat_template_kwargs={name: "a value"}
+    )
+    assert prompt["prompt"] == "a value"
+
+
+def test_a_template_may_be_a_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    expected = render_prompt(tokenizer, MESSAGES, chat_template=OTHER_TEMPLATE)
+    for path in (tmp_path / "other.jinja", tmp_path / "other"):
+        path.write_text(OTHER_TEMPLATE)
+        assert render_prompt(tokenizer, MESSAGES, chat_template=path) == expected
+    assert render_prompt(tokenizer, MESSAGES, chat_template=str(tmp_path / "other.jinja")) == expected
+    (tmp_path / "odd.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(InvalidParameter, match=r"odd\.jinja' cannot be read"):
+        render_prompt(tokenizer, MESSAGES, chat_template=tmp_path / "odd.jinja")
+
+
+def test_one_of_several_templates_is_chosen_by_name(tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": "{{ messages[-1].content }}"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
+        {"name": "loud", "template": "{{ messages[-1].content|upper }}"},
+    ]
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, byte_level_tokenizer(), chat_template=templates))
+    assert render_prompt(tokenizer, MESSAGES)["prompt"] == "the fox"
+    assert render_prompt(tokenizer, MESSAGES, tools=TOOLS)["prompt"] == "look_up"
+    assert render_prompt(tokenizer, MESSAGES, chat_template="loud")["prompt"] == "THE FOX"
+    del templates[0]
+    other = load_tokenizer(write_tokenizer(tmp_path / "other", byte_level_tokenizer(), chat_template=templates))
+    with pytest.raises(InvalidRequest, match="several chat templates and none for all. Give chat_template: 'loud'"):
+        render_prompt(other, MESSAGES)
 
 
 @pytest.fixture

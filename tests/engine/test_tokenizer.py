@@ -256,7 +256,7 @@ def test_a_conversation_is_rendered_by_the_template(chatty: Tokenizer) -> None:
     messages = [{"role": "user", "content": "the fox"}]
     assert chatty.apply_chat_template(messages) == "<|user|>the fox?"
     assert chatty.apply_chat_template(messages, add_generation_prompt=False) == "<|user|>the fox"
-    assert chatty.apply_chat_template(messages, chat_template="{{ mood }}", mood="calm") == "calm"
+    assert chatty.apply_chat_template(messages, chat_template="{{ mood }}", variables={"mood": "calm"}) == "calm"
 
 
 def test_a_conversation_that_the_template_refuses_is_an_invalid_request(chatty: Tokenizer) -> None:

@@ -40,7 +40,7 @@ def test_texts_and_conversations_become_the_tokens_that_the_engine_makes_of_them
         ('{"prompt": "a"}', r'line 2 must be an object with "messages"'),
         ('{"text": "a", "messages": []}', r'line 2 must be an object with "messages"'),
         ('{"text": 3}', r"line 2: text=3 must be a string"),
-        ('{"messages": 3}', r"line 2: the chat template cannot render"),
+        ('{"messages": 3}', r"line 2: messages must be a list of objects"),
     ],
 )
 def test_what_is_neither_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:

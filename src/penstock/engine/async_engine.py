@@ -150,7 +150,7 @@ class AsyncEngine(RefusesMethods):
         *,
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -246,6 +246,7 @@ class AsyncEngine(RefusesMethods):
         finally:
             # Not before: a request that comes meanwhile is told that the engine has ended.
             self._intake.shutdown(wait=False)
+            self._tokenizer.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.config import vllm
@@ -11,15 +12,18 @@ from penstock.contract.param_checks import shown
 from penstock.engine.prompts import PromptDict, RenderedText, as_list
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.loader.chat_template import plain_data
 
 Message: TypeAlias = Mapping[str, Any]
+# Variables of every template that are no `chat_template_kwargs`.
+_OWN_ARGUMENTS = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
 def render_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
-    chat_template: str | None = None,
+    chat_template: str | Path | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -27,45 +31,44 @@ def render_prompt(
 ) -> PromptDict:
     """The conversation as a prompt, which is tokenised once it is given to an engine.
 
-    messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text".
-    chat_template: a Jinja template, instead of the model's own. add_generation_prompt: end with the beginning of an
-    answer. continue_final_message: leave the last message open, so that the model goes on with it.
-    tools, chat_template_kwargs: what the template may use besides.
+    messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text". Arguments of tool
+        calls may be objects, or JSON text.
+    chat_template: a Jinja template, instead of the model's own; or the path of a file with one, as a Path, or as text
+        that ends with `.jinja`, `.jinja2` or `.j2`.
+    add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last message open, so
+        that the model goes on with it. tools: descriptions of functions.
+    chat_template_kwargs: other variables that the template may use, such as `documents` or `enable_thinking`.
 
-    Raises InvalidRequest, or InvalidParameter for a bad option.
+    Raises InvalidRequest: InvalidParameter for a bad option, ChatTemplateError for what the template refuses, or what
+    takes it too much time, memory or output.
     """
     if add_generation_prompt and continue_final_message:
         raise InvalidParameter(
             "continue_final_message=True goes on with the last message, but add_generation_prompt=True begins another. "
             "Set one of them to False."
         )
-    variables = dict(chat_template_kwargs or {})
-    taken = _taken_names() if variables else []
-    for name in variables:
-        if name in taken:
-            raise InvalidParameter(
-                f"chat_template_kwargs has {shown(name)}, which is no variable of a template. "
-                f"Not allowed: {', '.join(taken)}."
-            )
-    if tools is not None:
-        variables["tools"] = list(tools)
-    if continue_final_message:
-        variables["continue_final_message"] = True
+    if tools is not None and as_list(tools) is None:
+        raise InvalidParameter(f"tools={shown(tools)} is not valid. Allowed: a list of descriptions.")
     text = tokenizer.apply_chat_template(
         _plain_messages(messages),
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         chat_template=chat_template,
-        **variables,
+        tools=as_list(tools),
+        variables=_variables(chat_template_kwargs),
     )
     return {"prompt": RenderedText(text)}
 
 
-def _taken_names() -> list[str]:
-    """What the rendering itself is told; a template's own variables cannot have these names."""
-    from transformers import PreTrainedTokenizerBase
-
-    told = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    return sorted((told - {"self", "kwargs"}) | {"messages"})
+def _variables(given: Any) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidParameter(f"chat_template_kwargs={shown(given)} is not valid. Allowed: a dictionary.")
+    for name in given or {}:
+        if not isinstance(name, str):
+            raise InvalidParameter(f"chat_template_kwargs has {shown(name)}, which is no name of a variable.")
+        if name in _OWN_ARGUMENTS:
+            raise InvalidParameter(f"chat_template_kwargs has {name!r}, which is an argument of its own. Give {name}=.")
+    return dict(given or {})
 
 
 def list_of_conversations(messages: Any) -> list[Any]:
@@ -83,12 +86,12 @@ def list_of_conversations(messages: Any) -> list[Any]:
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequest(f"The conversation {shown(messages)} has no messages. Give at least one.")
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_plain_message(plain_data(name, message), name) for name, message in _named("messages", messages)]
 
 
 def _plain_message(message: Any, name: str) -> dict[str, Any]:
-    """The message with its content as one text, which every template understands."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    """The message with its content as one text, and arguments of tool calls as objects, as templates expect them."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest(
             f'{name} is {shown(message)}. Allowed: a dictionary such as {{"role": "user", "content": "Hi"}}.'
         )
@@ -99,7 +102,38 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"{name}.content={shown(content)} is a {type(content).__name__}. Allowed: text, or text parts."
         )
-    return {**message, "content": "" if content is None else content}
+    plain = {**message, "content": "" if content is None else content}
+    if isinstance(calls := message.get("tool_calls"), (list, tuple)):
+        plain["tool_calls"] = [_plain_call(call, path) for path, call in _named(f"{name}.tool_calls", calls)]
+    return plain
+
+
+def _plain_call(call: Any, name: str) -> Any:
+    """A tool call whose arguments are an object; clients of OpenAI send JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if arguments is None or isinstance(arguments, str):
+        arguments = _arguments(arguments or "{}", f"{name}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(text: str, name: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{name}={shown(text)} is not JSON: {error}. Allowed: an object, or JSON of one."
+        ) from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{name}={shown(text)} is no object. Allowed: an object, or its JSON.")
+    return arguments
+
+
+def _named(name: str, items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The items, each with its path."""
+    return ((f"{name}[{index}]", item) for index, item in enumerate(items))
 
 
 def _text_of_part(part: Any, name: str) -> str:

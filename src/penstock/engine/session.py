@@ -130,6 +130,7 @@ class Session:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                self.tokenizer.close()
                 self._core.close()
 
     def _admit(

@@ -22,8 +22,10 @@ from penstock.engine.detokenizer import (
 )
 from penstock.engine.token_lengths import longest_token
 from penstock.engine.tokenizer_files import TokenizerFiles
-from penstock.errors import InvalidRequest, TokenizerError
+from penstock.errors import TokenizerError
+from penstock.loader.chat_template import choose_template, render_chat
 from penstock.loader.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
+from penstock.loader.template_renderer import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,6 +78,7 @@ class Tokenizer:
         self._encoding = encoding
         self._for_callers: Any = None
         self._hf_lock = threading.Lock()
+        self._renderer = TemplateRenderer()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens)
@@ -114,35 +117,35 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        **template_options: Any,
+        continue_final_message: bool = False,
+        chat_template: str | Path | None = None,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the prompt's text; encode it with add_special_tokens=False.
 
-        chat_template: a Jinja template, instead of the folder's own. template_options: variables for the template,
-        such as `tools` or `enable_thinking`. Imports Transformers.
+        messages: plain data. chat_template: a Jinja template or the path of one, instead of the folder's own.
+        variables: for the template, such as `documents` or `enable_thinking`. Imports Transformers.
 
-        Raises InvalidRequest when there is no template, or when it refuses the messages.
+        Raises InvalidRequest when there is no template, ChatTemplateError when it refuses the messages or takes too
+        much time, memory or output.
         """
-        from jinja2 import TemplateError
-
         hf_tokenizer = self._rendering()
-        if chat_template is None and not hf_tokenizer.chat_template:
-            raise InvalidRequest(
-                f"The tokenizer of {self.folder} has no chat template, so it cannot render messages. "
-                "Give chat_template, or a plain prompt."
-            )
-        try:
-            text: str = hf_tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **template_options,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise InvalidRequest(f"The chat template cannot render these messages: {error}") from error
-        return text
+        template = choose_template(hf_tokenizer, self.folder, chat_template, tools)
+        return render_chat(
+            self._renderer,
+            template,
+            messages,
+            hf_tokenizer.special_tokens_map,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=variables,
+        )
+
+    def close(self) -> None:
+        """End the processes that rendered templates."""
+        self._renderer.close()
 
     def for_callers(self) -> PreTrainedTokenizerBase:
         """The tokenizer of Transformers for the same folder, always the same object; imports Transformers.

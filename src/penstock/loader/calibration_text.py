@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequest
+from penstock.loader.chat_template import choose_template, render_chat
 from penstock.loader.hf_tokenizer import load_hf_tokenizer
+from penstock.loader.template_renderer import TemplateRenderer
 
 _ALLOWED = 'an object with "messages" (a conversation) or "text"'
 
@@ -22,9 +26,16 @@ def read_calibration_text(path: Path, tokenizer_folder: Path) -> list[list[int]]
     if not lines:
         raise ConfigError(f"quantization_calibration={str(path)!r} is empty. Each line must be {_ALLOWED}.")
     tokenizer = load_hf_tokenizer(tokenizer_folder, needed_by="quantization_calibration")
-    return [
-        _encode(tokenizer, line, f"quantization_calibration={str(path)!r}, line {number}") for number, line in lines
-    ]
+
+    def render(messages: Any) -> str:
+        template = choose_template(tokenizer, tokenizer_folder, None, None)
+        return render_chat(renderer, template, messages, tokenizer.special_tokens_map, add_generation_prompt=False)
+
+    with closing(TemplateRenderer()) as renderer:
+        return [
+            _encode(tokenizer, render, line, f"quantization_calibration={str(path)!r}, line {number}")
+            for number, line in lines
+        ]
 
 
 def _lines(path: Path) -> list[str]:
@@ -34,7 +45,7 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError(f"quantization_calibration={str(path)!r} cannot be read: {error}") from error
 
 
-def _encode(tokenizer: Any, line: str, where: str) -> list[int]:
+def _encode(tokenizer: Any, render: Callable[[Any], str], line: str, where: str) -> list[int]:
     try:
         content = json.loads(line)
     except json.JSONDecodeError as error:
@@ -46,11 +57,17 @@ def _encode(tokenizer: Any, line: str, where: str) -> list[int]:
             raise ConfigError(f"{where}: text={content['text']!r} must be a string.")
         text, has_special_tokens = content["text"], False
     else:
-        try:
-            text, has_special_tokens = tokenizer.apply_chat_template(content["messages"], tokenize=False), True
-        except Exception as error:  # whatever a template makes of what it does not know
-            raise ConfigError(f"{where}: the chat template cannot render these messages: {error}") from error
+        text, has_special_tokens = _rendered(content["messages"], render, where), True
     ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_special_tokens)
     if not ids:
         raise ConfigError(f"{where} has no tokens.")
     return ids
+
+
+def _rendered(messages: Any, render: Callable[[Any], str], where: str) -> str:
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ConfigError(f"{where}: messages must be a list of objects.")
+    try:
+        return render(messages)
+    except InvalidRequest as error:
+        raise ConfigError(f"{where}: {error}") from error

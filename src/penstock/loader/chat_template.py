@@ -1,0 +1,223 @@
+"""Conversations as text, by a model's chat template or another one, as Transformers' `apply_chat_template` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.contract.param_checks import check_sendable, shown
+from penstock.errors import ChatTemplateError, InvalidParameter, InvalidRequest
+from penstock.loader.template_renderer import TemplateRenderer
+
+# Endings of files that `chat_template` may name as text; a request must not be able to read others.
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+_LONGEST_TEMPLATE_BYTES = 4 << 20
+# Names under which templates look for a message's reasoning, the first that has any counts.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Marks where the last message ends in the text; the space shows whether the template strips messages.
+_END_MARK = "penstock-ends-the-last-message-here "
+
+
+class ChatTemplate(NamedTuple):
+    """A template's Jinja text, and what errors call it."""
+
+    source: str
+    name: str
+
+
+def plain_data(name: str, value: Any) -> Any:
+    """A value as what JSON has: dictionaries, lists, texts, numbers. name: what errors call it.
+
+    Objects of pydantic, such as the messages of OpenAI's client, dataclasses and arrays are taken apart.
+    Raises InvalidRequest for any other object, and for what no message can hold.
+    """
+    try:
+        plain = msgspec.to_builtins(value, enc_hook=_as_builtin)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{name} cannot be given to a chat template: {error}. Allowed: dictionaries, lists, texts and numbers."
+        ) from None
+    check_sendable({name: plain})
+    return plain
+
+
+def choose_template(
+    hf_tokenizer: Any, folder: Path, given: str | Path | None, tools: Sequence[Any] | None
+) -> ChatTemplate:
+    """The template that renders a conversation.
+
+    given: None takes the model's own. Otherwise a template's text, the name of one of the model's, or a file: a path,
+        or text that ends with one of TEMPLATE_SUFFIXES.
+
+    Raises InvalidRequest where there is none.
+    """
+    own = hf_tokenizer.chat_template
+    if given is None:
+        if not own:
+            raise InvalidRequest(
+                f"The tokenizer of {folder} has no chat template, so it cannot render messages. "
+                "Give chat_template, or a plain prompt."
+            )
+        return ChatTemplate(_own_template(hf_tokenizer, folder, tools), f"The chat template of {folder}")
+    if isinstance(given, Path):
+        return _from_file(given)
+    if not isinstance(given, str):
+        raise InvalidParameter(
+            f"chat_template={shown(given)} is a {type(given).__name__}. Allowed: text of a Jinja template, or a Path."
+        )
+    if isinstance(own, Mapping) and isinstance(own.get(given), str):
+        return ChatTemplate(own[given], f"The chat template {given!r} of {folder}")
+    if "{" in given:
+        return ChatTemplate(given, "The given chat template")
+    if given.endswith(TEMPLATE_SUFFIXES):
+        return _from_file(Path(given))
+    raise InvalidParameter(
+        f"chat_template={shown(given)} is no Jinja template: it has no {{{{ }}}}. Allowed: a template's text, the path "
+        f"of a file that ends with {', '.join(TEMPLATE_SUFFIXES)}, or of any as a pathlib.Path."
+    )
+
+
+def render_chat(
+    renderer: TemplateRenderer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Text of a conversation.
+
+    messages: plain data. special_tokens: variables such as `bos_token`. tools: descriptions, or functions to describe.
+    variables: others that the template may use; they go before special tokens.
+
+    Raises ChatTemplateError for what the template refuses, InvalidRequest for tools that the template does not use.
+    """
+    chat = [
+        _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
+    ]
+    last = _mark_end(chat, template) if continue_final_message else None
+    text, unused = renderer.render(
+        template.source,
+        {
+            "messages": chat,
+            "documents": None,
+            **special_tokens,
+            **plain_data("chat_template_kwargs", dict(variables or {})),
+            "tools": None
+            if tools is None
+            else [_described(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
+            "add_generation_prompt": add_generation_prompt,
+        },
+        name=template.name,
+        asked=("tools",) if tools else (),
+    )
+    if unused:
+        raise InvalidRequest(
+            f"There are {len(tools or ())} tools, but {_lower(template.name)} has no variable `tools`, so that the "
+            "model would not see them. Give a chat_template that shows them, or describe them in a message."
+        )
+    return text if last is None else _cut_at_mark(text, last, template)
+
+
+def _own_template(hf_tokenizer: Any, folder: Path, tools: Sequence[Any] | None) -> str:
+    try:
+        source = hf_tokenizer.get_chat_template(None, tools)
+    except ValueError:
+        names = ", ".join(map(repr, sorted(hf_tokenizer.chat_template)))
+        raise InvalidRequest(
+            f"The tokenizer of {folder} has several chat templates and none for all. Give chat_template: {names}."
+        ) from None
+    if not isinstance(source, str):
+        raise InvalidRequest(f"The chat template of {folder} is a {type(source).__name__}. Give chat_template.")
+    return source
+
+
+def _from_file(path: Path) -> ChatTemplate:
+    # A directory, or what is written to by another process, has no size.
+    if not path.is_file():
+        raise InvalidParameter(
+            f"chat_template={str(path)!r} is not the path of a file that exists. Allowed: the path of a file with a "
+            "Jinja template, or its text."
+        )
+    try:
+        if path.stat().st_size > _LONGEST_TEMPLATE_BYTES:
+            raise InvalidParameter(
+                f"chat_template={str(path)!r} is larger than {_LONGEST_TEMPLATE_BYTES >> 20} MiB, which no template is."
+            )
+        return ChatTemplate(path.read_text(encoding="utf-8"), f"The chat template {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter(f"chat_template={str(path)!r} cannot be read: {error}") from error
+
+
+def _as_builtin(value: Any) -> Any:
+    """A value that msgspec does not know, as one that it does."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    for method in ("model_dump", "tolist"):
+        convert: Callable[[], Any] | None = getattr(value, method, None)
+        if callable(convert):
+            return convert()
+    raise TypeError(f"it has a {type(value).__name__}")
+
+
+def _descriptions(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    return [_described(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def _described(tool: Any, name: str) -> dict[str, Any]:
+    """A tool's JSON schema; Transformers makes one of a function."""
+    if isinstance(tool, (FunctionType, MethodType)):
+        from transformers.utils import get_json_schema
+
+        try:
+            return dict(get_json_schema(tool))
+        except Exception as error:  # of its own kinds, which are not public
+            raise InvalidRequest(f"{name}, {shown(tool)}, cannot be described: {error}") from error
+    plain = plain_data(name, tool)
+    if not isinstance(plain, dict):
+        raise InvalidRequest(f"{name} is {shown(tool)}. Allowed: a description as a dictionary, or a function.")
+    return plain
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without fields that are None, and with its reasoning under the names that templates read."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in _REASONING if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _mark_end(chat: list[dict[str, Any]], template: ChatTemplate) -> str:
+    """Mark where the last message's text ends; returns that text."""
+    last = chat[-1].get("content")
+    if not isinstance(last, str) or "content" not in template.source:
+        raise ChatTemplateError(
+            f"continue_final_message=True goes on with the content of the last message, but "
+            f"{'that has none' if 'content' in template.source else _lower(template.name) + ' uses no content'}."
+        )
+    chat[-1]["content"] = last + _END_MARK
+    return last
+
+
+def _cut_at_mark(text: str, last: str, template: ChatTemplate) -> str:
+    end = text.rfind(_END_MARK.strip())
+    if end < 0 or last.strip() not in text:
+        raise ChatTemplateError(
+            f"continue_final_message=True goes on with the last message, but {_lower(template.name)} does not render "
+            f"it as it is: {shown(last)}."
+        )
+    is_stripped = not text.startswith(_END_MARK, end)
+    return text[:end].rstrip() if is_stripped else text[:end]
+
+
+def _lower(name: str) -> str:
+    return name[0].lower() + name[1:]

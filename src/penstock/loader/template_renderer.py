@@ -1,0 +1,182 @@
+"""Chat templates, rendered in processes of their own: templates come from checkpoints and requests."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.spawn import get_executable
+from typing import Any
+
+import msgspec
+
+from penstock.config import env
+from penstock.errors import ChatTemplateError
+from penstock.observability.standard_streams import occupy_standard_descriptors
+
+# Limits of one template.
+CPU_TIME_S = 5.0
+MEMORY_BYTES = 512 << 20
+OUTPUT_BYTES = 64 << 20
+# A process that makes no use of its processor time is waited for as long.
+_TIMEOUT_S = 60.0
+_MAX_IDLE_PROCESSES = 2
+_PROGRAM = "from penstock.loader.template_program import main; main()"
+_LENGTH_BYTES = 8
+
+
+class _Answer(msgspec.Struct):
+    """Message of a process, as `template_program` makes it."""
+
+    is_last: bool
+    text: str = ""
+    unused: list[str] = []
+    error: str | None = None
+    needs_memory: bool = False
+
+
+_answers = msgspec.json.Decoder(_Answer)
+
+
+class TemplateRenderer:
+    """Renders Jinja templates, with time, memory and output limited, in processes that start when they are needed.
+
+    Any thread may use it, and a fork of this process, which gets processes of its own.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[_Process] = deque()
+        self._most_idle = _MAX_IDLE_PROCESSES
+        weakref.finalize(self, _end_all, self._idle)
+
+    def render(
+        self, template: str, variables: Mapping[str, Any], *, name: str, asked: Sequence[str] = ()
+    ) -> tuple[str, list[str]]:
+        """Text of a template with these variables, which are plain data; and those names `asked` that are not in it.
+
+        name: what errors call the template. Raises ChatTemplateError for whatever the template does wrong.
+        """
+        process = self._take()
+        try:
+            answer = process.ask(marshal.dumps((template, dict(variables), list(asked))))
+        except _NoAnswer as reason:
+            process.end()
+            raise ChatTemplateError(f"{name} cannot render these messages: {reason}") from None
+        except BaseException:
+            process.end()
+            raise
+        if answer.is_last or len(self._idle) >= self._most_idle:
+            process.end()
+        else:
+            self._idle.append(process)
+        error = f"it needs more than {MEMORY_BYTES >> 20} MiB of memory" if answer.needs_memory else answer.error
+        if error is not None:
+            raise ChatTemplateError(f"{name} cannot render these messages: {error}")
+        return answer.text, answer.unused
+
+    def close(self) -> None:
+        """End the processes that are there; later templates start others, which end with their template."""
+        self._most_idle = 0
+        _end_all(self._idle)
+
+    def _take(self) -> _Process:
+        with suppress(IndexError):
+            while True:
+                process = self._idle.pop()
+                if process.can_be_asked():
+                    return process
+                process.end()
+        return _Process()
+
+
+class _NoAnswer(Exception):
+    """Reason for which a process was given up."""
+
+
+class _Process:
+    """Process that runs `template_program`, and the connection to it."""
+
+    def __init__(self) -> None:
+        occupy_standard_descriptors()
+        self._parent_pid = os.getpid()
+        self._connection, its_end = socket.socketpair()
+        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        limits = [str(self._parent_pid), str(MEMORY_BYTES), str(CPU_TIME_S)]
+        with its_end:
+            self._process = subprocess.Popen(
+                [os.fsdecode(get_executable()), "-P", "-c", _PROGRAM, *limits],
+                stdin=its_end.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=env.with_changes({"PYTHONPATH": search_path}),
+                # Ctrl-C in a terminal is for the program whose engine this is.
+                process_group=0,
+            )
+
+    def can_be_asked(self) -> bool:
+        """Whether this is the process that started it, and it waits for a message."""
+        if os.getpid() != self._parent_pid:
+            return False
+        # It says nothing by itself: what there is to read is its end.
+        return not select.select([self._connection], [], [], 0)[0]
+
+    def ask(self, message: bytes) -> _Answer:
+        """Raises _NoAnswer for a process that must be ended now."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        try:
+            self._connection.settimeout(_TIMEOUT_S)
+            self._connection.sendall(len(message).to_bytes(_LENGTH_BYTES, "little"))
+            self._connection.sendall(message)
+            size = int.from_bytes(self._receive(_LENGTH_BYTES, deadline), "little")
+            if size > OUTPUT_BYTES:
+                raise _NoAnswer(f"its text has {size:,} bytes. Allowed: {OUTPUT_BYTES >> 20} MiB")
+            return _answers.decode(self._receive(size, deadline))
+        except TimeoutError:
+            raise _NoAnswer(f"its process {self._process.pid} did not answer for {_TIMEOUT_S:g} s") from None
+        except (OSError, EOFError, msgspec.MsgspecError):
+            raise _NoAnswer(self._reason_of_end()) from None
+
+    def end(self) -> None:
+        """Kill the process, if it is this one's, and wait for its end."""
+        self._connection.close()
+        if os.getpid() != self._parent_pid:
+            # It is the parent's, and no child that could be waited for.
+            self._process.returncode = 0
+            return
+        self._process.kill()
+        self._process.wait()
+
+    def _receive(self, size: int, deadline: float) -> bytearray:
+        data = bytearray()
+        while len(data) < size:
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            piece = self._connection.recv(min(size - len(data), 1 << 20))
+            if not piece:
+                raise EOFError
+            data += piece
+        return data
+
+    def _reason_of_end(self) -> str:
+        try:
+            exit_code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return f"its process {self._process.pid} closed its connection"
+        if exit_code == -signal.SIGPROF:
+            return f"it took more than {CPU_TIME_S:g} s of processor time"
+        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        return f"its process {self._process.pid} {how}"
+
+
+def _end_all(processes: deque[_Process]) -> None:
+    with suppress(IndexError):
+        while True:
+            processes.pop().end()
