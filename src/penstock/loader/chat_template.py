@@ -15,7 +15,7 @@ from penstock.loader.template_renderer import TemplateRenderer
 
 # Endings of files that `chat_template` may name as text; a request must not be able to read others.
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
-_LONGEST_TEMPLATE_BYTES = 4 << 20
+_LONGEST_TEMPLATE = 4_000_000
 # Names under which templates look for a message's reasoning, the first that has any counts.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks where the last message ends in the text; the space shows whether the template strips messages.
@@ -72,6 +72,8 @@ def choose_template(
     if isinstance(own, Mapping) and isinstance(own.get(given), str):
         return ChatTemplate(own[given], f"The chat template {given!r} of {folder}")
     if "{" in given:
+        if len(given) > _LONGEST_TEMPLATE:
+            raise InvalidParameter(f"chat_template has {len(given):,} characters. Allowed: {_LONGEST_TEMPLATE:,}.")
         return ChatTemplate(given, "The given chat template")
     if given.endswith(TEMPLATE_SUFFIXES):
         return _from_file(Path(given))
@@ -147,10 +149,9 @@ def _from_file(path: Path) -> ChatTemplate:
             "Jinja template, or its text."
         )
     try:
-        if path.stat().st_size > _LONGEST_TEMPLATE_BYTES:
-            raise InvalidParameter(
-                f"chat_template={str(path)!r} is larger than {_LONGEST_TEMPLATE_BYTES >> 20} MiB, which no template is."
-            )
+        size = path.stat().st_size
+        if size > _LONGEST_TEMPLATE:
+            raise InvalidParameter(f"chat_template={str(path)!r} has {size:,} bytes. Allowed: {_LONGEST_TEMPLATE:,}.")
         return ChatTemplate(path.read_text(encoding="utf-8"), f"The chat template {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParameter(f"chat_template={str(path)!r} cannot be read: {error}") from error
@@ -216,7 +217,9 @@ def _cut_at_mark(text: str, last: str, template: ChatTemplate) -> str:
             f"it as it is: {shown(last)}."
         )
     is_stripped = not text.startswith(_END_MARK, end)
-    return text[:end].rstrip() if is_stripped else text[:end]
+    text = text[:end].rstrip() if is_stripped else text[:end]
+    # A template may show the message more than once.
+    return text.replace(_END_MARK.strip() if is_stripped else _END_MARK, "")
 
 
 def _lower(name: str) -> str:
