@@ -14,6 +14,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from penstock.engine.conversation import Message, list_of_conversations, render_prompt
 from penstock.engine.input_processor import located
+from penstock.engine.metrics import Metric
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompts, as_list, list_of_prompts
 from penstock.engine.session import Session
@@ -218,6 +219,13 @@ class LLM(WorkerCalls, RefusesMethods):
         Raises TokenizerError when Transformers cannot load it.
         """
         return self._session.tokenizer.for_callers()
+
+    def get_metrics(self) -> list[Metric]:
+        """Metrics of this engine since its start, as `Counter`, `Gauge`, `Histogram` and `Vector` with name and labels.
+
+        Their names are vLLM's, with `penstock:` in front; docs/requests.md lists them.
+        """
+        return self._session.metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling parameters take, as a copy.

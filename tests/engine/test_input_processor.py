@@ -9,9 +9,10 @@ import pytest
 from penstock.config import ModelConfig
 from penstock.contract import SamplingParams
 from penstock.engine.input_processor import InputProcessor
+from penstock.engine.prompts import RenderedText
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
-from support.fake_engine import write_model
+from support.fake_engine import byte_level_tokenizer, write_model, write_tokenizer
 
 VOCAB_SIZE = 400
 MAX_MODEL_LEN = 16
@@ -39,6 +40,34 @@ def test_text_is_encoded_with_the_begin_token(processor: InputProcessor, folder:
     assert accepted.request.prompt_token_ids == load_tokenizer(folder).encode("the fox")
     assert accepted.request.prompt_token_ids[0] == 0
     assert accepted.prompt == "the fox"
+
+
+def test_a_second_begin_token_is_warned_of_once(
+    processor: InputProcessor, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rendered: Any = {"prompt": RenderedText("<s>the fox")}
+    for prompt in ("the fox", "the <s> fox", rendered, [0, 0, 5], {"prompt": "<s>", "prompt_token_ids": [0, 5]}):
+        processor.process(prompt, DEFAULTS)
+    assert not caplog.records
+    for _ in range(2):
+        accepted = processor.process("<s>the fox", DEFAULTS)
+        assert accepted.request.prompt_token_ids[:2] == [0, 0]
+    processor.process("<s>the fox", SamplingParams(truncate_prompt_tokens=3))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "begins with '<s>', and the tokenizer puts another such token (BOS) in front" in record.getMessage()
+    other = make(folder)
+    other.process("<s>the fox", SamplingParams(truncate_prompt_tokens=-1))
+    assert len(caplog.records) == 2
+
+
+def test_a_tokenizer_that_adds_no_begin_token_gives_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_model(tmp_path / "model")
+    write_tokenizer(folder, byte_level_tokenizer(adds_bos=False))
+    assert make(folder).process("<s>the fox", DEFAULTS).request.prompt_token_ids[0] == 0
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7], (5, 6, 7), {"prompt_token_ids": [5, 6, 7]}])

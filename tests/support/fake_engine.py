@@ -16,7 +16,7 @@ from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists
 from penstock.engine.messages import EngineRequest
 from penstock.errors import ContextTooLong, PenstockError
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 
 CORPUS = ["the quick brown fox jumps over the lazy dog, über 日本語 naïve 😀 1234\n"] * 20
 BOS, EOS = "<s>", "</s>"
@@ -103,6 +103,9 @@ class FakeCore:
     ) -> list[Any]:
         assert callable(method), "a fake core has no workers with methods"
         return [method(self, *args, **(kwargs or {}))]
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(num_running_reqs=len(self.running), num_waiting_reqs=0, num_blocks=8, num_used_blocks=2)
 
     def check_health(self) -> None: ...
 

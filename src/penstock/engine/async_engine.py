@@ -26,6 +26,7 @@ from penstock.engine.core_thread import CoreThread
 from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest
+from penstock.engine.metrics import Metric
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput
@@ -212,6 +213,11 @@ class AsyncEngine(RefusesMethods):
             "collective_rpc", lambda: call(method, timeout, args, kwargs, unique_reply_rank)
         )
         return answers
+
+    async def get_metrics(self) -> list[Metric]:
+        """Metrics of this engine since its start; see `LLM.get_metrics`. They come after the present step."""
+        metrics: list[Metric] = await self._call("get_metrics", self._dispatcher.metrics)
+        return metrics
 
     async def check_health(self) -> None:
         """Return if the engine serves; raise EngineDead, LifecycleError or WaitTimeout if it does not."""

@@ -29,7 +29,7 @@ from penstock.errors import (
     WorkerError,
 )
 from penstock.executor import Executor, StepHandle
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_times import StepTimes
@@ -352,6 +352,10 @@ class EngineCore:
         if not is_reset:
             logger.warning("The prefix cache was not reset, since requests hold blocks")
         return is_reset
+
+    def stats(self) -> SchedulerStats:
+        """Requests and KV-cache blocks at present."""
+        return self.scheduler.stats
 
     def check_health(self) -> None:
         """Return if the engine can serve; raise EngineDead or what the worker reports if it cannot."""

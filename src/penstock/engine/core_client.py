@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from penstock.engine.messages import EngineRequest
 from penstock.errors import PenstockError
-from penstock.scheduler.outputs import EngineCoreOutput
+from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
 # How long a core may take to load its model, to answer a call or to bring a step's outputs, recovery included.
 START_TIMEOUT_S = 7200.0
@@ -71,6 +71,9 @@ class CoreClient(Protocol):
         unique_reply_rank: int | None = None,
     ) -> list[Any]:
         """Call a method of every worker, between two steps; one answer each, or that of `unique_reply_rank` alone."""
+
+    def stats(self) -> SchedulerStats:
+        """Requests and KV-cache blocks at present, between two steps; of all cores together."""
 
     def check_health(self) -> None:
         """Return if the core can serve; raise what is wrong if it cannot."""

@@ -27,7 +27,7 @@ from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
 from penstock.executor.program import refuse_in_program
 from penstock.observability.standard_streams import occupy_standard_descriptors
-from penstock.scheduler.outputs import EngineCoreOutput
+from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
 # How long cores that were told to end are given to do so.
 _END_TIMEOUT_S = 30.0
@@ -178,12 +178,7 @@ class CoreGroup:
         """
         with self._listening():
             self._check_running()
-            calls = [
-                (index, replica.call("reset_prefix_cache", reset_running_requests))
-                for index, replica in enumerate(self._replicas)
-                if replica.is_running
-            ]
-            self._wait_until(lambda: all(call.is_over for _, call in calls))
+            calls = self._call_running("reset_prefix_cache", reset_running_requests)
             are_reset = True
             for index, call in calls:
                 is_reset = call.lost is not None or _result_of(call)
@@ -238,6 +233,19 @@ class CoreGroup:
         """Of a core, if that is to be replaced; cores replace by themselves what they lose."""
         self._tell_of_loss = tell
 
+    def stats(self) -> SchedulerStats:
+        """As `CoreClient`; a core that is being replaced has no requests and no blocks."""
+        with self._listening():
+            self._check_running()
+            calls = self._call_running("stats")
+            known: list[SchedulerStats] = [_result_of(call) for _, call in calls if call.lost is None]
+        return SchedulerStats(
+            num_running_reqs=sum(stats.num_running_reqs for stats in known),
+            num_waiting_reqs=sum(stats.num_waiting_reqs for stats in known),
+            num_blocks=sum(stats.num_blocks for stats in known),
+            num_used_blocks=sum(stats.num_used_blocks for stats in known),
+        )
+
     def check_health(self) -> None:
         """As `CoreClient`, once cores that are being replaced have started."""
         with self._listening():
@@ -271,6 +279,14 @@ class CoreGroup:
         for other in self._replicas:
             other.config = replace(config, parallel=other.config.parallel)
             other.config_updates.clear()
+
+    def _call_running(self, method: str, *args: Any) -> list[tuple[int, Call]]:
+        """Ask those cores that run for the same; the calls are over then. Each comes with its core's number."""
+        calls = [
+            (index, replica.call(method, *args)) for index, replica in enumerate(self._replicas) if replica.is_running
+        ]
+        self._wait_until(lambda: all(call.is_over for _, call in calls))
+        return calls
 
     def _call_all(
         self, method: str, timeout_s: float | None, *args: Any, asked: Sequence[Replica] | None = None

@@ -35,7 +35,7 @@ from penstock.observability.logging import send_log
 
 _Asked: TypeAlias = AddRequest | AbortRequests | UtilityCall | CloseCore
 PROGRAM = "from penstock.engine.core_server import main; main()"
-_UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "check_health"})
+_UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "stats", "check_health"})
 # How often a core that is busy with something else than steps says so.
 _BEAT_S = 0.2
 # How long a request that came may be followed by another one, for both to be in the next step: they come in bursts.

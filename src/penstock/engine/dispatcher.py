@@ -10,6 +10,7 @@ from penstock.config import EngineConfig
 from penstock.engine.core_client import CoreClient
 from penstock.engine.input_processor import InputProcessor
 from penstock.engine.messages import EngineRequest
+from penstock.engine.metrics import EngineMetrics, Metric
 from penstock.engine.output_processor import FollowUp, Inbox, OutputProcessor, Progress
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
@@ -38,7 +39,11 @@ def start_core(config: EngineConfig, meanwhile: Callable[[], object] = lambda: N
 def output_processor_for(config: EngineConfig, tokenizer: Tokenizer) -> OutputProcessor:
     """Outputs of one prompt share its blocks if the prefix cache can hold one, with a token behind it to run."""
     can_share = config.cache.enable_prefix_caching
-    return OutputProcessor(tokenizer, shared_prompt_length=config.cache.block_size + 1 if can_share else None)
+    return OutputProcessor(
+        tokenizer,
+        EngineMetrics(config.model.model, has_prefix_cache=can_share),
+        shared_prompt_length=config.cache.block_size + 1 if can_share else None,
+    )
 
 
 def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: CoreClient) -> InputProcessor:
@@ -100,6 +105,12 @@ class Dispatcher:
         with self._lock:
             core_ids = self._processor.forget(req_ids)
         self.core.abort_requests(core_ids)
+
+    def metrics(self) -> list[Metric]:
+        """Metrics of the core and of its requests at present."""
+        stats = self.core.stats()
+        with self._lock:
+            return self._processor.metrics(stats)
 
     def _take(self, outputs: Iterable[EngineCoreOutput]) -> None:
         with self._lock:

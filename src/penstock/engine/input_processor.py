@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from penstock.engine.prompts import PROMPT_KEYS, Prompt, RenderedText, check_fie
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 
+logger = logging.getLogger(__name__)
 # Values of sampling parameters, together, that take milliseconds to be checked.
 _MANY_VALUES = 500
 
@@ -79,6 +81,7 @@ class InputProcessor:
             structured=structured,
         )
         self._numbers = itertools.count()
+        self._has_warned_of_second_bos = False
 
     def process(
         self,
@@ -169,7 +172,15 @@ class InputProcessor:
     def _encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
         """The tokens of a prompt; a text that cannot fit is refused before, unless it `is_cut` afterwards."""
         if is_cut:
-            return self._tokenizer.encode(text, add_special_tokens)
+            token_ids = self._tokenizer.encode(text, add_special_tokens)
+        else:
+            token_ids = self._encode_limited(text, add_special_tokens)
+        bos_token_id = self._tokenizer.bos_token_id
+        if add_special_tokens and bos_token_id is not None and token_ids[:2] == [bos_token_id] * 2:
+            self._warn_of_second_bos(bos_token_id)
+        return token_ids
+
+    def _encode_limited(self, text: str, add_special_tokens: bool) -> list[int]:
         # A token is about four characters, so that a text that is shorter may well fit.
         longest = self._tokenizer.longest_token if len(text) > 4 * self._max_model_len else None
         if longest is not None and len(text) >= longest * self._max_model_len:
@@ -181,6 +192,17 @@ class InputProcessor:
         if isinstance(token_ids, int):
             raise ContextTooLong(f"The prompt has {token_ids:,} tokens, but {self._limit(token_ids)}")
         return token_ids
+
+    def _warn_of_second_bos(self, bos_token_id: int) -> None:
+        if self._has_warned_of_second_bos:
+            return
+        self._has_warned_of_second_bos = True
+        logger.warning(
+            "A prompt begins with %r, and the tokenizer puts another such token (BOS) in front, so that the model sees "
+            "two. Leave it out of the text, or give the prompt's tokens (prompt_token_ids) or messages (chat). "
+            "Further prompts like it get no warning.",
+            self._tokenizer.token_text(bos_token_id),
+        )
 
     def _check_num_ids(self, prompt: Prompt, sampling_params: Any) -> None:
         """Refuse a list that is too long before looking at what is in it."""

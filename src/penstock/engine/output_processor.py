@@ -18,12 +18,13 @@ from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
 from penstock.engine.fan_out import FanOut, sample_requests
 from penstock.engine.messages import EngineRequest
+from penstock.engine.metrics import EngineMetrics, Metric
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.stop_strings import StopScanner
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 
 logger = logging.getLogger(__name__)
 _STOP = FinishReason.STOP  # looked up for every token
@@ -126,13 +127,14 @@ class RequestProgress:
             outputs=[completion],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=self._metrics(),
+            metrics=self.metrics(),
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
             pooled=self.pooled,
         )
 
-    def _metrics(self) -> RequestMetrics:
+    def metrics(self) -> RequestMetrics:
+        """When things happened to the request, and what it has cost so far."""
         first, last = self._first_token_time, self._last_token_time
         return RequestMetrics(
             arrival_time=self.request.arrival_time,
@@ -272,11 +274,15 @@ class FollowUp:
 class OutputProcessor:
     """Knows the running requests, and brings each what the core reports about it.
 
+    metrics: counts the requests.
     shared_prompt_length: tokens that a prompt must have for its samples to share blocks; None if they never can.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, shared_prompt_length: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, metrics: EngineMetrics | None = None, *, shared_prompt_length: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._metrics = metrics or EngineMetrics("", has_prefix_cache=shared_prompt_length is not None)
         self._shared_prompt_length = shared_prompt_length
         # By the core's ids: a request with several outputs is several requests to the core.
         self._running: dict[str, RequestProgress] = {}
@@ -320,6 +326,7 @@ class OutputProcessor:
                 progress.break_off(error, now)
             if progress.finish_reason is not None:
                 del running[output.req_id]
+                self._note_end(progress, progress.finish_reason)
                 if output.finish_reason is None:
                     follow_up = follow_up or FollowUp()
                     follow_up.req_ids_to_abort.append(output.req_id)
@@ -328,6 +335,13 @@ class OutputProcessor:
             follow_up = follow_up or FollowUp()
             self._announce(follow_up)
         return follow_up
+
+    def metrics(self, stats: SchedulerStats) -> list[Metric]:
+        """Metrics of all requests so far. stats: of the core."""
+        running = self._running.values()
+        return self._metrics.read(
+            stats, [(len(progress.request.prompt_token_ids), progress.metrics()) for progress in running]
+        )
 
     def request_of(self, core_id: str) -> Progress | None:
         """The request, as its consumer sees it, that the core has under this id; None if it is not followed."""
@@ -348,10 +362,13 @@ class OutputProcessor:
         names = list(req_ids)
         core_ids = self.core_ids(names)
         for core_id in core_ids:
-            del self._running[core_id]
+            self._note_end(self._running.pop(core_id), FinishReason.ABORT)
         for name in names:
             self._fan_outs.pop(name, None)
         return core_ids
+
+    def _note_end(self, progress: RequestProgress, reason: FinishReason) -> None:
+        self._metrics.note_end(reason, len(progress.request.prompt_token_ids), progress.metrics())
 
     def _fan_out(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> FanOut:
         length = self._shared_prompt_length

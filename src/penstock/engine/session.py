@@ -15,6 +15,7 @@ from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_p
 from penstock.engine.input_processor import AcceptedRequest, located
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
 from penstock.engine.limited_lock import LimitedLock
+from penstock.engine.metrics import Metric
 from penstock.engine.output_processor import Progress
 from penstock.engine.prompts import Prompt
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
@@ -109,6 +110,12 @@ class Session:
             self._check_open()
             with InterruptAfterwards():
                 return self._core.reset_prefix_cache(reset_running_requests)
+
+    def metrics(self) -> list[Metric]:
+        """Metrics of the engine and of its requests at present."""
+        with self._lock:
+            self._check_open()
+            return self._dispatcher.metrics()
 
     def collective_rpc(
         self,

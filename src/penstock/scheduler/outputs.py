@@ -18,6 +18,18 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests and KV-cache blocks of one scheduler, or of several together, at one moment.
+
+    num_blocks: that requests may hold. num_used_blocks: that they hold.
+    """
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_blocks: int
+    num_used_blocks: int
+
+
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """What one step brought one request.
 

@@ -14,7 +14,7 @@ from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.decode_steps import DecodeSteps
 from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_limits import check_fits, check_prompt, check_unfinished
 from penstock.scheduler.request_lists import RequestLists
@@ -102,6 +102,17 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests without blocks: new ones and preempted ones."""
         return len(self._requests.waiting)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Requests and blocks, between two steps."""
+        pool = self.kv_cache.pool
+        return SchedulerStats(
+            num_running_reqs=self.num_running,
+            num_waiting_reqs=self.num_waiting,
+            num_blocks=pool.num_blocks - 1,
+            num_used_blocks=pool.num_used_blocks,
+        )
 
     @property
     def num_preemptions(self) -> int:
