@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import BaseModel
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, AsyncEngine, SamplingParams
 from penstock.engine.conversation import render_prompt
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
-from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.errors import ChatTemplateError, InvalidParameter, InvalidRequest
 from support.fake_engine import (
     FakeCore,
     byte_level_tokenizer,
@@ -21,6 +23,7 @@ from support.fake_engine import (
     write_model,
     write_tokenizer,
 )
+from support.leftovers import nothing_left
 
 TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -28,6 +31,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 OTHER_TEMPLATE = "{% for message in messages %}{{ message.content }};{% endfor %}"
+HOSTILE_TEMPLATE = "{{ 1 / 0 }}"
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "the fox"}]
 UNFINISHED = [*MESSAGES, {"role": "assistant", "content": "jumps over"}]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
@@ -282,6 +286,40 @@ def test_a_conversation_is_answered(llm: LLM, tokenizer: Tokenizer) -> None:
     assert output.prompt_token_ids == tokenizer.encode(expected["prompt"], add_special_tokens=False)
     assert type(output.prompt) is str
     assert len(output.outputs[0].token_ids) == 3
+
+
+def test_a_hostile_template_ends_nothing_but_its_request(llm: LLM) -> None:
+    with pytest.raises(ChatTemplateError, match=r"^conversations\[0\]: The given chat template cannot .* ZeroDivision"):
+        llm.chat([MESSAGES, MESSAGES], GREEDY, chat_template=HOSTILE_TEMPLATE)
+    assert core_of(llm).added == []
+    assert llm.chat(MESSAGES, GREEDY)[0].finished
+
+
+def test_nothing_is_left_of_an_engine_that_has_chatted(llm: LLM, folder: Path) -> None:
+    with nothing_left():
+        other = LLM(str(folder))
+        other.chat(MESSAGES, GREEDY)
+        assert psutil.Process().children()
+        other.close()
+
+
+def test_an_asynchronous_engine_takes_the_same_options(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text(CALL_TEMPLATE)
+    messages = called('{"word": "fox"}')
+
+    async def answer(engine: AsyncEngine, **options: Any) -> str | None:
+        return [output async for output in engine.chat(messages, GREEDY, **options)][-1].prompt
+
+    async def main() -> str | None:
+        async with AsyncEngine(str(folder), enable_multiprocessing=False) as engine:
+            with pytest.raises(ChatTemplateError, match="ZeroDivision"):
+                await answer(engine, chat_template=HOSTILE_TEMPLATE)
+            with pytest.raises(InvalidParameter, match="not the path of a file"):
+                await answer(engine, chat_template="no/such.jinja")
+            return await answer(engine, chat_template=str(tmp_path / "other.jinja"))
+
+    with nothing_left():
+        assert asyncio.run(main()) == 'word="fox";'
 
 
 def test_several_conversations_are_answered_in_order(llm: LLM) -> None:

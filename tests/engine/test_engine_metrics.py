@@ -138,7 +138,7 @@ def test_a_closed_engine_has_no_metrics() -> None:
 
 def test_an_asynchronous_engine_has_metrics_of_its_core() -> None:
     async def main() -> tuple[dict[str, Any], dict[str, Any]]:
-        async with AsyncEngine("demo", **SMALL) as engine:
+        async with AsyncEngine("demo", enable_multiprocessing=False, **SMALL) as engine:
             outputs = engine.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=500, ignore_eos=True))
             async for _ in outputs:
                 running = values(await engine.get_metrics())

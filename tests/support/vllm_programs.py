@@ -293,6 +293,13 @@ RUNNING = {
         assert metrics.first_token_time >= metrics.arrival_time
         result = [metrics.finished_time - metrics.arrival_time]
     """,
+    "metrics of an engine": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", disable_log_stats=False)
+        llm.generate("Hello", SamplingParams(max_tokens=3))
+        result = {metric.name.split(":")[1]: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        assert result["generation_tokens"] >= 3
+    """,
     "memory that is given back": """
         import gc
         import torch
@@ -516,11 +523,10 @@ REFUSED = {
         SamplingParams(logits_processors=[lambda token_ids, logits: logits])
         """,
     ],
-    "metrics and traces of requests": [
+    "traces of requests, and further metrics": [
         """
         from vllm import LLM
-        for metric in LLM(model="demo", disable_log_stats=False).get_metrics():
-            print(metric)
+        LLM(model="demo", otlp_traces_endpoint="grpc://localhost:4317")
         """,
     ],
     "an engine of steps": [
