@@ -61,13 +61,13 @@ def test_a_long_constraint_is_not_read_where_it_is_accepted(monkeypatch: pytest.
 )
 def test_rules_that_never_end_are_refused_by_name(grammar: str, rule: str) -> None:
     with pytest.raises(InvalidParameter, match="never end") as refused:
-        as_lark(grammar, {})
+        as_lark(grammar)
     assert repr(rule) in str(refused.value)
 
 
 @pytest.mark.parametrize("grammar", ['start: "a" start?', 'start: "a" | "b" start', 'root ::= "a" root | "b"'])
 def test_rules_that_may_end_are_kept(grammar: str) -> None:
-    assert as_lark(grammar, {})
+    assert as_lark(grammar)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_gbnf_means_what_llama_cpp_reads_in_it(grammar: str, matches: list[str],
 )
 def test_what_is_no_gbnf_is_refused_with_its_place(grammar: str, said: str) -> None:
     with pytest.raises(InvalidParameter, match="is not valid GBNF") as refused:
-        as_lark(grammar, {})
+        as_lark(grammar)
     assert said in str(refused.value)
 
 
 def test_a_schema_in_a_grammar_stays_json() -> None:
-    lark = as_lark('start: %json {"type": "integer"} "!"', {"whitespace_flexible": False})
+    lark = as_lark('start: %json {"type": "integer"} "!"')
     schema = lark.removeprefix("start: %json ").removesuffix(' "!"')
     assert json.loads(schema)["type"] == "integer"

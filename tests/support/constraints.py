@@ -81,6 +81,14 @@ def allows(matcher: Matcher, text: str) -> bool:
     return num_accepted == len(token_ids)
 
 
+def may_begin(matcher: Matcher, text: str) -> bool:
+    """Whether an output may begin with a text. The matcher is as before."""
+    token_ids = encode(text)
+    num_accepted = matcher.accept(token_ids)
+    matcher.rollback(num_accepted)
+    return num_accepted == len(token_ids)
+
+
 def allowed_tokens(matcher: Matcher) -> list[int]:
     words = np.zeros(NUM_WORDS, np.int32)
     matcher.fill(words)

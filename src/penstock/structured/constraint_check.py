@@ -73,7 +73,7 @@ def check_read(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> No
     elif params.regex is not None:
         translated("regex", params.regex, backend)
     elif params.grammar is not None:
-        as_lark(params.grammar, {})
+        as_lark(params.grammar)
     elif params.structural_tag is not None:
         tagged_parts(params, backend)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,10 +23,10 @@ _REFUSED_KEYWORD = "%llguidance"
 _REFUSED_ATTRIBUTES = ("max_tokens", "stop", "temperature")
 
 
-def as_lark(grammar: str, json_options: Mapping[str, Any]) -> str:
+def as_lark(grammar: str, write_schema: Callable[[dict[str, Any]], str] = json.dumps) -> str:
     """A grammar in Lark's notation; the schemas in it (`%json`) in keywords that are enforced.
 
-    json_options: what a schema in it is compiled with.
+    write_schema: such a schema as text, with what it is compiled with.
     Raises InvalidParameter.
     """
     is_lark = not is_gbnf(grammar)
@@ -44,7 +44,7 @@ def as_lark(grammar: str, json_options: Mapping[str, Any]) -> str:
     parts, at = [], 0
     for previous, token in pairwise(tokens):
         if previous.text == "%json":
-            parts += [grammar[at : token.at], _schema_text(token, json_options)]
+            parts += [grammar[at : token.at], _schema_text(token, write_schema)]
             at = token.at + len(token.text)
     return "".join([*parts, grammar[at:]])
 
@@ -78,11 +78,9 @@ def _check(grammars: Iterable[Rules], start: str) -> None:
             )
 
 
-def _schema_text(token: LarkToken, json_options: Mapping[str, Any]) -> str:
+def _schema_text(token: LarkToken, write_schema: Callable[[dict[str, Any]], str]) -> str:
     """A schema in the grammar, in keywords that are enforced."""
     try:
-        schema = enforceable(token.value)
+        return write_schema(enforceable(token.value))
     except NotEnforced as error:
         raise InvalidParameter(f"structured_outputs.grammar: %json at position {token.at}: {error}") from error
-    options = {"x-guidance": dict(json_options)} if json_options else {}
-    return json.dumps({**schema, **options})

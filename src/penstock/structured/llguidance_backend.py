@@ -16,6 +16,7 @@ from penstock.structured.backend import MatcherError
 from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace_of
 from penstock.structured.ending import EndingMatcher, end_mask
 from penstock.structured.grammar_text import as_lark
+from penstock.structured.pattern_names import without_empty_patterns
 from penstock.structured.schema_narrowing import narrowed
 
 # Escapes of characters by number are left out: they would be second spellings of a property's name.
@@ -37,6 +38,10 @@ _ERRORS = {
         "apart, or use anyOf"
     ),
 }
+
+
+def _as_it_is(schema: dict[str, Any]) -> dict[str, Any]:
+    return schema
 
 
 class LLGuidanceBackend:
@@ -97,15 +102,16 @@ class LLGuidanceBackend:
         if params.choice is not None:
             return "start: " + " | ".join(map(json.dumps, params.choice)) + _NO_FORCING
         if params.grammar is not None:
-            return as_lark(params.grammar, self._json_options(params)) + _NO_FORCING
+            return as_lark(params.grammar, lambda schema: self._json_text(schema, params)) + _NO_FORCING
         if params.structural_tag is not None:
             return self._tag_source(params, rewrite) + _NO_FORCING
-        return f"start: {self._json_source(rewrite(schema_of(params)), params)}{_NO_FORCING}"
+        return f"start: %json {self._json_text(schema_of(params), params, rewrite)}{_NO_FORCING}"
 
-    def _json_source(self, schema: Any, params: StructuredOutputsParams) -> str:
+    def _json_text(self, schema: Any, params: StructuredOutputsParams, rewrite: Rewrite = _as_it_is) -> str:
+        options = self._json_options(params)
         # Options come last: llguidance takes them out by putting the last keyword in their place, and the order of
         # keywords is that of properties.
-        return f"%json {json.dumps({**schema, 'x-guidance': self._json_options(params)})}"
+        return json.dumps({**rewrite(without_empty_patterns(schema, _ALLOWED_ESCAPES)), "x-guidance": options})
 
     def _json_options(self, params: StructuredOutputsParams) -> Any:
         options: dict[str, Any] = {"json_allowed_escapes": _ALLOWED_ESCAPES}
@@ -125,7 +131,7 @@ class LLGuidanceBackend:
             if special is not None and special.start() < len(part.trigger):
                 rules.append(f"TAG_{index}: TEXT {json.dumps(part.begin[: special.start()])}")
                 begins.append(" ".join([f"TAG_{index}", *self._terms(part.begin[special.start() :])]))
-            body = [self._json_source(rewrite(part.schema), params), *self._terms(part.end)]
+            body = [f"%json {self._json_text(part.schema, params, rewrite)}", *self._terms(part.end)]
             tags.append(" ".join([f"({' | '.join(begins)})", *body]))
         return "\n".join([f"start: ({' | '.join(tags)})* TEXT", *rules])
 
@@ -183,10 +189,6 @@ class LLGuidanceMatcher(EndingMatcher):
     def _check(self) -> None:
         if self._matcher.is_error():
             raise MatcherError(_said(self._matcher))
-
-
-def _as_it_is(schema: dict[str, Any]) -> dict[str, Any]:
-    return schema
 
 
 def _fill(matcher: LLMatcher, words: np.ndarray) -> None:

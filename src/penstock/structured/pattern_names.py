@@ -1,0 +1,170 @@
+"""Patterns that leave nothing to write: of names that are listed anyway, or of characters that JSON escapes by number.
+
+A listed property has its own schema and those of the patterns that its name matches, and llguidance takes its name out
+of these patterns. It does not notice that nothing remains of one, and a comma could then not be followed by anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Of a pattern that matches any number of texts, as translations of patterns are written.
+_UNBOUNDED = re.compile(r"[*+]|\{\d+,\}")
+_CONTROL = re.compile(r"\\x\{(?:1?[0-9a-f]|7f)\}")
+_NOT_A_STRING = {"type": ["null", "boolean", "number", "array", "object"]}
+_BY_NAME = {"$defs", "properties", "patternProperties"}
+_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
+_SINGLE = {"items", "additionalProperties"}
+_QUOTE, _BRACE, _BACKSLASH = b'"{\\'
+# In JSON a character may have a backslash before it.
+_BYTES_PER_BYTE = 2
+
+
+def without_empty_patterns(schema: dict[str, Any], allowed_escapes: str) -> dict[str, Any]:
+    """The same schema, in which each pattern leaves something to write.
+
+    A pattern that matches listed names only becomes those properties, and one that matches nothing goes.
+    schema: as `enforceable` writes it. allowed_escapes: characters that may stand behind a backslash in a text.
+    """
+    names = {name for part in _parts(schema) for name in (*part.get("properties", ()), *part.get("required", ()))}
+    if not any(part.keys() & {"pattern", "patternProperties"} for part in _parts(schema)):
+        return schema
+    whole: dict[str, Any] = _Settling(names, allowed_escapes).schema(schema)
+    return whole
+
+
+class _Settling:
+    def __init__(self, names: Collection[str], allowed_escapes: str) -> None:
+        self._names = names
+        self._probe = _Probe(allowed_escapes, max((len(name.encode()) for name in names), default=0))
+
+    def schema(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        out = _with_parts(schema, self.schema)
+        for pattern, item in out.pop("patternProperties", {}).items():
+            may_be_empty = _CONTROL.search(pattern) is not None
+            is_finite = "^" in pattern and "$" in pattern and not _UNBOUNDED.search(pattern)
+            found = self._listed({"patternProperties": {pattern: {}}}) if may_be_empty or is_finite else None
+            if found is None:
+                out.setdefault("patternProperties", {})[pattern] = item
+            else:
+                _add_properties(out, found, item)
+        patterns = out.get("patternProperties", {})
+        rest = out.get("additionalProperties", True)
+        if rest is not False and False in patterns.values():
+            found = self._listed({"patternProperties": dict.fromkeys(patterns, False), "additionalProperties": {}})
+            if found is not None:
+                _add_properties(out, found, rest)
+                out["additionalProperties"] = False
+        if (
+            _CONTROL.search(out.get("pattern", ""))
+            and self._probe.word({"patternProperties": {out["pattern"]: {}}}) is None
+        ):
+            del out["pattern"]
+            out["allOf"] = [*out.get("allOf", []), _NOT_A_STRING]
+        return out
+
+    def _listed(self, of_names: dict[str, Any]) -> list[str] | None:
+        """The names that the properties of a schema may have, if all are listed."""
+        word = self._probe.word(of_names)
+        if word is None:
+            return []
+        if word not in self._names or self._probe.word(of_names, excluded=self._names) is not None:
+            return None
+        return self._probe.matching(of_names, self._names)
+
+
+class _Probe:
+    """Answers of llguidance about the names of an object's properties. longest: of those asked for, in bytes."""
+
+    def __init__(self, allowed_escapes: str, longest: int) -> None:
+        self._tokenizer = LLTokenizer("byte")
+        self._options = {"json_allowed_escapes": allowed_escapes, "whitespace_flexible": False}
+        self._longest = longest
+        self._words = np.zeros((self._tokenizer.vocab_size + 31) // 32, np.int32)
+
+    def word(self, of_names: dict[str, Any], excluded: Collection[str] = ()) -> str | None:
+        """A name that an object may have, which may be cut off where it is too long to be asked for; None if it has
+        none.
+        """
+        matcher = self._matcher({**of_names, "properties": dict.fromkeys(excluded, False)})
+        written: list[int] = []
+        is_escaped = False
+        while len(written) <= _BYTES_PER_BYTE * self._longest + 2:
+            allowed = self._allowed(matcher)
+            if not allowed:
+                break
+            may_close = len(written) > 0 and not is_escaped and _QUOTE in allowed
+            token = _QUOTE if may_close else min(allowed, key=lambda byte: (byte == _BACKSLASH, byte))
+            matcher.try_consume_tokens([token])
+            written.append(token)
+            if may_close:
+                name: str = json.loads(bytes(written))
+                return name
+            is_escaped = token == _BACKSLASH and not is_escaped
+        return bytes(written[1:]).decode(errors="replace") if written else None
+
+    def matching(self, of_names: dict[str, Any], names: Collection[str]) -> list[str]:
+        """Those of the names that an object may have."""
+        matcher, found = self._matcher(of_names), []
+        for name in names:
+            token_ids = list(json.dumps(name, ensure_ascii=False).encode())
+            num_accepted = matcher.try_consume_tokens(token_ids)
+            matcher.rollback(num_accepted)
+            if num_accepted == len(token_ids):
+                found.append(name)
+        return found
+
+    def _matcher(self, of_names: dict[str, Any]) -> LLMatcher:
+        """A matcher behind the brace that opens an object. It is in an error state where a pattern is not enforced."""
+        schema = {"additionalProperties": False, **of_names, "type": "object", "minProperties": 1}
+        source = f"start: %json {json.dumps({**schema, 'x-guidance': self._options})}"
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if not matcher.is_error():
+            matcher.try_consume_tokens([_BRACE])
+        return matcher
+
+    def _allowed(self, matcher: LLMatcher) -> list[int]:
+        """The bytes that may come."""
+        matcher.unsafe_compute_mask_ptr(self._words.__array_interface__["data"][0], self._words.nbytes)
+        return (
+            []
+            if matcher.is_error()
+            else np.flatnonzero(np.unpackbits(self._words.view(np.uint8), bitorder="little")[:256]).tolist()
+        )
+
+
+def _add_properties(out: dict[str, Any], names: Iterable[str], item: Any) -> None:
+    """Let properties follow one more schema."""
+    for name in names:
+        properties = out.setdefault("properties", {})
+        properties[name] = {"allOf": [properties[name], item]} if name in properties else item
+
+
+def _with_parts(schema: dict[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
+    """A schema with other ones in place of those below its keywords."""
+    out = dict(schema)
+    for name in _BY_NAME & schema.keys():
+        out[name] = {key: write(item) for key, item in schema[name].items()}
+    for name in _LISTS & schema.keys():
+        out[name] = [write(item) for item in schema[name]]
+    for name in _SINGLE & schema.keys():
+        out[name] = write(schema[name])
+    return out
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A schema and all below it."""
+    left: list[Any] = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            yield part
+            _with_parts(part, left.append)
