@@ -157,6 +157,20 @@ def test_several_outputs_of_a_prompt_reason_each_for_itself(in_reasoning: bool) 
     assert any(output.finish_reason == "stop" for output in result.outputs)
 
 
+@pytest.mark.parametrize("parser", ["deepseek_r1", "minimax_m2"])
+def test_the_end_of_reasoning_is_forced_where_the_prompt_does_not_begin_it(parser: str) -> None:
+    asked = SamplingParams(
+        seed=1, structured_outputs=StructuredOutputsParams(regex=CODE), thinking_token_budget=6, max_tokens=60
+    )
+    end = encode(STOP)
+    with LLM("demo", num_threads=1, kv_cache_memory_bytes=8 << 20, reasoning_parser=parser) as llm:
+        unfinished, ended = llm.generate(["Who are you?", "Who are you?<think></think>\n"], asked)
+    token_ids = list(unfinished.outputs[0].token_ids)
+    assert token_ids[6 : 6 + len(end)] == end
+    assert re.fullmatch(CODE, demo_tokenizer().decode(token_ids[6 + len(end) :]))
+    assert re.fullmatch(CODE, ended.outputs[0].text)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

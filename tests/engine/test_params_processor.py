@@ -74,6 +74,31 @@ def test_a_thinking_budget_goes_by_the_markers_of_the_reasoning_parser(tokenizer
     assert tokenizer.decode(arguments["end_token_ids"]) == "</seed:think>"
 
 
+@pytest.mark.parametrize("parser", ["deepseek_r1", "minimax_m2", "qwen3"])
+@pytest.mark.parametrize(
+    ("prompt", "is_thinking"),
+    [
+        ("the fox", True),
+        ("the fox<think>", True),
+        ("<think>dog</think>quick. the fox", True),
+        ("the fox<think></think>\n", False),
+    ],
+)
+def test_a_budget_counts_from_the_first_token_where_models_think_from_it(
+    tokenizer: Tokenizer, parser: str, prompt: str, is_thinking: bool
+) -> None:
+    processor = ParamsProcessor(
+        SamplingConfig(),
+        tokenizer,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({1, 9}),
+        structured=StructuredOutputsConfig(reasoning_parser=parser),
+    )
+    params = processor.process(SamplingParams(thinking_token_budget=5), tokenizer.encode(prompt))
+    said = (params.extra_args or {})["thinking_budget"].get("starts_in_thinking", False)
+    assert said == (is_thinking and parser != "qwen3")
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -25,25 +25,40 @@ MARKERS: list[tuple[list[int], list[int], list[list[int]]]] = [
 
 
 def params(
-    budget: int, start: list[int] = START, end: list[int] = END, implied: list[list[int]] | None = None, **fields: Any
+    budget: int,
+    start: list[int] = START,
+    end: list[int] = END,
+    implied: list[list[int]] | None = None,
+    *,
+    starts: bool = False,
+    **fields: Any,
 ) -> SamplingParams:
     argument: dict[str, Any] = {"budget": budget, "start_token_ids": start, "end_token_ids": end}
     if implied:
         argument["implied_end_token_ids"] = implied
+    if starts:
+        argument["starts_in_thinking"] = True
     return SamplingParams(**{"temperature": 0, "seed": 0, "extra_args": {"thinking_budget": argument}, **fields})
 
 
 def forced_token(
-    text: list[int], budget: int, start: list[int], end: list[int], implied: list[list[int]]
+    text: list[int],
+    budget: int,
+    start: list[int],
+    end: list[int],
+    implied: list[list[int]],
+    starts_at: int | None = None,
 ) -> int | None:
-    """The token that must follow, None if the model is free."""
+    """The token that must follow, None if the model is free. starts_at: where thinking begins without a marker."""
 
     def after_last(marker: list[int]) -> int:
         ends = [n for n in range(len(marker), len(text) + 1) if text[n - len(marker) : n] == marker]
         return max(ends, default=-1)
 
-    began = after_last(start)
-    if began <= max(after_last(marker) for marker in (end, *implied)) or len(text) - began < budget:
+    began, ended = after_last(start), max(after_last(marker) for marker in (end, *implied))
+    if began <= ended and starts_at is not None and ended <= starts_at:
+        began, ended = starts_at, -1
+    if began <= ended or len(text) - began < budget:
         return None
     thought = text[began:]
     said = max((n for n in range(len(end)) if n == 0 or thought[-n:] == end[:n]), default=0)
@@ -54,9 +69,12 @@ def forced_token(
 @given(
     budgets=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     kinds=st.lists(st.sampled_from(range(len(MARKERS))), min_size=5, max_size=5),
+    starts=st.lists(st.booleans(), min_size=5, max_size=5),
     seed=st.integers(0, 10_000),
 )
-def test_forced_tokens_are_those_of_a_restatement(budgets: list[int], kinds: list[int], seed: int) -> None:
+def test_forced_tokens_are_those_of_a_restatement(
+    budgets: list[int], kinds: list[int], starts: list[bool], seed: int
+) -> None:
     rng = random.Random(seed)
     driver = HandDriven()
     # Few different tokens, so that texts often begin and end thinking, or nearly so.
@@ -66,7 +84,7 @@ def test_forced_tokens_are_those_of_a_restatement(budgets: list[int], kinds: lis
 
     def add(slot: int) -> None:
         text, length = texts[slot], prompt_lens[slot]
-        driver.add(slot, params(budgets[slot], *markers[slot]), text[:length], text[length:])
+        driver.add(slot, params(budgets[slot], *markers[slot], starts=starts[slot]), text[:length], text[length:])
 
     for slot in range(len(budgets)):
         add(slot)
@@ -76,7 +94,8 @@ def test_forced_tokens_are_those_of_a_restatement(budgets: list[int], kinds: lis
         logits[range(len(budgets)), wanted] = 50.0
         tokens = driver.step(range(len(budgets)), logits).sampled_token_ids.tolist()
         for slot, (text, token, free) in enumerate(zip(texts, tokens, wanted, strict=True)):
-            forced = forced_token(text, budgets[slot], *markers[slot])
+            starts_at = prompt_lens[slot] if starts[slot] else None
+            forced = forced_token(text, budgets[slot], *markers[slot], starts_at)
             assert token == (free if forced is None else forced)
             text.append(token)
             if rng.random() < 0.1:
@@ -112,6 +131,7 @@ def test_requests_without_a_budget_are_left_alone() -> None:
         {"budget": 1, "start_token_ids": [1], "end_token_ids": [2], "more": 1},
         {"budget": 1, "start_token_ids": [1], "end_token_ids": [2], "implied_end_token_ids": [3]},
         {"budget": 1, "start_token_ids": [1], "end_token_ids": [2], "implied_end_token_ids": 3},
+        {"budget": 1, "start_token_ids": [1], "end_token_ids": [2], "starts_in_thinking": 1},
     ],
     ids=str,
 )

@@ -150,7 +150,7 @@ class InputProcessor:
         else:
             prompt_token_ids = given_token_ids
         self._check_prompt(prompt_token_ids)
-        sampling_params = self._params_processor.process(sampling_params)
+        sampling_params = self._params_processor.process(sampling_params, prompt_token_ids)
         self._check_priority(priority)
         prompt_token_ids = self._truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
         self._check_length(len(prompt_token_ids), sampling_params.max_tokens)

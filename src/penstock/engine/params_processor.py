@@ -5,8 +5,9 @@ A worker knows token ids and no text, so words become sequences of tokens here, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +19,9 @@ from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
 from penstock.engine.logits_processor_checks import LogitsProcessorChecks
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from penstock.structured.reasoning import ReasoningTokens
 
 
 def check_is_params(params: Any) -> None:
@@ -45,11 +49,14 @@ class ParamsProcessor:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._structured = structured or StructuredOutputsConfig()
+        self._markers = reasoning_markers(
+            self._structured.reasoning_parser, config.reasoning_start_str, config.reasoning_end_str
+        )
         self._last_checked: StructuredOutputsParams | None = None
         self._logits_processors = LogitsProcessorChecks(config.logits_processors)
 
-    def process(self, params: SamplingParams) -> SamplingParams:
-        """The parameters as the worker needs them; the seed is not set here.
+    def process(self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> SamplingParams:
+        """The parameters as the worker needs them; the seed is not set here. prompt_token_ids: that they are for.
 
         Raises InvalidParameter.
         """
@@ -69,7 +76,8 @@ class ParamsProcessor:
             stops = {*params.all_stop_token_ids, *params.stop_token_ids, *self._eos_token_ids}
             changes["all_stop_token_ids"] = tuple(sorted(stops))
         if params.thinking_token_budget is not None:
-            changes["extra_args"] = {**(params.extra_args or {}), THINKING_BUDGET: self._thinking_budget(params)}
+            budget = self._thinking_budget(params, prompt_token_ids)
+            changes["extra_args"] = {**(params.extra_args or {}), THINKING_BUDGET: budget}
         # Its caller may set fields of the original meanwhile.
         params = msgspec.structs.replace(params, **changes)
         self._logits_processors.check(params)
@@ -114,19 +122,20 @@ class ParamsProcessor:
                     f"Allowed: 0 to {self._vocab_size - 1}."
                 )
 
-    def _thinking_budget(self, params: SamplingParams) -> dict[str, Any]:
-        """What the logits processor of that name is given."""
+    def _thinking_budget(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """Argument of the logits processor of that name."""
         start, end, *implied = self._reasoning_tokens(f"thinking_token_budget={params.thinking_token_budget}")
-        argument = {"budget": params.thinking_token_budget, "start_token_ids": start, "end_token_ids": end}
-        return {**argument, "implied_end_token_ids": implied} if implied else argument
+        argument: dict[str, Any] = {"budget": params.thinking_token_budget}
+        argument |= {"start_token_ids": start, "end_token_ids": end}
+        if implied:
+            argument["implied_end_token_ids"] = implied
+        if self._markers.starts_in_reasoning and self._stages.reasons_after(prompt_token_ids):
+            argument["starts_in_thinking"] = True
+        return argument
 
     def _reasoning_tokens(self, needed_for: str) -> list[list[int]]:
         """The markers of reasoning, as tokens: what begins it, what ends it, and what else does."""
-        config = self._config
-        markers = reasoning_markers(
-            self._structured.reasoning_parser, config.reasoning_start_str, config.reasoning_end_str
-        )
-        encoded = []
+        markers, encoded = self._markers, []
         for name, text in (("reasoning_start_str", markers.start), ("reasoning_end_str", markers.end)):
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)
             if not token_ids:
@@ -137,6 +146,13 @@ class ParamsProcessor:
             encoded.append(token_ids)
         implied = (self._tokenizer.encode(text, add_special_tokens=False) for text in markers.implied_ends)
         return [*encoded, *(token_ids for token_ids in implied if token_ids)]
+
+    @functools.cached_property
+    def _stages(self) -> ReasoningTokens:
+        # Only engines of models that reason pay for the import.
+        from penstock.engine.structured_grammar import reasoning_tokens
+
+        return reasoning_tokens(self._tokenizer, self._markers)
 
     def _spell(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The bad words as tokens: as a word that begins a text, and as one after a space."""

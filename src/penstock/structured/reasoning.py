@@ -61,6 +61,10 @@ class ReasoningTokens:
             return _Stage.CONSTRAINED, ()
         return (_Stage.REASONS if self.starts_in_reasoning else _Stage.MAY_REASON), ()
 
+    def reasons_after(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether an output reasons from its first token on."""
+        return self.stage_after(prompt_token_ids)[0] is _Stage.REASONS
+
     def _is_blank(self, token_ids: Sequence[int]) -> bool:
         return len(token_ids) <= _MOST_BLANK_TOKENS and not self.decode(token_ids).strip()
 

@@ -25,12 +25,14 @@ _NO_TOKEN = -1
 # What begins thinking, and what ends it; a model is made to say the first of the ends.
 _Markers = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 _IMPLIED_ENDS = "implied_end_token_ids"
+_STARTS_IN_THINKING = "starts_in_thinking"
 _FIELDS = {"budget", "start_token_ids", "end_token_ids"}
 
 
 class ThinkingBudget(LogitsProcessor):
     """Its argument: {"budget": tokens, "start_token_ids": [...], "end_token_ids": [...]}, and perhaps
-    {"implied_end_token_ids": [[...], ...]}, other markers that end thinking.
+    {"implied_end_token_ids": [[...], ...]}, other markers that end thinking, and {"starts_in_thinking": True} where an
+    output thinks from its first token on without a start marker.
 
     For each slot the device keeps the position at which thinking began. The prompt is searched for it on the host;
     from then on every step looks at the last tokens only, so whether the host knows them does not matter. Those are as
@@ -56,12 +58,15 @@ class ThinkingBudget(LogitsProcessor):
         argument = (params.extra_args or {}).get(cls.name)
         if argument is None:
             return
-        if not isinstance(argument, dict) or set(argument) - {_IMPLIED_ENDS} != _FIELDS:
+        if not isinstance(argument, dict) or set(argument) - {_IMPLIED_ENDS, _STARTS_IN_THINKING} != _FIELDS:
             raise ValueError(f"extra_args[{cls.name!r}]={argument!r} is not valid. Allowed: a dictionary of {_FIELDS}")
         budget, implied_ends = argument["budget"], argument.get(_IMPLIED_ENDS, [])
         if not isinstance(implied_ends, (list, tuple)):
             raise ValueError(f"{_IMPLIED_ENDS}={implied_ends!r} is not valid. Allowed: a list of lists of token ids")
         markers = [argument["start_token_ids"], argument["end_token_ids"], *implied_ends]
+        starts = argument.get(_STARTS_IN_THINKING, False)
+        if not isinstance(starts, bool):
+            raise ValueError(f"{_STARTS_IN_THINKING}={starts!r} is not valid. Allowed: True or False")
         if type(budget) is not int or budget < 0:
             raise ValueError(f"budget={budget!r} is not valid. Allowed: an integer of at least 0")
         for marker in markers:
@@ -81,9 +86,10 @@ class ThinkingBudget(LogitsProcessor):
                 f"The tokens {start} and {ends} are not all in the vocabulary of {self.context.vocab_size}"
             )
         known = [*prompt_token_ids, *output_token_ids]
+        starts_at = len(prompt_token_ids) if argument.get(_STARTS_IN_THINKING, False) else _NOT_THINKING
         self._markers[slot] = (start, ends)
         self._began_at.discard(slot)
-        self._began_at.stage(slot, 0, [_thinking_since(known, start, ends)])
+        self._began_at.stage(slot, 0, [_thinking_since(known, start, ends, starts_at)])
         self._budget.set(slot, argument["budget"])
         self._num_known.set(slot, len(known))
         return True
@@ -151,7 +157,14 @@ def _ends_with(tail: Tensor, marker: Sequence[int]) -> Tensor:
     return result
 
 
-def _thinking_since(token_ids: Sequence[int], start: Sequence[int], ends: Sequence[Sequence[int]]) -> int:
-    """The position after the last start marker, _NOT_THINKING if there is none or an end comes after it."""
-    last_start = after_last(token_ids, start)
-    return last_start if last_start > max(after_last(token_ids, end) for end in ends) else _NOT_THINKING
+def _thinking_since(
+    token_ids: Sequence[int], start: Sequence[int], ends: Sequence[Sequence[int]], starts_at: int
+) -> int:
+    """The position at which thinking began; _NOT_THINKING if it did not, or if an end came after it.
+
+    It begins behind the last start marker. starts_at: where it begins without one, _NOT_THINKING for nowhere.
+    """
+    last_start, last_end = after_last(token_ids, start), max(after_last(token_ids, end) for end in ends)
+    if last_start > last_end:
+        return last_start
+    return starts_at if last_end <= starts_at else _NOT_THINKING
