@@ -5,6 +5,7 @@ python tools/vllm_page.py
 
 from __future__ import annotations
 
+import ast
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -41,7 +42,7 @@ are `ConfigError` too, parameters of requests `InvalidParameter`, methods `Attri
 names of the package `ImportError`. A name that is in no list is a typing mistake, and the error says what it may have
 meant.
 
-`None`, and an empty text or collection, ask for nothing anywhere. For a command line, `max_num_seqs=4` is
+`None`, and an empty text or collection, ask for nothing of what is not built. For a command line, `max_num_seqs=4` is
 `--max-num-seqs 4`, and `enable_lora=True` is `--enable-lora`. Sizes in bytes may be texts such as `1GiB`.
 
 Three habits differ. An engine is closed: use it in a `with` block, or call `close()`, or `shutdown()` of an
@@ -89,7 +90,8 @@ def _renamed(table: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield f"`{prefixes.get(kind, '')}{name}`", f"`{own}`"
     for option, values in table["values"].items():
         for value, own in values.items():
-            given = int(value) if value.removeprefix("-").isdecimal() else value
+            is_plain = value.removeprefix("-").isdecimal() or value in ("True", "False")
+            given = ast.literal_eval(value) if is_plain else value
             yield f"`{option}={given!r}`", f"`{option}={own or None!r}`"
 
 
@@ -121,7 +123,8 @@ def _asking(feature: Mapping[str, Any]) -> list[str]:
 
 def _tuning(feature: Mapping[str, Any]) -> list[str]:
     keys = ("tuning", "tuning_flags", "tuning_parameters", "tuning_arguments")
-    return [name for key in keys for name in feature.get(key, ()) if not name.startswith("_")]
+    names = dict.fromkeys(name for key in keys for name in feature.get(key, ()))
+    return [name for name in names if not name.startswith("_")]
 
 
 def _names(names: Iterable[str]) -> str:

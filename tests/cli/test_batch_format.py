@@ -204,7 +204,7 @@ def test_a_token_that_cannot_come_has_a_finite_log_probability() -> None:
         ),
         (batch("x", COMPLETION, prompt="a", messages=MESSAGES), "There is no field messages"),
         (batch("x", messages=MESSAGES, stream=True), "stream=True is not available. Allowed: False."),
-        (batch("x", messages=MESSAGES, response_format={"type": "json_object"}), "response_format="),
+        (batch("x", messages=MESSAGES, response_format={"type": "xml"}), "response_format="),
         (batch("x", messages=MESSAGES, logprobs=3), "logprobs=3 is not valid. Allowed: True or False."),
         (
             batch("x", messages=MESSAGES, top_logprobs=3),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.batch_results import BatchFormat, Endpoint
+from penstock.cli.response_format import take_response_format
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field, with_parameters
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
@@ -32,7 +33,7 @@ _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__) - {
 }
 _CHAT_FIELDS = ("messages", *TEMPLATE_FIELDS, "max_completion_tokens", "top_logprobs")
 _FIELDS = {
-    endpoint: ("model", *own, "logprobs", "cache_salt", "priority", *sorted(_SAMPLING_FIELDS))
+    endpoint: ("model", *own, "logprobs", "response_format", "cache_salt", "priority", *sorted(_SAMPLING_FIELDS))
     for endpoint, own in ((Endpoint.CHAT, _CHAT_FIELDS), (Endpoint.COMPLETION, ("prompt",)))
 }
 # What servers are told about the client, and what changes no answer here.
@@ -45,7 +46,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 
@@ -99,7 +99,7 @@ class _Reader:
 
     def _read(self, where: str, fields: dict[str, Any]) -> tuple[Any, SamplingParams, Any]:
         endpoint = self._check_line(where, fields)
-        body = {key: value for key, value in fields["body"].items() if value is not None}
+        body = {key: value for key, value in _whole_body(fields["body"]).items() if value is not None}
         self._check_model(body.pop("model", None))
         choice = body.get("tool_choice")
         _take_only(body)
@@ -110,6 +110,7 @@ class _Reader:
         else:
             prompt = {**_take_prompt(body), "cache_salt": cache_salt}
             params = {"logprobs": body.pop("logprobs", None)}
+        params |= take_response_format(body)
         known = _SAMPLING_FIELDS | params.keys()
         return prompt, with_parameters(self._defaults, {**body, **params}, known, _FIELDS[endpoint]), priority
 
@@ -156,6 +157,16 @@ def _model_of(fields: dict[str, Any] | InvalidRequest) -> str | None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
+
+
+def _whole_body(body: dict[str, Any]) -> dict[str, Any]:
+    """A body with the fields of its `extra_body`, which clients put beside the others before they send them."""
+    extra = body.get("extra_body")
+    if extra is None:
+        return body
+    if not isinstance(extra, dict):
+        raise InvalidParameter(f"extra_body={extra!r} is not valid. Allowed: an object with fields of the body.")
+    return {**{key: value for key, value in body.items() if key != "extra_body"}, **extra}
 
 
 def _take_only(body: dict[str, Any]) -> None:

@@ -11,6 +11,9 @@ from typer.core import TyperCommand, TyperGroup
 from penstock.cli.failures import readable_errors
 from penstock.cli.flags import with_dashes
 
+# Of commands whose outputs may have a form.
+_FLAGS_OF_FORMS = ("--json-schema", "--regex", "--choice", "--grammar")
+
 
 class EngineCommand(TyperCommand):
     """A command that takes any engine option as a flag: what it does not have itself becomes `--option NAME=VALUE`."""
@@ -78,10 +81,16 @@ def _engine_option(flag: str) -> tuple[str, str | None] | None:
 
 
 def _refuse(ctx: Any, flag: str, own: dict[str, bool]) -> None:
+    from penstock.config import vllm
     from penstock.config.checks import did_you_mean
     from penstock.config.engine import option_names
 
-    hint = did_you_mean(flag, [*own, *(f"--{with_dashes(name)}" for name in option_names())])
+    parameter = vllm.table().other_names["parameters"].get(flag.removeprefix("--").replace("-", "_"))
+    if parameter is None:
+        hint = did_you_mean(flag, [*own, *(f"--{with_dashes(name)}" for name in option_names())])
+    else:
+        flags = [name for name in _FLAGS_OF_FORMS if name in own] or ["`penstock generate --help`"]
+        hint = f" It is the parameter {parameter} of a request: see {', '.join(flags)}."
     ctx.fail(f"No such option: {flag}.{hint} docs/options.md explains all options.")
 
 

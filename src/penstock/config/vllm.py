@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from penstock.config.checks import did_you_mean
-from penstock.errors import UnsupportedArgument, UnsupportedMethod, UnsupportedName, UnsupportedParameter
+from penstock.errors import (
+    InvalidParameter,
+    UnsupportedArgument,
+    UnsupportedMethod,
+    UnsupportedName,
+    UnsupportedParameter,
+)
 
 _TABLE = Path(__file__).with_suffix(".toml")
 _KINDS = ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts")
@@ -121,11 +127,26 @@ def options_as_ours(options: Mapping[str, Any], known: Iterable[str]) -> dict[st
 
 
 def parameters_as_ours(parameters: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Parameters of a request without those that ask for nothing; unknown ones stay.
+    """Parameters of a request by our names, without those that ask for nothing; unknown ones stay.
 
-    known: our names. Raises UnsupportedParameter, naming the feature, for what Penstock does not have.
+    known: our names. Raises UnsupportedParameter, naming the feature, for what Penstock does not have, and
+    InvalidParameter for a parameter that is given by several names.
     """
-    return _without_harmless("parameters", parameters, known)
+    other_names = table().other_names["parameters"]
+    renamed = {
+        name: _value_as_ours(name, value)
+        for name, value in parameters.items()
+        if name in other_names and name not in known
+    }
+    own = {name: value for name, value in parameters.items() if name not in renamed}
+    asked = {name: value for name, value in renamed.items() if value is not None}
+    for name, value in asked.items():
+        own_name, _, field = other_names[name].partition(".")
+        if parameters.get(own_name) is not None or (not field and len(asked) > 1):
+            others = ", ".join(asked)
+            raise InvalidParameter(f"{own_name} is given by several names: {others}. Give {own_name} alone.")
+        own[own_name] = {**(own.get(own_name) or {}), field: value} if field else value
+    return _without_harmless("parameters", own, known)
 
 
 def fields_as_ours(prompt: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.contract import param_checks as check
+from penstock.contract.named_parameters import NamedParameters
 from penstock.errors import InvalidParameter
 
 # Of these a request has exactly one.
@@ -28,7 +29,9 @@ _JSON_FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
 MAX_READ_AT_INTAKE = 4096
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputsParams(
+    msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """The form of an output, as exactly one constraint, with the names that users of vLLM know.
 
     json: a JSON schema: text, a dictionary, or a pydantic model (its class or an instance). Kept as text.
