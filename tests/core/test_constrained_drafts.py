@@ -288,3 +288,28 @@ def many(part: int, reasoning: bool) -> tuple[list[Asked], Served]:
     schemas = SCHEMAS + [there_are[(17 * part + number) % len(there_are)] for number in range(25 - len(SCHEMAS))]
     asked = ask(schemas, 1000 * part, reasoning=reasoning)
     return asked, serve(asked, **options("none", reasoning=reasoning, async_scheduling=False, is_tight=False))
+
+
+@pytest.mark.parametrize("method", DRAFT_WELL)
+def test_the_likeliest_tokens_of_a_form_are_those_without_drafts(method: str) -> None:
+    asked = [
+        Asked(
+            encode(PROMPTS[number % len(PROMPTS)]),
+            SamplingParams(
+                seed=0,
+                temperature=0,
+                max_tokens=60,
+                structured_outputs=StructuredOutputsParams(json=schema),
+                logit_bias=CLOSING,
+            ),
+            schema,
+        )
+        for number, schema in enumerate(SCHEMAS)
+    ]
+    plain, served = (
+        serve(asked, **options(name, reasoning=False, async_scheduling=True, is_tight=False))
+        for name in ("none", method)
+    )
+    assert_equal(served, plain)
+    assert check(asked, served) > len(SCHEMAS) // 2
+    assert served.num_accepted > 0

@@ -150,6 +150,15 @@ def test_requests_are_shared_and_all_are_answered(core: CoreGroup) -> None:
     assert finish(core) == undisturbed(6)
 
 
+def test_no_engine_waits_for_one_that_has_nothing_to_do(core: CoreGroup) -> None:
+    """With no request, with one, and where one of two goes on for long: outputs end whatever the other engine does."""
+    for lengths in ([], [7], [2, 60], [60, 2, 60, 2]):
+        for index, length in enumerate(lengths):
+            add(core, f"r{index}", max_tokens=length)
+        num_tokens = {name: len(tokens) for name, tokens in finish(core).items()}
+        assert num_tokens == {f"r{index}": length for index, length in enumerate(lengths)}
+
+
 def test_prompts_with_one_beginning_go_to_one_engine_until_it_has_too_many(core: CoreGroup) -> None:
     add(core, "r0", [1, 2])
     for index in range(1, 8):
