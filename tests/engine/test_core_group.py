@@ -169,18 +169,20 @@ def test_what_no_message_can_hold_is_refused_and_forgotten(
     assert list(finish(core)) == ["a"]
 
 
-def test_statistics_are_of_all_cores_that_run(start: Callable[..., CoreGroup]) -> None:
-    core = start(data_parallel_size=2)
+@pytest.mark.parametrize("num_cores", [1, 2])
+@pytest.mark.one_case_quick
+def test_statistics_are_of_all_cores_that_run(start: Callable[..., CoreGroup], num_cores: int) -> None:
+    core = start(data_parallel_size=num_cores)
     for req_id in ("a", "b", "c"):
         add(core, req_id, SILENT if req_id == "a" else 9)
     stats = core.stats()
-    assert (stats.num_blocks, stats.num_used_blocks) == (16, 4)
+    assert (stats.num_blocks, stats.num_used_blocks) == (8 * num_cores, 2 * num_cores)
     finish(core)
     assert core.stats().num_running_reqs == 0
     os.kill(core.process_ids[0], signal.SIGKILL)
     while all(replica.is_running for replica in core._replicas):
         core.step()
-    assert core.stats().num_blocks == 8
+    assert core.stats().num_blocks == 8 * (num_cores - 1)
 
 
 def test_errors_that_no_message_can_hold_arrive_nevertheless(start: Callable[..., CoreGroup]) -> None:

@@ -94,7 +94,7 @@ def llm() -> Iterator[LLM]:
 
 CALLS: dict[str, Callable[[LLM], Any]] = {
     "generate": tokens_of,
-    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], PARAMS, chat_template="x"),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], PARAMS, chat_template="{{ 1 }}"),
     "beam_search": lambda llm: llm.beam_search("x", BeamSearchParams(beam_width=2, max_tokens=2)),
     "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
     "get_model_inspection": lambda llm: llm.get_model_inspection(),
