@@ -228,3 +228,34 @@ def test_no_engine_starts_while_the_program_ends(tmp_path: Path, kind: str, opti
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "LifecycleError: No engine can start while the program ends" in done.stderr
+
+
+_PROGRAM = """
+import sys, threading, time
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.engine.session import Session
+from support.fake_engine import FakeCore
+
+begun = threading.Event()
+
+def step(number):
+    begun.set()
+    time.sleep(0.2)
+    print("step", flush=True)
+
+core = FakeCore()
+core.on_step = step
+session = Session(EngineConfig.create(sys.argv[1]), load_core=lambda config: core)
+request = session.accept({"prompt_token_ids": [9, 10]}, SamplingParams(max_tokens=50))
+threading.Thread(target=lambda: list(session.run([request])), daemon=True).start()
+begun.wait()
+"""
+
+
+def test_the_end_of_the_program_comes_between_two_steps_of_a_daemon_thread(tmp_path: Path) -> None:
+    """An operator of torch that comes back while the interpreter is finalised would end the process with SIGABRT."""
+    command = [sys.executable, "-c", _PROGRAM, str(write_model(tmp_path / "model"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "step\n", "")

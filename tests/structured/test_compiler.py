@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -122,6 +124,39 @@ def test_one_that_hangs_is_an_error_after_its_time_and_keeps_no_others_waiting()
             assert "structured_outputs.regex was not compiled within 0.2 s" in str(result)
     waiting.backend.let_go.set()
     waiting.compiler.close()
+
+
+_PROGRAM = """
+import sys, threading, time
+from penstock.contract import StructuredOutputsParams
+from penstock.structured.compiler import GrammarCompiler
+
+begun = threading.Event()
+
+class Backend:
+    def compile(self, params):
+        begun.set()
+        time.sleep(float(sys.argv[1]))
+        print("compiled", flush=True)
+
+compiler = GrammarCompiler(Backend, timeout_s=float(sys.argv[2]), max_cached=1)
+compiler.compile(StructuredOutputsParams(regex="a"), lambda *_: print("told", flush=True))
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "timeout_s", "printed", "said"),
+    [(0.5, 60.0, "compiled\n", ""), (60.0, 0.5, "", "A grammar is still being compiled 0.5 s after the end")],
+)
+def test_the_end_of_a_program_waits_for_a_library_and_no_longer_than_it_may_take(
+    takes_s: float, timeout_s: float, printed: str, said: str
+) -> None:
+    """A library that comes back while the interpreter is finalised would end the process with SIGSEGV."""
+    command = [sys.executable, "-c", _PROGRAM, str(takes_s), str(timeout_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout) == (0, printed)
+    assert said in done.stderr
 
 
 def test_closing_waits_for_nothing_that_hangs_and_leaves_no_idle_threads() -> None:

@@ -242,6 +242,11 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"format": "regex"}, "/format", "cannot be enforced"),
     ({"pattern": "a(?=b)"}, "/pattern", "lookahead"),
     ({"patternProperties": {"a/(?!b)": {}}}, "/patternProperties/a~1(?!b)", "lookahead"),
+    (
+        {"properties": {"a": {"patternProperties": {f"^{n}$": {} for n in range(201)}}}},
+        "/properties/a/patternProperties",
+        "more than 200 patterns of names",
+    ),
     ({"multipleOf": 0.1}, "/multipleOf", "do not agree"),
     ({"multipleOf": 0}, "/multipleOf", "above 0"),
     ({"minimum": 2**60}, "/minimum", "not exact"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import TracebackType
 
 from penstock.engine.core_client import CALL_TIMEOUT_S
 from penstock.engine.owning_process import OwningProcess
 from penstock.errors import WaitTimeout
+
+_HANDOVER_S = 0.1
 
 
 class LimitedLock:
@@ -17,21 +20,30 @@ class LimitedLock:
     in a forked process, where whoever held it in the first one may never let go.
     """
 
-    __slots__ = ("_holder", "_lock", "_timeout_s", "_what", "owner")
+    __slots__ = ("_holder", "_is_wanted", "_lock", "_timeout_s", "_what", "owner")
 
     def __init__(self, what: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._lock = threading.RLock()
         self._what = what
         self._timeout_s = timeout_s
         self._holder = 0
+        self._is_wanted = False
         self.owner = OwningProcess()
 
     def __enter__(self) -> None:
         self.owner.check()
-        if not self._lock.acquire(timeout=self._timeout_s):
+        self._acquire(self._timeout_s)
+
+    def hold(self, timeout_s: float) -> None:
+        """Take it for good, which keeps other threads out. Raises WaitTimeout after `timeout_s` seconds."""
+        self._is_wanted = True
+        self._acquire(min(timeout_s, self._timeout_s))
+
+    def _acquire(self, timeout_s: float) -> None:
+        if not self._lock.acquire(timeout=timeout_s):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise WaitTimeout(
-                f"Thread {threading.current_thread().name} waited {self._timeout_s:g} s for thread "
+                f"Thread {threading.current_thread().name} waited {timeout_s:g} s for thread "
                 f"{names.get(self._holder, self._holder)} to {self._what}, which hangs or is overloaded."
             )
         self._holder = threading.get_ident()
@@ -40,3 +52,6 @@ class LimitedLock:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._lock.release()
+        if self._is_wanted:
+            # A thread that takes it again at once would get it first.
+            time.sleep(_HANDOVER_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -19,10 +20,13 @@ from penstock.engine.metrics import Metric
 from penstock.engine.output_processor import Progress
 from penstock.engine.prompts import Prompt
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
-from penstock.errors import EngineDead, InvalidRequest, LifecycleError
+from penstock.errors import EngineDead, InvalidRequest, LifecycleError, WaitTimeout
 from penstock.executor.program import refuse_at_exit
 
 logger = logging.getLogger(__name__)
+
+# How long the end of the program waits for a step of a daemon thread.
+_EXIT_TIMEOUT_S = 30.0
 
 
 class Session:
@@ -46,6 +50,8 @@ class Session:
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))
         self._lock = LimitedLock("finish its step")
         self._is_closed = False
+        # Called at the end of the program.
+        weakref.finalize(self, _hold, self._lock)
 
     @property
     def max_model_len(self) -> int:
@@ -191,3 +197,17 @@ class Session:
     def _check_open(self) -> None:
         if self._is_closed:
             raise LifecycleError("This engine is closed. Create another one.")
+
+
+def _hold(lock: LimitedLock) -> None:
+    """Keep daemon threads between two steps while the interpreter is finalised.
+
+    Python before 3.14 ends a thread that comes back from an operator of torch by then, and the C++ frames that are
+    unwound end the process ("terminate called without an active exception").
+    """
+    if not lock.owner.is_here():
+        return
+    try:
+        lock.hold(_EXIT_TIMEOUT_S)
+    except WaitTimeout as error:
+        logger.error("%s", error)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -11,6 +14,8 @@ from typing import NamedTuple, TypeAlias
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import CompiledGrammar, GrammarBackend
+
+logger = logging.getLogger(__name__)
 
 # What a constraint came to: its grammar, or why there is none.
 Compiled: TypeAlias = CompiledGrammar | Exception
@@ -31,7 +36,7 @@ class GrammarCompiler:
     max_cached: constraints whose grammars are kept; the least recently used go first.
 
     Libraries cannot be interrupted. A compilation that takes too long is left alone: it goes on in a thread of its own,
-    which keeps neither others waiting nor the process alive.
+    which keeps no others waiting, and the end of the program no longer than timeout_s.
     """
 
     def __init__(self, make_backend: Callable[[], GrammarBackend], *, timeout_s: float, max_cached: int) -> None:
@@ -44,7 +49,11 @@ class GrammarCompiler:
         self._cache: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._is_closed = False
+        self._closed = threading.Event()
+        # Threads within a library.
+        self._compiling: set[threading.Thread] = set()
+        # Called at the end of the program.
+        weakref.finalize(self, _end, self._closed, self._compiling, timeout_s)
 
     def find(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
         """The grammar of a constraint, if it is there."""
@@ -68,7 +77,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Let the threads end. Nobody is told anything any more."""
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             threads, self._threads = self._threads, []
             self._cache.clear()
         for _ in threads:
@@ -80,7 +89,7 @@ class GrammarCompiler:
         while (job := self._jobs.get()) is not None:
             result = self._result_in_time(job.params)
             with self._lock:
-                if self._is_closed:
+                if self._closed.is_set():
                     return
                 if not isinstance(result, Exception):
                     self._cache[job.params] = result
@@ -90,7 +99,14 @@ class GrammarCompiler:
 
     def _result_in_time(self, params: StructuredOutputsParams) -> Compiled:
         results: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
-        thread = self._thread(lambda: results.put(self._result(params)), "grammar")
+
+        def run() -> None:
+            try:
+                results.put(self._result(params))
+            finally:
+                self._compiling.discard(thread)
+
+        thread = self._thread(run, "grammar")
         try:
             self._start_with_deep_stack(thread)
         except RuntimeError as error:
@@ -105,9 +121,15 @@ class GrammarCompiler:
 
     def _start_with_deep_stack(self, thread: threading.Thread) -> None:
         with self._lock:
+            if self._closed.is_set():
+                raise RuntimeError("The compiler of grammars is closed.")
+            self._compiling.add(thread)
             before = threading.stack_size(_STACK_BYTES)
             try:
                 thread.start()
+            except RuntimeError:
+                self._compiling.discard(thread)
+                raise
             finally:
                 threading.stack_size(before)
 
@@ -122,3 +144,21 @@ class GrammarCompiler:
     @staticmethod
     def _thread(run: Callable[[], None], name: str) -> threading.Thread:
         return threading.Thread(target=run, name=f"penstock-{name}", daemon=True)
+
+
+def _end(closed: threading.Event, compiling: set[threading.Thread], timeout_s: float) -> None:
+    """Let nobody be told anything any more, and wait for what is being compiled.
+
+    Python before 3.14 ends a thread that comes back from a library while the interpreter is finalised; the frames of
+    the library that are unwound then end the process with SIGSEGV.
+    """
+    closed.set()
+    deadline = time.monotonic() + timeout_s
+    for thread in list(compiling):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in compiling):
+        logger.warning(
+            "A grammar is still being compiled %g s after the end of the program (max_grammar_compile_s), which may "
+            "end it with SIGSEGV.",
+            timeout_s,
+        )

@@ -43,6 +43,8 @@ class Walk:
         self.places: dict[int, tuple[Any, str, dict[str, Any]]] = {}
         # How many times `not` stands around the present place.
         self.num_negations = 0
+        # Of names of properties, so far.
+        self.num_patterns = 0
         self.references = References(root)
         self.handlers = handlers
         self.draft = self._find_draft(root)
