@@ -78,6 +78,14 @@ def test_a_pattern_of_more_than_listed_names_stays(pattern: str) -> None:
     assert without_empty_patterns(schema, ESCAPES) == schema
 
 
+@pytest.mark.parametrize("pattern", ["a^b$", "^a$b$"])
+@pytest.mark.parametrize("place", ["patternProperties", "pattern"])
+def test_a_pattern_that_is_not_enforced_is_refused_and_not_dropped(pattern: str, place: str) -> None:
+    part = {"patternProperties": {pattern: INTEGER}} if place == "patternProperties" else {"pattern": f"\\x01{pattern}"}
+    with pytest.raises(InvalidParameter, match="cannot be enforced"):
+        schema_matcher({**A, **part})
+
+
 @pytest.mark.parametrize("name", ["a", "é", 'a"b', "a\\", "\n"])
 def test_names_of_any_characters_are_found(name: str) -> None:
     pattern = "^" + "".join(f"\\x{{{ord(char):x}}}" for char in name) + "$"

@@ -22,6 +22,7 @@ _BY_NAME = {"$defs", "properties", "patternProperties"}
 _LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 _SINGLE = {"items", "additionalProperties"}
 _QUOTE, _BRACE, _BACKSLASH = b'"{\\'
+_NUM_BYTES = 256
 # In JSON a character may have a backslash before it.
 _BYTES_PER_BYTE = 2
 
@@ -40,6 +41,8 @@ def without_empty_patterns(schema: dict[str, Any], allowed_escapes: str) -> dict
 
 
 class _Settling:
+    """Rewriting of one schema. names: of all its properties."""
+
     def __init__(self, names: Collection[str], allowed_escapes: str) -> None:
         self._names = names
         self._probe = _Probe(allowed_escapes, max((len(name.encode()) for name in names), default=0))
@@ -63,22 +66,27 @@ class _Settling:
             if found is not None:
                 _add_properties(out, found, rest)
                 out["additionalProperties"] = False
-        if (
-            _CONTROL.search(out.get("pattern", ""))
-            and self._probe.word({"patternProperties": {out["pattern"]: {}}}) is None
-        ):
+        pattern = out.get("pattern", "")
+        if _CONTROL.search(pattern) and self._listed({"patternProperties": {pattern: {}}}) == []:
             del out["pattern"]
             out["allOf"] = [*out.get("allOf", []), _NOT_A_STRING]
         return out
 
     def _listed(self, of_names: dict[str, Any]) -> list[str] | None:
-        """The names that the properties of a schema may have, if all are listed."""
-        word = self._probe.word(of_names)
-        if word is None:
-            return []
-        if word not in self._names or self._probe.word(of_names, excluded=self._names) is not None:
+        """The names that the properties of a schema may have, if all are listed; None for patterns not enforced."""
+        try:
+            word = self._probe.word(of_names)
+            if word is None:
+                return []
+            if word not in self._names or self._probe.word(of_names, excluded=self._names) is not None:
+                return None
+            return self._probe.matching(of_names, self._names)
+        except _NotEnforced:
             return None
-        return self._probe.matching(of_names, self._names)
+
+
+class _NotEnforced(ValueError):
+    """A schema that llguidance refuses, which its compilation will tell."""
 
 
 class _Probe:
@@ -123,22 +131,22 @@ class _Probe:
         return found
 
     def _matcher(self, of_names: dict[str, Any]) -> LLMatcher:
-        """A matcher behind the brace that opens an object. It is in an error state where a pattern is not enforced."""
+        """A matcher behind the brace that opens an object. Raises _NotEnforced."""
         schema = {"additionalProperties": False, **of_names, "type": "object", "minProperties": 1}
         source = f"start: %json {json.dumps({**schema, 'x-guidance': self._options})}"
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if not matcher.is_error():
-            matcher.try_consume_tokens([_BRACE])
+        if matcher.is_error() or matcher.try_consume_tokens([_BRACE]) != 1:
+            raise _NotEnforced
         return matcher
 
     def _allowed(self, matcher: LLMatcher) -> list[int]:
         """The bytes that may come."""
         matcher.unsafe_compute_mask_ptr(self._words.__array_interface__["data"][0], self._words.nbytes)
-        return (
-            []
-            if matcher.is_error()
-            else np.flatnonzero(np.unpackbits(self._words.view(np.uint8), bitorder="little")[:256]).tolist()
-        )
+        if matcher.is_error():
+            return []
+        bits = np.unpackbits(self._words.view(np.uint8), count=_NUM_BYTES, bitorder="little")
+        allowed: list[int] = np.flatnonzero(bits).tolist()
+        return allowed
 
 
 def _add_properties(out: dict[str, Any], names: Iterable[str], item: Any) -> None:
