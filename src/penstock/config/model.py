@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -16,7 +16,9 @@ from penstock.config.generation import (
     check_override,
     generation_config_folder,
 )
+from penstock.config.json_file import read_json_object, shown
 from penstock.config.resolve import resolve_model_folder
+from penstock.config.size_limits import MAX_POSITIONS, check_sizes
 from penstock.errors import ConfigError, ModelError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -31,6 +33,8 @@ CALIBRATION_FILE = "calibration.jsonl"
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
 # And the width of what goes from layer to layer.
 _HIDDEN_FIELDS = ("hidden_size", "n_embd")
+# Token ids are 32-bit integers.
+_MAX_TOKENS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
+        check_sizes(self.hf_config, self.model)
+        _ = self.eos_token_ids  # raises for what are no token ids
         quantized = self.hf_config.get("quantization_config")
         if isinstance(quantized, Mapping) and self.quantization == quantized.get("quant_method"):
             # What the checkpoint says itself.
@@ -120,8 +126,8 @@ class ModelConfig:
             model=model if isinstance(model, str) else str(folder.absolute()),
             folder=folder,
             tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer, option="tokenizer"),
-            hf_config=_read_json(folder / "config.json"),
-            hf_generation_config=_read_json(generation / GENERATION_CONFIG_FILE, optional=True),
+            hf_config=_read_config(folder / "config.json"),
+            hf_generation_config=read_json_object(generation / GENERATION_CONFIG_FILE, ModelError, is_optional=True),
             **options,
         )
 
@@ -144,7 +150,7 @@ class ModelConfig:
         architectures = self.hf_config.get("architectures")
         if not architectures or not isinstance(architectures, list) or not isinstance(architectures[0], str):
             raise ModelError(
-                f"config.json of {self.model} has architectures={architectures!r}. "
+                f"config.json of {self.model} has architectures={shown(architectures)}. "
                 'It must name the model class, such as ["LlamaForCausalLM"].'
             )
         return architectures[0]
@@ -156,7 +162,15 @@ class ModelConfig:
     @property
     def longest_context(self) -> int:
         """Positions that the model was made for, with the scaling of its rotary embedding."""
-        return stretched_context(self.hf_config, self.require_int(self._context_field or _CONTEXT_FIELDS[0]))
+        name = self._context_field or _CONTEXT_FIELDS[0]
+        context = stretched_context(self.hf_config, self.require_int(name))
+        if context > MAX_POSITIONS:
+            raise ModelError(
+                f"config.json of {self.model} has {name}={self.hf_config[name]}, which its rotary scaling "
+                f"({shown(rope_settings(self.hf_config))}) makes {context} positions. Allowed: at most "
+                f"{MAX_POSITIONS:,}."
+            )
+        return context
 
     @property
     def context_source(self) -> str:
@@ -190,11 +204,9 @@ class ModelConfig:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text, of generation_config.json if it names any, else of config.json."""
-        for content in (self.hf_generation_config, self.hf_config):
-            value = content.get("eos_token_id")
-            if value is not None and value != []:
-                return frozenset(value) if isinstance(value, list) else frozenset([value])
-        return frozenset()
+        return _end_tokens(self.hf_generation_config, f"{GENERATION_CONFIG_FILE} of {self.model}") or _end_tokens(
+            self.hf_config, f"config.json of {self.model}"
+        )
 
     def _check_calibration(self) -> None:
         given = self.quantization_calibration
@@ -217,8 +229,11 @@ class ModelConfig:
         Raises ModelError when it is missing or something else.
         """
         value = self.hf_config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"config.json of {self.model} has {name}={value!r}. It must be a positive integer.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_POSITIONS:
+            raise ModelError(
+                f"config.json of {self.model} has {name}={shown(value)}. It must be a positive integer of at most "
+                f"{MAX_POSITIONS:,}."
+            )
         return value
 
 
@@ -226,15 +241,16 @@ class ModelConfig:
 MODEL_OPTIONS = ("tokenizer", "revision", *(one.name for one in fields(ModelConfig) if one.default is not MISSING))
 
 
-def _read_json(path: Path, *, optional: bool = False) -> Mapping[str, Any]:
-    if optional and not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing. A model folder holds config.json, weights and a tokenizer.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is damaged: {error}. Download it again.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is damaged: it holds a {type(content).__name__}, not an object.")
-    return content
+def _end_tokens(content: Mapping[str, Any], source: str) -> frozenset[int]:
+    """Ids of `eos_token_id`; some checkpoints write -1 for none."""
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(one) is int and -1 <= one < _MAX_TOKENS for one in ids):
+        raise ModelError(f"{source} has eos_token_id={shown(value)}. It must be a token id, a list of them, or null.")
+    return frozenset(one for one in ids if one >= 0)
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    if not os.path.lexists(path):
+        raise ModelError(f"{path} is missing. A model folder holds config.json, weights and a tokenizer.")
+    return read_json_object(path, ModelError)

@@ -8,6 +8,8 @@ same: where the class takes the file as it is, or where the file follows the cla
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from penstock.errors import TokenizerError
-from penstock.loader.hf_tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from penstock.config.json_file import check_regular_file, read_json_object, shown, typed_field
+from penstock.errors import TokenizerError, is_for_the_program
+from penstock.loader.hf_tokenizer import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 _TAKEN_AS_IT_IS = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 # Model types whose declared class Transformers overrides with a rebuilding one.
@@ -31,6 +34,7 @@ _CLASS_OF_MODEL_TYPE = {
 }
 # Settings that make Transformers do more than read tokenizer.json.
 _SPECIAL_SETTINGS = ("auto_map", "fast_tokenizer_files", "split_special_tokens")
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 _QWEN2_WORDS = (
@@ -92,10 +96,10 @@ class TokenizerFiles:
         """Raises TokenizerError, naming the file, when one is damaged."""
         return cls(
             folder=folder,
-            config=_read_object(folder / TOKENIZER_CONFIG_FILE),
-            model_type=_read_object(folder / "config.json").get("model_type"),
-            special_tokens_map=_read_object(folder / "special_tokens_map.json"),
-            added_tokens=_read_object(folder / "added_tokens.json"),
+            config=_read_tokens(folder / TOKENIZER_CONFIG_FILE),
+            model_type=_read_model_type(folder / "config.json"),
+            special_tokens_map=_read_tokens(folder / "special_tokens_map.json"),
+            added_tokens=read_json_object(folder / "added_tokens.json", TokenizerError, is_optional=True),
             fast=_read_fast(folder / TOKENIZER_FILE),
         )
 
@@ -148,8 +152,8 @@ class TokenizerFiles:
         """Whether `tokenizer.json` has every token that the other files name, with the same flags."""
         known = fast.get_added_tokens_decoder()
         special = {token.content for token in known.values() if token.special}
-        for token_id, token in self.config.get("added_tokens_decoder", {}).items():
-            if not isinstance(token, dict) or not _same_token(known.get(int(token_id)), token):
+        for token_id, token in (self.config.get("added_tokens_decoder") or {}).items():
+            if not _same_token(known.get(int(token_id)), token):
                 return False
         if not set(self.added_tokens) <= {token.content for token in known.values()}:
             return False
@@ -189,22 +193,36 @@ def _same_token(known: Any, named: Mapping[str, Any]) -> bool:
     return known is not None and all(getattr(known, flag) == named.get(flag, False) for flag in flags)
 
 
-def _read_object(path: Path) -> Mapping[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}. Download it again.") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} is damaged: it holds a {type(content).__name__}, not an object.")
+def _read_model_type(path: Path) -> str | None:
+    content = read_json_object(path, TokenizerError, is_optional=True)
+    model_type: str | None = typed_field(content, "model_type", (str,), path, TokenizerError)
+    return model_type
+
+
+def _read_tokens(path: Path) -> Mapping[str, Any]:
+    """A file with tokens and settings; empty where there is none."""
+    content = read_json_object(path, TokenizerError, is_optional=True)
+    typed_field(content, "tokenizer_class", (str,), path, TokenizerError)
+    for name in _SPECIAL_TOKENS:
+        typed_field(content, name, (str, dict), path, TokenizerError)
+    for name in _TOKEN_LISTS:
+        typed_field(content, name, (list, dict), path, TokenizerError)
+    for token_id, token in (typed_field(content, "added_tokens_decoder", (dict,), path, TokenizerError) or {}).items():
+        if not re.fullmatch("[0-9]{1,18}", token_id) or not isinstance(token, dict):
+            raise TokenizerError(
+                f"{path} has added_tokens_decoder with {shown(token_id)}: {shown(token)}. It must have an object by "
+                "each token id."
+            )
     return content
 
 
 def _read_fast(path: Path) -> FastTokenizer | None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
+    check_regular_file(path, TokenizerError, MAX_TOKENIZER_BYTES)
     try:
         return FastTokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
+    except BaseException as error:  # tokenizers raises bare Exceptions, and panics, which are none
+        if is_for_the_program(error):
+            raise
         raise TokenizerError(f"{path} is damaged: {error}. Download it again.") from error

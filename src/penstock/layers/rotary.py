@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.device.limits import memory_limit
+from penstock.errors import OutOfMemory
 from penstock.kernels.rotary import Rotation, gather_rotation, rotary_table
 from penstock.layers.rope_scaling import RopeParameters, rope_frequencies
+from penstock.observability.units import format_bytes
+
+# Its angles, their cosines and their sines are there at once.
+_TABLES_WHILE_COMPUTED = 3
 
 
 class RotaryEmbedding(nn.Module):
@@ -21,6 +27,13 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeParameters) -> None:
         super().__init__()
+        num_bytes, total_bytes = 4 * rope.num_positions * rope.rotary_dim, memory_limit().total_bytes
+        if num_bytes > total_bytes // _TABLES_WHILE_COMPUTED:
+            raise OutOfMemory(
+                f"Rotary embedding keeps {format_bytes(num_bytes)} for {rope.num_positions:,} positions "
+                f"(max_position_embeddings={rope.max_position_embeddings} in config.json) of {rope.rotary_dim} "
+                f"dimensions, and this machine has {format_bytes(total_bytes)} of memory. Give a smaller max_model_len."
+            )
         inv_freq, attention_scaling = rope_frequencies(rope)
         self.register_buffer("table", rotary_table(inv_freq, rope.num_positions, attention_scaling), persistent=False)
 

@@ -8,11 +8,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from penstock.config.json_file import check_regular_file
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.loader.chat_template import choose_template, render_chat
 from penstock.loader.hf_tokenizer import load_hf_tokenizer
 from penstock.loader.template_renderer import TemplateRenderer
 
+_MAX_BYTES = 2**30
 _ALLOWED = 'an object with "messages" (a conversation) or "text"'
 
 
@@ -39,6 +41,7 @@ def read_calibration_text(path: Path, tokenizer_folder: Path) -> list[list[int]]
 
 
 def _lines(path: Path) -> list[str]:
+    check_regular_file(path, ConfigError, _MAX_BYTES)
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +51,7 @@ def _lines(path: Path) -> list[str]:
 def _encode(tokenizer: Any, render: Callable[[Any], str], line: str, where: str) -> list[int]:
     try:
         content = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}. It must be {_ALLOWED}.") from error
     if not isinstance(content, dict) or ("text" in content) == ("messages" in content):
         raise ConfigError(f"{where} must be {_ALLOWED}.")

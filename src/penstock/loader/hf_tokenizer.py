@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from penstock.config.json_file import check_files, read_json_object, shown
 from penstock.errors import TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+# No tokenizer's file is known to have more than 35 MB.
+MAX_TOKENIZER_BYTES = 256 * 2**20
+# Where Transformers looks for text besides the folder itself.
+_MORE_TEMPLATES = "additional_chat_templates"
+_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 WHAT_TO_DO = (
     f"A model folder holds {TOKENIZER_FILE} and {TOKENIZER_CONFIG_FILE}. Download them again, or name another folder "
     "with the option tokenizer."
@@ -22,6 +27,9 @@ def load_hf_tokenizer(folder: Path, *, needed_by: str | None = None) -> Any:
     needed_by: the option that needs it, for the error. Raises TokenizerError for damaged files, and for a tokenizer
     that needs the code of its folder (`auto_map`).
     """
+    for part in (folder, folder / _MORE_TEMPLATES):
+        if part.is_dir():
+            check_files(part, TokenizerError, MAX_TOKENIZER_BYTES, _TEXT_SUFFIXES)
     from transformers import AutoTokenizer
 
     try:
@@ -38,7 +46,7 @@ def _reason(folder: Path, error: Exception) -> str:
     if own_code is None:
         return " ".join(str(error).split())
     return (
-        f"{TOKENIZER_CONFIG_FILE} has auto_map={own_code!r}, Python code that comes with the checkpoint, which is "
+        f"{TOKENIZER_CONFIG_FILE} has auto_map={shown(own_code)}, Python code that comes with the checkpoint, which is "
         "never run (trust_remote_code is not supported). Allowed: a tokenizer of a class that Transformers has."
     )
 
@@ -46,7 +54,7 @@ def _reason(folder: Path, error: Exception) -> str:
 def _own_code(folder: Path) -> Any:
     """The class that `auto_map` names as the tokenizer; None where there is none, or the file cannot be read."""
     try:
-        auto_map = json.loads((folder / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8")).get("auto_map")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        auto_map = read_json_object(folder / TOKENIZER_CONFIG_FILE, TokenizerError).get("auto_map")
+    except TokenizerError:
         return None
     return auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map

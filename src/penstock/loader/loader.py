@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
+from penstock.config.json_file import clipped
 from penstock.config.load import SHARDED_STATE
+from penstock.config.size_limits import describe_sizes
 from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ModelError, PenstockError
 from penstock.layers.linear import process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
-from penstock.loader.pytorch_bin import iterate_pytorch_bins
+from penstock.loader.plausible_size import check_against_files, check_against_memory
+from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
 from penstock.loader.quantized.assembly import Rounding, assemble, linear_weights
 from penstock.loader.quantized.choose import choose_rounding, log_rounding
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
@@ -68,9 +71,11 @@ def load_model(
         model, ties = _build_as_stored(model_config, load_config, parallel_context)
         log_ties(ties)
         if load_config.load_format == "dummy":
+            check_against_memory(model, model_config, device)
             tensors = iterate_dummy_weights(model.checkpoint_slots())
         else:
             tensors = open_weights(model_config.folder, load_config, parallel_context)
+            check_against_files(model, model_config)
             if load_config.load_format != SHARDED_STATE:
                 tensors = ties.apply(model, tensors)
             is_exact = model_config.dtype == "auto" and load_config.load_format != SHARDED_STATE
@@ -112,6 +117,7 @@ def load_without_memory(
             if tensors is None:
                 quiet = replace(load_config, use_tqdm_on_load=False)
                 tensors = list(without_memory(open_weights(model_config.folder, quiet, parallel_context)))
+                check_against_files(model, model_config)
             if load_config.load_format != SHARDED_STATE:
                 tensors = ties.apply(model, tensors)
         with standing_for(kind):
@@ -153,10 +159,22 @@ def _naming(folder: Path, load_config: LoadConfig) -> Iterator[None]:
 
 
 def build_model(model_config: ModelConfig, parallel_context: ParallelContext) -> CausalLM:
-    """The model without weights: its parameters are on the meta device and take no memory."""
+    """The model without weights: its parameters are on the meta device and take no memory.
+
+    Raises ModelError for a configuration that it cannot be built from, and what its own reading of fields raises.
+    """
     model_class = find_model_class(model_config)
-    with torch.device("meta"):
-        return model_class(model_config, parallel_context)
+    try:
+        with torch.device("meta"):
+            return model_class(model_config, parallel_context)
+    except PenstockError:
+        raise
+    except Exception as error:  # whatever sizes and types that nothing checks make PyTorch raise
+        reason = clipped(str(error).strip().split("\n", 1)[0])
+        raise ModelError(
+            f"{model_config.folder / 'config.json'} describes a model ({describe_sizes(model_config.hf_config)}) that "
+            f"cannot be built: {type(error).__name__}: {reason}. One of its fields is wrong."
+        ) from error
 
 
 def check_tensor_parallel_size(config: EngineConfig) -> None:
@@ -211,7 +229,7 @@ def open_weights(
     if load_format in ("auto", "pt"):
         found = find_weight_files(folder, PYTORCH_BIN)
         if found is not None:
-            return _with_progress(iterate_pytorch_bins(found), None, load_config)
+            return _with_progress(iterate_pytorch_bins(found), check_pytorch_bins(found), load_config)
     wanted = {"safetensors": SAFETENSORS.single, "pt": PYTORCH_BIN.single}
     names = wanted.get(load_format, " or ".join(wanted.values()))
     raise CheckpointError(
@@ -294,7 +312,7 @@ def _warn_of_rounding(weights: Iterable[tuple[str, Tensor]], narrow: torch.dtype
 
 
 def _with_progress(
-    weights: Iterator[tuple[str, Tensor]], num_tensors: int | None, load_config: LoadConfig
+    weights: Iterator[tuple[str, Tensor]], num_tensors: int, load_config: LoadConfig
 ) -> Iterator[tuple[str, Tensor]]:
     shown = load_config.use_tqdm_on_load
     return iter(

@@ -6,34 +6,46 @@ import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.loader.weight_files import WeightFiles, check_against_index, damaged, refuse_duplicates
+from penstock.loader.weight_files import (
+    WeightFiles,
+    check_against_index,
+    check_weight_file,
+    damaged,
+    few,
+    refuse_duplicates,
+)
 
 
-def iterate_pytorch_bins(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name; each is a view of the mapped file.
+def check_pytorch_bins(files: WeightFiles) -> int:
+    """Read the pickles of all files before any tensor. Returns the number of tensors.
 
     Raises CheckpointError, naming the file, when one is damaged, disagrees with the index or another file, or is no
     plain pickle of tensors.
     """
     owners: dict[str, Path] = {}
     for path in files.paths:
-        tensors = _read(path)
-        held = frozenset(tensors)
+        check_weight_file(path)
+        _check_archive(path)
+        held = frozenset(_read(path))
         check_against_index(path, held, files)
         refuse_duplicates(owners, path, held)
         owners.update(dict.fromkeys(held, path))
-        yield from tensors.items()
+    return len(owners)
+
+
+def iterate_pytorch_bins(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by name, of files that `check_pytorch_bins` has found well; each is a view of the mapped file."""
+    for path in files.paths:
+        yield from _read(path).items()
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
-    if not is_zipfile(path):
-        raise damaged(path, "it is no zip archive, as torch.save has written since PyTorch 1.6 (or it is truncated)")
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -41,17 +53,41 @@ def _read(path: Path) -> Mapping[str, Tensor]:
             f"{path} holds more than tensors, and unpickling it could run any code, so it is refused: "
             f"{_first_line(error)} Convert the model to safetensors, or take a checkpoint in that format."
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a damaged pickle makes its machine raise
         raise damaged(path, _first_line(error)) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}. It must hold tensors by name.")
-    strange = [str(name) for name, value in content.items() if not isinstance(name, str) or not torch.is_tensor(value)]
+    strange = [str(name) for name, value in content.items() if not isinstance(name, str) or not _is_plain(value)]
     if strange:
         raise CheckpointError(
-            f"{path} holds entries that are no tensors: {', '.join(strange[:8])} ({len(strange)} in all). "
-            "It must hold the model's tensors by name, and nothing else."
+            f"{path} holds entries that are no tensors: {few(strange)} ({len(strange)} in all). It must hold the "
+            "model's tensors by name, all of them with values and dense, and nothing else."
         )
     return content
+
+
+def _check_archive(path: Path) -> None:
+    """Raises CheckpointError for what is no zip archive, or one whose content takes more memory than the file."""
+    try:
+        if not is_zipfile(path):
+            raise BadZipFile("it is no zip archive, as torch.save has written since PyTorch 1.6 (or it is truncated)")
+        with ZipFile(path) as archive:
+            num_bytes = sum(member.file_size for member in archive.infolist())
+    except (BadZipFile, NotImplementedError, OSError, ValueError) as error:
+        raise damaged(path, _first_line(error)) from error
+    if num_bytes > path.stat().st_size:
+        raise damaged(path, f"it is a compressed archive of {num_bytes:,} bytes, and torch.save compresses nothing")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor with values, all of them in memory: neither sparse, quantized, nor on the meta device."""
+    return (
+        torch.is_tensor(value)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+        and not value.is_nested
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -11,7 +11,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.loader.weight_files import WeightFiles, check_against_index, damaged, refuse_duplicates
+from penstock.loader.weight_files import (
+    WeightFiles,
+    check_against_index,
+    check_weight_file,
+    damaged,
+    refuse_duplicates,
+)
 
 
 def check_safetensors(files: WeightFiles) -> int:
@@ -43,6 +49,7 @@ def iterate_safetensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """The file of `safe_open`. Raises CheckpointError, naming it, when it cannot be read."""
+    check_weight_file(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file

@@ -6,24 +6,29 @@ The names are the model's parameter names, not the checkpoint's, and the files o
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from penstock.config.json_file import clipped, shown
 from penstock.config.load import SHARDED_STATE_PATTERN, check_sharded_state_pattern
 from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights
 from penstock.layers.quantization.method import refuse_quantized
 from penstock.layers.weights import WeightSlot
 from penstock.loader.safetensors import opened
-from penstock.loader.weight_files import WeightFiles, parts_of_rank
+from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
 from penstock.parallel import ParallelContext
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+# Missing parts in a message.
+_SHOWN = 8
 
 
 def state_slots(model: nn.Module) -> dict[str, WeightSlot]:
@@ -101,19 +106,29 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelContext) ->
         world_size = metadata.get("world_size", str(parallel.world_size))
         if world_size != str(parallel.world_size):
             raise CheckpointError(
-                f"{path} was saved by {world_size} ranks, but there are {parallel.world_size} here. "
+                f"{path} was saved by {clipped(world_size)} ranks, but there are {parallel.world_size} here. "
                 "Load the checkpoint that it was made from, and save the state again."
             )
-        saved_parts = int(metadata.get("num_parts", num_parts))
+        saved_parts = _number_of_parts(path, metadata.get("num_parts", str(num_parts)))
         if number >= saved_parts:
             raise CheckpointError(
                 f"{path} is part {number} of a state of {saved_parts} parts, so it belongs to another state. Remove it."
             )
         num_parts = max(num_parts, saved_parts)
-    missing = [pattern.format(rank=parallel.rank, part=part) for part in range(num_parts) if part not in parts]
-    if missing:
-        raise CheckpointError(f"{folder} lacks {', '.join(missing)} of {num_parts} parts. Save the state again.")
+    num_missing = num_parts - len(parts)
+    if num_missing:
+        # As many as a file claims are not gone through.
+        first = islice((part for part in range(num_parts) if part not in parts), _SHOWN)
+        names = ", ".join(pattern.format(rank=parallel.rank, part=part) for part in first)
+        count = f" and others ({num_missing:,} in all)" if num_missing > _SHOWN else ""
+        raise CheckpointError(f"{folder} lacks {names}{count} of {num_parts} parts. Save the state again.")
     return WeightFiles(tuple(parts[number] for number in sorted(parts)))
+
+
+def _number_of_parts(path: Path, written: str) -> int:
+    if not re.fullmatch("[0-9]{1,18}", written):
+        raise damaged(path, f"its metadata has num_parts={shown(written)}, which must be a number of files")
+    return int(written)
 
 
 def _write_parts(

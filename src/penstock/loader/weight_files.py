@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.json_file import check_regular_file, clipped, read_json_object, shown
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.errors import CheckpointError
 
 _LFS_POINTER = b"version https://git-lfs"
+# Names in a message.
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,9 @@ def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
 
     Raises CheckpointError when the index is damaged or names files that are not there.
     """
-    if (folder / names.single).exists():
+    if os.path.lexists(folder / names.single):
         return WeightFiles((folder / names.single,))
-    if (folder / names.index).exists():
+    if os.path.lexists(folder / names.index):
         expected = _read_index(folder / names.index)
         return WeightFiles(tuple(sorted(expected)), expected)
     own_state = _part_names(SHARDED_STATE_PATTERN, r"\d+")
@@ -64,7 +67,7 @@ def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
 
 def _part_names(pattern: str, rank: str) -> re.Pattern[str]:
     """Matches the names of parts, whose numbers are its only group. rank: a regular expression."""
-    return re.compile(re.escape(pattern).replace(r"\{rank\}", rank).replace(r"\{part\}", r"(\d+)"))
+    return re.compile(re.escape(pattern).replace(r"\{rank\}", rank).replace(r"\{part\}", r"(\d{1,18})"))
 
 
 def what_is_there(folder: Path) -> str:
@@ -86,9 +89,8 @@ def check_against_index(path: Path, held: frozenset[str], files: WeightFiles) ->
         (held - wanted, "holds tensors that the index does not put there"),
     ):
         if names:
-            shown = ", ".join(sorted(names)[:8])
             raise CheckpointError(
-                f"{path} {complaint}: {shown} ({len(names)} in all). The files are of different versions: "
+                f"{path} {complaint}: {few(names)} ({len(names)} in all). The files are of different versions: "
                 "download the model again."
             )
 
@@ -98,7 +100,7 @@ def refuse_duplicates(owners: Mapping[str, Path], path: Path, held: frozenset[st
     twice = sorted(name for name in held if name in owners)
     if twice:
         raise CheckpointError(
-            f"{path} and {owners[twice[0]].name} both hold {', '.join(twice[:8])} ({len(twice)} in all). "
+            f"{path} and {owners[twice[0]].name} both hold {few(twice)} ({len(twice)} in all). "
             "Remove the files that do not belong to this model."
         )
 
@@ -114,25 +116,32 @@ def damaged(path: Path, error: object) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {error}. Download it again.")
 
 
+def few(names: Iterable[str]) -> str:
+    """The first few of many names, for a message."""
+    return ", ".join(map(clipped, sorted(names)[:_SHOWN]))
+
+
+def check_weight_file(path: Path) -> None:
+    """Raises CheckpointError for a file that is no regular one, such as a pipe, whose reading would not end."""
+    check_regular_file(path, CheckpointError)
+
+
 def _read_index(path: Path) -> dict[Path, frozenset[str]]:
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        tensors_of: dict[str, set[str]] = {}
-        for tensor, file in weight_map.items():
-            tensors_of.setdefault(file, set()).add(tensor)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    weight_map = read_json_object(path, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(
-            path, f"it is no JSON object with a weight_map of tensor names to file names ({error!r})"
-        ) from error
-    if not tensors_of:
-        raise damaged(path, "its weight_map is empty")
-    outside = sorted(repr(file) for file in tensors_of if not _is_file_name(file))
-    if outside:
-        raise damaged(path, f"its weight_map names {', '.join(outside)}, which are no files of the folder")
-    missing = sorted(file for file in tensors_of if not (path.parent / file).exists())
+            path, f"it has weight_map={shown(weight_map)}, which must be an object of tensor names and file names"
+        )
+    tensors_of: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        if not _is_file_name(file):
+            raise damaged(path, f"weight_map names {shown(file)} for {clipped(tensor)}, which is no file of the folder")
+        tensors_of.setdefault(file, set()).add(tensor)
+    missing = [file for file in tensors_of if not os.path.lexists(path.parent / file)]
     if missing:
         raise CheckpointError(
-            f"{path.parent} lacks {', '.join(missing)}, which {path.name} names. Download the missing files."
+            f"{path.parent} lacks {few(missing)}, which {path.name} names ({len(missing)} files in all). "
+            "Download the missing files."
         )
     return {path.parent / file: frozenset(tensors) for file, tensors in tensors_of.items()}
 

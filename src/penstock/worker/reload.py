@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from torch import nn
@@ -29,7 +30,7 @@ def config_of_replacement(current: ModelConfig, weights_path: str | None) -> Mod
         weights_path = current.model
     folder = resolve_model_folder(weights_path)
     moved = replace(current, model=weights_path, folder=folder)
-    if not (folder / "config.json").exists():
+    if not os.path.lexists(folder / "config.json"):
         return moved
     loaded = ModelConfig.load(weights_path)
     return replace(moved, hf_config=loaded.hf_config, hf_generation_config=loaded.hf_generation_config)

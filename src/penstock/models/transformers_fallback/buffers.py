@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from penstock.device.limits import memory_limit
 from penstock.layers.rope_scaling import warn_about_long_factors, warn_about_stretched_base
 from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.observability.units import format_bytes
 
 # What a rotary module is told that it is, once its frequencies are never to change again.
 _FIXED = "fixed"
@@ -23,6 +25,9 @@ def create_buffers(model: PreTrainedModel) -> None:
 
     Those that checkpoints hold stay uninitialised. Raises CannotRun, naming it, for another one that gets no value.
     """
+    num_bytes = sum(buffer.nbytes for buffer in model.buffers() if buffer.is_meta)
+    if num_bytes > memory_limit().total_bytes:
+        raise CannotRun(f"its buffers take {format_bytes(num_bytes)}, more memory than this machine has")
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     # A submodel's own class knows its modules best, and `modules` lists it after the model around it.
     for owner in reversed(owners):

@@ -1,0 +1,47 @@
+"""Upper limits of the sizes in a model's `config.json`: far above any model's, so that nothing is built for more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.config.json_file import clipped, shown
+from penstock.errors import ModelError
+
+# Positions of a context; the longest known has a tenth.
+MAX_POSITIONS = 2**27
+# By the end of a field's name: modules that are made one by one, and sides of matrices.
+_LIMITS = (
+    (re.compile(r"(^|_)(layers?|blocks?|experts)$"), 10_000),
+    (re.compile(r"(^|_)(size|dim|heads?|embd|inner|rank)$|^d_"), 2**24),
+)
+
+
+def check_sizes(hf_config: Mapping[str, Any], model: str) -> None:
+    """Raise ModelError for a size that no model has, in nested configurations, too."""
+    for field, value, limit in _sizes(hf_config):
+        if value > limit:
+            raise ModelError(
+                f"config.json of {model} has {field}={shown(value)}. It must be at most {limit:,}, which is more than "
+                "any model has."
+            )
+
+
+def describe_sizes(hf_config: Mapping[str, Any]) -> str:
+    """The sizes of a model for a message, such as "hidden_size=192, vocab_size=1536"."""
+    return clipped(", ".join(f"{field}={value}" for field, value, _ in _sizes(hf_config)))
+
+
+def _sizes(hf_config: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
+    """Fields that are sizes, with their values and limits."""
+    waiting: list[tuple[Mapping[str, Any], str]] = [(hf_config, "")]
+    while waiting:
+        fields, prefix = waiting.pop()
+        for name, value in fields.items():
+            if isinstance(value, Mapping):
+                waiting.append((value, f"{prefix}{name}."))
+            elif type(value) in (int, float):
+                limit = next((limit for ending, limit in _LIMITS if ending.search(str(name))), None)
+                if limit is not None:
+                    yield clipped(f"{prefix}{name}"), value, limit

@@ -1,0 +1,47 @@
+"""Check that a model is no larger than what is there for it, before it takes any memory."""
+
+from __future__ import annotations
+
+from torch import device as torch_device
+from torch import nn
+
+from penstock.config import ModelConfig
+from penstock.config.size_limits import describe_sizes
+from penstock.device.limits import memory_limit
+from penstock.errors import CheckpointError, OutOfMemory
+from penstock.observability.units import format_bytes
+
+# More than any format packs into a byte, and than a head shares with the model that it drafts for.
+_PARAMETERS_PER_BYTE = 16
+# Four bits are the least that a parameter is kept in.
+_PARAMETERS_PER_BYTE_OF_MEMORY = 2
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+def check_against_files(model: nn.Module, model_config: ModelConfig) -> None:
+    """Raises CheckpointError for a model with far more parameters than its folder's weight files have bytes."""
+    num_parameters = _num_parameters(model)
+    paths = [path for path in model_config.folder.iterdir() if path.name.endswith(_WEIGHT_SUFFIXES)]
+    num_bytes = sum(path.stat().st_size for path in paths if path.is_file())
+    if num_parameters > _PARAMETERS_PER_BYTE * num_bytes:
+        raise CheckpointError(
+            f"{model_config.folder / 'config.json'} describes a model of {num_parameters:,} parameters "
+            f"({describe_sizes(model_config.hf_config)}), but the weight files beside it have "
+            f"{format_bytes(num_bytes)}. One of its sizes is wrong, or the files are those of another model."
+        )
+
+
+def check_against_memory(model: nn.Module, model_config: ModelConfig, device: torch_device) -> None:
+    """Raises OutOfMemory for a model that no form of its weights makes small enough for this machine."""
+    if device.type != "cpu":  # whose memory is not promised and then found missing
+        return
+    num_parameters, total_bytes = _num_parameters(model), memory_limit().total_bytes
+    if num_parameters > _PARAMETERS_PER_BYTE_OF_MEMORY * total_bytes:
+        raise OutOfMemory(
+            f"{model_config.folder / 'config.json'} describes a model of {num_parameters:,} parameters "
+            f"({describe_sizes(model_config.hf_config)}), and this machine has {format_bytes(total_bytes)} of memory."
+        )
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
