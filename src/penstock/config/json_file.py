@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ MAX_DEPTH = 64
 # Any such integer is a number of floating point, too.
 MAX_DIGITS = 300
 _SHOWN = 200
+# Of a JSON text: strings, and what opens and closes lists and objects.
+_PARTS = re.compile(r'"(?:[^"\\]++|\\.)*+"|[][{}]')
 _KINDS = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -35,7 +38,7 @@ def read_json_object(path: Path, error: type[PenstockError], *, is_optional: boo
     """
     if is_optional and not os.path.lexists(path):
         return {}
-    check_regular_file(path, error)
+    check_regular_file(path, error, MAX_JSON_BYTES)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
@@ -44,11 +47,14 @@ def read_json_object(path: Path, error: type[PenstockError], *, is_optional: boo
     if len(data) > MAX_JSON_BYTES:
         raise _too_large(path, MAX_JSON_BYTES, error)
     try:
-        content = json.loads(data.decode("utf-8"), parse_int=_integer)
+        text = data.decode("utf-8")
+        content = json.loads(text, parse_int=_integer)
     except ValueError as cause:
         raise error(f"{path} is damaged: {cause}. Download it again.") from cause
     except RecursionError as cause:
-        raise error(f"{path} is damaged: it is nested deeper than {MAX_DEPTH} levels. Download it again.") from cause
+        raise error(
+            f"{path} is damaged: {_deep_field(text)} is nested deeper than {MAX_DEPTH} levels. Download it again."
+        ) from cause
     if not isinstance(content, dict):
         raise error(f"{path} is damaged: it holds a {type(content).__name__}, not an object.")
     for field, complaint in _unusable(content):
@@ -146,6 +152,20 @@ def _unusable(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
                     waiting.append((one, f"{field}.{name}" if field else name, depth + 1))
             else:
                 waiting.extend((one, f"{field}[{index}]", depth + 1) for index, one in enumerate(value))
+
+
+def _deep_field(text: str) -> str:
+    """The field of the outermost object that is nested too deep for a parser."""
+    depth, field = 0, "it"
+    for part in _PARTS.finditer(text):
+        token = part[0]
+        if token[0] == '"':
+            field = clipped(token[1:-1]) if depth == 1 else field
+            continue
+        depth += 1 if token in "[{" else -1
+        if depth > MAX_DEPTH:
+            break
+    return field
 
 
 def _is_text(value: str) -> bool:

@@ -229,10 +229,11 @@ class ModelConfig:
         Raises ModelError when it is missing or something else.
         """
         value = self.hf_config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_POSITIONS:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"config.json of {self.model} has {name}={shown(value)}. It must be a positive integer.")
+        if value > MAX_POSITIONS:
             raise ModelError(
-                f"config.json of {self.model} has {name}={shown(value)}. It must be a positive integer of at most "
-                f"{MAX_POSITIONS:,}."
+                f"config.json of {self.model} has {name}={shown(value)}. It must be at most {MAX_POSITIONS:,}."
             )
         return value
 

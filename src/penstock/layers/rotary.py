@@ -32,7 +32,8 @@ class RotaryEmbedding(nn.Module):
             raise OutOfMemory(
                 f"Rotary embedding keeps {format_bytes(num_bytes)} for {rope.num_positions:,} positions "
                 f"(max_position_embeddings={rope.max_position_embeddings} in config.json) of {rope.rotary_dim} "
-                f"dimensions, and this machine has {format_bytes(total_bytes)} of memory. Give a smaller max_model_len."
+                f"dimensions (head_dim), and this machine has {format_bytes(total_bytes)} of memory. Give a smaller "
+                "max_model_len."
             )
         inv_freq, attention_scaling = rope_frequencies(rope)
         self.register_buffer("table", rotary_table(inv_freq, rope.num_positions, attention_scaling), persistent=False)

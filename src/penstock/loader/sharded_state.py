@@ -126,7 +126,7 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelContext) ->
 
 
 def _number_of_parts(path: Path, written: str) -> int:
-    if not re.fullmatch("[0-9]{1,18}", written):
+    if not re.fullmatch("[0-9]{1,19}", written):
         raise damaged(path, f"its metadata has num_parts={shown(written)}, which must be a number of files")
     return int(written)
 
