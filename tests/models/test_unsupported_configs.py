@@ -95,6 +95,12 @@ def test_the_unchanged_configuration_is_accepted(family: str) -> None:
         ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 0}, ModelError, ["rope_local_base_freq=0"]),
         ("gpt2", {"add_cross_attention": True}, UnsupportedFeature, ["add_cross_attention"]),
         ("gpt2", {"activation_function": "mish"}, UnsupportedFeature, ["activation_function", "gelu_new"]),
+        (
+            "qwen2",
+            {"num_attention_heads": 2**20},
+            UnsupportedFeature,
+            ["num_attention_heads=1048576", "hidden_size=64"],
+        ),
         ("gpt2", {"n_head": 5}, UnsupportedFeature, ["n_head=5", "64"]),
         ("gpt2", {"n_positions": "absent", "max_position_embeddings": "absent"}, ModelError, ["n_positions"]),
         ("gpt2", {"quantization_config": {"quant_method": "hqq"}}, UnsupportedFeature, ["hqq"]),

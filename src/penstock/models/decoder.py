@@ -103,6 +103,8 @@ class DecoderConfig:
                 "num_key_value_heads", num_kv_heads, f"divisors of num_attention_heads={num_heads}"
             )
         head_size = fields.integer("head_dim", default=default_head_size or hidden_size // num_heads)
+        if head_size == 0:
+            raise fields.unsupported("num_attention_heads", num_heads, f"up to hidden_size={hidden_size}")
         if head_size % 2 != 0:
             raise fields.unsupported("head_dim", head_size, "even numbers, since rotary embedding turns pairs")
         return cls(
