@@ -76,6 +76,17 @@ def test_no_text_has_fewer_tokens_than_it_is_taken_to_have(name: str, text: str,
     assert len(fast.encode(whole, add_special_tokens=False)) * longest >= len(whole)
 
 
+@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.NFKC()])
+def test_letters_that_are_composed_of_several_characters_count_as_fewer(normalizer: Any) -> None:
+    """An omega with three marks is four characters, and becomes one."""
+    assert len(normalizer.normalize_str("\u03c9\u0314\u0342\u0345")) == 1
+    fast = byte_level_tokenizer()
+    of_one = longest_token(fast)
+    fast.normalizer = normalizer
+    assert of_one is not None
+    assert longest_token(fast) == 4 * of_one
+
+
 def without_a_byte() -> tokenizers.Tokenizer:
     vocabulary = {name: index for name, index in _BYTES.items() if name != "<0x00>"}
     return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))

@@ -269,3 +269,13 @@ def test_without_a_template_a_conversation_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, byte_level_tokenizer()))
     with pytest.raises(InvalidRequest, match="has no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_text_that_a_vocabulary_without_an_unknown_token_lacks_is_refused(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0}, unk_token="missing"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, words))
+    assert tokenizer.encode("known", add_special_tokens=False) == [0]
+    for text in ("unknown", "unknown " * 1000):
+        with pytest.raises(InvalidRequest, match=r"cannot encode this text: .*tokenizer\.json"):
+            tokenizer.encode(text)

@@ -22,7 +22,7 @@ from penstock.engine.detokenizer import (
 )
 from penstock.engine.token_lengths import longest_token
 from penstock.engine.tokenizer_files import TokenizerFiles
-from penstock.errors import TokenizerError
+from penstock.errors import InvalidRequest, TokenizerError
 from penstock.loader.chat_template import choose_template, render_chat
 from penstock.loader.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
 from penstock.loader.template_renderer import TemplateRenderer
@@ -191,9 +191,14 @@ class FastBackend:
         return encoding.ids if len(encoding) <= limit else len(encoding)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
-        if len(text) < LONG_TEXT:
-            return self.fast.encode(text, add_special_tokens=add_special_tokens)
-        return self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        try:
+            if len(text) < LONG_TEXT:
+                return self.fast.encode(text, add_special_tokens=add_special_tokens)
+            return self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise InvalidRequest(
+                f"The tokenizer cannot encode this text: {error}. Its {TOKENIZER_FILE} lacks what this text needs."
+            ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -137,7 +137,7 @@ def _read_index(path: Path) -> dict[Path, frozenset[str]]:
         if not _is_file_name(file):
             raise damaged(path, f"weight_map names {shown(file)} for {clipped(tensor)}, which is no file of the folder")
         tensors_of.setdefault(file, set()).add(tensor)
-    missing = [file for file in tensors_of if not os.path.lexists(path.parent / file)]
+    missing = tensors_of.keys() - set(os.listdir(path.parent))
     if missing:
         raise CheckpointError(
             f"{path.parent} lacks {few(missing)}, which {path.name} names ({len(missing)} files in all). "
@@ -147,4 +147,4 @@ def _read_index(path: Path) -> dict[Path, frozenset[str]]:
 
 
 def _is_file_name(value: object) -> bool:
-    return isinstance(value, str) and value not in ("", "..") and Path(value).name == value
+    return isinstance(value, str) and value not in ("", ".", "..") and os.path.basename(value) == value
