@@ -20,7 +20,7 @@ from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, TokenizerError, UnsupportedModel
 from penstock.loader.calibration_text import read_calibration_text
-from penstock.loader.loader import load_model
+from penstock.loader.loader import load_model, materialise
 from penstock.parallel import ParallelContext
 from support.checkpoints import tiny_checkpoint
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
@@ -262,6 +262,13 @@ def test_every_format_is_measured(folder: Path, name: str) -> None:
 def test_random_weights_of_a_model_larger_than_the_machine_are_refused(folder: Path) -> None:
     fields("config.json", hidden_size=2**24, vocab_size=2**24)(folder)
     refused(folder, OutOfMemory, "config.json describes a model of", "hidden_size=16777216", load_format="dummy")
+
+
+def test_a_weight_for_which_there_is_no_memory_is_named() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Linear(2**30, 2**30, bias=False)
+    with pytest.raises(OutOfMemory, match=r"no memory left on cpu .*\[1073741824, 1073741824\] \(4294967296\.00 GiB\)"):
+        materialise(model, torch.device("cpu"), torch.float32)
 
 
 def test_sizes_whose_product_no_tensor_has_are_named(folder: Path) -> None:

@@ -13,7 +13,8 @@ from penstock.errors import ModelError
 MAX_POSITIONS = 2**27
 # By the end of a field's name: modules that are made one by one, and sides of matrices.
 _LIMITS = (
-    (re.compile(r"(^|_)(layers?|blocks?|experts)$"), 10_000),
+    (re.compile(r"(^|_)(layers?|blocks?)$"), 2_000),
+    (re.compile(r"(^|_)experts$"), 10_000),
     (re.compile(r"(^|_)(size|dim|heads?|embd|inner|rank)$|^d_"), 2**24),
 )
 

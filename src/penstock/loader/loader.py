@@ -18,7 +18,7 @@ from penstock.config.load import SHARDED_STATE
 from penstock.config.size_limits import describe_sizes
 from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
-from penstock.errors import CheckpointError, ModelError, PenstockError
+from penstock.errors import CheckpointError, ModelError, OutOfMemory, PenstockError
 from penstock.layers.linear import process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
@@ -34,6 +34,7 @@ from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_f
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
 from penstock.observability.progress_bar import progress_bar
+from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
@@ -273,7 +274,7 @@ def materialise(
     """Give a model that was built on the meta device uninitialised parameters, and move its buffers.
 
     Parameters that layers share stay shared. weights_dtype: of the matrices of linear layers and embeddings, which
-    compute in `dtype` all the same. late: ids of parameters that stay as they are.
+    compute in `dtype` all the same. late: ids of parameters that stay as they are. Raises OutOfMemory.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -286,12 +287,22 @@ def materialise(
                 continue
             if parameter not in made:
                 kept = narrow if narrow is not None and name == "weight" else dtype
-                empty = torch.empty(parameter.shape, dtype=kept, device=device)
+                empty = _empty(parameter.shape, kept, device)
                 made[parameter] = nn.Parameter(empty, requires_grad=False)
             setattr(module, name, made[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             assert not buffer.is_meta, f"{type(module).__name__}.{name} has no value"
             setattr(module, name, buffer.to(device))
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # which PyTorch raises where it gets no memory
+        raise OutOfMemory(
+            f"There is no memory left on {device} for a weight of the shape {list(shape)} "
+            f"({format_bytes(shape.numel() * dtype.itemsize)}). Take a smaller model, or give quantization='int8'."
+        ) from error
 
 
 def _warn_of_rounding(weights: Iterable[tuple[str, Tensor]], narrow: torch.dtype) -> Iterator[tuple[str, Tensor]]:
