@@ -380,3 +380,14 @@ def test_a_head_keeps_the_length_that_its_rotary_scaling_stretches(tmp_path: Pat
     head = _head(config, "EagleLlamaForCausalLM", length, None)
     assert head.hf_config["max_position_embeddings"] == expected
     assert head.max_model_len == length
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("transformer_layer_config", 5), ("max_position_embeddings", "x"), ("max_position_embeddings", [1])],
+)
+def test_a_heads_field_of_another_type_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    write_head(tmp_path, eagle_weights())
+    config = edit_config(tmp_path, **{field: value})
+    with pytest.raises(ModelError, match=rf"config\.json has {field}="):
+        _head(config, "EagleLlamaForCausalLM", 128, None)

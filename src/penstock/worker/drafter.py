@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.context_length import stretched_context
+from penstock.config.json_file import typed_field
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import AUTO_LENGTH
 from penstock.config.resolve import SHIPPED_HEADS
@@ -202,8 +203,10 @@ def _head(source: ModelConfig, architecture: str, length: int, stored_names: lis
 
     That of the library `speculators` has what its layer is in an object of its own.
     """
-    written = {**(source.hf_config.get("transformer_layer_config") or {}), **source.hf_config}
-    positions = int(written.get("max_position_embeddings") or 0)
+    path = source.folder / "config.json"
+    layer = typed_field(source.hf_config, "transformer_layer_config", (dict,), path, ModelError)
+    written = {**(layer or {}), **source.hf_config}
+    positions: int = typed_field(written, "max_position_embeddings", (int,), path, ModelError) or 0
     fields: dict[str, Any] = {
         **written,
         "architectures": [architecture],
