@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
-    from penstock.contract import LoRARequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from penstock.contract import RequestOutputKind, SamplingParams, StructuredOutputsParams
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
+    from penstock.engine.lora import LoRARequest
     from penstock.engine.outputs import CompletionOutput, RequestOutput
     from penstock.engine.prompts import PromptDict
     from penstock.engine.streaming_input import StreamingInput
@@ -48,7 +49,7 @@ _HOMES = {
     "CompletionOutput": "penstock.engine.outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
-    "LoRARequest": "penstock.contract",
+    "LoRARequest": "penstock.engine.lora",
     "PromptDict": "penstock.engine.prompts",
     "RequestOutput": "penstock.engine.outputs",
     "RequestOutputKind": "penstock.contract",

@@ -50,6 +50,7 @@ def test_an_offline_engine_over_it_gives_the_same_texts_and_calls_its_workers(fo
 
 
 @pytest.mark.one_path(reason="what is refused never becomes a step")
+@pytest.mark.slow
 def test_what_only_the_core_can_know_is_refused_with_its_type(folder: Path) -> None:
     core = CoreGroup(EngineConfig.create(str(folder), **{**SMALL, "max_model_len": 32}))
     request = EngineRequest(req_id="long", prompt_token_ids=[1] * 32, sampling_params=sampled(0))

@@ -143,6 +143,7 @@ def kill(core: CoreGroup) -> None:
     core.check_health()
 
 
+@pytest.mark.slow
 def test_an_abort_that_names_a_request_twice_ends_it_once(start: Callable[..., CoreGroup]) -> None:
     core = start()
     add(core, "a", SILENT)
@@ -194,6 +195,7 @@ def test_errors_that_no_message_can_hold_arrive_nevertheless(start: Callable[...
     assert core.process_ids == first
 
 
+@pytest.mark.slow
 def test_what_looks_like_the_end_of_a_connection_is_told_as_it_is(config: EngineConfig) -> None:
     with pytest.raises(RemoteError, match="EOFError: the file is too short"):
         CoreGroup(config, load_at_its_end)
@@ -246,6 +248,7 @@ def test_who_had_no_turn_is_no_suspect(start: Callable[..., CoreGroup], tmp_path
     assert all(len(tokens(outputs)) == 6 for outputs in finish(core).values())
 
 
+@pytest.mark.slow
 def test_the_refusal_of_a_request_is_not_that_of_the_next_one_of_its_name(
     start: Callable[..., CoreGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_what_the_program_defines_reaches_cores_and_their_workers(tmp_path: Path
     assert out.split("\n")[0] == "[5, 5, 5] 1", err
 
 
+@pytest.mark.slow
 def test_what_a_worker_starts_does_not_run_the_program(tmp_path: Path) -> None:
     """Which needs no guard, since nothing of its own is sent."""
     (tmp_path / "extension.py").write_text(

@@ -60,6 +60,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
     save_checkpoint(tiny_model("llama"), tmp_path)
     options = {**PLANNED, "tensor_parallel_size": 2}

@@ -49,6 +49,7 @@ def test_ranks_that_share_positions_give_the_tokens_of_one_worker(
     assert_same(found, expected, tolerance=2e-3 if is_int8 else 1e-4)
 
 
+@pytest.mark.slow
 def test_a_token_takes_half_the_memory_of_each_rank(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_key_value_heads=1)
     found = []

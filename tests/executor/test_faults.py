@@ -376,6 +376,7 @@ def failing_starts(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> list[i
     return starts
 
 
+@pytest.mark.slow
 def test_restarts_that_fail_are_tried_again(
     folder: Path, undisturbed: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +433,7 @@ def test_dummy_batches_of_several_ranks_touch_nothing(
     assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
 
 
+@pytest.mark.slow
 def test_one_rank_may_answer_for_all(alone: MultiprocessExecutor, folder: Path) -> None:
     assert alone.collective_rpc(pid_of, unique_reply_rank=0) == alone.process_ids
     for wrong in (1, -1, True, "0"):

@@ -141,6 +141,7 @@ def test_requests_go_on_with_their_tokens_when_a_rank_is_lost(
     assert any("Rank 1" in record.message and cause in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_lost_again_and_again_end_the_engine(folder: Path) -> None:
     core = make(folder, 2, max_restarts=0)
     add(core, "a", PROMPTS[0], greedy(50))
@@ -151,6 +152,7 @@ def test_ranks_that_are_lost_again_and_again_end_the_engine(folder: Path) -> Non
     core.close()
 
 
+@pytest.mark.slow
 def test_one_worker_in_a_process_of_its_own_is_replaced_too(folder: Path, undisturbed: list[Result]) -> None:
     core = make(folder, 1, distributed_executor_backend="mp")
     add(core, "r0", PROMPTS[0], PARAMS[0])

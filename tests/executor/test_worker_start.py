@@ -142,6 +142,7 @@ def test_what_fails_on_one_rank_ends_all_and_is_told_with_stage_rank_and_cause(
         start(folder, monkeypatch, does, **({"start_timeout_s": 4.0} if does.endswith("sleep") else {}))
 
 
+@pytest.mark.slow
 def test_a_worker_whose_module_never_loads_is_found_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_the_limit_of_the_start_is_a_time() -> None:
         EngineConfig.create("demo", start_timeout_s=0)
 
 
+@pytest.mark.slow
 def test_the_command_says_so_and_its_exit_status_too() -> None:
     arguments = ["generate", "ROMEO:", "--tensor-parallel-size", "2", "--worker-cls", "no.Such"]
     result = subprocess.run(

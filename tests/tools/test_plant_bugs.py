@@ -51,6 +51,7 @@ def test_a_bug_that_no_test_notices_lives(root: Path) -> None:
     assert (root / "src/numbers_of_mine.py").read_text() == SOURCE
 
 
+@pytest.mark.slow
 def test_all_is_well_when_each_is_caught(root: Path) -> None:
     assert plant(root, {"doubles": CAUGHT, "halves": LIVING}, "--only", "doubles", "--jobs", "1") == (
         0,

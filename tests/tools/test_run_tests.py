@@ -57,6 +57,7 @@ def test_a_run_without_failures_is_green_and_runs_nothing_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "2", "--dist", "loadfile"]], ids=["one process", "two"])
+@pytest.mark.one_case_quick
 def test_a_flaky_test_is_listed_and_the_run_is_green(tmp_path: Path, arguments: list[str]) -> None:
     status, lines = run_tool(tmp_path, PASSES + FLAKY, *arguments)
     assert status == 0
@@ -65,6 +66,7 @@ def test_a_flaky_test_is_listed_and_the_run_is_green(tmp_path: Path, arguments: 
 
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "2", "--dist", "loadfile"]], ids=["one process", "two"])
+@pytest.mark.one_case_quick
 def test_a_test_that_fails_twice_makes_the_run_red(tmp_path: Path, arguments: list[str]) -> None:
     status, lines = run_tool(tmp_path, PASSES + FLAKY + FAILS, *arguments)
     assert status == 1
@@ -79,6 +81,7 @@ def test_a_run_without_tests_is_red(tmp_path: Path, source: str) -> None:
     assert not listed(lines, "Flaky: failed, then passed alone:")
 
 
+@pytest.mark.slow
 def test_a_test_that_is_skipped_the_second_time_has_not_passed(tmp_path: Path) -> None:
     source = FLAKY.replace("assert was_there", "pytest.skip('gone') if was_there else pytest.fail('once')")
     status, lines = run_tool(tmp_path, PASSES + source)
@@ -86,6 +89,7 @@ def test_a_test_that_is_skipped_the_second_time_has_not_passed(tmp_path: Path) -
     assert listed(lines, "Failed twice:") == FLAKY_IDS
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_in_a_test_makes_the_run_red(tmp_path: Path) -> None:
     status, lines = run_tool(tmp_path, PASSES + "def test_dies():\n    import os\n    os._exit(3)\n", "-n", "2")
     assert status == 1

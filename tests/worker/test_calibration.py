@@ -82,6 +82,7 @@ def test_a_model_rounded_for_texts_is_closer_to_what_it_was(few_texts: Path, cap
     assert any("read once, which took" in message for message in caplog.messages)
 
 
+@pytest.mark.slow
 def test_texts_in_the_models_folder_are_taken_unless_none_are_wanted(bare_demo: Path, few_texts: Path) -> None:
     with LLM(str(bare_demo), **INT4) as llm:
         without = layer_weights(llm)
@@ -98,6 +99,7 @@ def test_texts_in_the_models_folder_are_taken_unless_none_are_wanted(bare_demo: 
     assert EngineConfig.create(str(bare_demo), quantization="int8").model.calibration_file is None
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_and_layers_that_are_observed_in_turns(
     few_texts: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

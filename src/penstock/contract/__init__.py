@@ -13,7 +13,6 @@ from penstock.contract.kv_cache import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
-from penstock.contract.lora import LoRARequest
 from penstock.contract.runner_output import (
     DraftTokenIds,
     LogprobsLists,
@@ -44,7 +43,6 @@ __all__ = [
     "KVCacheGroupSpec",
     "KVCacheSpec",
     "KVCacheTensor",
-    "LoRARequest",
     "LogprobsLists",
     "MLAAttentionSpec",
     "ModelRunnerOutput",
