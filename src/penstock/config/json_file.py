@@ -1,6 +1,6 @@
 """Reader of a model folder's JSON files, and the check that a file there is one that can be read to its end.
 
-A folder may come from anybody: a file may be a pipe, larger than memory, or nested deeper than Python's stack.
+A folder may be hostile: a file may be a pipe, larger than memory, or nested deeper than Python's stack.
 """
 
 from __future__ import annotations

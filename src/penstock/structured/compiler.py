@@ -147,7 +147,7 @@ class GrammarCompiler:
 
 
 def _end(closed: threading.Event, compiling: set[threading.Thread], timeout_s: float) -> None:
-    """Let nobody be told anything any more, and wait for what is being compiled.
+    """Report no result any more, and wait for what is being compiled.
 
     Python before 3.14 ends a thread that comes back from a library while the interpreter is finalised; the frames of
     the library that are unwound then end the process with SIGSEGV.

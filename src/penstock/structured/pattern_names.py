@@ -28,7 +28,7 @@ _BYTES_PER_BYTE = 2
 
 
 def without_empty_patterns(schema: dict[str, Any], allowed_escapes: str) -> dict[str, Any]:
-    """The same schema, in which each pattern leaves something to write.
+    """Schema with the same meaning, in which each pattern leaves something to write.
 
     A pattern that matches listed names only becomes those properties, and one that matches nothing goes.
     schema: as `enforceable` writes it. allowed_escapes: characters that may stand behind a backslash in a text.
@@ -120,7 +120,7 @@ class _Probe:
         return bytes(written[1:]).decode(errors="replace") if written else None
 
     def matching(self, of_names: dict[str, Any], names: Collection[str]) -> list[str]:
-        """Those of the names that an object may have."""
+        """Names of a list that an object may have."""
         matcher, found = self._matcher(of_names), []
         for name in names:
             token_ids = list(json.dumps(name, ensure_ascii=False).encode())
