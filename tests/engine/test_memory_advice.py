@@ -47,7 +47,7 @@ def plan(model: Path, **options: Any) -> Any:
         (16, 16, {"max_model_len": 65536, "kv_cache_memory_bytes": GIB}, {"max_model_len", "kv_cache_memory_bytes"}),
         (10, 10, {"memory_fraction": 0.25}, {"max_model_len", "kv_cache_dtype", "memory_fraction"}),
         (4, 4, {}, {"max_model_len", "kv_cache_dtype"}),
-        (4, 2.6, {}, {"max_model_len", "quantization"}),
+        (4, 2.4, {}, {"max_model_len", "quantization"}),
         (4, 2.6, {"kv_cache_dtype": "int8", "quantization": "int8", "max_model_len": 65536}, set()),
         (16, 3, {"dtype": "float32"}, {"max_model_len"}),
     ],

@@ -60,7 +60,8 @@ def test_add_rms_norm_adds_first_and_leaves_the_residual_alone() -> None:
 def test_gated_activations_equal_transformers(name: str, dtype: torch.dtype) -> None:
     gate_TI, up_TI = torch.randn(7, 24, dtype=dtype), torch.randn(7, 24, dtype=dtype)
     before = torch.cat((gate_TI, up_TI), -1)
-    tolerance = 1e-6 if dtype == torch.float32 else 0.02
+    # Two roundings of values up to 16, in float32.
+    tolerance = 4e-6 if dtype == torch.float32 else 0.02
     expected = ACT2FN[name](gate_TI) * up_TI
     torch.testing.assert_close(GATED_ACTIVATIONS[name](before), expected, rtol=tolerance, atol=tolerance)
 
