@@ -256,7 +256,7 @@ def test_a_last_message_that_is_shown_twice_ends_with_itself(
     ],
 )
 def test_the_sandbox_is_that_of_transformers(renderer: TemplateRenderer, oracle: Any, source: str) -> None:
-    """Where that raises nothing, it hides what is unsafe."""
+    """Transformers raises nothing for some unsafe accesses, and hides their values."""
     try:
         expected = oracle.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
     except Exception:

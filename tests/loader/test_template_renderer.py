@@ -36,7 +36,7 @@ def pid_of(renderer: TemplateRenderer) -> int:
 
 
 def wait_for_end(pid: int, timeout_s: float = 5.0) -> None:
-    """Until a process that is nobody's here has ended; its new parent may not have waited for it."""
+    """Wait for the end of a process that is no child of this one; its new parent may not have reaped it yet."""
     deadline = time.monotonic() + timeout_s
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"process {pid} has not ended"
