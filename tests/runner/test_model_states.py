@@ -39,13 +39,11 @@ class FromEmbeddings(nn.Module):
         self.decoder = decoder
         self.calls: list[tuple[int, ...]] = []
 
-    def forward(
-        self, embeddings_TD: Tensor, positions_3T: Tensor, context: ForwardContext, *, factors_T: Tensor
-    ) -> Tensor:
+    def forward(self, embeddings_TD: Tensor, positions_3T: Tensor, context: ForwardContext) -> Tensor:
         assert positions_3T.shape == (3, len(embeddings_TD))
         self.calls.append(tuple(embeddings_TD.shape))
         model = self.decoder.model
-        hidden_TD, residual_TD = embeddings_TD * factors_T.unsqueeze(-1), None
+        hidden_TD, residual_TD = embeddings_TD * context.inputs["factors"].unsqueeze(-1), None
         rotations = model.rotations(positions_3T[1] - 100, hidden_TD.dtype)
         for layer, rotation, of_layer in zip(model.layers, rotations, context.by_layer(len(model.layers)), strict=True):
             hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, of_layer)
@@ -69,7 +67,7 @@ class EmbeddingState(ModelState):
 
     def dummy_inputs(self, input_ids_T: Tensor, positions_T: Tensor) -> ModelInputs:
         factors_T = torch.ones(len(input_ids_T))
-        return ModelInputs(self._embed(input_ids_T), (positions_T + 100).expand(3, -1), {"factors_T": factors_T})
+        return ModelInputs(self._embed(input_ids_T), (positions_T + 100).expand(3, -1), {"factors": factors_T})
 
 
 def make_runner(model: Any, decoder: nn.Module, **options: Any) -> ModelRunner:

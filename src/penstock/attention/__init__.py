@@ -10,9 +10,10 @@ from penstock.attention.base import (
     LayerAttention,
     StepGeometry,
 )
-from penstock.attention.context import BoundLayer, ForwardContext, HiddenTaps, LastTokens
+from penstock.attention.context import NO_INPUTS, BoundLayer, ForwardContext, HiddenTaps, LastTokens
 
 __all__ = [
+    "NO_INPUTS",
     "AttentionBackend",
     "AttentionMetadata",
     "BoundLayer",

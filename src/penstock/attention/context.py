@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,8 @@ from penstock.attention.base import AttentionMetadata, HeadNorm, LayerAttention
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import sum_rows
 from penstock.parallel.scattered_rows import ScatteredRows
+
+NO_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class ForwardContext:
     their rows, [R, ...]; a layer that is told so attends with them alone.
     taps: given where hidden states between layers are wanted too.
     rows: given by a decoder to its layers where hidden states between them are scattered over ranks.
+    inputs: named step inputs beside token ids and positions, a row per token each.
     """
 
     layers: Mapping[str, BoundLayer]
@@ -74,6 +78,7 @@ class ForwardContext:
     last: LastTokens | None = None
     taps: HiddenTaps | None = None
     rows: ScatteredRows | None = None
+    inputs: Mapping[str, Tensor] = field(default_factory=lambda: NO_INPUTS)
 
     def note_hidden(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
         """Called by a decoder before each layer, and after the last: the layer's input is the sum of both."""
