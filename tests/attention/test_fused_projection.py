@@ -117,7 +117,7 @@ def test_it_is_norm_rotation_and_attention(
             qkv_TX = torch.randn(len(positions_T), width, generator=rows)
             is_native = isinstance(backend, CpuNativeBackend)
             rotation = (
-                TableRotation.of(table_PR, positions_T)
+                TableRotation(table_PR, positions_T)
                 if is_native
                 else gather_rotation_reference(table_PR, positions_T, torch.float32)
             )
@@ -153,7 +153,7 @@ def test_a_norm_that_is_more_than_that_goes_the_plain_way() -> None:
     for is_plain in (True, False):
         norm = Norm(torch.full((4, 16), 1.5), 1e-6, is_plain=is_plain)
         kv_cache = new_cache(backend, 4, 2, 16)
-        rotation = TableRotation.of(table_PR, torch.arange(5))
+        rotation = TableRotation(table_PR, torch.arange(5))
         args = (layer, qkv_TX.clone(), norm, rotation, kv_cache, backend.make_metadata(geometry))
         results.append(backend.forward_projected(*args))
     torch.testing.assert_close(results[0], results[1])

@@ -274,7 +274,7 @@ def test_heads_are_normalised_and_turned_as_by_one_rank(has_norm: bool, only_las
     step = [(0, 0, 1), (1, 0, 2), (3, 0, 21)]
     positions = torch.tensor([0, *range(2), *range(21)])
     angles = torch.arange(21)[:, None] * torch.rand(8, generator=torch.Generator().manual_seed(2))
-    rotation = TableRotation.of(torch.cat((angles.cos(), angles.sin()), 1), positions)
+    rotation = TableRotation(torch.cat((angles.cos(), angles.sin()), 1), positions)
     found = []
     for backend_class in BACKENDS:
         ranks = Ranks(MIXED, 2, 2, backend=backend_class)

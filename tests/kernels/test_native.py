@@ -214,8 +214,8 @@ def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are() -
 @pytest.mark.parametrize("size", [1, 7, 8, 33, 1536])
 def test_argmax_is_the_first_of_the_largest(kernels: NativeKernels, num_rows: int, size: int) -> None:
     x_RV = torch.randn(num_rows, size).round()  # rounded, so that many are equal
-    largest_R = torch.full((num_rows,), 99.0)
-    index_R, failed_R = kernels.argmax(x_RV, largest_R)
+    index_R, failed_R, largest_R = kernels.argmax(x_RV, with_largest=True)
+    assert largest_R is not None
     assert index_R.tolist() == x_RV.numpy().argmax(axis=-1).tolist()
     assert_same_bits(largest_R, x_RV.gather(1, index_R[:, None])[:, 0])
     assert not failed_R.any()
@@ -227,8 +227,8 @@ def test_argmax_fails_where_the_largest_is_not_finite(kernels: NativeKernels, ba
     x_RV = torch.randn(3, 19)
     x_RV[1, place] = bad
     x_RV[2, :] = -float("inf")
-    largest_R = torch.zeros(3)
-    index_R, failed_R = kernels.argmax(x_RV, largest_R)
+    index_R, failed_R, largest_R = kernels.argmax(x_RV, with_largest=True)
+    assert largest_R is not None
     assert failed_R.tolist() == [False, True, True]
     assert index_R.tolist() == [x_RV[0].argmax(), place, 0]
     assert_same_bits(largest_R, x_RV.gather(1, index_R[:, None])[:, 0])
@@ -239,8 +239,8 @@ def test_argmax_fails_where_the_largest_is_not_finite(kernels: NativeKernels, ba
 def test_of_two_zeros_the_first_is_told_with_its_sign(kernels: NativeKernels, first: float, size: int) -> None:
     x_RV = torch.full((1, size), -1.0)
     x_RV[0, 0], x_RV[0, -1] = first, -first
-    largest_R = torch.ones(1)
-    index_R, _ = kernels.argmax(x_RV, largest_R)
+    index_R, _, largest_R = kernels.argmax(x_RV, with_largest=True)
+    assert largest_R is not None
     assert index_R.tolist() == [0]
     assert_same_bits(largest_R, x_RV[:, 0])
 
@@ -283,9 +283,10 @@ def test_the_greedy_choice_is_that_of_the_products(
         products_LO = kernels.linear(x_LI, packed, outputs, None)
         expected = kernels.argmax(products_LO)
         chosen = kernels.greedy(x_LI, packed, outputs)
-        largest_L = torch.full((rows,), 99.0)
-        with_largest = kernels.greedy(x_LI, packed, outputs, largest_L)
-    for index_L, failed_L in (chosen, with_largest):
+        with_largest = kernels.greedy(x_LI, packed, outputs, with_largest=True)
+    largest_L = with_largest[2]
+    assert largest_L is not None
+    for index_L, failed_L, _ in (chosen, with_largest):
         assert index_L.tolist() == expected[0].tolist()
         assert failed_L.tolist() == expected[1].tolist()
     assert_same_bits(largest_L, products_LO.gather(1, expected[0][:, None])[:, 0])
@@ -328,7 +329,7 @@ packed, rounded = kernels.pack_weight(weight_OI), [quantize_int8(weight_OI), qua
 made = []
 for count in (1, 5):
     torch.set_num_threads(count)
-    results = [kernels.linear(x_TI, packed, 170, None), *kernels.greedy(x_TI, packed, 170)]
+    results = [kernels.linear(x_TI, packed, 170, None), *kernels.greedy(x_TI, packed, 170)[:2]]
     made.append(results + [products.linear(x_TI, products.pack(one), one.shape, None) for one in rounded])
 print(all(torch.equal(one, other) for one, other in zip(*made, strict=True)))
 """

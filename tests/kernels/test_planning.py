@@ -5,19 +5,21 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.native.operation_types import OperationType, Scope
 from penstock.kernels.native.planning import BufferPlan, Kind, plan_buffers
-from penstock.kernels.native.tracing import Cell, Kernel, Operation
+from penstock.kernels.native.tracing import Cell, Operation
 
 NUM_ROWS, ROWS_AT_ONCE = 5, 2
+OF_ROWS, OF_STEP = OperationType(0, "rows", Scope.ROWS), OperationType(1, "step", Scope.STEP)
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[Operation], Cell]:
     """Operations that read what was made before, write something new, and may write to what they read."""
     made = [Cell(draw(st.integers(1, 4)))]
-    operations = [Operation(Kernel.LOOKUP, (None, None, made[0]))]
+    operations = [Operation(OF_ROWS, (None, None, made[0]))]
     for _ in range(draw(st.integers(0, 14))):
-        kernel = draw(st.sampled_from([Kernel.NORM, Kernel.NORM, Kernel.ATTENTION]))
+        kernel = draw(st.sampled_from([OF_ROWS, OF_ROWS, OF_STEP]))
         read = draw(st.lists(st.sampled_from(made[-5:]), min_size=1, max_size=2, unique=True))
         made.append(Cell(draw(st.integers(1, 4))))
         operations.append(Operation(kernel, (read[0], read[1] if len(read) > 1 else None, made[-1])))
@@ -60,7 +62,7 @@ def test_every_operation_finds_what_it_reads(program: tuple[list[Operation], Cel
     memory = Memory(plan)
     run: list[Operation] = []
     for operation in [*operations, None]:
-        if operation is not None and operation.kernel is not Kernel.ATTENTION:
+        if operation is not None and not operation.needs_whole_step:
             run.append(operation)
             continue
         for first in range(0, NUM_ROWS, ROWS_AT_ONCE):
@@ -97,18 +99,18 @@ def test_layers_share_their_buffers() -> None:
 def llama(num_layers: int, hidden: int, qkv: int, mixed: int, inner: int) -> tuple[list[Operation], Cell]:
     operations: list[Operation] = []
 
-    def add(kernel: Kernel, width: int, x: Cell | None, residual: Cell | None = None) -> Cell:
+    def add(kernel: OperationType, width: int, x: Cell | None, residual: Cell | None = None) -> Cell:
         out = Cell(width)
         operations.append(Operation(kernel, (x, residual, out)))
         return out
 
-    x, residual = add(Kernel.LOOKUP, hidden, None), None
+    x, residual = add(OF_ROWS, hidden, None), None
     for _ in range(num_layers):
-        normed = add(Kernel.NORM, hidden, x, residual)
+        normed = add(OF_ROWS, hidden, x, residual)
         residual = x
-        x = add(Kernel.LINEAR, hidden, add(Kernel.ATTENTION, mixed, add(Kernel.LINEAR, qkv, normed)))
-        normed = add(Kernel.NORM, hidden, x, residual)
+        x = add(OF_ROWS, hidden, add(OF_STEP, mixed, add(OF_ROWS, qkv, normed)))
+        normed = add(OF_ROWS, hidden, x, residual)
         residual = x
-        x = add(Kernel.LINEAR, hidden, add(Kernel.GATE, inner, add(Kernel.LINEAR, 2 * inner, normed)))
+        x = add(OF_ROWS, hidden, add(OF_ROWS, inner, add(OF_ROWS, 2 * inner, normed)))
     assert residual is not None
-    return operations, add(Kernel.NORM, hidden, x, residual)
+    return operations, add(OF_ROWS, hidden, x, residual)

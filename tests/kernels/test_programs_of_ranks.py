@@ -15,7 +15,7 @@ from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import StepTokens
-from penstock.kernels.native.tracing import Role, Trace, TracedTensor
+from penstock.kernels.native.tracing import TracedTensor
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import RowParallelLinear, process_weights_after_loading
@@ -56,13 +56,13 @@ class Echo:
 
 def program_of(run: Callable[[Tensor], Any]) -> NativeProgram:
     assert NATIVE is not None
-    trace = Trace(NATIVE.instruction_set.index)
-    result = run(trace.stand_in(Role.TOKENS))
+    trace = NATIVE.trace()
+    result = run(trace.input("token_ids", torch.int32))
     return NativeProgram(NATIVE, trace, result.cell if isinstance(result, TracedTensor) else None)
 
 
 def step_of(ids_T: Tensor) -> StepTokens:
-    return StepTokens(torch.zeros(len(ids_T), dtype=torch.int64), len(ids_T), [])
+    return StepTokens({"token_ids": ids_T}, len(ids_T), len(ids_T))
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 700])
@@ -83,8 +83,8 @@ def test_embeddings_and_choices_of_all_ranks_are_those_of_layers(size: int, form
         echo = Echo(parallels[rank], form, table_VD, head_VD)
         hidden_TD, chosen = echo.hidden(ids_T), echo.choose(ids_T)
         assert chosen is not None
-        found_TD = program_of(echo.hidden)(ids_T, step_of(ids_T))
-        return hidden_TD, found_TD, chosen, program_of(echo.choose).bind(ids_T, step_of(ids_T)).run()
+        found_TD = program_of(echo.hidden).run(step_of(ids_T))[0]
+        return hidden_TD, found_TD, chosen, program_of(echo.choose).bind(step_of(ids_T)).run()
 
     results = run_ranks(size, run)
     for result in results:
@@ -115,7 +115,7 @@ def test_products_of_split_inputs_are_added_up_inside_of_a_program() -> None:
             assert NATIVE is not None
             return down(NATIVE.lookup(ids_T, table_VD))  # type: ignore[no-any-return]
 
-        return forward(ids_T), program_of(forward)(ids_T, step_of(ids_T))
+        return forward(ids_T), program_of(forward).run(step_of(ids_T))[0]
 
     expected_TO = table_VD[ids_T.long()] @ (weight_OI[:, : WIDTH // 2] + weight_OI[:, WIDTH // 2 :]).T
     for result in run_ranks(2, run):
@@ -136,15 +136,15 @@ def test_a_rank_that_does_not_come_is_named_by_a_program_too() -> None:
     def run(rank: int) -> None:
         ids_T = torch.zeros(3, dtype=torch.int32)
         program = embedded(parallels[rank])
-        program(ids_T, step_of(ids_T))
+        program.run(step_of(ids_T))
         if rank == 1:
             return
         begin = time.monotonic()
         with pytest.raises(WaitTimeout, match=r"Rank 0 waited 1 s in all_reduce \(call 2 of its .* for rank 1,"):
-            program(ids_T, step_of(ids_T))
+            program.run(step_of(ids_T))
         assert time.monotonic() - begin >= 1.0
         with pytest.raises(RanksDisagree, match=r"cannot go on in all_reduce, since all_reduce \(call 2"):
-            program(ids_T, step_of(ids_T))
+            program.run(step_of(ids_T))
         with pytest.raises(RanksDisagree, match="cannot go on in broadcast"):
             parallels[rank].tensor.broadcast(torch.zeros(3))
 
@@ -157,7 +157,7 @@ def test_ranks_whose_programs_have_other_rows_are_told() -> None:
     def run(rank: int) -> None:
         ids_T = torch.zeros(3 + rank, dtype=torch.int32)
         GroupAgreement(parallels[rank].tensor).on_step(SchedulerOutput(step_id=17))
-        embedded(parallels[rank])(ids_T, step_of(ids_T))
+        embedded(parallels[rank]).run(step_of(ids_T))
 
     for rank, error in enumerate(run_ranks(2, run)):
         assert isinstance(error, RanksDisagree), error
@@ -171,7 +171,7 @@ def test_tokens_that_no_rank_has_are_refused(bad: int) -> None:
 
     def run(rank: int) -> None:
         ids_T = torch.tensor([0, bad], dtype=torch.int32)
-        embedded(parallels[rank])(ids_T, step_of(ids_T))
+        embedded(parallels[rank]).run(step_of(ids_T))
 
     for error in run_ranks(2, run):
         assert isinstance(error, IndexError)

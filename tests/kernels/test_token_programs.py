@@ -14,7 +14,7 @@ from penstock.kernels.native import NativeKernels, available_instruction_sets, l
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.quantized import native_quantized_products
-from penstock.kernels.native.tracing import Role, Trace, TracedTensor
+from penstock.kernels.native.tracing import TracedTensor
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(not available_instruction_sets(), reason="the C++ kernels were not built")
@@ -42,24 +42,26 @@ def rounded(bits: int, seed: int) -> QuantizedWeight:
 def echo(kernels: NativeKernels, form: str) -> tuple[NativeProgram, Tensor]:
     """A program that looks rows up and multiplies by a matrix, and the logits that this gives for every token."""
     torch.manual_seed(1)
-    trace = Trace(kernels.instruction_set.index)
+    trace = kernels.trace()
     table_VD = torch.randn(VOCAB_SIZE, WIDTH)
     products = native_quantized_products(kernels)
     assert products is not None
     if form == "table":
-        rows_TD = kernels.lookup(trace.stand_in(Role.TOKENS), table_VD)
+        rows_TD = kernels.lookup(trace.input("token_ids", torch.int32), table_VD)
     elif form == "bfloat16 table":
-        rows_TD = kernels.lookup(trace.stand_in(Role.TOKENS), table_VD.bfloat16())
+        rows_TD = kernels.lookup(trace.input("token_ids", torch.int32), table_VD.bfloat16())
         table_VD = table_VD.bfloat16().float()
     elif form == "packed":
-        rows_TD = kernels.rows(trace.stand_in(Role.TOKENS), kernels.pack_weight(table_VD))
+        rows_TD = kernels.rows(trace.input("token_ids", torch.int32), kernels.pack_weight(table_VD))
     elif form == "int8":
         weight = rounded(8, 2)
-        rows_TD = products.rows(trace.stand_in(Role.TOKENS), products.pack(weight), weight.shape)
+        rows_TD = products.rows(trace.input("token_ids", torch.int32), products.pack(weight), weight.shape)
         table_VD = weight.dequantize()
     else:
         weight, rest = rounded(4, 3), rounded(4, 4)
-        rows_TD = products.rows(trace.stand_in(Role.TOKENS), products.pack(weight), weight.shape, products.pack(rest))
+        rows_TD = products.rows(
+            trace.input("token_ids", torch.int32), products.pack(weight), weight.shape, products.pack(rest)
+        )
         table_VD = weight.dequantize() + rest.dequantize()
     packed_head = kernels.pack_weight(torch.randn(VOCAB_SIZE, WIDTH))
     if form == "packed":
@@ -70,9 +72,11 @@ def echo(kernels: NativeKernels, form: str) -> tuple[NativeProgram, Tensor]:
 
 
 def bind(program: NativeProgram, token_ids: list[int]) -> BoundChoices:
-    num_rows = len(token_ids)
-    step = StepTokens(torch.zeros(num_rows, dtype=torch.int64), num_rows, [])
-    return program.bind(torch.tensor(token_ids, dtype=torch.int32), step)
+    return program.bind(tokens(torch.tensor(token_ids, dtype=torch.int32)))
+
+
+def tokens(ids_T: Tensor) -> StepTokens:
+    return StepTokens({"token_ids": ids_T}, len(ids_T), len(ids_T))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -80,7 +84,7 @@ def bind(program: NativeProgram, token_ids: list[int]) -> BoundChoices:
 def test_a_bound_program_reads_its_tokens_anew(kernels: NativeKernels, form: str, num_rows: int) -> None:
     program, logits_VV = echo(kernels, form)
     ids_T = torch.zeros(num_rows, dtype=torch.int32)
-    bound = program.bind(ids_T, StepTokens(torch.zeros(num_rows, dtype=torch.int64), num_rows, []))
+    bound = program.bind(tokens(ids_T))
     expected_V = logits_VV.argmax(dim=1)
     for seed in range(3):
         ids_T.copy_(torch.randint(VOCAB_SIZE, (num_rows,), generator=torch.Generator().manual_seed(seed)))
@@ -93,19 +97,17 @@ def test_a_bound_program_reads_its_tokens_anew(kernels: NativeKernels, form: str
 @pytest.mark.parametrize("bad", [-1, VOCAB_SIZE])
 def test_tokens_that_the_model_does_not_have_are_refused(kernels: NativeKernels, form: str, bad: int) -> None:
     program, _ = echo(kernels, form)
-    bound = program.bind(
-        torch.tensor([0, bad], dtype=torch.int32), StepTokens(torch.zeros(2, dtype=torch.int64), 2, [])
-    )
+    bound = bind(program, [0, bad])
     with pytest.raises(IndexError, match=f"row {bad} of a table of {VOCAB_SIZE} rows"):
         bound.run()
 
 
 def test_what_is_not_finite_is_told(kernels: NativeKernels) -> None:
-    trace = Trace(kernels.instruction_set.index)
+    trace = kernels.trace()
     table_VD = torch.ones(VOCAB_SIZE, WIDTH)
     table_VD[7] = torch.nan
     kernels.greedy(
-        kernels.lookup(trace.stand_in(Role.TOKENS), table_VD),
+        kernels.lookup(trace.input("token_ids", torch.int32), table_VD),
         kernels.pack_weight(torch.randn(VOCAB_SIZE, WIDTH)),
         VOCAB_SIZE,
     )
@@ -115,34 +117,33 @@ def test_what_is_not_finite_is_told(kernels: NativeKernels) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 300])
 def test_hidden_states_are_written_to_memory_of_their_own(kernels: NativeKernels, num_rows: int) -> None:
-    trace = Trace(kernels.instruction_set.index)
+    trace = kernels.trace()
     table_VD = torch.randn(VOCAB_SIZE, WIDTH)
-    rows_TD = kernels.lookup(trace.stand_in(Role.TOKENS), table_VD)
+    rows_TD = kernels.lookup(trace.input("token_ids", torch.int32), table_VD)
     rows_TD.mul_(0.3)
     assert isinstance(rows_TD, TracedTensor)
     program = NativeProgram(kernels, trace, rows_TD.cell)
-    positions_T = torch.zeros(num_rows, dtype=torch.int64)
     ids_T = torch.randint(VOCAB_SIZE, (num_rows,), dtype=torch.int32)
-    found = [program(ids_T.roll(shift), StepTokens(positions_T, num_rows, [])) for shift in range(2)]
+    found = [program.run(tokens(ids_T.roll(shift)))[0] for shift in range(2)]
     for shift in range(2):
         assert torch.equal(found[shift], table_VD[ids_T.roll(shift).long()] * 0.3)
 
 
 def test_arguments_stay_while_a_program_runs(kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = Trace(kernels.instruction_set.index)
-    rows_TD = kernels.lookup(trace.stand_in(Role.TOKENS), torch.randn(VOCAB_SIZE, WIDTH))
+    trace = kernels.trace()
+    rows_TD = kernels.lookup(trace.input("token_ids", torch.int32), torch.randn(VOCAB_SIZE, WIDTH))
     assert isinstance(rows_TD, TracedTensor)
     program = NativeProgram(kernels, trace, rows_TD.cell)
-    ids_T, positions_T = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    ids_T = torch.zeros(3, dtype=torch.int32)
     seen: list[tuple[int, ...]] = []
 
-    def look(address: int) -> None:
+    def look(address: int, _: object) -> None:
         others = [np.zeros(size, dtype=np.int64) for size in range(1, 64) for _ in range(8)]
         assert others
-        seen.append(struct.unpack("16q", ctypes.string_at(address, 16 * 8)))
+        seen.append(struct.unpack("15q", ctypes.string_at(address, 15 * 8)))
 
     monkeypatch.setattr(program, "_run", look)
-    program(ids_T, StepTokens(positions_T, 3, []))
-    ((_, _, ids_at, _, _, _, positions_at, num_rows, num_tokens, *_, num_groups),) = seen
-    assert (ids_at, positions_at, num_rows, num_tokens) == (ids_T.data_ptr(), positions_T.data_ptr(), 3, 3)
+    program.run(tokens(ids_T))
+    ((*_, num_rows, num_tokens, _, _, _, _, _, _, num_inputs, ids_at, num_groups),) = seen
+    assert (num_rows, num_tokens, num_inputs, ids_at) == (3, 3, 1, ids_T.data_ptr())
     assert num_groups == 0

@@ -18,7 +18,7 @@ from penstock.kernels.linear import linear, pack_weight, packed_linear
 from penstock.kernels.native import NATIVE, NativeKernels
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import StepTokens
-from penstock.kernels.native.tracing import Role, Trace, TracedRequests, TracedTensor, Untraceable
+from penstock.kernels.native.tracing import Trace, TracedRequests, TracedTensor, Untraceable
 from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
 from penstock.kernels.rows import concatenate_rows, sum_rows
 
@@ -34,7 +34,7 @@ def native() -> NativeKernels:
 
 @pytest.fixture
 def trace() -> Trace:
-    return Trace(native().instruction_set.index)
+    return native().trace()
 
 
 @pytest.fixture
@@ -42,8 +42,18 @@ def rows(trace: Trace) -> TracedTensor:
     return looked_up(trace)
 
 
+def ids_of(trace: Trace) -> TracedTensor:
+    return trace.input(f"token_ids {len(trace.inputs)}", torch.int32)
+
+
+def tokens(num_rows: int, *inputs: Tensor) -> StepTokens:
+    """A step with these inputs, of a trace that has them by their numbers."""
+    names = "token_ids 0", "given"
+    return StepTokens(dict(zip(names, inputs, strict=False)), num_rows, num_rows)
+
+
 def looked_up(trace: Trace) -> TracedTensor:
-    found = embedding(trace.stand_in(Role.TOKENS), torch.randn(NUM_IDS, WIDTH), torch.float32)
+    found = embedding(ids_of(trace), torch.randn(NUM_IDS, WIDTH), torch.float32)
     assert isinstance(found, TracedTensor)
     return found
 
@@ -89,26 +99,28 @@ def test_what_no_kernel_does_cannot_be_traced(rows: TracedTensor, index: int) ->
 
 def test_tokens_are_looked_up_and_positions_are_not(trace: Trace) -> None:
     with pytest.raises(Untraceable):
-        native().lookup(trace.stand_in(Role.POSITIONS), torch.randn(NUM_IDS, WIDTH))
+        native().lookup(trace.input("positions", torch.int64), torch.randn(NUM_IDS, WIDTH))
     with pytest.raises(Untraceable):
-        embedding(trace.stand_in(Role.TOKENS), torch.randn(NUM_IDS, WIDTH), torch.bfloat16)
+        embedding(ids_of(trace), torch.randn(NUM_IDS, WIDTH), torch.bfloat16)
 
 
 def test_rows_of_two_traces_do_not_mix(trace: Trace, rows: TracedTensor) -> None:
-    other = looked_up(Trace(trace.instruction_set))
+    other = looked_up(native().trace())
     with pytest.raises(Untraceable):
         add_rms_norm(rows, other, torch.ones(WIDTH), 1e-5)
 
 
 def test_kernels_of_another_instruction_set_are_not_part_of_it() -> None:
-    rows_TD = looked_up(trace := Trace(native().instruction_set.index))
+    rows_TD = looked_up(trace := native().trace())
     trace.instruction_set += 1
     with pytest.raises(Untraceable, match="other kernels"):
         silu_and_mul(rows_TD)
 
 
 def attend(rows: TracedTensor, *, is_last: bool) -> TracedTensor:
-    return rows.origin.attend(rows, WIDTH, TracedRequests(0, is_last), torch.zeros(1))
+    positions_T = rows.origin.input(f"positions {len(rows.origin.inputs)}", torch.int64)
+    arguments = [0] * (len(native().types["attention"].fields) - 2)
+    return rows.origin.attend(rows, WIDTH, TracedRequests(0, is_last), positions_T, torch.zeros(1), arguments)
 
 
 def test_attention_overwrites_what_it_reads(rows: TracedTensor) -> None:
@@ -119,15 +131,13 @@ def test_attention_overwrites_what_it_reads(rows: TracedTensor) -> None:
 
 def test_after_the_last_attention_there_are_rows_of_last_tokens_alone(trace: Trace, rows: TracedTensor) -> None:
     residual_TD = looked_up(trace)
-    with pytest.raises(Untraceable):
-        residual_TD.index_select(0, trace.stand_in(Role.LAST))
     mixed_TD = attend(rows, is_last=True)
     with pytest.raises(Untraceable):
         add_rms_norm(mixed_TD, residual_TD, torch.ones(WIDTH), 1e-5)
-    last_RD = residual_TD.index_select(0, trace.stand_in(Role.LAST))
+    last_RD = residual_TD.index_select(0, trace.last_rows())
     normed_RD, _ = add_rms_norm(mixed_TD, last_RD, torch.ones(WIDTH), 1e-5)
     with pytest.raises(Untraceable):
-        residual_TD.index_select(0, trace.stand_in(Role.LAST))
+        residual_TD.index_select(0, trace.last_rows())
     with pytest.raises(Untraceable):
         attend(last_RD, is_last=True)
     with pytest.raises(Untraceable):
@@ -170,11 +180,11 @@ def test_a_program_gives_the_bits_of_its_kernels(trace: Trace, num_rows: int, re
         "up": native().pack_weight(torch.randn(2 * WIDTH, WIDTH)),
         "bias": torch.randn(2 * WIDTH),
     }
-    traced = mixture(trace.stand_in(Role.TOKENS), weights)[result]
+    traced = mixture(ids_of(trace), weights)[result]
     assert isinstance(traced, TracedTensor)
     program = NativeProgram(native(), trace, traced.cell)
     ids_T = torch.randint(NUM_IDS, (num_rows,), dtype=torch.int32)
-    found = program(ids_T, StepTokens(torch.zeros(num_rows, dtype=torch.int64), num_rows, []))
+    (found,) = program.run(tokens(num_rows, ids_T))
     assert torch.equal(found, mixture(ids_T, weights)[result])
 
 
@@ -196,12 +206,12 @@ def test_a_program_takes_rows_and_gives_several(trace: Trace, num_rows: int) -> 
         "norm": torch.randn(WIDTH),
         "down": native().pack_weight(torch.randn(WIDTH, 2 * WIDTH)),
     }
-    traced = joined(trace.stand_in(Role.TOKENS), trace.give(WIDTH), weights)
+    traced = joined(ids_of(trace), trace.input("given", torch.float32, WIDTH), weights)
     cells = [tensor.cell for tensor in traced if isinstance(tensor, TracedTensor) and tensor.cell is not None]
     assert len(cells) == 4
     program = NativeProgram(native(), trace, cells[0], cells[1:])
     ids_T, given_TD = torch.randint(NUM_IDS, (num_rows,), dtype=torch.int32), torch.randn(num_rows, WIDTH)
-    found = program.run(ids_T, StepTokens(torch.zeros(num_rows, dtype=torch.int64), num_rows, []), given_TD)
+    found = program.run(tokens(num_rows, ids_T, given_TD.clone()))
     for one, other in zip(found, joined(ids_T, given_TD, weights), strict=True):
         assert torch.equal(one, other)
 
@@ -210,8 +220,8 @@ def test_a_program_alone_holds_the_weights() -> None:
     """Nor is there anything left that only a collection of garbage would let go of."""
     table_VD = torch.randn(NUM_IDS, WIDTH)
     is_there = weakref.ref(table_VD)
-    trace = Trace(native().instruction_set.index)
-    traced = embedding(trace.stand_in(Role.TOKENS), table_VD, torch.float32)
+    trace = native().trace()
+    traced = embedding(ids_of(trace), table_VD, torch.float32)
     assert isinstance(traced, TracedTensor)
     program = NativeProgram(native(), trace, traced.cell)
     gc.disable()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from penstock.attention.base import AttentionMetadata, HeadNorm, LayerAttention
+from penstock.kernels.native.tracing import trace_opaque
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import sum_rows
 from penstock.parallel.scattered_rows import ScatteredRows
@@ -106,6 +108,18 @@ class ForwardContext:
         """The rows of all tokens, of something between layers."""
         return hidden_TD if self.rows is None else self.rows.whole(hidden_TD)
 
+    def opaque(
+        self, function: Callable[..., Sequence[Tensor]], *rows: Tensor, widths: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """Call a declared opaque operation: `function(context, *rows)` gives rows of these widths, [T, width] each.
+
+        A recorded program stops for the call and goes on after it. Layers whose computation is no kernel of the library
+        call it so; without the declaration the whole model runs without a program.
+        """
+        called = partial(_call, function, asks_for_last=self.last is not None)
+        traced = trace_opaque(called, rows, widths)
+        return function(self, *rows) if traced is None else traced
+
     def cache_of(self, name: str) -> tuple[Tensor, AttentionMetadata]:
         """A layer's cache, and what its group's backend made of this step."""
         bound = self.layers[name]
@@ -137,3 +151,10 @@ class ForwardContext:
             return bound.backend.forward_projected(*step)  # type: ignore[no-any-return]
         last = self.last.rows, self.last.metadata[group]
         return bound.backend.forward_last_projected(*step, *last)  # type: ignore[no-any-return]
+
+
+def _call(
+    function: Callable[..., Sequence[Tensor]], context: ForwardContext, *rows: Tensor, asks_for_last: bool
+) -> Sequence[Tensor]:
+    """An opaque operation of a layer in a step. asks_for_last: the layer is the one that leaves last tokens alone."""
+    return function(context if asks_for_last else context.of_all_tokens(), *rows)

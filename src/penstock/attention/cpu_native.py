@@ -12,7 +12,6 @@ query heads and results together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,21 +20,16 @@ from penstock.attention.base import AttentionBackend, HeadNorm, LayerAttention, 
 from penstock.contract import AttentionSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.attention import CACHE_TYPES, HeadShape, StepRequests
-from penstock.kernels.native.tracing import TracedRequests
+from penstock.kernels.native.attention import CACHE_TYPES, HeadPreparation, HeadShape, StepRequests
 from penstock.kernels.rotary import Rotation, TableRotation
 
 
 @dataclass(frozen=True, slots=True)
 class CpuNativeMetadata:
-    """The step's requests, and how many of its tokens are no padding. is_written: as in the geometry.
-
-    block_size: positions of a block that are here.
-    """
+    """The step's requests, and how many of its tokens are no padding. is_written: as in the geometry."""
 
     requests: StepRequests
-    num_tokens: int
-    block_size: int
+    num_tokens: int | None
     is_written: bool
 
 
@@ -46,7 +40,6 @@ class CpuNativeBackend(AttentionBackend):
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
-        self._num_ranks = 1 if layer.context is None else layer.context.group.size
         self._shapes: dict[tuple[str, int], HeadShape] = {}
 
     @classmethod
@@ -69,8 +62,7 @@ class CpuNativeBackend(AttentionBackend):
         requests = StepRequests.of(
             geometry.query_start_loc, geometry.seq_lens, geometry.block_table, geometry.num_actual_reqs
         )
-        block_size = geometry.block_size // self._num_ranks
-        return CpuNativeMetadata(requests, geometry.num_actual_tokens, block_size, geometry.is_written)
+        return CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.is_written)
 
     def forward(
         self,
@@ -90,7 +82,7 @@ class CpuNativeBackend(AttentionBackend):
             _as_the_kernel_takes_it(value_TKD),
             kv_cache,
             metadata.requests,
-            self._shape(layer, metadata.block_size),
+            self._shape(layer, kv_cache),
             is_written=metadata.is_written,
         )
         return _without_padding(output_THD, metadata).to(query_THD.dtype)
@@ -105,7 +97,7 @@ class CpuNativeBackend(AttentionBackend):
     ) -> None:
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
         keys, values = _as_the_kernel_takes_it(key_TKD), _as_the_kernel_takes_it(value_TKD)
-        NATIVE.attention.write(keys, values, kv_cache, metadata.requests, self._shape(layer, metadata.block_size))
+        NATIVE.attention.write(keys, values, kv_cache, metadata.requests, self._shape(layer, kv_cache))
 
     def forward_projected(
         self,
@@ -114,11 +106,21 @@ class CpuNativeBackend(AttentionBackend):
         norm: HeadNorm | None,
         rotation: Rotation,
         kv_cache: Tensor,
-        metadata: CpuNativeMetadata | TracedRequests,
+        metadata: CpuNativeMetadata,
     ) -> Tensor:
-        if not _prepares_heads(rotation, norm) or metadata.num_tokens == 0:
+        preparation = _preparation(rotation, norm)
+        if preparation is None or metadata.num_tokens == 0:
             return super().forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
-        return self._from_projection(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+        assert NATIVE is not None, "why_not refuses a machine without the kernels"
+        output_TX = NATIVE.attention.from_projection(
+            qkv_TX,
+            kv_cache,
+            metadata.requests,
+            self._shape(layer, kv_cache),
+            preparation,
+            is_written=metadata.is_written,
+        )
+        return _without_padding(output_TX, metadata)
 
     def forward_last_projected(
         self,
@@ -129,53 +131,22 @@ class CpuNativeBackend(AttentionBackend):
         kv_cache: Tensor,
         metadata: CpuNativeMetadata,
         rows_R: Tensor,
-        last_metadata: CpuNativeMetadata | TracedRequests,
+        last_metadata: CpuNativeMetadata,
     ) -> Tensor:
-        if not _prepares_heads(rotation, norm):
+        preparation = _preparation(rotation, norm)
+        if preparation is None:
             return super().forward_last_projected(
                 layer, qkv_TX, norm, rotation, kv_cache, metadata, rows_R, last_metadata
             )
-        if isinstance(last_metadata, TracedRequests):
-            return self._from_projection(layer, qkv_TX, norm, rotation, kv_cache, last_metadata)
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
-        NATIVE.attention.write_from_projection(
-            qkv_TX,
-            kv_cache,
-            metadata.requests,
-            self._shape(layer, metadata.block_size),
-            norm=None if norm is None else norm.rms_of_each_head,
-            rotation=rotation.arguments,
+        shape = self._shape(layer, kv_cache)
+        return NATIVE.attention.last_from_projection(
+            qkv_TX, kv_cache, metadata.requests, shape, preparation, rows_R, last_metadata.requests
         )
-        rotation_R = TableRotation.of(rotation.table_PR, rotation.positions_T.index_select(0, rows_R))
-        qkv_RX = qkv_TX.index_select(0, rows_R)
-        return self._from_projection(layer, qkv_RX, norm, rotation_R, kv_cache, last_metadata)
 
-    def _from_projection(
-        self,
-        layer: LayerAttention,
-        qkv_TX: Tensor,
-        norm: HeadNorm | None,
-        rotation: TableRotation,
-        kv_cache: Tensor,
-        metadata: CpuNativeMetadata | TracedRequests,
-    ) -> Tensor:
-        assert NATIVE is not None, "why_not refuses a machine without the kernels"
-        rms = None if norm is None else norm.rms_of_each_head
-        if isinstance(metadata, TracedRequests):
-            shape, where = self._shape(layer, kv_cache.shape[3]), (rotation.table_PR, rotation.positions_T)
-            return NATIVE.attention.trace_from_projection(qkv_TX, kv_cache, metadata, shape, norm=rms, rotation=where)
-        output_TX = NATIVE.attention.from_projection(
-            qkv_TX,
-            kv_cache,
-            metadata.requests,
-            self._shape(layer, metadata.block_size),
-            norm=rms,
-            rotation=rotation.arguments,
-            is_written=metadata.is_written,
-        )
-        return _without_padding(output_TX, metadata)
-
-    def _shape(self, layer: LayerAttention, block_size: int) -> HeadShape:
+    def _shape(self, layer: LayerAttention, kv_cache: Tensor) -> HeadShape:
+        # Positions of a block that are here.
+        block_size = kv_cache.shape[3]
         shape = self._shapes.get((layer.name, block_size))
         if shape is None:
             shape = self._shapes[layer.name, block_size] = HeadShape(
@@ -191,13 +162,19 @@ class CpuNativeBackend(AttentionBackend):
         return shape
 
 
-def _prepares_heads(rotation: Rotation, norm: HeadNorm | None) -> TypeGuard[TableRotation]:
-    """Whether the kernel can normalise and turn the heads itself."""
-    return isinstance(rotation, TableRotation) and (norm is None or norm.rms_of_each_head is not None)
+def _preparation(rotation: Rotation, norm: HeadNorm | None) -> HeadPreparation | None:
+    """The kernel's own normalisation and rotation of heads; None where it cannot do these."""
+    if not isinstance(rotation, TableRotation):
+        return None
+    if norm is None:
+        return HeadPreparation(rotation.positions_T, rotation.table_PR)
+    rms = norm.rms_of_each_head
+    return None if rms is None else HeadPreparation(rotation.positions_T, rotation.table_PR, *rms)
 
 
 def _without_padding(output: Tensor, metadata: CpuNativeMetadata) -> Tensor:
-    if metadata.num_tokens < output.shape[0]:
+    # A traced step has no number of tokens; its program leaves zeros.
+    if metadata.num_tokens is not None and metadata.num_tokens < output.shape[0]:
         output[metadata.num_tokens :] = 0
     return output
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.native import NATIVE, WEIGHT_TYPES
-from penstock.kernels.native.tracing import TracedTensor
+from penstock.kernels.native.tracing import share_of_input
 
 
 def embedding(ids: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -28,8 +28,9 @@ def rows_of_share(ids_T: Tensor, start: int, size: int, whole: int, look_up: Cal
     """Rows of the ids from `start` on, `size` of `whole`, which `look_up` finds by their place among these; zeros for
     other ids: [T, D].
     """
-    if isinstance(ids_T, TracedTensor):
-        return look_up(ids_T.origin.share_of(ids_T, start, size, whole))
+    share_T = share_of_input(ids_T, start, size, whole)
+    if share_T is not None:
+        return look_up(share_T)
     local_T = ids_T - start
     is_here_T = (local_T >= 0) & (local_T < size)
     rows_TD = look_up(torch.where(is_here_T, local_T, 0))

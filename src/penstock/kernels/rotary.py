@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.tracing import TracedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +23,10 @@ class GatheredRotation:
 
 @dataclass(frozen=True, slots=True)
 class TableRotation:
-    """The table, and the row of it that each token takes (int64), for a kernel that looks them up itself.
-
-    arguments: both as the C++ kernels take them: the table's address, R / 2, the positions' address.
-    """
+    """The table, and the row of it that each token takes (int64), for a kernel that looks them up itself."""
 
     table_PR: Tensor
     positions_T: Tensor
-    arguments: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, table_PR: Tensor, positions_T: Tensor) -> TableRotation:
-        # A program is told where the positions are in every step anew.
-        positions_at = 0 if isinstance(positions_T, TracedTensor) else positions_T.data_ptr()
-        return cls(table_PR, positions_T, (table_PR.data_ptr(), table_PR.shape[1] // 2, positions_at))
 
 
 # What turns a step's heads; made once per step, shared by all layers.
@@ -57,7 +46,7 @@ def rotary_table(inv_freq: Tensor, num_positions: int, attention_scaling: float)
 def gather_rotation(table_PR: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
     """The rows of `rotary_table` for these positions (int64 or int32, each in [0, P)), in the heads' dtype."""
     if NATIVE is not None and NATIVE.runs(table_PR) and dtype is torch.float32:
-        return TableRotation.of(table_PR, positions_T.to(torch.int64))
+        return TableRotation(table_PR, positions_T.to(torch.int64))
     return gather_rotation_reference(table_PR, positions_T, dtype)
 
 

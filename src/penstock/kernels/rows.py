@@ -1,23 +1,27 @@
-"""Sums of rows, and rows side by side, which programs know too. Suffixes: T tokens, D hidden size."""
+"""Sums of rows, and rows side by side. Suffixes: T tokens, D hidden size."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.native.tracing import Kernel, TracedTensor
+from penstock.kernels.native import NATIVE
 
 
 def sum_rows(x_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
     """x + residual, or x where there is no residual: new [T, D]."""
-    if isinstance(x_TD, TracedTensor):
-        return x_TD.origin.add(Kernel.SUM, x_TD, x_TD.stride(0), residual=residual_TD)
+    if NATIVE is not None and NATIVE.runs(x_TD) and _are_contiguous(x_TD, residual_TD):
+        return NATIVE.sum_rows(x_TD, residual_TD)
     return x_TD.clone() if residual_TD is None else x_TD + residual_TD
 
 
 def concatenate_rows(first_TD: Tensor, second_TD: Tensor) -> Tensor:
     """Side by side: [T, D of the first + D of the second]."""
-    if isinstance(first_TD, TracedTensor):
-        width = first_TD.stride(0) + second_TD.stride(0)
-        return first_TD.origin.add(Kernel.CONCATENATE, first_TD, width, residual=second_TD)
+    if NATIVE is not None and NATIVE.runs(first_TD) and _are_contiguous(first_TD, second_TD):
+        return NATIVE.concatenate_rows(first_TD, second_TD)
     return torch.cat((first_TD, second_TD), dim=-1)
+
+
+def _are_contiguous(*rows: Tensor | None) -> bool:
+    """Whether the kernels take all of these, of which some may be missing."""
+    return all(x is None or (x.dtype is torch.float32 and x.dim() == 2 and x.is_contiguous()) for x in rows)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.tracing import TracedTensor
 from penstock.kernels.random import TOKENS_PER_GROUP, gumbel_noise, token_bits
 
 _NEG_INF = float("-inf")
@@ -73,7 +72,7 @@ def greedy_tokens(logits_RV: Tensor) -> ChosenTokens:
     On the CPU by numpy, whose argmax is vectorised: a tenth of torch's time at 32 rows of 32,000.
     """
     if NATIVE is not None and NATIVE.runs(logits_RV) and logits_RV.is_contiguous():
-        return ChosenTokens(*NATIVE.argmax(logits_RV))
+        return ChosenTokens(*NATIVE.argmax(logits_RV)[:2])
     if logits_RV.device.type == "cpu":
         logits = logits_RV.numpy()
         best = logits.argmax(axis=-1)
@@ -90,18 +89,12 @@ class LargestLogits(NamedTuple):
     token_ids_R: Tensor
 
 
-def room_for_largest(rows_RX: Tensor) -> Tensor:
-    """A float32 value for every row, uninitialised: [R]."""
-    if isinstance(rows_RX, TracedTensor):
-        return rows_RX.origin.room_for_largest()
-    return torch.empty_like(rows_RX[:, 0], dtype=torch.float32)
-
-
 def largest_logits(logits_RV: Tensor) -> LargestLogits:
     """What parts of a vocabulary tell each other, so that `merge_largest` chooses as `greedy_tokens` of the whole."""
     if NATIVE is not None and NATIVE.runs(logits_RV) and logits_RV.is_contiguous():
-        values_R = room_for_largest(logits_RV)
-        return LargestLogits(values_R, NATIVE.argmax(logits_RV, values_R)[0])
+        token_ids_R, _, values_R = NATIVE.argmax(logits_RV, with_largest=True)
+        assert values_R is not None, "the largest were asked for"
+        return LargestLogits(values_R, token_ids_R)
     token_ids_R = greedy_tokens(logits_RV).token_ids_R
     return LargestLogits(logits_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1), token_ids_R)
 

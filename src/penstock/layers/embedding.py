@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.kernels.embedding import embedding, rows_of_share
-from penstock.kernels.native.tracing import TracedTensor, Untraceable
-from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest, room_for_largest
+from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
 from penstock.layers.linear import ColumnParallelLinear, rows_of_rank
 from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
 from penstock.parallel import ParallelContext, rows_of_vocabulary
@@ -99,26 +98,26 @@ class LMHead(ColumnParallelLinear):
         Ranks tell each other their largest logits, and no others.
         """
         if self._group.size > 1:
-            return self._largest_of_ranks(self._largest_of_rank(hidden_LD))
+            return self._greedy_of_ranks(hidden_LD)
         chosen = self.method.argmax(self, hidden_LD)
-        return None if chosen is None else ChosenTokens(*chosen)
+        return None if chosen is None else ChosenTokens(*chosen[:2])
 
-    def _largest_of_ranks(self, largest: LargestLogits) -> ChosenTokens:
-        values_L, group, first_token = largest.values_R, self._group, self._share.start
-        if isinstance(values_L, TracedTensor):
-            if group.meetings is None:
-                raise Untraceable("ranks do not meet in the kernels' memory")
-            return ChosenTokens(*values_L.origin.merge_choices(values_L, first_token, group.meetings))
+    def _greedy_of_ranks(self, hidden_LD: Tensor) -> ChosenTokens:
+        values_L, token_ids_L = self._largest_of_rank(hidden_LD)
+        group, first_token = self._group, self._share.start
+        if group.meetings is not None:
+            return ChosenTokens(*group.meetings.merge_choices(values_L, token_ids_L, first_token))
         values_LS = group.all_gather(values_L.unsqueeze(-1), dim=-1)
-        token_ids_L = largest.token_ids_R + first_token
+        token_ids_L = token_ids_L + first_token
         return merge_largest(values_LS, group.all_gather(token_ids_L.unsqueeze(-1), dim=-1))
 
     def _largest_of_rank(self, hidden_LD: Tensor) -> LargestLogits:
-        values_L = room_for_largest(hidden_LD)
-        chosen = self.method.argmax(self, hidden_LD, values_L)
+        chosen = self.method.argmax(self, hidden_LD, with_largest=True)
         if chosen is None:
             return largest_logits(self._logits_of_rank(hidden_LD))
-        return LargestLogits(values_L, chosen[0])
+        token_ids_L, _, values_L = chosen
+        assert values_L is not None, "the largest were asked for"
+        return LargestLogits(values_L, token_ids_L)
 
     def _logits_of_rank(self, hidden_LD: Tensor) -> Tensor:
         return super().forward(hidden_LD).to(torch.float32)

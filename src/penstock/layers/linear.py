@@ -37,11 +37,12 @@ class LinearMethod(ABC):
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
         """x @ weight^T + bias: [T, O]."""
 
-    def argmax(self, layer: LinearLayer, x_LI: Tensor, largest_L: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    def argmax(
+        self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """The first of the largest of `apply`, and whether a row failed: int64 [L] and bool [L].
 
-        None where that saves nothing. The layer has no bias.
-        largest_L: float32, where those products are written, if it is given; not where None is returned.
+        None where that saves nothing. The layer has no bias. with_largest: those products too, float32 [L].
         """
         return None
 
@@ -130,11 +131,13 @@ class NativeMethod(PackedMethod):
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return self._kernels.linear(x_TI, packed_OI, output_size, bias_O)
 
-    def argmax(self, layer: LinearLayer, x_LI: Tensor, largest_L: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def argmax(
+        self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """None of the products is written down."""
         assert self.packed_OI is not None, "argmax before process_weights_after_loading"
         assert layer.bias is None, "a bias would change the largest"
-        return self._kernels.greedy(x_LI, self.packed_OI, layer.output_size, largest_L)
+        return self._kernels.greedy(x_LI, self.packed_OI, layer.output_size, with_largest=with_largest)
 
 
 @dataclass(frozen=True, slots=True)

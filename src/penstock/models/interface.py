@@ -25,11 +25,6 @@ class ModelInputs(NamedTuple):
     named: Mapping[str, Tensor] = NO_INPUTS
     hidden: Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Ids and one position of each, as every model here takes them, and hidden states at most."""
-        return self.tokens.dim() == 1 and self.positions.dim() == 1 and not self.named
-
     def run(self, model: LanguageModel, context: ForwardContext) -> Tensor:
         """The model's hidden states."""
         hidden = () if self.hidden is None else (self.hidden,)

@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import AttentionBackend, BoundLayer, ForwardContext, HiddenTaps, LastTokens
+from penstock.attention import BoundLayer, ForwardContext, HiddenTaps, LastTokens
 from penstock.kernels.native import NATIVE
+from penstock.kernels.native.attention import NO_REQUESTS
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
-from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, Untraceable
+from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, TracedTensor, Untraceable
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel, ModelInputs
 
 logger = logging.getLogger(__name__)
 
+# Names of the step inputs that models are called with.
+_TOKEN_IDS, _EMBEDDINGS, _POSITIONS, _HIDDEN = "token_ids", "inputs_embeds", "positions", "hidden_states"
+# Dtypes that programs read them in.
+_DTYPES = {_TOKEN_IDS: torch.int32, _POSITIONS: torch.int64}
+
 
 class ModelPrograms:
-    """What is recorded of a model, for a KV cache's layers and for its weights as they are, when it is first run.
+    """Recorded programs of models over a KV cache's layers, one for each set of step inputs.
 
-    layers: by name. A model that is not all kernels of the C++ library runs layer by layer, as its forward says.
+    layers: by name. A model, or a step, of which no program can be recorded runs layer by layer, as its forward says.
+    refusals: how often a recording was refused, by the reason.
     """
 
     def __init__(self, layers: Mapping[str, BoundLayer]) -> None:
         self._layers = layers
         self._recorded: dict[tuple[object, ...], NativeProgram | None] = {}
+        self.refusals: Counter[str] = Counter()
 
     def run(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
-        """`inputs.run(...)`: [T, D], or the rows that the context asks for.
-
-        Only plain inputs run a program.
-        """
-        can_run = inputs.is_plain and not _is_scattered(model, inputs.tokens.shape[0])
-        program = self._program(model, _Forward.of(inputs, context)) if can_run else None
+        """`inputs.run(...)`: [T, D], or the rows that the context asks for."""
+        named = _by_name(inputs)
+        taps: frozenset[int] = frozenset() if context.taps is None else context.taps.layers
+        scatters = _is_scattered(model, inputs.tokens.shape[0])
+        program = None if scatters else self._program(model, _Forward(_shapes(named), taps))
         if program is None:
             return inputs.run(model, context)
-        ids_T = inputs.tokens.to(torch.int32).contiguous()
-        step = _step_tokens(inputs.positions.to(torch.int64).contiguous(), context)
-        given_TD = None if inputs.hidden is None else inputs.hidden.contiguous()
-        hidden_TD, *states = program.run(ids_T, step, given_TD)
+        in_place = {name: tensor.to(program.inputs[name].dtype).contiguous() for name, tensor in named.items()}
+        hidden_TD, *states = program.run(_step_tokens(in_place, context), _with_inputs(context, inputs))
         if context.taps is not None:
             context.taps.states += states
         return hidden_TD
@@ -57,19 +63,17 @@ class ModelPrograms:
         """`model.compute_greedy` of its hidden states, as long as these tensors and the context stay.
 
         states_before: given where the hidden states are wanted too, and those before these layers, as of `HiddenTaps`.
-        None where the model has no way to do it all at once, or the inputs cannot be read in place, or are not plain.
+        None where the model has no way to do it all at once, or the inputs cannot be read in place.
         """
-        tensors = [(inputs.tokens, torch.int32), (inputs.positions, torch.int64)]
-        if inputs.hidden is not None:
-            tensors.append((inputs.hidden, torch.float32))
-        can_read = all(tensor.dtype is dtype and tensor.is_contiguous() for tensor, dtype in tensors)
-        if not can_read or not inputs.is_plain:
-            return None
+        named = _by_name(inputs)
         states = None if states_before is None else tuple(sorted(states_before))
-        program = self._program(model, _Greedy(_hidden_size(inputs), states))
+        program = self._program(model, _Greedy(_shapes(named), states))
         if program is None:
             return None
-        return program.bind(inputs.tokens, _step_tokens(inputs.positions, context), inputs.hidden)
+        for name, tensor in named.items():
+            if tensor.dtype is not program.inputs[name].dtype or not tensor.is_contiguous():
+                return None
+        return program.bind(_step_tokens(named, context), _with_inputs(context, inputs))
 
     def forget(self) -> None:
         """Record anew what is run: models, or their weights, may be others."""
@@ -82,63 +86,71 @@ class ModelPrograms:
         return self._recorded[key]
 
     def _record(self, model: LanguageModel, what: _Forward | _Greedy) -> NativeProgram | None:
-        if (
-            NATIVE is None
-            or not self._layers
-            or not all(isinstance(bound.backend, AttentionBackend) for bound in self._layers.values())
-        ):
+        if NATIVE is None:
             return None
-        trace = Trace(NATIVE.instruction_set.index)
+        trace = NATIVE.trace()
         try:
             _refuse_what_is_watched(model)
             outputs = what.trace(trace, model, self._context(trace))
-        except Untraceable as reason:
-            logger.debug("The model runs piece by piece: %s", reason)
+        except Exception as reason:  # a model of a user's may fail in any way where its tensors have no values
+            logger.debug("The model runs layer by layer: %s", reason)
+            self.refusals[str(reason) if isinstance(reason, Untraceable) else repr(reason)] += 1
             return None
         return NativeProgram(NATIVE, trace, *outputs)
 
     def _context(self, trace: Trace) -> ForwardContext:
         groups = range(1 + max((bound.group for bound in self._layers.values()), default=-1))
         metadata_of_last = [TracedRequests(group, is_last=True) for group in groups]
-        positions_R = trace.stand_in(Role.POSITIONS)
-        last = LastTokens(trace.stand_in(Role.LAST), positions_R, positions_R, positions_R, metadata_of_last)
+        rows_R = trace.last_rows()
+        last = LastTokens(rows_R, rows_R, rows_R, rows_R, metadata_of_last)
         return ForwardContext(self._layers, [TracedRequests(group) for group in groups], last)
 
 
 @dataclass(frozen=True)
-class _Forward:
-    """From tokens to hidden states. hidden_size: of those that it goes on from, 0 for none. taps: before these layers
-    they are wanted too.
-    """
+class _Shape:
+    """A step input as a program sees it. size: of each token's row; () for an element."""
 
-    hidden_size: int
+    name: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+    def stand_in(self, trace: Trace) -> TracedTensor:
+        """Raises Untraceable for an input that no kernel reads."""
+        if self.dtype.is_floating_point and len(self.size) == 1:
+            return trace.input(self.name, torch.float32, self.size[0])
+        if not self.dtype.is_floating_point and not self.size:
+            return trace.input(self.name, _DTYPES.get(self.name, self.dtype))
+        raise Untraceable(f"the step input {self.name} is {self.dtype} of {list(self.size)} per token")
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A program from step inputs to hidden states. taps: before these layers hidden states are wanted too."""
+
+    shapes: tuple[_Shape, ...]
     taps: frozenset[int]
 
-    @classmethod
-    def of(cls, inputs: ModelInputs, context: ForwardContext) -> _Forward:
-        taps: frozenset[int] = frozenset() if context.taps is None else context.taps.layers
-        return cls(_hidden_size(inputs), taps)
-
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[Cell, list[Cell]]:
-        """Where the results are. Raises Untraceable."""
+        """Cells of the results. Raises Untraceable."""
         taps = HiddenTaps(sorted(self.taps))
-        hidden = _run(trace, model, replace(context, taps=taps), self.hidden_size)
-        return trace.result(hidden), _cells(taps)
+        hidden = _run(trace, model, replace(context, taps=taps), self.shapes)
+        return trace.result(hidden), list(_cells(taps))
 
 
 @dataclass(frozen=True)
 class _Greedy:
-    """From tokens to tokens. hidden_size: as in `_Forward`. states_before: given where hidden states are wanted too,
-    and those before these layers.
+    """A program from step inputs to tokens.
+
+    states_before: given where hidden states are wanted too, and those before these layers.
     """
 
-    hidden_size: int
+    shapes: tuple[_Shape, ...]
     states_before: tuple[int, ...] | None
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
-        """Where they are. Raises Untraceable."""
+        """Cells of the states. Raises Untraceable."""
         taps = HiddenTaps(self.states_before or ())
-        hidden = _run(trace, model, replace(context, taps=taps), self.hidden_size)
+        hidden = _run(trace, model, replace(context, taps=taps), self.shapes)
         wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(taps)]
         chosen = model.compute_greedy(hidden)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
@@ -151,17 +163,33 @@ def _is_scattered(model: LanguageModel, num_tokens: int) -> bool:
     return isinstance(model, CausalLM) and model.is_scattered(num_tokens)
 
 
-def _cells(taps: HiddenTaps) -> list[Cell]:
-    return [cell for state in taps.states if (cell := getattr(state, "cell", None))]
+def _cells(taps: HiddenTaps) -> Iterator[Cell]:
+    return (cell for state in taps.states if (cell := getattr(state, "cell", None)))
 
 
-def _run(trace: Trace, model: LanguageModel, context: ForwardContext, hidden_size: int) -> Tensor:
-    given = (trace.give(hidden_size),) if hidden_size else ()
-    return model(trace.stand_in(Role.TOKENS), trace.stand_in(Role.POSITIONS), context, *given)
+def _run(trace: Trace, model: LanguageModel, context: ForwardContext, shapes: Sequence[_Shape]) -> Tensor:
+    named: dict[str, Tensor] = {shape.name: shape.stand_in(trace) for shape in shapes}
+    tokens = named.pop(_TOKEN_IDS) if _TOKEN_IDS in named else named.pop(_EMBEDDINGS)
+    positions, hidden = named.pop(_POSITIONS), named.pop(_HIDDEN, None)
+    return ModelInputs(tokens, positions, named, hidden).run(model, context)
 
 
-def _hidden_size(inputs: ModelInputs) -> int:
-    return 0 if inputs.hidden is None else inputs.hidden.shape[1]
+def _by_name(inputs: ModelInputs) -> dict[str, Tensor]:
+    tokens = inputs.tokens
+    named = {_TOKEN_IDS if tokens.dim() == 1 else _EMBEDDINGS: tokens, _POSITIONS: inputs.positions, **inputs.named}
+    if inputs.hidden is not None:
+        named[_HIDDEN] = inputs.hidden
+    return named
+
+
+def _shapes(named: Mapping[str, Tensor]) -> tuple[_Shape, ...]:
+    return tuple(
+        _Shape(name, _DTYPES.get(name, tensor.dtype), tuple(tensor.shape[1:])) for name, tensor in named.items()
+    )
+
+
+def _with_inputs(context: ForwardContext, inputs: ModelInputs) -> ForwardContext:
+    return replace(context, inputs=inputs.named) if inputs.named else context
 
 
 def _refuse_what_is_watched(model: LanguageModel) -> None:
@@ -174,11 +202,15 @@ def _refuse_what_is_watched(model: LanguageModel) -> None:
             raise Untraceable(f"a {type(module).__name__} has a hook, or a method of its own")
 
 
-def _step_tokens(positions_T: Tensor, context: ForwardContext) -> StepTokens:
+def _step_tokens(named: Mapping[str, Tensor], context: ForwardContext) -> StepTokens:
     metadata, last = context.metadata, context.last
+    num_rows = named[_POSITIONS].shape[0]
+    # Groups of layers that are no attention of the library have nothing that a kernel reads.
+    counts = [group.num_tokens for group in metadata if hasattr(group, "requests")]
     return StepTokens(
-        positions_T,
-        metadata[0].num_tokens,
-        [group.requests for group in metadata],
+        named,
+        num_rows,
+        counts[0] if counts else num_rows,
+        [getattr(group, "requests", NO_REQUESTS) for group in metadata],
         None if last is None else (last.rows, last.positions, last.query_start_loc, last.seq_lens),
     )

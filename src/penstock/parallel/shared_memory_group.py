@@ -11,7 +11,6 @@ from penstock.errors import UnsupportedFeature
 from penstock.kernels.native import meetings_library
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.meetings import Mailboxes, Meetings, Together
-from penstock.kernels.native.tracing import TracedTensor
 from penstock.parallel.group import ProcessGroup, add_up
 from penstock.parallel.shared_memory import SharedMemory
 
@@ -52,13 +51,9 @@ class SharedMemoryGroup(ProcessGroup):
         self._mailboxes = Mailboxes(library, first_mailbox, rank, size, timeout_s=timeout_s, spin_us=spin_us)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, TracedTensor):
-            return tensor.origin.all_reduce(tensor, self.meetings)
         if tensor.dtype is not torch.float32:
             return add_up(self.all_gather(tensor.unsqueeze(0), 0).unbind())
-        tensor = tensor.contiguous()
-        self.meetings.meet("all_reduce", Together.SUM, tensor, 1, tensor)
-        return tensor
+        return self.meetings.all_reduce(tensor if tensor.is_contiguous() else tensor.contiguous())
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         dim %= tensor.dim()

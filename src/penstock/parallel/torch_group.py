@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import Work
 
-from penstock.kernels.native.tracing import TracedTensor, Untraceable
 from penstock.parallel.connections import RankConnections
 from penstock.parallel.group import ProcessGroup, add_up
 
@@ -47,8 +46,6 @@ class TorchGroup(ProcessGroup):
         self._connections.step_id = step_id
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, TracedTensor):
-            raise Untraceable("ranks do not meet in the kernels' memory")
         tensor = tensor.contiguous()
         if self.size == 2 or tensor.numel() < _LONG:
             return add_up(self._gather("all_reduce", tensor))

@@ -20,8 +20,10 @@ from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.memory import weight_memory
+from penstock.kernels.native.operation_types import operation_types
+from penstock.kernels.native.operations import NativeOperation
 from penstock.kernels.native.step_state import NativeStep
-from penstock.kernels.native.tracing import Kernel, Trace, TracedTensor, Untraceable, floats
+from penstock.kernels.native.tracing import Trace
 
 try:
     _module: Any = import_module("penstock.kernels.native._kernels")
@@ -50,14 +52,32 @@ class InstructionSet:
 class NativeKernels:
     """The library's functions for one instruction set. Every result has the same bits for any number of threads.
 
-    Those that a program may consist of take a trace's stand-ins too, and then note what they would do.
+    Those of `operation_types` take a trace's stand-ins too, and record themselves then.
     """
 
     def __init__(self, module: Any, instruction_set: InstructionSet) -> None:
         self.instruction_set = instruction_set
         self._index = instruction_set.index
         self.module = module
-        self.attention = NativeAttention(module, instruction_set.index)
+        self.types = operation_types(module)
+        self.attention = NativeAttention(module, instruction_set.index, self.types["attention"])
+        self._linear = self.operation("linear")
+        self._greedy = self.operation("greedy")
+        self._rows = self.operation("rows")
+        self._lookup = self.operation("lookup")
+        self._rms_norm = self.operation("rms_norm")
+        self._gate_and_mul = self.operation("gate_and_mul")
+        self._sum = self.operation("sum")
+        self._concatenate = self.operation("concatenate")
+        self._argmax = self.operation("argmax")
+
+    def operation(self, name: str) -> NativeOperation:
+        """The operation of this name (`csrc/operations.cpp`)."""
+        return NativeOperation(self.module, self._index, self.types[name])
+
+    def trace(self) -> Trace:
+        """A trace of a forward pass that these kernels run."""
+        return Trace(self.types, self._index)
 
     def runs(self, tensor: Tensor) -> bool:
         """Whether the kernels take this tensor, as far as its place and dtype go."""
@@ -72,11 +92,11 @@ class NativeKernels:
         packed = weight_memory(shape[0] * shape[1] * weight_OI.element_size()).view(weight_OI.dtype).view(shape)
         self.module.pack_weight(
             self._index,
-            weight_OI.data_ptr(),
+            weight_OI,
             num_outputs,
             num_inputs,
             WEIGHT_TYPES[weight_OI.dtype],
-            packed.data_ptr(),
+            packed,
         )
         return packed
 
@@ -85,87 +105,40 @@ class NativeKernels:
         weight_OI = packed.new_empty(num_outputs, packed.shape[1])
         self.module.unpack_weight(
             self._index,
-            packed.data_ptr(),
+            packed,
             num_outputs,
             packed.shape[1],
             WEIGHT_TYPES[packed.dtype],
-            weight_OI.data_ptr(),
+            weight_OI,
         )
         return weight_OI
 
     def linear(self, x_TI: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
         """x @ weight^T + bias with a weight of `pack_weight`: float32 [T, O], or as many dimensions as x has."""
-        if isinstance(x_TI, TracedTensor):
-            arguments = packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
-            return self._trace(x_TI).add(Kernel.LINEAR, x_TI, num_outputs, packed, floats(bias_O), *arguments)
         if x_TI.dim() != 2:
             flat_TI = x_TI.reshape(-1, x_TI.shape[-1])
             return self.linear(flat_TI, packed, num_outputs, bias_O).view(*x_TI.shape[:-1], num_outputs)
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        num_rows, num_inputs = x_TI.shape
-        out_TO = torch.empty(num_rows, num_outputs)
-        self.module.linear(
-            self._index,
-            x_TI.data_ptr(),
-            x_TI.stride(0),
-            packed.data_ptr(),
-            0 if bias_O is None else bias_O.data_ptr(),
-            out_TO.data_ptr(),
-            num_outputs,
-            num_rows,
-            num_inputs,
-            num_outputs,
-            WEIGHT_TYPES[packed.dtype],
-            torch.get_num_threads(),
-        )
-        return out_TO
+        weight_type = WEIGHT_TYPES[packed.dtype]
+        return self._linear.rows(x_TI, num_outputs, packed, bias_O, packed.shape[1], num_outputs, weight_type)
 
     def greedy(
-        self, x_LI: Tensor, packed: Tensor, num_outputs: int, largest_L: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`argmax` of `linear` without a bias, bit for bit, in less memory: int64 [L], and bool [L] where it failed."""
-        if isinstance(x_LI, TracedTensor):
-            arguments = packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
-            return self._trace(x_LI).choose(Kernel.GREEDY, x_LI, packed, None, *arguments, largest=largest_L)
+        self, x_LI: Tensor, packed: Tensor, num_outputs: int, *, with_largest: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`argmax` of `linear` without a bias, bit for bit, in less memory."""
         if x_LI.stride(1) != 1:
             x_LI = x_LI.contiguous()
-        num_rows, num_inputs = x_LI.shape
-        index_L, failed_L = _room_for_choices(num_rows)
-        self.module.greedy(
-            self._index,
-            x_LI.data_ptr(),
-            x_LI.stride(0),
-            packed.data_ptr(),
-            index_L.data_ptr(),
-            failed_L.data_ptr(),
-            0 if largest_L is None else largest_L.data_ptr(),
-            num_rows,
-            num_inputs,
-            num_outputs,
-            WEIGHT_TYPES[packed.dtype],
-            torch.get_num_threads(),
-        )
-        return index_L, failed_L
+        arguments = packed, packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
+        return self._greedy.choose(x_LI, *arguments, with_largest=with_largest)
 
     def rows(self, ids_T: Tensor, packed: Tensor) -> Tensor:
-        """Rows of the weight that was packed, such as tokens' embeddings: float32 [T, I]. Ids are within the weight."""
-        if isinstance(ids_T, TracedTensor):
-            arguments = *packed.shape, WEIGHT_TYPES[packed.dtype]
-            return self._trace(ids_T).look_up(Kernel.ROWS, ids_T, packed.shape[1], packed, *arguments)
-        ids_T = _as_ids(ids_T)
-        out_TI = torch.empty(ids_T.shape[0], packed.shape[1])
-        self.module.rows(
-            self._index,
-            packed.data_ptr(),
-            ids_T.data_ptr(),
-            out_TI.data_ptr(),
-            out_TI.shape[0],
-            out_TI.shape[1],
-            WEIGHT_TYPES[packed.dtype],
-            torch.get_num_threads(),
-        )
-        return out_TI
+        """Rows of the weight that was packed, such as tokens' embeddings: float32 [T, I].
+
+        Raises IndexError for a row that is not there.
+        """
+        num_rows, width = packed.shape
+        return self._rows.look_up(as_ids(ids_T), width, packed, num_rows, width, WEIGHT_TYPES[packed.dtype])
 
     def lookup(self, ids: Tensor, table_VD: Tensor) -> Tensor:
         """Rows of a contiguous table in float32, bfloat16 or float16: float32, [..., D] for ids of any shape.
@@ -173,106 +146,58 @@ class NativeKernels:
         Raises IndexError for a row that is not there.
         """
         num_rows, width = table_VD.shape
-        if isinstance(ids, TracedTensor):
-            arguments = num_rows, width, WEIGHT_TYPES[table_VD.dtype]
-            return self._trace(ids).look_up(Kernel.LOOKUP, ids, width, table_VD, *arguments)
-        ids = _as_ids(ids)
-        out = torch.empty(*ids.shape, width)
-        self.module.lookup(
-            self._index,
-            table_VD.data_ptr(),
-            ids.data_ptr(),
-            out.data_ptr(),
-            ids.numel(),
-            num_rows,
-            width,
-            WEIGHT_TYPES[table_VD.dtype],
-            torch.get_num_threads(),
-        )
-        return out
+        rows_TD = self._lookup.look_up(as_ids(ids), width, table_VD, num_rows, width, WEIGHT_TYPES[table_VD.dtype])
+        return rows_TD if ids.dim() == 1 else rows_TD.view(*ids.shape, width)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """`kernels.norm.rms_norm` for x [T, D] with weight [D], or x [T, H, D] with weight [D] or [H, D].
 
         With a residual, x becomes x + residual first, in place.
         """
-        if isinstance(x, TracedTensor):
-            size = weight.shape[0]
-            return self._trace(x).add(Kernel.NORM, x, size, floats(weight), size, eps, residual=residual)
-        num_heads = x.shape[1] if x.dim() == 3 else 1
-        size = x.shape[-1]
-        out = torch.empty(x.shape)
-        self.module.rms_norm(
-            self._index,
-            x.data_ptr(),
-            x.stride(0),
-            0 if residual is None else residual.data_ptr(),
-            weight.data_ptr(),
-            size if weight.dim() == 2 else 0,
-            out.data_ptr(),
-            x.shape[0],
-            num_heads,
-            size,
-            eps,
-            torch.get_num_threads(),
-        )
-        return out
+        size = weight.shape[-1]
+        if x.dim() == 2:
+            return self._rms_norm.rows(x, size, weight, 1, 0, size, eps, second=residual)
+        num_heads = x.shape[1]
+        weight_stride = size if weight.dim() == 2 else 0
+        width = num_heads * size
+        return self._rms_norm.rows(x, width, weight, num_heads, weight_stride, size, eps, second=residual).view(x.shape)
 
     def gate_and_mul(self, activation: str, gate_up_TI: Tensor) -> Tensor:
         """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
-        if isinstance(gate_up_TI, TracedTensor):
-            size = gate_up_TI.stride(0) // 2
-            return self._trace(gate_up_TI).add(Kernel.GATE, gate_up_TI, size, ACTIVATIONS[activation], size)
-        num_rows, width = gate_up_TI.shape
-        out_TI = torch.empty(num_rows, width // 2)
-        self.module.gate_and_mul(
-            self._index,
-            ACTIVATIONS[activation],
-            gate_up_TI.data_ptr(),
-            out_TI.data_ptr(),
-            num_rows,
-            width // 2,
-            torch.get_num_threads(),
-        )
-        return out_TI
+        size = gate_up_TI.stride(0) // 2
+        return self._gate_and_mul.rows(gate_up_TI, size, ACTIVATIONS[activation], size)
+
+    def sum_rows(self, x_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
+        """x + residual, or a copy of x: [T, D]. Both are contiguous."""
+        return self._sum.rows(x_TD, x_TD.stride(0), second=residual_TD)
+
+    def concatenate_rows(self, first_TD: Tensor, second_TD: Tensor) -> Tensor:
+        """Rows side by side: [T, D of the first + D of the second]. Both are contiguous."""
+        return self._concatenate.rows(first_TD, first_TD.stride(0) + second_TD.stride(0), second=second_TD)
+
+    def argmax(self, x_RV: Tensor, *, with_largest: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The first of each row's largest values, int64 [R], and where that is not finite, bool [R].
+
+        What is not a number counts as largest. x is contiguous, with one column at least.
+        with_largest: those values too, float32 [R]; else None.
+        """
+        return self._argmax.choose(x_RV, with_largest=with_largest)
 
     def apply_rotary(self, heads_THD: Tensor, table_PR: Tensor, positions_T: Tensor) -> None:
         """`kernels.rotary.apply_rotary` with the rows of the table at these positions (int64, contiguous)."""
         num_tokens, num_heads, _ = heads_THD.shape
         self.module.rotary(
             self._index,
-            heads_THD.data_ptr(),
+            heads_THD,
             heads_THD.stride(0),
             heads_THD.stride(1),
-            positions_T.data_ptr(),
-            table_PR.data_ptr(),
+            positions_T,
+            table_PR,
             num_tokens,
             num_heads,
             table_PR.shape[1] // 2,
             torch.get_num_threads(),
         )
-
-    def argmax(self, x_RV: Tensor, largest_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The first of each row's largest values, int64 [R], and where that is not finite, bool [R].
-
-        What is not a number counts as largest. x is contiguous, with one column at least.
-        largest_R: float32, where those values are written, if it is given; contiguous.
-        """
-        if isinstance(x_RV, TracedTensor):
-            return self._trace(x_RV).choose(Kernel.ARGMAX, x_RV, largest=largest_R)
-        num_rows, size = x_RV.shape
-        index_R, failed_R = _room_for_choices(num_rows)
-        self.module.argmax(
-            self._index,
-            x_RV.data_ptr(),
-            index_R.data_ptr(),
-            failed_R.data_ptr(),
-            0 if largest_R is None else largest_R.data_ptr(),
-            num_rows,
-            size,
-            torch.get_num_threads(),
-        )
-        return index_R, failed_R
 
     def draw(self, x_RV: Tensor, seed_S: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
         """`kernels.sampling.draw_tokens` with the numbers of `kernels.random`: int64 [R], and what failed, bool [R].
@@ -283,12 +208,12 @@ class NativeKernels:
         index_R, failed_R = _room_for_choices(num_rows)
         self.module.draw(
             self._index,
-            x_RV.data_ptr(),
-            seed_S.data_ptr(),
-            slots_R.data_ptr(),
-            positions_R.data_ptr(),
-            index_R.data_ptr(),
-            failed_R.data_ptr(),
+            x_RV,
+            seed_S,
+            slots_R,
+            positions_R,
+            index_R,
+            failed_R,
             num_rows,
             size,
             torch.get_num_threads(),
@@ -300,9 +225,9 @@ class NativeKernels:
         num_rows, num_words = words_NW.shape
         self.module.allow_by_bits(
             self._index,
-            logits_RV.data_ptr(),
-            0 if rows_N is None else rows_N.data_ptr(),
-            words_NW.data_ptr(),
+            logits_RV,
+            rows_N,
+            words_NW,
             num_rows,
             logits_RV.shape[1],
             num_words,
@@ -310,15 +235,11 @@ class NativeKernels:
         )
         return logits_RV
 
-    def _trace(self, tensor: TracedTensor) -> Trace:
-        if tensor.origin.instruction_set != self._index:
-            raise Untraceable("a weight is packed for other kernels")
-        return tensor.origin
 
-
-def _as_ids(ids: Tensor) -> Tensor:
+def as_ids(ids_T: Tensor) -> Tensor:
+    """int32, contiguous, as lookups take them."""
     # Asking first is several times as fast as an operator that finds nothing to do.
-    return ids if ids.dtype is torch.int32 and ids.is_contiguous() else ids.to(torch.int32).contiguous()
+    return ids_T if ids_T.dtype is torch.int32 and ids_T.is_contiguous() else ids_T.to(torch.int32).contiguous()
 
 
 def _room_for_choices(num_rows: int) -> tuple[Tensor, Tensor]:

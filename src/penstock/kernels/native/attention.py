@@ -7,20 +7,22 @@ by side.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.native.meetings import Meetings
-from penstock.kernels.native.tracing import Role, TracedRequests, TracedTensor, Untraceable, floats
+from penstock.kernels.native.operation_types import OperationType
+from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable
 
 # Halves of the work that may be done by themselves, as the library knows them.
 _BOTH, _WRITE, _ATTEND = 0, 1, 2
 # Heads that are neither normalised nor turned; rows that are neither read nor written.
-_AS_THEY_ARE = (0, 0.0, 0, 0, 0)
+_AS_THEY_ARE = (None, 0.0, None, 0)
 _NOTHING = (0, 0)
-# A rank of one, as meetings are told.
+# A group of one rank, as the library takes it.
 _ALONE = (0, 0, 1, 0, 0, 0)
 # What the cache may be kept in, and how the library knows it.
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -59,7 +61,11 @@ class StepRequests:
         )
 
 
-@dataclass(frozen=True, slots=True)
+# Of a KV-cache group that no kernel reads.
+NO_REQUESTS = StepRequests((0, 0, 0, 0, 0), ())
+
+
+@dataclass(frozen=True)
 class HeadShape:
     """What a layer computes. sliding_window, soft_cap: None for none.
 
@@ -77,7 +83,7 @@ class HeadShape:
     meetings: Meetings | None = None
     interleave: int = 1
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[int | float, ...]:
         """As the library takes it."""
         return (
@@ -90,10 +96,28 @@ class HeadShape:
             self.soft_cap or 0.0,
         )
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Who keeps positions, as the library takes it."""
         return *(_ALONE if self.meetings is None else self.meetings.arguments), self.interleave
+
+
+class HeadPreparation(NamedTuple):
+    """Normalisation and rotation of query and key heads before they attend.
+
+    positions_T: int64, contiguous, rows of the rotary table. norm_weight: float32 [H + K, D], None for no norm.
+    table_PR: `kernels.rotary.rotary_table`.
+    """
+
+    positions_T: Tensor
+    table_PR: Tensor
+    norm_weight: Tensor | None = None
+    norm_eps: float = 0.0
+
+    @property
+    def arguments(self) -> tuple[Tensor | float | None, ...]:
+        """As the library takes it."""
+        return self.norm_weight, self.norm_eps, self.table_PR, self.table_PR.shape[1] // 2
 
 
 class NativeAttention:
@@ -108,9 +132,10 @@ class NativeAttention:
     others, which raises as `Meetings.fail`. Head norms are the same for all ranks' query heads.
     """
 
-    def __init__(self, module: Any, instruction_set: int) -> None:
+    def __init__(self, module: Any, instruction_set: int, type_: OperationType) -> None:
         self._module = module
         self._index = instruction_set
+        self._number = type_.number
 
     def __call__(
         self,
@@ -128,76 +153,43 @@ class NativeAttention:
         is_written: the keys and values are in the cache already; those given are not read.
         """
         out_THD = torch.empty(query_THD.shape)
-        self._run(
-            _rows_of(query_THD),
-            _rows_of(key_TKD),
-            _rows_of(value_TKD),
-            _rows_of(out_THD),
-            kv_cache,
-            requests,
-            shape,
-            _AS_THEY_ARE,
-            _ATTEND if is_written else _BOTH,
-        )
+        heads = _rows_of(query_THD), _rows_of(key_TKD), _rows_of(value_TKD), _rows_of(out_THD)
+        self._run(*heads, kv_cache, requests, shape, _AS_THEY_ARE, None, _ATTEND if is_written else _BOTH)
         return out_THD
 
     def write(
         self, key_TKD: Tensor, value_TKD: Tensor, kv_cache: Tensor, requests: StepRequests, shape: HeadShape
     ) -> None:
         """Write the step's keys and values, and attend to nothing."""
-        keys, values = _rows_of(key_TKD), _rows_of(value_TKD)
-        self._run(_NOTHING, keys, values, _NOTHING, kv_cache, requests, shape, _AS_THEY_ARE, _WRITE)
+        heads = _NOTHING, _rows_of(key_TKD), _rows_of(value_TKD), _NOTHING
+        self._run(*heads, kv_cache, requests, shape, _AS_THEY_ARE, None, _WRITE)
 
     def from_projection(
         self,
         qkv_TX: Tensor,
         kv_cache: Tensor,
-        requests: StepRequests,
+        requests: StepRequests | TracedRequests,
         shape: HeadShape,
+        preparation: HeadPreparation,
         *,
-        norm: tuple[Tensor, float] | None,
-        rotation: tuple[int, int, int] | None,
         is_written: bool = False,
     ) -> Tensor:
         """[T, H * D] from query, key and value heads side by side: [T, (H + 2 * K) * D], rows contiguous.
 
-        norm: RMSNorm of each query and key head, weight [H + K, D] and epsilon. rotation: `TableRotation.arguments`.
-        is_written: as in `__call__`.
+        is_written: as in `__call__`. A traced projection is recorded.
         """
-        out_TX = torch.empty(qkv_TX.shape[0], shape.num_heads * shape.head_size)
-        heads, phase = _heads_side_by_side(qkv_TX, shape), _ATTEND if is_written else _BOTH
-        self._run(*heads, _rows_of(out_TX), kv_cache, requests, shape, _preparation(norm, rotation), phase)
+        width = shape.num_heads * shape.head_size
+        if isinstance(requests, TracedRequests):
+            if not isinstance(qkv_TX, TracedTensor):
+                raise Untraceable("attention reads something else than projections of the step's tokens")
+            cache, positions_T = cache_arguments(kv_cache), preparation.positions_T
+            arguments = *cache, *shape.arguments, *preparation.arguments, *shape.ranks
+            return qkv_TX.origin.attend(qkv_TX, width, requests, positions_T, kv_cache, arguments, shape.meetings)
+        out_TX = torch.empty(qkv_TX.shape[0], width)
+        heads = *_heads_side_by_side(qkv_TX, shape), (out_TX, width)
+        phase = _ATTEND if is_written else _BOTH
+        self._run(*heads, kv_cache, requests, shape, preparation.arguments, preparation.positions_T, phase)
         return out_TX
-
-    def trace_from_projection(
-        self,
-        qkv_TX: Tensor,
-        kv_cache: Tensor,
-        requests: TracedRequests,
-        shape: HeadShape,
-        *,
-        norm: tuple[Tensor, float] | None,
-        rotation: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """`from_projection` as part of a program. rotation: the table, and which rows of it tokens take."""
-        table_PR, positions_T = rotation
-        if not isinstance(qkv_TX, TracedTensor) or getattr(positions_T, "role", None) is not Role.POSITIONS:
-            raise Untraceable("attention reads something else than projections of the step's tokens")
-        weight, eps = (None, 0.0) if norm is None else norm
-        return qkv_TX.origin.attend(
-            qkv_TX,
-            shape.num_heads * shape.head_size,
-            requests,
-            kv_cache,
-            *cache_arguments(kv_cache),
-            *shape.arguments,
-            floats(weight),
-            eps,
-            table_PR,
-            table_PR.shape[1] // 2,
-            *shape.ranks,
-            meetings=shape.meetings,
-        )
 
     def write_from_projection(
         self,
@@ -205,38 +197,59 @@ class NativeAttention:
         kv_cache: Tensor,
         requests: StepRequests,
         shape: HeadShape,
-        *,
-        norm: tuple[Tensor, float] | None,
-        rotation: tuple[int, int, int] | None,
+        preparation: HeadPreparation,
     ) -> None:
         """Write the keys and values that `from_projection` would, and attend to nothing."""
-        heads = _heads_side_by_side(qkv_TX, shape)
-        self._run(*heads, _NOTHING, kv_cache, requests, shape, _preparation(norm, rotation), _WRITE)
+        heads = *_heads_side_by_side(qkv_TX, shape), _NOTHING
+        self._run(*heads, kv_cache, requests, shape, preparation.arguments, preparation.positions_T, _WRITE)
 
-    def _run(
+    def last_from_projection(
         self,
-        query: tuple[int, int],
-        key: tuple[int, int],
-        value: tuple[int, int],
-        out: tuple[int, int],
+        qkv_TX: Tensor,
         kv_cache: Tensor,
         requests: StepRequests,
         shape: HeadShape,
-        preparation: tuple[int | float, ...],
+        preparation: HeadPreparation,
+        rows_R: Tensor,
+        last_requests: StepRequests | TracedRequests,
+    ) -> Tensor:
+        """Write the keys and values of all tokens, then attend with those of these rows (int64) alone: [R, H * D]."""
+        if isinstance(last_requests, TracedRequests):
+            return self.from_projection(qkv_TX, kv_cache, last_requests, shape, preparation)
+        self.write_from_projection(qkv_TX, kv_cache, requests, shape, preparation)
+        of_last = preparation._replace(positions_T=preparation.positions_T.index_select(0, rows_R))
+        qkv_RX = qkv_TX.index_select(0, rows_R)
+        return self.from_projection(qkv_RX, kv_cache, last_requests, shape, of_last, is_written=True)
+
+    def _run(
+        self,
+        query: tuple[Tensor | int, int],
+        key: tuple[Tensor | int, int],
+        value: tuple[Tensor | int, int],
+        out: tuple[Tensor | int, int],
+        kv_cache: Tensor,
+        requests: StepRequests,
+        shape: HeadShape,
+        preparation: tuple[Tensor | float | None, ...],
+        positions_T: Tensor | None,
         phase: int,
     ) -> None:
         status = self._module.attention(
+            self._number,
             self._index,
+            torch.get_num_threads(),
             *query,
             *key,
             *value,
-            *cache_arguments(kv_cache),
-            *requests.arguments,
             *out,
+            *requests.arguments,
+            positions_T,
+            phase,
+            0,
+            False,
+            *cache_arguments(kv_cache),
             *shape.arguments,
             *preparation,
-            phase,
-            torch.get_num_threads(),
             *shape.ranks,
         )
         if status:
@@ -244,18 +257,13 @@ class NativeAttention:
             shape.meetings.fail("attention", torch.float32, [shape.num_heads, shape.head_size], status)
 
 
-def _rows_of(heads: Tensor) -> tuple[int, int]:
-    """The address of the first row, and how far rows are apart."""
-    return heads.data_ptr(), heads.stride(0)
+def _rows_of(heads: Tensor) -> tuple[Tensor, int]:
+    """The first row, and how far rows are apart."""
+    return heads, heads.stride(0)
 
 
 def _heads_side_by_side(qkv_TX: Tensor, shape: HeadShape) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    address, stride = _rows_of(qkv_TX)
+    address, stride = qkv_TX.data_ptr(), qkv_TX.stride(0)
     size = shape.head_size * qkv_TX.element_size()
     key = address + shape.num_heads * size
     return (address, stride), (key, stride), (key + shape.num_kv_heads * size, stride)
-
-
-def _preparation(norm: tuple[Tensor, float] | None, rotation: tuple[int, int, int] | None) -> tuple[int | float, ...]:
-    weight = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-    return *weight, *(rotation or (0, 0, 0))

@@ -10,6 +10,7 @@ from penstock.device.stand_in import stands_for_cpu
 # What needs no tensor, but only sizes.
 _TAKES_NO_ADDRESS = (
     "instruction_sets",
+    "operation_types",
     "quantized_instruction_sets",
     "quantized_packed_bytes",
     "meeting_bytes",

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RanksDisagree, WaitTimeout
+from penstock.kernels.native.operation_types import operation_types
+from penstock.kernels.native.tracing import TracedTensor
 
 # As the library tells it.
 _FAILED_BEFORE = -(1 << 63)
+# Kernels that every processor runs, for an operation that is the same in all of them.
+_GENERIC = 2
 
 
 class Together(IntEnum):
@@ -41,15 +45,37 @@ class Meetings:
         self.arguments = (address, rank, size, slot_bytes, int(timeout_s * 1e6), spin_us)
         self.step_id: int | None = None
         self._failed_in = ""
+        self._merge_choices = operation_types(module)["merge_choices"].number
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, in place: float32, contiguous. Raises as `fail`."""
+        if isinstance(tensor, TracedTensor):
+            return tensor.origin.all_reduce(tensor, self)
+        self.meet("all_reduce", Together.SUM, tensor, 1, tensor)
+        return tensor
+
+    def merge_choices(self, values_L: Tensor, token_ids_L: Tensor, first_token: int) -> tuple[Tensor, Tensor]:
+        """The greedy choice of all ranks, int64 [L], and whether a row has none, bool [L]. Raises as `fail`.
+
+        values_L: float32, each rank's largest logits. token_ids_L: int64, theirs among this rank's tokens, the first of
+        which is `first_token` of the vocabulary; overwritten. All are contiguous.
+        """
+        if isinstance(values_L, TracedTensor):
+            return values_L.origin.merge_choices(values_L, first_token, self)
+        num_rows = values_L.shape[0]
+        failed_L = torch.empty(num_rows, dtype=torch.bool)
+        arguments = values_L, 1, token_ids_L, failed_L, *self.arguments, first_token
+        status = self._module.operation(self._merge_choices, _GENERIC, num_rows, 1, *arguments)
+        if status:
+            self.fail("merge_choices", values_L.dtype, values_L.shape, status)
+        return token_ids_L, failed_L
 
     def meet(self, name: str, together: int, given: Tensor, rows: int, result: Tensor) -> None:
         """Exchange bytes with all other ranks, which make the same call. given, result: contiguous. Raises as `fail`.
 
         name: of the call, for messages.
         """
-        status: int = self._module.meet(
-            *self.arguments, together, given.data_ptr(), given.nbytes, rows, result.data_ptr()
-        )
+        status: int = self._module.meet(*self.arguments, together, given, given.nbytes, rows, result)
         if status:
             self.fail(name, given.dtype, given.shape, status)
 
@@ -102,7 +128,7 @@ class Mailboxes:
             raise RanksDisagree(f"Rank {self._rank} cannot go on in {name}, since {self._failed_in} failed before.")
         box = self._address + (source * self._size + destination) * int(self._module.mailbox_bytes())
         timeout_us = int(self._timeout_s * 1e6)
-        status: int = function(box, tensor.data_ptr(), tensor.nbytes, timeout_us, self._spin_us)
+        status: int = function(box, tensor, tensor.nbytes, timeout_us, self._spin_us)
         return status
 
     def _fail(self, call: str, other: int, tensor: Tensor, status: int) -> None:

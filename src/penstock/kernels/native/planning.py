@@ -6,13 +6,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 
-from penstock.kernels.native.tracing import Cell, Kernel, Operation
+from penstock.kernels.native.tracing import Cell, Operation
+
+NO_INPUTS: Mapping[Cell, int] = MappingProxyType({})
 
 
 class Kind(IntEnum):
-    """Of a place, as the library knows it: with rows for all tokens, for those that are worked on at once between two
-    attentions, or the program's outputs, one after another, or its input."""
+    """Kind of a place, as the library knows it (`csrc/program.h`).
+
+    WHOLE: rows of all tokens. PART: rows that are worked on at once between two operations of step scope. OUTPUT: the
+    program's outputs, one after another. INPUT: a step input of rows.
+    """
 
     WHOLE = 0
     PART = 1
@@ -22,7 +28,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """offset: in floats per row, within all of its kind."""
+    """offset: in floats per row, within all of its kind; of an input, its number."""
 
     kind: Kind
     offset: int
@@ -59,24 +65,29 @@ class _Room:
 
 
 def plan_buffers(
-    operations: Sequence[Operation], output: Cell | None, further: Sequence[Cell] = (), given: Cell | None = None
+    operations: Sequence[Operation],
+    output: Cell | None,
+    further: Sequence[Cell] = (),
+    inputs: Mapping[Cell, int] = NO_INPUTS,
 ) -> BufferPlan:
-    """output: what is left at the end, in the caller's memory; None where nothing is. further: what is left there too,
-    behind it. given: what the caller brings.
+    """Places of all cells.
+
+    output: hidden states that are left in the caller's memory; None where there are none. further: other rows that are
+    left there, behind them. inputs: numbers of step inputs, by their cells.
     """
     uses = _uses(operations, output)
-    places: dict[Cell, Place] = {} if given is None else {given: Place(Kind.INPUT, 0)}
+    places = {cell: Place(Kind.INPUT, number) for cell, number in inputs.items()}
     size = 0 if output is None else output.width
     for cell in further:
         places[cell] = Place(Kind.OUTPUT, size)
         size += cell.width
     uses = {cell: use for cell, use in uses.items() if cell not in places}
-    attentions = [index for index, operation in enumerate(operations) if operation.kernel is Kernel.ATTENTION]
+    of_whole_steps = [index for index, operation in enumerate(operations) if operation.needs_whole_step]
     whole: list[_Use] = []
     part: list[_Use] = []
     for use in uses.values():
-        meets_attention = bisect_left(attentions, use.first) < bisect_right(attentions, use.last)
-        (whole if meets_attention or use.cell is output else part).append(use)
+        is_whole = bisect_left(of_whole_steps, use.first) < bisect_right(of_whole_steps, use.last)
+        (whole if is_whole or use.cell is output else part).append(use)
     whole_places, whole_size = _place_whole(whole, output)
     part_places, part_size = _place_parts(part)
     return BufferPlan(places | whole_places | part_places, whole_size, part_size)
@@ -86,17 +97,19 @@ def _uses(operations: Sequence[Operation], output: Cell | None) -> dict[Cell, _U
     """By cell, in the order of their first operations."""
     uses: dict[Cell, _Use] = {}
     for index, operation in enumerate(operations):
-        for cell in operation.cells:
-            if cell is not None:
-                uses.setdefault(cell, _Use(cell, index, index)).last = index
+        for cell in operation.all_cells:
+            uses.setdefault(cell, _Use(cell, index, index)).last = index
     if output is not None:
         uses[output].last = len(operations)
     return uses
 
 
 def _place_whole(uses: Sequence[_Use], output: Cell | None) -> tuple[dict[Cell, Place], int]:
-    """Between two attentions the first rows go through all kernels before the next ones do. So a place is shared by
-    cells of one width only, whose rows lie in the same places: what is written to the first rows leaves the next ones.
+    """Places of rows of all tokens.
+
+    Between two operations of step scope the first rows go through all kernels before the next ones do. So a place is
+    shared by cells of one width only, whose rows lie in the same places: what is written to the first rows leaves the
+    next ones alone.
     """
     rooms: list[_Room] = []
     size = 0

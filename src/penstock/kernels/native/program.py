@@ -1,80 +1,95 @@
-"""A forward pass that was traced, as one C++ call. Suffixes: T tokens of the step, D hidden size."""
+"""Recorded programs: a traced forward pass as one C++ call. Suffixes: T tokens of the step, D hidden size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.native import NativeKernels
-from penstock.kernels.native.planning import plan_buffers
+from penstock.kernels.native.planning import Kind, plan_buffers
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.stored import StoredArguments
-from penstock.kernels.native.tracing import Cell, Trace
+from penstock.kernels.native.tracing import Cell, Opaque, Operation, Trace
 from penstock.kernels.sampling import ChosenTokens
 
-# Rows that go from kernel to kernel together, between two attentions: enough for products at full speed, few enough
-# that what one kernel leaves is in a cache when the next one takes it.
+# Rows that go from kernel to kernel together, between two operations of step scope: enough for products at full speed,
+# few enough that what one kernel leaves is in a cache when the next one takes it.
 PROGRAM_ROWS = 256
 
 _NO_CELL = -1
 
 
 class NativeProgram:
-    """Takes tokens to hidden states, or to tokens where the trace ends in a choice.
+    """A program from step inputs to hidden states, or to tokens where the trace ends in a choice.
 
-    Holds the weights and caches that were traced. Every kernel is the one that the same call would run by itself, so
-    the results have the same bits. output: what the hidden states are in; None where tokens are chosen. further: what
-    else is wanted.
+    It holds the weights and caches that were traced. Every kernel is the one that the same call would run by itself, so
+    the results have the same bits. A declared opaque operation cuts it into segments, which run one after another.
+
+    output: cell of the hidden states; None where tokens are chosen. further: cells of other rows that are wanted.
     """
 
     def __init__(self, kernels: NativeKernels, trace: Trace, output: Cell | None, further: Sequence[Cell] = ()) -> None:
         module = kernels.module
         self._program = module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
-        # Takes the address of what `_arguments` makes.
-        self._start: Callable[[int], tuple[int, int, int] | None] = partial(module.program_run, self._program)
-        self._operations = trace.operations
-        self._plan = plan_buffers(trace.operations, output, further, trace.given)
+        # Takes the address of what `_arguments` makes, and the operations from which on and up to which it runs.
+        self._start: Callable[[int, int, int], tuple[int, int, int] | None]
+        self._start = partial(module.program_run, self._program)
+        self.inputs = trace.inputs
+        self._names = list(trace.inputs)
+        given = {found.cell: found.number for found in trace.inputs.values() if found.cell is not None}
+        self._plan = plan_buffers(trace.operations, output, further, given)
         self._widths = [cell.width for cell in (output, *further) if cell is not None]
         self._keeps_alive = trace.keeps_alive
         numbers: dict[Cell | None, int] = {None: _NO_CELL}
         for cell, place in self._plan.places.items():
             numbers[cell] = module.program_buffer(self._program, place.kind, cell.width, place.offset)
+        self._operations: list[Operation] = []
+        # Where each opaque operation comes, among the others.
+        self._opaques: list[tuple[int, Opaque]] = []
         for operation in trace.operations:
+            if operation.type is None:
+                assert operation.opaque is not None, "a recorded call is of the library or opaque"
+                self._opaques.append((len(self._operations), operation.opaque))
+                continue
             cells = [numbers[cell] for cell in operation.cells]
-            module.program_add(self._program, operation.kernel, *cells, *operation.arguments)
+            flags = operation.input, operation.reads_last, operation.narrows
+            module.program_add(self._program, operation.type.number, *cells, *flags, *operation.arguments)
+            self._operations.append(operation)
 
-    def __call__(self, ids_T: Tensor, step: StepTokens) -> Tensor:
-        """Hidden states alone, of a program that is given none."""
-        return self.run(ids_T, step)[0]
+    @property
+    def num_segments(self) -> int:
+        """Calls of the library that a step takes."""
+        return 1 + len(self._opaques)
 
-    def run(self, ids_T: Tensor, step: StepTokens, given_TD: Tensor | None = None) -> list[Tensor]:
-        """Hidden states, float32 [T, D], or those of the last rows; then what else is wanted, of all rows.
+    def run(self, step: StepTokens, context: Any = None) -> list[Tensor]:
+        """Hidden states, float32 [T, D], or those of the last rows; then other wanted rows, of all tokens.
 
-        ids_T: int32, contiguous. given_TD: float32, contiguous, where rows are given; they may be overwritten.
+        context: of the forward pass, which opaque operations take. Step inputs of rows may be overwritten.
         """
-        num_rows = ids_T.shape[0]
+        num_rows = step.num_rows
         outputs = torch.empty(num_rows * sum(self._widths))
         workspace = self._workspace(num_rows)
-        arguments = self._arguments(step, (outputs, workspace, ids_T, None, None, given_TD))
-        self._run(arguments.address)  # they stay until it is done
+        arguments = self._arguments(step, outputs, workspace)
+        # The arguments stay until it is done.
+        self._run(arguments.address, self._calls(step, context, outputs, workspace))
         hidden_TD, *further = self._split(outputs, num_rows)
         return [hidden_TD if step.last is None else hidden_TD[: step.num_outputs], *further]
 
-    def bind(self, ids_T: Tensor, step: StepTokens, given_TD: Tensor | None = None) -> BoundChoices:
-        """Steps from these tokens (int32, contiguous) to the next ones; all tensors stay where they are.
-
-        given_TD: as in `run`.
-        """
-        num_rows = ids_T.shape[0]
+    def bind(self, step: StepTokens, context: Any = None) -> BoundChoices:
+        """Steps from these inputs to the next tokens; all tensors and the context stay as they are."""
+        num_rows = step.num_rows
         workspace = self._workspace(num_rows)
         chosen = ChosenTokens(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool))
         outputs = torch.empty(num_rows * sum(self._widths))
-        arguments = self._arguments(step, (outputs, workspace, ids_T, *chosen, given_TD))
+        arguments = self._arguments(step, outputs, workspace, chosen)
+        calls = self._calls(step, context, outputs, workspace)
         states = self._split(outputs, num_rows)
-        return BoundChoices(self._run, arguments, chosen, states, (self, ids_T, step, workspace, outputs, given_TD))
+        run = partial(self._run, arguments.address, calls)
+        return BoundChoices(run, chosen, states, (arguments, step, workspace, outputs))
 
     def _split(self, outputs: Tensor, num_rows: int) -> list[Tensor]:
         """Each [T, width]."""
@@ -83,21 +98,54 @@ class NativeProgram:
         parts = outputs.split([num_rows * width for width in self._widths])
         return [part.view(num_rows, width) for part, width in zip(parts, self._widths, strict=True)]
 
-    def _run(self, address: int) -> None:
+    def _run(self, address: int, calls: Sequence[Callable[[], None]]) -> None:
         """Raises WaitTimeout or RanksDisagree where ranks do not meet."""
-        failure = self._start(address)
+        begin = 0
+        for (end, _), call in zip(self._opaques, calls, strict=True):
+            self._run_segment(address, begin, end)
+            call()
+            begin = end
+        self._run_segment(address, begin, len(self._operations))
+
+    def _run_segment(self, address: int, begin: int, end: int) -> None:
+        failure = self._start(address, begin, end)
         if failure:  # 0 where tensors have no memory
             index, num_rows, status = failure
             operation = self._operations[index]
             assert operation.meetings is not None, "no others meet"
-            shape = [num_rows, *(cell.width for cell in operation.cells if cell is not None)]
-            operation.meetings.fail(operation.kernel.name.lower(), torch.float32, shape, status)
+            assert operation.type is not None, "the library has run it"
+            shape = [num_rows, *(cell.width for cell in operation.all_cells)]
+            operation.meetings.fail(operation.type.name, torch.float32, shape, status)
+
+    def _calls(self, step: StepTokens, context: Any, outputs: Tensor, workspace: Tensor) -> list[Callable[[], None]]:
+        """The opaque operations of a step, bound to their rows."""
+
+        def rows(cell: Cell, num_rows: int) -> Tensor:
+            place = self._plan.places[cell]
+            if place.kind is Kind.INPUT:
+                return step.inputs[self._names[place.offset]][:num_rows]
+            memory = outputs if place.kind is Kind.OUTPUT else workspace
+            return memory[place.offset * step.num_rows :][: num_rows * cell.width].view(num_rows, cell.width)
+
+        calls: list[Callable[[], None]] = []
+        for _, opaque in self._opaques:
+            num_rows = step.num_outputs if opaque.is_last else step.num_rows
+            read = [rows(cell, num_rows) for cell in opaque.read]
+            made = [rows(cell, num_rows) for cell in opaque.made]
+            calls.append(partial(_call_opaque, opaque.function, context, read, made))
+        return calls
 
     def _workspace(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows * self._plan.whole_size + min(num_rows, PROGRAM_ROWS) * self._plan.part_size)
 
-    def _arguments(self, step: StepTokens, tensors: Sequence[Tensor | None]) -> StoredArguments:
-        """tensors: output, workspace, ids; then index and failed where there is a choice, and rows that are given."""
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        addresses += [0] * (6 - len(addresses))
-        return StoredArguments([*addresses, *step.arguments(torch.get_num_threads())])
+    def _arguments(
+        self, step: StepTokens, outputs: Tensor, workspace: Tensor, chosen: ChosenTokens | None = None
+    ) -> StoredArguments:
+        choices = [0, 0] if chosen is None else [tensor.data_ptr() for tensor in chosen]
+        tensors = outputs.data_ptr(), workspace.data_ptr(), *choices
+        return StoredArguments([*tensors, *step.arguments(self._names, torch.get_num_threads())])
+
+
+def _call_opaque(function: Callable[..., Any], context: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    for rows, result in zip(made, function(context, *read), strict=True):
+        rows.copy_(result)

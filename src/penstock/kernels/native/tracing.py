@@ -1,20 +1,24 @@
-"""Kernels that are noted down instead of run: how a model's forward becomes a program.
+"""Tracer of forward passes: how a model's forward becomes a recorded program.
 
-A forward pass is called once with stand-ins for the step's tensors. A kernel of the library that is handed one adds
-itself to the trace, and returns another for its result. What else is done to a stand-in cannot be part of a program.
+A forward pass is called once with stand-ins for the step's tensors. An operation of the library that is called with one
+records itself and returns another for its result. Other computations on a stand-in cannot be part of a program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.native.meetings import Meetings
+from penstock.kernels.native.operation_types import Field, FieldType, OperationType, Scope
+
+if TYPE_CHECKING:
+    from penstock.kernels.native.meetings import Meetings
+    from penstock.kernels.native.operations import NativeOperation
 
 Argument = Tensor | int | float | None
 
@@ -30,82 +34,114 @@ class Cell:
     width: int
 
 
-class Kernel(IntEnum):
-    """In the order in which the library has them (`csrc/program.h`)."""
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """A named step input of a program: an element per token of `dtype`, or a row of `width` floats.
 
-    NORM = 0
-    GATE = 1
-    LINEAR = 2
-    QUANTIZED_LINEAR = 3
-    ATTENTION = 4
-    LOOKUP = 5
-    ROWS = 6
-    QUANTIZED_ROWS = 7
-    SCALE = 8
-    KEEP_LAST = 9
-    GREEDY = 10
-    ARGMAX = 11
-    SUM = 12
-    CONCATENATE = 13
-    ALL_REDUCE = 14
-    MERGE_CHOICES = 15
+    cell: of rows.
+    """
+
+    number: int
+    dtype: torch.dtype
+    width: int = 0
+    cell: Cell | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A declared opaque operation: a function that Python calls between two segments of a program.
+
+    function: takes the step's forward context and rows, and returns rows for each cell in `made`.
+    read: rows that it takes. is_last: its rows are those of last tokens, where a step asks for these alone.
+    """
+
+    function: Callable[..., Any]
+    read: tuple[Cell, ...]
+    made: tuple[Cell, ...]
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A kernel's call. cells: the rows that it reads and may change, others that it reads, and what it makes.
+    """A recorded call of an operation.
 
-    meetings: where ranks do it together.
+    cells: the rows that it reads and may change, others that it reads, and those that it makes.
+    input: number of the step input that it reads, -1 for none. reads_last: of that input, the elements of last tokens.
+    narrows: the rows of last tokens go on alone, where a step asks for no others.
+    meetings: of ranks that run it together. opaque: in place of an operation of the library.
     """
 
-    kernel: Kernel
-    cells: tuple[Cell | None, Cell | None, Cell | None]
+    type: OperationType | None
+    cells: tuple[Cell | None, Cell | None, Cell | None] = (None, None, None)
     arguments: tuple[int | float, ...] = ()
+    input: int = -1
+    reads_last: bool = False
+    narrows: bool = False
     meetings: Meetings | None = None
+    opaque: Opaque | None = None
+
+    @property
+    def all_cells(self) -> list[Cell]:
+        """Cells that it reads or writes."""
+        if self.opaque is not None:
+            return [*self.opaque.read, *self.opaque.made]
+        return [cell for cell in self.cells if cell is not None]
+
+    @property
+    def needs_whole_step(self) -> bool:
+        """Whether it needs the rows of all tokens at once."""
+        return self.type is None or self.type.scope is Scope.STEP
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequests:
-    """Stands for the metadata of a step's attention.
+    """Stand-in for the requests of a KV-cache group in a step, and for the metadata of its attention.
 
     group: the KV-cache group. is_last: of `ForwardContext.last`, with whose rows alone the step goes on from there.
     """
 
     group: int
     is_last: bool = False
-    # As in a step's own metadata, but for that it is not known.
     num_tokens: int | None = None
+    is_written: bool = False
+
+    @property
+    def requests(self) -> TracedRequests:
+        return self
 
 
 class Role(Enum):
-    """What a stand-in is in a step.
+    """Kind of tensor that a stand-in stands for.
 
-    LAST: the rows of `ForwardContext.last`. ROWS: a kernel's result. CHOSEN: tokens. FAILED: whether there are none.
+    INPUT: a step input with an element per token. LAST: the rows of `ForwardContext.last`. ROWS: an operation's result,
+    or a step input of rows. CHOSEN: tokens. FAILED: whether a row has none.
     """
 
-    TOKENS = auto()
-    POSITIONS = auto()
+    INPUT = auto()
     LAST = auto()
     ROWS = auto()
     CHOSEN = auto()
     FAILED = auto()
 
 
-_DTYPES = {Role.TOKENS: torch.int32, Role.ROWS: torch.float32, Role.FAILED: torch.bool}
+_DTYPES = {Role.ROWS: torch.float32, Role.FAILED: torch.bool}
 
 
 class TracedTensor(Tensor):
-    """Stands for a tensor of a step: what tells one from another, and no values. No number of rows can be asked for.
+    """Stand-in for a tensor of a step, which has no values and no number of rows.
 
-    cell: where rows are; None for other roles, and for what was overwritten.
+    cell: where rows are; None for other roles, and for rows that were overwritten.
     is_last: it has a row for every last token that is asked for, not for every token.
-    share: of tokens, the first that are looked up, how many, and of how many in all; rows of others are zero.
+    input: number of the step input.
+    share: of an input that is looked up, this rank's first row, how many it has, and of how many in all; rows of other
+    ranks are zero.
     """
 
     origin: Trace
     role: Role
     cell: Cell | None
     is_last: bool
+    input: int = -1
     share: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
@@ -120,64 +156,88 @@ class TracedTensor(Tensor):
         return traced(*args)
 
 
+@dataclass(slots=True, eq=False)
 class Trace:
-    """What a forward pass does, in order.
+    """The operations of a forward pass, in order.
 
-    instruction_set: as the library knows it; of all kernels but those of quantised weights, which name their own.
-    keeps_alive: what the operations have addresses of. given: rows that the caller brings in every step, if any.
+    types: of the library. instruction_set: number of the one that all operations are for.
+    inputs: named step inputs. keeps_alive: tensors whose addresses the operations have.
     """
 
-    def __init__(self, instruction_set: int) -> None:
-        self.instruction_set = instruction_set
-        self.operations: list[Operation] = []
-        self.keeps_alive: list[Tensor] = []
-        self.given: Cell | None = None
-        # Whether an attention has left the rows of last tokens alone, and whether tokens have been chosen.
-        self._is_last = False
-        self._has_choice = False
+    types: Mapping[str, OperationType]
+    instruction_set: int
+    operations: list[Operation] = field(default_factory=list)
+    inputs: dict[str, StepInput] = field(default_factory=dict)
+    keeps_alive: list[Tensor] = field(default_factory=list)
+    # Whether the rows of last tokens alone go on, and whether tokens have been chosen.
+    _is_last: bool = False
+    _has_choice: bool = False
 
-    def stand_in(self, role: Role, cell: Cell | None = None) -> TracedTensor:
-        """For a tensor of the step: the rows of a cell, [T, width], or a number or a truth value for each, [T]."""
+    def input(self, name: str, dtype: torch.dtype, width: int = 0) -> TracedTensor:
+        """Stand-in for a named step input: [T] of this dtype, or [T, width] of floats, which may be overwritten."""
+        number, cell = len(self.inputs), Cell(width) if width else None
+        self.inputs[name] = StepInput(number, dtype, width, cell)
+        made = self.stand_in(Role.ROWS if width else Role.INPUT, cell, dtype)
+        made.input, made.is_last = number, False
+        return made
+
+    def last_rows(self) -> TracedTensor:
+        """Stand-in for the rows of last tokens."""
+        return self.stand_in(Role.LAST)
+
+    def stand_in(self, role: Role, cell: Cell | None = None, dtype: torch.dtype | None = None) -> TracedTensor:
+        """Stand-in for a tensor of the step: rows of a cell, [T, width], or an element for each token, [T]."""
         shape = [0] if cell is None else [0, cell.width]
-        made = torch.empty(shape, dtype=_DTYPES.get(role, torch.int64), device="cpu").as_subclass(TracedTensor)
+        dtype = dtype or _DTYPES.get(role, torch.int64)
+        made = torch.empty(shape, dtype=dtype, device="cpu").as_subclass(TracedTensor)
         made.origin, made.role, made.cell, made.is_last = self, role, cell, self._is_last
         return made
 
-    def give(self, width: int) -> TracedTensor:
-        """For rows that the caller brings in every step, and that may be overwritten."""
-        self.given = Cell(width)
-        return self.stand_in(Role.ROWS, self.given)
-
-    def look_up(self, kernel: Kernel, ids_T: Tensor, width: int, *arguments: Argument) -> TracedTensor:
-        """An operation that makes rows of the step's tokens."""
-        if not isinstance(ids_T, TracedTensor) or ids_T.role is not Role.TOKENS or self._is_last:
-            raise Untraceable("rows are looked up by something else than the step's tokens")
-        return self._make(kernel, width, (*ids_T.share, *arguments))
-
-    def share_of(self, ids_T: TracedTensor, start: int, size: int, whole: int) -> TracedTensor:
-        """The step's tokens, of which a rank looks up those from start on."""
-        made = self.stand_in(ids_T.role)
-        made.share = start, size, whole
-        return made
-
     def add(
-        self, kernel: Kernel, x: Tensor, width: int, *arguments: Argument, residual: Tensor | None = None
+        self, operation: NativeOperation, x: Tensor, width: int, arguments: Sequence[Argument], second: Tensor | None
     ) -> TracedTensor:
-        """An operation that makes rows of so many floats of other rows. residual: what else it reads.
+        """An operation that makes rows of `width` floats from other rows."""
+        out, added = Cell(width), None if second is None else self._cell(second)
+        self._record(self._of(operation), (self._cell(x), added, out), arguments)
+        return self.stand_in(Role.ROWS, out)
 
-        A norm adds it to the others first, in place.
-        """
-        added = None if residual is None else self._cell(residual)
-        return self._make(kernel, width, arguments, self._cell(x), added)
+    def look_up(
+        self, operation: NativeOperation, ids_T: TracedTensor, width: int, arguments: Sequence[Argument]
+    ) -> TracedTensor:
+        """An operation that makes rows from a step input."""
+        number = self._input_of(ids_T, self._of(operation))
+        out = Cell(width)
+        arguments = *ids_T.share, *arguments
+        self._record(operation.type, (None, None, out), arguments, input=number, reads_last=ids_T.is_last)
+        return self.stand_in(Role.ROWS, out)
+
+    def choose(
+        self, operation: NativeOperation, x: TracedTensor, arguments: Sequence[Argument], *, with_largest: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """An operation that chooses the step's tokens."""
+        if self._has_choice:
+            raise Untraceable("tokens are chosen twice")
+        self._has_choice = True
+        largest = Cell(1) if with_largest else None
+        self._record(self._of(operation), (self._cell(x), None, largest), arguments)
+        values = None if largest is None else self.stand_in(Role.ROWS, largest)
+        return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED), values
+
+    def merge_choices(self, largest: TracedTensor, first_token: int, meetings: Meetings) -> tuple[Tensor, Tensor]:
+        """All ranks' choices become one. first_token: of those that this rank chooses from."""
+        cells = self._cell(largest), None, None
+        self._record(self.types["merge_choices"], cells, (*meetings.arguments, first_token), meetings=meetings)
+        return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
 
     def scale(self, x: TracedTensor, factor: float) -> TracedTensor:
         """Multiply rows in place."""
-        self._note(Kernel.SCALE, (self._cell(x), None, None), (factor,))
+        self._record(self.types["scale"], (self._cell(x), None, None), (factor,))
         return x
 
     def all_reduce(self, x: TracedTensor, meetings: Meetings) -> TracedTensor:
         """Add up the rows of all ranks, in place."""
-        self._note(Kernel.ALL_REDUCE, (self._cell(x), None, None), meetings.arguments, meetings)
+        cells = self._cell(x), None, None
+        self._record(self.types["all_reduce"], cells, meetings.arguments, meetings=meetings)
         return x
 
     def attend(
@@ -185,61 +245,74 @@ class Trace:
         qkv_TX: TracedTensor,
         width: int,
         requests: TracedRequests,
+        positions_T: Tensor,
         kv_cache: Tensor,
-        *arguments: Argument,
+        arguments: Sequence[Argument],
         meetings: Meetings | None = None,
     ) -> TracedTensor:
-        """An attention from the output of the projections, which it overwrites.
+        """Attention from the output of the projections, which it overwrites.
 
-        meetings: where ranks do it together.
+        meetings: of ranks that attend together.
         """
         if self._is_last:
-            raise Untraceable("there is an attention after the one that leaves last tokens")
-        cell = self._cell(qkv_TX)
+            raise Untraceable("an attention follows the one that leaves last tokens")
+        type_ = self.types["attention"]
+        number = self._input_of(positions_T, type_)
+        cell, out = self._cell(qkv_TX), Cell(width)
         qkv_TX.cell = None
         self.keeps_alive.append(kv_cache)
-        self._is_last = requests.is_last
         arguments = (requests.group, requests.is_last, *arguments)
-        return self._make(Kernel.ATTENTION, width, arguments, cell, meetings=meetings)
+        self._record(type_, (cell, None, out), arguments, input=number, narrows=requests.is_last, meetings=meetings)
+        return self.stand_in(Role.ROWS, out)
 
     def keep_last(self, per_token: TracedTensor) -> TracedTensor:
-        """The rows of last tokens, beside or after the attention that has left these; `per_token` is gone."""
+        """The rows of last tokens; `per_token` is gone. The first such call narrows the program to them."""
+        if per_token.is_last:
+            raise Untraceable("last rows are selected twice")
+        if per_token.role is Role.INPUT:
+            made = self.stand_in(Role.INPUT, dtype=per_token.dtype)
+            made.input, made.share, made.is_last = per_token.input, per_token.share, True
+            return made
         cell = per_token.cell
-        if cell is None or per_token.is_last or not self._is_last:
-            raise Untraceable("last rows are selected elsewhere than after the last attention")
+        if cell is None or per_token.origin is not self:
+            raise Untraceable("last rows are selected of something that no kernel made")
         per_token.cell = None
-        self._note(Kernel.KEEP_LAST, (cell, None, None))
+        type_ = self.types["keep_last" if self._is_last else "narrow"]
+        self._record(type_, (cell, None, None), narrows=not self._is_last)
         return self.stand_in(Role.ROWS, cell)
 
-    def choose(
-        self, kernel: Kernel, x: TracedTensor, *arguments: Argument, largest: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """An operation that chooses the step's tokens and says where there are none.
+    def share_of(self, ids_T: TracedTensor, start: int, size: int, whole: int) -> TracedTensor:
+        """A step input of which a rank looks up the rows from `start` on."""
+        made = self.stand_in(ids_T.role, dtype=ids_T.dtype)
+        made.share, made.input, made.is_last = (start, size, whole), ids_T.input, ids_T.is_last
+        return made
 
-        largest: of `room_for_largest`, where the chosen ones' values are written.
-        """
-        if self._has_choice:
-            raise Untraceable("tokens are chosen twice")
-        self._has_choice = True
-        self._note(kernel, (self._cell(x), None, None if largest is None else self._cell(largest)), arguments)
-        return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
-
-    def room_for_largest(self) -> TracedTensor:
-        """A value for every row."""
-        return self.stand_in(Role.ROWS, Cell(1))
-
-    def merge_choices(self, largest: TracedTensor, first_token: int, meetings: Meetings) -> tuple[Tensor, Tensor]:
-        """What all ranks have chosen becomes one choice. first_token: of those that this rank chooses from."""
-        self._note(
-            Kernel.MERGE_CHOICES, (self._cell(largest), None, None), (*meetings.arguments, first_token), meetings
-        )
-        return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
+    def call_opaque(self, function: Callable[..., Any], rows: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]:
+        """A declared opaque operation, which cuts the program in two segments. widths: of the rows that it makes."""
+        made = tuple(map(Cell, widths))
+        opaque = Opaque(function, tuple(map(self._cell, rows)), made, self._is_last)
+        self.operations.append(Operation(None, opaque=opaque))
+        return [self.stand_in(Role.ROWS, cell) for cell in made]
 
     def result(self, tensor: object) -> Cell:
         """Where the rows are that a forward pass returned. Raises Untraceable for anything else that it may return."""
         if not isinstance(tensor, Tensor) or not self._is_last or self._has_choice:
             raise Untraceable("not all hidden states come of kernels, of last tokens where these are asked for")
         return self._cell(tensor)
+
+    def _of(self, operation: NativeOperation) -> OperationType:
+        if operation.instruction_set != self.instruction_set:
+            raise Untraceable("a weight is packed for other kernels")
+        return operation.type
+
+    def _input_of(self, tensor: Tensor, type_: OperationType) -> int:
+        if not isinstance(tensor, TracedTensor) or tensor.origin is not self or tensor.role is not Role.INPUT:
+            raise Untraceable(f"{type_.name} reads something else than a step input")
+        if tensor.dtype is not type_.input:
+            raise Untraceable(f"{type_.name} reads a step input of {tensor.dtype}, not of {type_.input}")
+        if tensor.is_last is not self._is_last and type_.name != "attention":
+            raise Untraceable("rows are looked up for all tokens where last tokens alone go on")
+        return tensor.input
 
     def _cell(self, tensor: Tensor) -> Cell:
         if not isinstance(tensor, TracedTensor) or tensor.origin is not self or tensor.cell is None:
@@ -248,42 +321,45 @@ class Trace:
             raise Untraceable("after the last attention a kernel reads rows of all tokens")
         return tensor.cell
 
-    def _make(
+    def _record(
         self,
-        kernel: Kernel,
-        width: int,
-        arguments: Sequence[Argument],
-        x: Cell | None = None,
-        residual: Cell | None = None,
-        meetings: Meetings | None = None,
-    ) -> TracedTensor:
-        out = Cell(width)
-        self._note(kernel, (x, residual, out), arguments, meetings)
-        return self.stand_in(Role.ROWS, out)
-
-    def _note(
-        self,
-        kernel: Kernel,
+        type_: OperationType,
         cells: tuple[Cell | None, Cell | None, Cell | None],
         arguments: Sequence[Argument] = (),
+        *,
+        input: int = -1,
+        reads_last: bool = False,
+        narrows: bool = False,
         meetings: Meetings | None = None,
     ) -> None:
-        self.operations.append(Operation(kernel, cells, tuple(map(self._number, arguments)), meetings))
+        """Raises Untraceable where an argument is not as the operation's fields describe it."""
+        numbers = tuple(self._number(of_field, value) for of_field, value in zip(type_.fields, arguments, strict=True))
+        self.operations.append(Operation(type_, cells, numbers, input, reads_last, narrows, meetings))
+        self._is_last |= narrows
 
-    def _number(self, argument: Argument) -> int | float:
+    def _number(self, of_field: Field, argument: Argument) -> int | float:
         if not isinstance(argument, Tensor):
             return 0 if argument is None else argument
         if isinstance(argument, TracedTensor):
-            raise Untraceable("a kernel takes a step's tensor for a weight")
+            raise Untraceable(f"a kernel takes a step's tensor for its {of_field.name}")
+        if of_field.type is FieldType.FLOATS and not (argument.dtype is torch.float32 and argument.is_contiguous()):
+            raise Untraceable(f"a kernel's {of_field.name} is in {argument.dtype}")
+        address = argument.data_ptr()
+        if address % of_field.alignment:
+            raise Untraceable(f"a kernel's {of_field.name} does not lie on {of_field.alignment} bytes")
         self.keeps_alive.append(argument)
-        return argument.data_ptr()
+        return address
 
 
-def floats(tensor: Tensor | None) -> Tensor | None:
-    """A weight that the kernels read as float32. Raises Untraceable for another one."""
-    if tensor is not None and not (tensor.dtype is torch.float32 and tensor.is_contiguous()):
-        raise Untraceable(f"a weight is in {tensor.dtype}")
-    return tensor
+def trace_opaque(function: Callable[..., Any], rows: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor] | None:
+    """Results of an opaque operation on traced rows; None where none of them is traced."""
+    origin = next((x.origin for x in rows if isinstance(x, TracedTensor)), None)
+    return None if origin is None else origin.call_opaque(function, rows, widths)
+
+
+def share_of_input(ids_T: Tensor, start: int, size: int, whole: int) -> Tensor | None:
+    """A traced step input of which a rank looks up `size` rows from `start` on; None for a tensor of ids."""
+    return ids_T.origin.share_of(ids_T, start, size, whole) if isinstance(ids_T, TracedTensor) else None
 
 
 def _scale(x: TracedTensor, factor: object) -> TracedTensor:
@@ -304,7 +380,7 @@ def _convert(x: TracedTensor, *to: object) -> TracedTensor:
     return x
 
 
-# What may be asked of a stand-in.
+# Properties that a stand-in has.
 _TOLD = {
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
@@ -312,7 +388,7 @@ _TOLD = {
     Tensor.stride,
     Tensor.is_contiguous,
 }
-# The operators of torch that a program knows.
+# Operators of torch that a program knows.
 _TRACED: dict[Callable[..., Any], Callable[..., TracedTensor]] = {
     Tensor.mul_: _scale,
     Tensor.index_select: _select,

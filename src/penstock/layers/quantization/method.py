@@ -59,10 +59,12 @@ class QuantizedMethod(PackedMethod):
             return self._products.linear(x_TI, packed_OI, self.shape, bias_O)
         return self._products.linear(x_TI.float(), packed_OI, self.shape, bias_O).to(x_TI.dtype)
 
-    def argmax(self, layer: LinearLayer, x_LI: Tensor, largest_L: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    def argmax(
+        self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         if NATIVE is None or x_LI.dtype is not torch.float32:
             return None
-        return NATIVE.argmax(self.apply(layer, x_LI), largest_L)
+        return NATIVE.argmax(self.apply(layer, x_LI), with_largest=with_largest)
 
 
 class RefinedMethod(QuantizedMethod):

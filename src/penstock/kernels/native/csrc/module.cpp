@@ -68,12 +68,16 @@ class Fields {
   }
 };
 
-// The arguments of a call.
+// The arguments of a call. Where an address is asked for, a tensor may stand for its own.
 class Arguments : public Fields<Arguments> {
  public:
   Arguments(PyObject* const* values, Py_ssize_t count) : values_(values), count_(count) {}
 
-  int64_t size() { return next_ < count_ ? PyLong_AsLongLong(values_[next_++]) : missing(); }
+  int64_t size() {
+    if (next_ >= count_) return missing();
+    PyObject* value = values_[next_++];
+    return PyLong_Check(value) ? PyLong_AsLongLong(value) : address_of(value);
+  }
   float real() { return next_ < count_ ? static_cast<float>(PyFloat_AsDouble(values_[next_++])) : missing(); }
   const Kernels* kernels() {
     const Kernels* chosen = candidate(integer());
@@ -87,6 +91,16 @@ class Arguments : public Fields<Arguments> {
   }
 
  private:
+  // Of a tensor; 0 for None.
+  static int64_t address_of(PyObject* tensor) {
+    if (tensor == Py_None || PyErr_Occurred()) return 0;
+    static PyObject* const name = PyUnicode_InternFromString("data_ptr");
+    PyObject* address = PyObject_CallMethodObjArgs(tensor, name, nullptr);
+    if (address == nullptr) return 0;
+    const int64_t value = PyLong_AsLongLong(address);
+    Py_DECREF(address);
+    return value;
+  }
   int missing() {
     PyErr_SetString(PyExc_TypeError, "too few arguments");
     return 0;
@@ -151,32 +165,6 @@ PyObject* unpack_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return convert_weight(&Kernels::unpack_weight, values, count);
 }
 
-PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  LinearArgs a;
-  in.read(a.x, a.x_stride, a.weight, a.bias, a.out, a.out_stride, a.rows, a.in_features, a.out_features, a.weight_type,
-          a.num_threads);
-  return in.are_good() ? run(kernels->linear, a) : nullptr;
-}
-
-PyObject* greedy(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  GreedyArgs a{};
-  in.read(a.product.x, a.product.x_stride, a.product.weight, a.index, a.failed, a.largest, a.product.rows,
-          a.product.in_features, a.product.out_features, a.product.weight_type, a.product.num_threads);
-  return in.are_good() ? run(kernels->greedy, a) : nullptr;
-}
-
-PyObject* rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  RowsArgs a;
-  in.read(a.weight, a.ids, a.out, a.num_ids, a.in_features, a.weight_type, a.num_threads);
-  return in.are_good() ? run(kernels->rows, a) : nullptr;
-}
-
 // Whether a table of so many rows has these; if not, a Python error is set.
 bool are_rows(const int32_t* ids, int64_t count, int64_t num_rows) {
   for (int64_t i = 0; i < count; ++i)
@@ -187,30 +175,6 @@ bool are_rows(const int32_t* ids, int64_t count, int64_t num_rows) {
   return true;
 }
 
-PyObject* lookup(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  LookupArgs a;
-  in.read(a.table, a.ids, a.out, a.num_ids, a.num_rows, a.width, a.weight_type, a.num_threads);
-  return in.are_good() && are_rows(a.ids, a.num_ids, a.num_rows) ? run(kernels->lookup, a) : nullptr;
-}
-
-PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  NormArgs a;
-  in.read(a.x, a.x_stride, a.residual, a.weight, a.weight_stride, a.out, a.rows, a.heads, a.size, a.eps, a.num_threads);
-  return in.are_good() ? run(kernels->rms_norm, a) : nullptr;
-}
-
-PyObject* gate_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  GateArgs a;
-  in.read(a.activation, a.x, a.out, a.rows, a.size, a.num_threads);
-  return in.are_good() ? run(kernels->gate_and_mul, a) : nullptr;
-}
-
 PyObject* rotary(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
@@ -218,14 +182,6 @@ PyObject* rotary(PyObject*, PyObject* const* values, Py_ssize_t count) {
   in.read(a.heads, a.token_stride, a.head_stride, a.positions, a.table, a.num_tokens, a.num_heads, a.half,
           a.num_threads);
   return in.are_good() ? run(kernels->rotary, a) : nullptr;
-}
-
-PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const Kernels* kernels = in.kernels();
-  ArgmaxArgs a;
-  in.read(a.x, a.index, a.failed, a.largest, a.rows, a.size, a.num_threads);
-  return in.are_good() ? run(kernels->argmax, a) : nullptr;
 }
 
 PyObject* draw(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -249,8 +205,8 @@ PyObject* allow_by_bits(PyObject*, PyObject* const* values, Py_ssize_t count) {
 #include "module_stored.inl"
 #include "module_quantized.inl"
 #include "module_meeting.inl"
-#include "module_attention.inl"
 #include "module_program.inl"
+#include "module_attention.inl"
 #include "module_step.inl"
 
 namespace {
@@ -262,15 +218,8 @@ PyMethodDef kMethods[] = {
     {"thread_library", thread_library, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(pack_weight),
     PENSTOCK_FUNCTION(unpack_weight),
-    PENSTOCK_FUNCTION(linear),
-    PENSTOCK_FUNCTION(greedy),
-    PENSTOCK_FUNCTION(rows),
-    PENSTOCK_FUNCTION(lookup),
     PENSTOCK_FUNCTION(attention),
-    PENSTOCK_FUNCTION(rms_norm),
-    PENSTOCK_FUNCTION(gate_and_mul),
     PENSTOCK_FUNCTION(rotary),
-    PENSTOCK_FUNCTION(argmax),
     PENSTOCK_FUNCTION(draw),
     PENSTOCK_FUNCTION(allow_by_bits),
     PENSTOCK_FUNCTION(gather_step),
@@ -280,8 +229,8 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(quantized_packed_bytes),
     PENSTOCK_FUNCTION(quantized_pack),
     PENSTOCK_FUNCTION(quantized_unpack),
-    PENSTOCK_FUNCTION(quantized_linear),
-    PENSTOCK_FUNCTION(quantized_rows),
+    {"operation_types", operation_types, METH_NOARGS, nullptr},
+    PENSTOCK_FUNCTION(operation),
     PENSTOCK_FUNCTION(program_new),
     PENSTOCK_FUNCTION(program_buffer),
     PENSTOCK_FUNCTION(program_add),

@@ -1,23 +1,25 @@
-// Attention as a Python function; part of module.cpp.
+// Attention of heads that lie apart, as a Python function; part of module.cpp.
 
 namespace {
 
-// The status of the meeting that failed, 0 for none.
+// (number of the operation, instruction set, threads, of queries, keys, values and out address and stride, StepRequests,
+// positions, phase, arguments of the operation) -> the status of the meeting that failed, 0 for none.
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
+  Operation operation = read_type(in);
+  if (operation.type == nullptr) return nullptr;
   const Kernels* kernels = in.kernels();
-  AttentionArgs a;
-  Ranks ranks;
-  in.read(a.query, a.query_stride, a.key, a.key_stride, a.value, a.value_stride, a.key_cache, a.value_cache,
-          a.head_stride, a.cache_type, a.query_start, a.seq_lens, a.block_table, a.block_table_stride, a.num_requests,
-          a.out, a.out_stride, a.num_heads, a.num_kv_heads, a.head_size, a.block_size, a.window, a.scale, a.soft_cap,
-          a.norm_weight, a.norm_eps, a.rotary_table, a.rotary_half, a.positions, a.phase, a.num_threads);
-  read(in, ranks);
-  in.read(a.interleave);
+  AttentionArgs rows;
+  in.read(rows.num_threads, rows.query, rows.query_stride, rows.key, rows.key_stride, rows.value, rows.value_stride,
+          rows.out, rows.out_stride, rows.query_start, rows.seq_lens, rows.block_table, rows.block_table_stride,
+          rows.num_requests, rows.positions, rows.phase);
+  put(operation, {nullptr, FieldType::kTensor, offsetof(AttentionArguments, attention), 1}, rows);
+  read_fields(operation, in);
   if (!in.are_good()) return nullptr;
+  const auto arguments = operation.get<AttentionArguments>();
   AttentionOutcome outcome;
   Py_BEGIN_ALLOW_THREADS;
-  outcome = attention_of_ranks(*kernels, a, ranks);
+  outcome = attention_of_ranks(*kernels, arguments.attention, arguments.ranks);
   Py_END_ALLOW_THREADS;
   return outcome.had_memory ? PyLong_FromLongLong(outcome.meeting_status) : PyErr_NoMemory();
 }

@@ -1,9 +1,9 @@
-// Python functions that make and run programs; part of module.cpp.
+// Python functions that call operations, and that make and run programs of them; part of module.cpp.
 
 namespace {
 
 constexpr char kProgramName[] = "penstock.program";
-constexpr int kMaxGroups = 64;
+constexpr int kMaxGroups = 64, kMaxInputs = 64;
 
 Program* program_of(PyObject* capsule) {
   return static_cast<Program*>(PyCapsule_GetPointer(capsule, kProgramName));
@@ -11,13 +11,98 @@ Program* program_of(PyObject* capsule) {
 
 void delete_program(PyObject* capsule) { delete program_of(capsule); }
 
+// A list for each operation: its name, scope, uses, input, whether it chooses, and (name, type, alignment) of its fields.
+PyObject* operation_types(PyObject*, PyObject*) {
+  PyObject* types = PyList_New(0);
+  for (int number = 0; const OperationType* type = operation_type(number); ++number) {
+    PyObject* fields = PyList_New(0);
+    for (const Field* field = type->fields; fields != nullptr && field->name != nullptr; ++field) {
+      PyObject* entry = Py_BuildValue("(sii)", field->name, static_cast<int>(field->type), field->alignment);
+      if (entry == nullptr || PyList_Append(fields, entry) != 0) Py_CLEAR(fields);
+      Py_XDECREF(entry);
+    }
+    PyObject* entry = fields == nullptr ? nullptr
+                                        : Py_BuildValue("(siiiiiiN)", type->name, static_cast<int>(type->scope),
+                                                        static_cast<int>(type->x), static_cast<int>(type->second),
+                                                        static_cast<int>(type->out), static_cast<int>(type->input),
+                                                        static_cast<int>(type->chooses), fields);
+    if (types == nullptr || entry == nullptr || PyList_Append(types, entry) != 0) {
+      Py_XDECREF(entry);
+      Py_XDECREF(types);
+      return nullptr;
+    }
+    Py_DECREF(entry);
+  }
+  return types;
+}
+
+template <class T>
+void put(Operation& operation, const Field& field, T value) {
+  std::memcpy(operation.arguments + field.offset, &value, sizeof value);
+}
+
+// The constant arguments of an operation, in the order of its type's fields.
+void read_fields(Operation& operation, Arguments& in) {
+  for (const Field* field = operation.type->fields; field->name != nullptr; ++field) {
+    switch (field->type) {
+      case FieldType::kFloats:
+      case FieldType::kPacked:
+      case FieldType::kTensor: put(operation, *field, in.pointer<void>()); break;
+      case FieldType::kInt64: put(operation, *field, in.size()); break;
+      case FieldType::kInt32: put(operation, *field, in.integer()); break;
+      case FieldType::kFloat: put(operation, *field, in.real()); break;
+      case FieldType::kQuantizedKernels: put(operation, *field, quantized_kernels(in)); break;
+    }
+  }
+}
+
+// The operation of this number; an error is set where there is none.
+Operation read_type(Arguments& in) {
+  Operation operation{operation_type(in.size()), {}};
+  if (operation.type == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there is no such operation");
+  return operation;
+}
+
+Rows read_rows(Arguments& in, Use use) {
+  Rows rows{nullptr, 0};
+  if (use != Use::kNone) in.read(rows.at, rows.stride);
+  return rows;
+}
+
+// (number, instruction set, rows, threads, of x, second and out, if it has them, address and stride, step input if it
+// reads one, index and failed if it chooses, arguments)
+PyObject* operation(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  Operation operation = read_type(in);
+  if (operation.type == nullptr) return nullptr;
+  const OperationType& type = *operation.type;
+  Call call{};
+  call.kernels = in.kernels();
+  in.read(call.num_rows, call.num_threads);
+  call.x = read_rows(in, type.x);
+  call.second = read_rows(in, type.second);
+  call.out = read_rows(in, type.out);
+  if (type.input != InputType::kNone) call.input = in.pointer<const void>();
+  if (type.chooses) in.read(call.index, call.failed);
+  read_fields(operation, in);
+  if (!in.are_good()) return nullptr;
+  if (type.num_known_rows != nullptr &&
+      !are_rows(static_cast<const int32_t*>(call.input), call.num_rows, type.num_known_rows(operation)))
+    return nullptr;
+  Result result;
+  Py_BEGIN_ALLOW_THREADS;
+  result = type.run(operation, call);
+  Py_END_ALLOW_THREADS;
+  return result.had_memory ? PyLong_FromLongLong(result.status) : PyErr_NoMemory();
+}
+
 // (kernels, rows at once) -> program.
 PyObject* program_new(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
   const int64_t rows_at_once = in.size();
   if (!in.are_good()) return nullptr;
-  auto* program = new (std::nothrow) Program{kernels, rows_at_once, 0, 0, {}, {}};
+  auto* program = new (std::nothrow) Program{kernels, rows_at_once, 0, {}, {}, {}};
   if (program == nullptr) return PyErr_NoMemory();
   PyObject* capsule = PyCapsule_New(program, kProgramName, delete_program);
   if (capsule == nullptr) delete program;
@@ -46,102 +131,35 @@ PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return PyLong_FromLongLong(static_cast<long long>(call.program->buffers.size()) - 1);
 }
 
-void read(Arguments& in, TokenShare& share) { in.read(share.start, share.size, share.whole); }
-
-// What a kernel takes besides its rows. Returns of how many rows it looks some up, or 0.
-int64_t read_arguments(Operation& operation, Arguments& in) {
-  switch (operation.kind) {
-    case Operation::Kind::kNorm: {
-      NormArgs& a = operation.norm = {};
-      in.read(a.weight, a.size, a.eps);
-      a.heads = 1;
-      return 0;
-    }
-    case Operation::Kind::kGate: {
-      GateArgs& a = operation.gate = {};
-      in.read(a.activation, a.size);
-      return 0;
-    }
-    case Operation::Kind::kLinear:
-    case Operation::Kind::kGreedy: {
-      LinearArgs& a = operation.linear = {};
-      in.read(a.weight, a.bias, a.in_features, a.out_features, a.weight_type);
-      return 0;
-    }
-    case Operation::Kind::kQuantizedLinear: {
-      QuantizedLinearArgs& a = operation.quantized = {};
-      operation.quantized_kernels = quantized_kernels(in);
-      in.read(a.weight, a.bias);
-      a.shape = quantized_shape(in);
-      return 0;
-    }
-    case Operation::Kind::kAttention: {
-      in.read(operation.group);
-      operation.is_last = in.integer() != 0;
-      AttentionArgs& a = operation.attention = {};
-      in.read(a.key_cache, a.value_cache, a.head_stride, a.cache_type, a.num_heads, a.num_kv_heads, a.head_size,
-              a.block_size, a.window, a.scale, a.soft_cap, a.norm_weight, a.norm_eps, a.rotary_table, a.rotary_half);
-      read(in, operation.ranks);
-      in.read(a.interleave);
-      return 0;
-    }
-    case Operation::Kind::kLookup: {
-      read(in, operation.share);
-      LookupArgs& a = operation.lookup = {};
-      in.read(a.table, a.num_rows, a.width, a.weight_type);
-      return operation.share.size > 0 ? operation.share.whole : a.num_rows;
-    }
-    case Operation::Kind::kRows: {
-      read(in, operation.share);
-      RowsArgs& a = operation.rows = {};
-      int64_t num_rows;
-      in.read(a.weight, num_rows, a.in_features, a.weight_type);
-      return operation.share.size > 0 ? operation.share.whole : num_rows;
-    }
-    case Operation::Kind::kQuantizedRows: {
-      read(in, operation.share);
-      QuantizedRowsArgs& a = operation.quantized_rows = {};
-      operation.quantized_kernels = quantized_kernels(in);
-      in.read(a.weight, a.rest);
-      a.shape = quantized_shape(in);
-      return operation.share.size > 0 ? operation.share.whole : a.shape.out_features;
-    }
-    case Operation::Kind::kScale: operation.factor = in.real(); return 0;
-    case Operation::Kind::kKeepLast: return 0;
-    case Operation::Kind::kArgmax: return 0;
-    case Operation::Kind::kSum: return 0;
-    case Operation::Kind::kConcatenate: return 0;
-    case Operation::Kind::kAllReduce: read(in, operation.ranks); return 0;
-    case Operation::Kind::kMergeChoices:
-      read(in, operation.ranks);
-      in.read(operation.first_index);
-      return 0;
-  }
-  return 0;
-}
-
-// (program, kind, number of each buffer or -1, what the kernel takes besides)
+// (program, number of the operation, buffers of x, second and out or -1, step input or -1, whether it reads that of last
+// tokens, whether it narrows, arguments)
 PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
-  Operation operation{};
-  call.in.read(operation.kind, operation.in, operation.residual, operation.out);
-  const int64_t num_ids = read_arguments(operation, call.in);
+  Step step{read_type(call.in), 0, 0, 0, 0, false, false};
+  if (step.operation.type == nullptr) return nullptr;
+  call.in.read(step.x, step.second, step.out, step.input, step.reads_last, step.narrows);
+  read_fields(step.operation, call.in);
   if (!call.is_good()) return nullptr;
-  if (num_ids > 0 && (call.program->num_ids == 0 || num_ids < call.program->num_ids)) call.program->num_ids = num_ids;
-  call.program->operations.push_back(operation);
+  if (const auto known_rows = step.operation.type->num_known_rows)
+    call.program->limits.push_back({step.input, known_rows(step.operation)});
+  call.program->steps.push_back(step);
   Py_RETURN_NONE;
 }
 
-// (program, address of [ProgramStep, number of groups, StepRequests of each]) -> None, or where ranks did not meet
-// (number of the operation, of its rows, status of the meeting).
+// (program, address of [ProgramStep, inputs, StepRequests of groups], first step, step after the last) -> None, or where
+// ranks did not meet (number of the step, of its rows, status of the meeting).
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   StoredArguments in(call.in.pointer<const int64_t>());
+  const int64_t begin = call.in.size(), end = call.in.size();
   if (!call.is_good()) return nullptr;
   ProgramStep step;
-  in.read(step.output, step.workspace, step.ids, step.index, step.failed, step.input, step.positions, step.num_rows,
-          step.num_tokens, step.num_threads, step.last.rows, step.last.positions, step.last.query_start,
-          step.last.seq_lens, step.last.count);
+  in.read(step.output, step.workspace, step.index, step.failed, step.num_rows, step.num_tokens, step.num_threads,
+          step.last.rows, step.last.positions, step.last.query_start, step.last.seq_lens, step.last.count);
+  const void* inputs[kMaxInputs];
+  const int64_t num_inputs = in.size();
+  if (num_inputs > kMaxInputs) return PyErr_Format(PyExc_ValueError, "more than %d step inputs", kMaxInputs);
+  for (int64_t input = 0; input < num_inputs; ++input) in.read(inputs[input]);
   StepRequests groups[kMaxGroups];
   const int64_t num_groups = in.size();
   if (num_groups > kMaxGroups) return PyErr_Format(PyExc_ValueError, "more than %d KV-cache groups", kMaxGroups);
@@ -149,16 +167,18 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
     in.read(groups[group].query_start, groups[group].seq_lens, groups[group].block_table,
             groups[group].block_table_stride, groups[group].num_requests);
   }
+  step.inputs = inputs;
   step.groups = groups;
-  // One that goes on from rows looks up nothing.
-  if (call.program->num_ids > 0 && !are_rows(step.ids, step.num_rows, call.program->num_ids)) return nullptr;
+  if (begin == 0)
+    for (const InputLimit& limit : call.program->limits)
+      if (!are_rows(static_cast<const int32_t*>(inputs[limit.input]), step.num_rows, limit.num_rows)) return nullptr;
   ProgramOutcome outcome;
   Py_BEGIN_ALLOW_THREADS;
-  outcome = run_program(*call.program, step);
+  outcome = run_program(*call.program, step, static_cast<size_t>(begin), static_cast<size_t>(end));
   Py_END_ALLOW_THREADS;
   if (!outcome.had_memory) return PyErr_NoMemory();
   if (outcome.meeting_status != 0)
-    return Py_BuildValue("LLL", static_cast<long long>(outcome.operation), static_cast<long long>(outcome.num_rows),
+    return Py_BuildValue("LLL", static_cast<long long>(outcome.step), static_cast<long long>(outcome.num_rows),
                          static_cast<long long>(outcome.meeting_status));
   Py_RETURN_NONE;
 }

@@ -62,22 +62,4 @@ PyObject* quantized_unpack(PyObject*, PyObject* const* values, Py_ssize_t count)
   return quantized_convert(&QuantizedKernels::unpack, values, count);
 }
 
-PyObject* quantized_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const QuantizedKernels* kernels = quantized_kernels(in);
-  QuantizedLinearArgs a;
-  a.shape = quantized_shape(in);
-  in.read(a.x, a.x_stride, a.weight, a.bias, a.out, a.out_stride, a.rows, a.num_threads);
-  return in.are_good() ? run(kernels->linear, a) : nullptr;
-}
-
-PyObject* quantized_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  Arguments in(values, count);
-  const QuantizedKernels* kernels = quantized_kernels(in);
-  QuantizedRowsArgs a;
-  a.shape = quantized_shape(in);
-  in.read(a.weight, a.rest, a.ids, a.out, a.num_ids, a.num_threads);
-  return in.are_good() ? run(kernels->rows, a) : nullptr;
-}
-
 }  // namespace

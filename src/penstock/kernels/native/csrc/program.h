@@ -1,73 +1,49 @@
-// A step's kernels one after the other, in one call: Python between small kernels takes longer than they do.
+// A step's operations one after the other, in one call: Python between small kernels takes longer than they do.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "kernels.h"
-#include "meeting.h"
-#include "quantized.h"
+#include "operations.h"
 
 namespace penstock {
 
 // Rows of floats, contiguous, `offset` floats per row from the beginning of what their kind has of the caller's memory.
 // Their lifetimes may let them share a place.
 //
-// kWhole: a row for every token of a step. kPart: for those that are worked on at once between two attentions. kOutput:
-// the caller's output, a row for every token, one result after another. kInput: rows for every token that the caller
-// gives, which may be overwritten.
+// kWhole: a row for every token of a step. kPart: for those that are worked on at once between two operations of step
+// scope. kOutput: the caller's output, a row for every token, one result after another. kInput: a step input of floats,
+// whose number is the offset; it may be overwritten.
 struct Buffer {
   enum class Kind { kWhole, kPart, kOutput, kInput } kind;
   int64_t width, offset;
 };
 
-// The tokens whose rows a lookup knows, of `whole`; size is 0 where it knows all. Rows of others become zero.
-struct TokenShare {
-  int64_t start, size, whole;
+// An operation on buffers, by their numbers; -1 where it has none.
+//
+// input: the step input that it reads. reads_last: of that input, the elements of last tokens, where a step asks for these
+// alone. narrows: the program goes on with the rows of last tokens then.
+struct Step {
+  Operation operation;
+  int x, second, out, input;
+  bool reads_last, narrows;
 };
 
-// Which kernel, its buffers by number, and its arguments but for what a step decides: addresses of buffers, numbers of
-// rows and threads.
-struct Operation {
-  // kLookup, kRows and kQuantizedRows read the step's tokens, kGreedy and kArgmax write its choices. kAllReduce adds up
-  // what the ranks have in one place, and kMergeChoices takes the largest that any of them has chosen.
-  enum class Kind {
-    kNorm, kGate, kLinear, kQuantizedLinear, kAttention, kLookup, kRows, kQuantizedRows, kScale, kKeepLast, kGreedy, kArgmax, kSum,
-    kConcatenate, kAllReduce, kMergeChoices
-  } kind;
-  // residual: what a norm adds to its input first, what kSum adds to it or -1, and what kConcatenate puts behind it.
-  // out: of choices, the largest values, or -1.
-  int in, residual, out;
-  // Of attention, the group of the KV cache, and whether the step goes on with the rows of last tokens alone, where only
-  // these are asked for. kKeepLast then does the same with other rows.
-  int group;
-  bool is_last;
-  float factor;  // of kScale
-  TokenShare share;
-  Ranks ranks;  // of kAllReduce, kMergeChoices and kAttention
-  int64_t first_index;  // of kMergeChoices: this rank's first of all
-  const QuantizedKernels* quantized_kernels;
-  union {
-    NormArgs norm;
-    GateArgs gate;
-    LinearArgs linear;  // of kGreedy too
-    QuantizedLinearArgs quantized;
-    AttentionArgs attention;
-    LookupArgs lookup;
-    RowsArgs rows;
-    QuantizedRowsArgs quantized_rows;
-  };
+// A step input whose elements are from 0 to num_rows - 1, as those of a table that is looked up in.
+struct InputLimit {
+  int input;
+  int64_t num_rows;
 };
 
-// Between two attentions every row is by itself: no more than `rows_at_once` of them go from kernel to kernel together,
-// so that what one writes is still in a cache when the next one reads it, and takes little memory.
+// Between two operations of step scope every row is by itself: no more than `rows_at_once` of them go from kernel to kernel
+// together, so that what one writes is still in a cache when the next one reads it, and takes little memory.
 struct Program {
   const Kernels* kernels;
   int64_t rows_at_once;
-  int64_t num_ids;  // tokens that its lookup knows: from 0 to num_ids - 1
   int64_t whole_size;  // floats per token of the buffers for whole steps
   std::vector<Buffer> buffers;
-  std::vector<Operation> operations;
+  std::vector<Step> steps;
+  std::vector<InputLimit> limits;
 };
 
 // The requests of a step, in one KV-cache group.
@@ -89,30 +65,28 @@ struct LastTokens {
 };
 
 // workspace: num_rows times the floats of whole buffers, then the rows at once times those of the others.
-// positions: int64, one per token. Of the tokens, the first num_tokens are no padding.
-// ids: of each row, its token. output, or index and failed: of each row, its hidden state, or the choice after it.
-// input: of each row, what the program goes on from besides.
+// inputs: by number, an element or a row per token. Of the tokens, the first num_tokens are no padding.
+// output, or index and failed: of each row, its hidden state, or the choice after it.
 struct ProgramStep {
   float* output;
   float* workspace;
-  const int32_t* ids;
   int64_t* index;
   bool* failed;
-  float* input;
-  const int64_t* positions;
   int64_t num_rows, num_tokens;
-  const StepRequests* groups;
-  LastTokens last;
   int num_threads;
+  LastTokens last;
+  const void* const* inputs;
+  const StepRequests* groups;
 };
 
 // How far a program came. had_memory: false when a kernel found no memory to work in. meeting_status: of the meeting
-// that failed, 0 for none; its operation, and of how many rows it was. The output is undefined in both cases.
+// that failed, 0 for none; its step of the program, and of how many rows it was. The output is undefined in both cases.
 struct ProgramOutcome {
   bool had_memory;
-  int64_t meeting_status, operation, num_rows;
+  int64_t meeting_status, step, num_rows;
 };
 
-ProgramOutcome run_program(const Program& program, const ProgramStep& step);
+// Runs the steps from `begin` to `end` of the program, after those before them.
+ProgramOutcome run_program(const Program& program, const ProgramStep& step, size_t begin, size_t end);
 
 }  // namespace penstock

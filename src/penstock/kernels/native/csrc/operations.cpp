@@ -1,0 +1,401 @@
+#include "operations.h"
+
+#include <iterator>
+#include <type_traits>
+#include <utility>
+
+#include "attention_of_ranks.h"
+#include "program.h"
+#include "scratch.h"
+
+namespace penstock {
+namespace {
+
+// Structures that kernels take have fields for rows too, which a call fills in; the others are constants.
+
+struct LookupArguments {
+  TokenShare share;
+  LookupArgs table;
+};
+
+struct RowsArguments {
+  TokenShare share;
+  int64_t num_rows;
+  RowsArgs table;
+};
+
+struct QuantizedRowsArguments {
+  const QuantizedKernels* kernels;
+  TokenShare share;
+  QuantizedRowsArgs table;
+};
+
+struct QuantizedLinearArguments {
+  const QuantizedKernels* kernels;
+  QuantizedLinearArgs product;
+};
+
+struct ScaleArguments {
+  float factor;
+};
+
+struct RanksArguments {
+  Ranks ranks;
+};
+
+struct MergeArguments {
+  Ranks ranks;
+  int64_t first_index;  // of this rank's tokens among all
+};
+
+template <class Args>
+Args of_rows(Args a, const Call& call) {
+  a.x = call.x.at;
+  a.rows = call.num_rows;
+  a.num_threads = call.num_threads;
+  return a;
+}
+
+Result with_memory(bool had_memory) { return {had_memory, 0}; }
+
+Result rms_norm(const Operation& operation, const Call& call) {
+  NormArgs a = of_rows(operation.get<NormArgs>(), call);
+  a.x_stride = call.x.stride;
+  a.residual = call.second.at;
+  a.out = call.out.at;
+  call.kernels->rms_norm(a);
+  return kDone;
+}
+
+Result gate_and_mul(const Operation& operation, const Call& call) {
+  GateArgs a = of_rows(operation.get<GateArgs>(), call);
+  a.out = call.out.at;
+  call.kernels->gate_and_mul(a);
+  return kDone;
+}
+
+template <class Args>
+Args of_product(const Args& args, const Call& call) {
+  Args a = of_rows(args, call);
+  a.x_stride = call.x.stride;
+  a.out = call.out.at;
+  a.out_stride = call.out.stride;
+  return a;
+}
+
+Result linear(const Operation& operation, const Call& call) {
+  return with_memory(call.kernels->linear(of_product(operation.get<LinearArgs>(), call)));
+}
+
+Result quantized_linear(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<QuantizedLinearArguments>();
+  return with_memory(arguments.kernels->linear(of_product(arguments.product, call)));
+}
+
+// look_up: takes as many ids.
+template <class LookUp>
+Result look_up_share(const TokenShare& share, const Call& call, LookUp look_up) {
+  const auto* all = static_cast<const int32_t*>(call.input);
+  if (share.size == 0) return look_up(all);
+  static thread_local Scratch scratch;
+  auto* ids = reinterpret_cast<int32_t*>(scratch.get(static_cast<size_t>(call.num_rows)));
+  if (ids == nullptr) return with_memory(false);
+  const auto is_here = [&](int64_t id) { return id >= share.start && id < share.start + share.size; };
+  for (int64_t i = 0; i < call.num_rows; ++i)
+    ids[i] = is_here(all[i]) ? static_cast<int32_t>(all[i] - share.start) : 0;
+  const Result result = look_up(ids);
+  float* row = call.out.at;
+  for (int64_t i = 0; i < call.num_rows; ++i, row += call.out.stride)
+    if (!is_here(all[i])) std::memset(row, 0, call.out.stride * sizeof(float));
+  return result;
+}
+
+template <class Args>
+Args of_ids(Args a, const Call& call, const int32_t* ids) {
+  a.ids = ids;
+  a.out = call.out.at;
+  a.num_ids = call.num_rows;
+  a.num_threads = call.num_threads;
+  return a;
+}
+
+Result lookup(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<LookupArguments>();
+  return look_up_share(arguments.share, call, [&](const int32_t* ids) {
+    call.kernels->lookup(of_ids(arguments.table, call, ids));
+    return kDone;
+  });
+}
+
+Result rows(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<RowsArguments>();
+  return look_up_share(arguments.share, call, [&](const int32_t* ids) {
+    call.kernels->rows(of_ids(arguments.table, call, ids));
+    return kDone;
+  });
+}
+
+Result quantized_rows(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<QuantizedRowsArguments>();
+  return look_up_share(arguments.share, call, [&](const int32_t* ids) {
+    return with_memory(arguments.kernels->rows(of_ids(arguments.table, call, ids)));
+  });
+}
+
+Result scale(const Operation& operation, const Call& call) {
+  const float factor = operation.get<ScaleArguments>().factor;
+  for (int64_t i = 0; i < call.num_rows * call.x.stride; ++i) call.x.at[i] *= factor;
+  return kDone;
+}
+
+Result sum(const Operation&, const Call& call) {
+  const int64_t size = call.num_rows * call.x.stride;
+  const float *x = call.x.at, *second = call.second.at;
+  if (second == nullptr) {
+    std::memcpy(call.out.at, x, size * sizeof(float));
+    return kDone;
+  }
+  for (int64_t i = 0; i < size; ++i) call.out.at[i] = x[i] + second[i];
+  return kDone;
+}
+
+Result concatenate(const Operation&, const Call& call) {
+  float* out = call.out.at;
+  for (int64_t i = 0; i < call.num_rows; ++i, out += call.x.stride + call.second.stride) {
+    std::memcpy(out, call.x.at + i * call.x.stride, call.x.stride * sizeof(float));
+    std::memcpy(out + call.x.stride, call.second.at + i * call.second.stride, call.second.stride * sizeof(float));
+  }
+  return kDone;
+}
+
+Result greedy(const Operation& operation, const Call& call) {
+  GreedyArgs a{};
+  a.product = of_rows(operation.get<LinearArgs>(), call);
+  a.product.x_stride = call.x.stride;
+  a.index = call.index;
+  a.failed = call.failed;
+  a.largest = call.out.at;
+  return with_memory(call.kernels->greedy(a));
+}
+
+Result argmax(const Operation&, const Call& call) {
+  ArgmaxArgs a = of_rows(ArgmaxArgs{}, call);
+  a.size = call.x.stride;
+  a.index = call.index;
+  a.failed = call.failed;
+  a.largest = call.out.at;
+  call.kernels->argmax(a);
+  return kDone;
+}
+
+Result all_reduce(const Operation& operation, const Call& call) {
+  const int64_t num_bytes = call.num_rows * call.x.stride * static_cast<int64_t>(sizeof(float));
+  return {true, meet({operation.get<RanksArguments>().ranks, static_cast<int64_t>(Together::kSum), call.x.at, num_bytes, 1, call.x.at})};
+}
+
+// A rank's choice for a row.
+struct Choice {
+  float largest;
+  int32_t index;
+};
+
+// Whether this choice is larger than that of a rank before, as what is not a number counts as largest.
+bool is_larger(const Choice& choice, const Choice& before) {
+  const bool was_number = before.largest == before.largest;
+  return was_number && (choice.largest > before.largest || choice.largest != choice.largest);
+}
+
+// Of equal values the one of the first rank, whose indices are lower.
+Result merge_choices(const Operation& operation, const Call& call) {
+  static thread_local Scratch scratch;
+  static_assert(sizeof(Choice) == 2 * sizeof(float), "choices are counted in floats");
+  const auto arguments = operation.get<MergeArguments>();
+  const int64_t size = arguments.ranks.size, num_rows = call.num_rows;
+  auto* own = reinterpret_cast<Choice*>(scratch.get(static_cast<size_t>(2 * (size + 1) * num_rows)));
+  if (own == nullptr) return with_memory(false);
+  Choice* all = own + num_rows;
+  for (int64_t i = 0; i < num_rows; ++i)
+    own[i] = {call.x.at[i], static_cast<int32_t>(call.index[i] + arguments.first_index)};
+  const int64_t num_bytes = num_rows * static_cast<int64_t>(sizeof(Choice));
+  const int64_t status = meet({arguments.ranks, static_cast<int64_t>(Together::kGather), own, num_bytes, 1, all});
+  if (status != 0) return {true, status};
+  for (int64_t i = 0; i < num_rows; ++i) {
+    Choice best = all[i];
+    for (int64_t rank = 1; rank < size; ++rank)
+      if (is_larger(all[rank * num_rows + i], best)) best = all[rank * num_rows + i];
+    call.index[i] = best.index;
+    call.failed[i] = !__builtin_isfinite(best.largest);
+  }
+  return kDone;
+}
+
+// Moves these rows of last tokens to the front. They are where they were or behind; what is before them may be other rows
+// already.
+Result keep_last(const Operation&, const Call& call) {
+  const LastTokens& last = call.step->last;
+  if (last.count == 0) return kDone;
+  for (int64_t i = 0; i < call.num_rows; ++i) {
+    const int64_t from = last.rows[call.first_row + i] - call.first_row;
+    std::memmove(call.x.at + i * call.x.stride, call.x.at + from * call.x.stride, call.x.stride * sizeof(float));
+  }
+  return kDone;
+}
+
+// Rows of all tokens become those of the last ones, where the step asks for these alone.
+Result narrow(const Operation& operation, const Call& call) {
+  Call of_last = call;
+  of_last.num_rows = call.step->last.count;
+  return keep_last(operation, of_last);
+}
+
+Result attend(const AttentionArguments& arguments, const Kernels& kernels, const AttentionArgs& args) {
+  const AttentionOutcome outcome = attention_of_ranks(kernels, args, arguments.ranks);
+  return {outcome.had_memory, outcome.meeting_status};
+}
+
+// Rows of padding become zero. Where the step asks for last tokens alone, the keys and values of all tokens are written,
+// and the queries of the last ones attend, whose rows come first from then on.
+Result attention(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<AttentionArguments>();
+  const ProgramStep& step = *call.step;
+  const StepRequests& requests = step.groups[arguments.group];
+  AttentionArgs a = arguments.attention;
+  a.query = call.x.at;
+  a.key = a.query + a.num_heads * a.head_size;
+  a.value = a.key + a.num_kv_heads * a.head_size;
+  a.query_stride = a.key_stride = a.value_stride = call.x.stride;
+  a.out = call.out.at;
+  a.out_stride = call.out.stride;
+  a.query_start = requests.query_start;
+  a.seq_lens = requests.seq_lens;
+  a.block_table = requests.block_table;
+  a.block_table_stride = requests.block_table_stride;
+  a.num_requests = requests.num_requests;
+  a.positions = static_cast<const int64_t*>(call.input);
+  a.phase = AttentionPhase::kBoth;
+  a.num_threads = call.num_threads;
+  if (arguments.is_last && step.last.count > 0) {
+    a.phase = AttentionPhase::kWrite;
+    const Result written = attend(arguments, *call.kernels, a);
+    if (!written.is_good()) return written;
+    narrow(operation, call);
+    a.query_start = step.last.query_start;
+    a.seq_lens = step.last.seq_lens;
+    a.positions = step.last.positions;
+    a.phase = AttentionPhase::kAttend;
+    return attend(arguments, *call.kernels, a);
+  }
+  std::memset(a.out + step.num_tokens * a.out_stride, 0,
+              (step.num_rows - step.num_tokens) * a.out_stride * sizeof(float));
+  return step.num_tokens == 0 ? kDone : attend(arguments, *call.kernels, a);
+}
+
+template <class Member>
+constexpr FieldType type_of() {
+  if constexpr (std::is_same_v<Member, const float*>) return FieldType::kFloats;
+  else if constexpr (std::is_same_v<Member, const QuantizedKernels*>) return FieldType::kQuantizedKernels;
+  else if constexpr (std::is_pointer_v<Member>) return FieldType::kTensor;
+  else if constexpr (std::is_same_v<Member, float>) return FieldType::kFloat;
+  else if constexpr (sizeof(Member) == 8) return FieldType::kInt64;
+  else return FieldType::kInt32;
+}
+
+#define MEMBER(Arguments, member) decltype(std::declval<Arguments>().member)
+#define FIELD(Arguments, member) \
+  Field { #member, type_of<std::remove_reference_t<MEMBER(Arguments, member)>>(), offsetof(Arguments, member), 4 }
+// A tensor that lies on a cache line, as packed weights do.
+#define PACKED(Arguments, member) \
+  Field { #member, FieldType::kPacked, offsetof(Arguments, member), 64 }
+#define RANKS(Arguments)                                                                                    \
+  FIELD(Arguments, ranks.memory), FIELD(Arguments, ranks.rank), FIELD(Arguments, ranks.size),               \
+      FIELD(Arguments, ranks.slot_bytes), FIELD(Arguments, ranks.timeout_us), FIELD(Arguments, ranks.spin_us)
+#define SHARE(Arguments) FIELD(Arguments, share.start), FIELD(Arguments, share.size), FIELD(Arguments, share.whole)
+#define SHAPE(Arguments, shape)                                                                 \
+  FIELD(Arguments, shape.bits), FIELD(Arguments, shape.out_features), FIELD(Arguments, shape.in_features), \
+      FIELD(Arguments, shape.group_size)
+
+constexpr Scope kRows = Scope::kRows, kStep = Scope::kStep;
+constexpr Use kNone = Use::kNone, kRead = Use::kRead, kReadAny = Use::kReadAny, kChange = Use::kChange,
+              kOverwrite = Use::kOverwrite, kMake = Use::kMake, kMakeAny = Use::kMakeAny;
+constexpr InputType kNoInput = InputType::kNone, kInt32 = InputType::kInt32, kInt64 = InputType::kInt64;
+
+template <class Arguments>
+int64_t num_known_rows(const Operation& operation) {
+  const auto arguments = operation.get<Arguments>();
+  if (arguments.share.size > 0) return arguments.share.whole;
+  if constexpr (std::is_same_v<Arguments, LookupArguments>) return arguments.table.num_rows;
+  else if constexpr (std::is_same_v<Arguments, RowsArguments>) return arguments.num_rows;
+  else return arguments.table.shape.out_features;
+}
+
+// Name, scope, uses of x, of a second operand and of its result, step input, whether it chooses tokens, kernel, arguments.
+const OperationType kTypes[] = {
+    {"rms_norm", kRows, kChange, kReadAny, kMake, kNoInput, false, rms_norm,
+                {FIELD(NormArgs, weight), FIELD(NormArgs, heads), FIELD(NormArgs, weight_stride), FIELD(NormArgs, size),
+                 FIELD(NormArgs, eps)},
+     nullptr},
+    {"gate_and_mul", kRows, kRead, kNone, kMake, kNoInput, false, gate_and_mul,
+                {FIELD(GateArgs, activation), FIELD(GateArgs, size)},
+     nullptr},
+    {"linear", kRows, kRead, kNone, kMake, kNoInput, false, linear,
+                {PACKED(LinearArgs, weight), FIELD(LinearArgs, bias), FIELD(LinearArgs, in_features),
+                 FIELD(LinearArgs, out_features), FIELD(LinearArgs, weight_type)},
+     nullptr},
+    {"quantized_linear", kRows, kRead, kNone, kMake, kNoInput, false, quantized_linear,
+                {FIELD(QuantizedLinearArguments, kernels), PACKED(QuantizedLinearArguments, product.weight),
+                 FIELD(QuantizedLinearArguments, product.bias), SHAPE(QuantizedLinearArguments, product.shape)},
+     nullptr},
+    {"attention", kStep, kOverwrite, kNone, kMake, kInt64, false, attention,
+                {FIELD(AttentionArguments, group), FIELD(AttentionArguments, is_last),
+                 FIELD(AttentionArguments, attention.key_cache), FIELD(AttentionArguments, attention.value_cache),
+                 FIELD(AttentionArguments, attention.head_stride), FIELD(AttentionArguments, attention.cache_type),
+                 FIELD(AttentionArguments, attention.num_heads), FIELD(AttentionArguments, attention.num_kv_heads),
+                 FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),
+                 FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.scale),
+                 FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.norm_weight),
+                 FIELD(AttentionArguments, attention.norm_eps), FIELD(AttentionArguments, attention.rotary_table),
+                 FIELD(AttentionArguments, attention.rotary_half), RANKS(AttentionArguments),
+                 FIELD(AttentionArguments, attention.interleave)},
+     nullptr},
+    {"lookup", kRows, kNone, kNone, kMake, kInt32, false, lookup,
+                {SHARE(LookupArguments), FIELD(LookupArguments, table.table), FIELD(LookupArguments, table.num_rows),
+                 FIELD(LookupArguments, table.width), FIELD(LookupArguments, table.weight_type)},
+     num_known_rows<LookupArguments>},
+    {"rows", kRows, kNone, kNone, kMake, kInt32, false, rows,
+                {SHARE(RowsArguments), PACKED(RowsArguments, table.weight), FIELD(RowsArguments, num_rows),
+                 FIELD(RowsArguments, table.in_features), FIELD(RowsArguments, table.weight_type)},
+     num_known_rows<RowsArguments>},
+    {"quantized_rows", kRows, kNone, kNone, kMake, kInt32, false, quantized_rows,
+                {SHARE(QuantizedRowsArguments), FIELD(QuantizedRowsArguments, kernels),
+                 PACKED(QuantizedRowsArguments, table.weight), PACKED(QuantizedRowsArguments, table.rest),
+                 SHAPE(QuantizedRowsArguments, table.shape)},
+     num_known_rows<QuantizedRowsArguments>},
+    {"scale", kRows, kChange, kNone, kNone, kNoInput, false, scale, {FIELD(ScaleArguments, factor)},
+     nullptr},
+    {"sum", kRows, kRead, kReadAny, kMake, kNoInput, false, sum, {},
+     nullptr},
+    {"concatenate", kRows, kRead, kRead, kMake, kNoInput, false, concatenate, {},
+     nullptr},
+    {"greedy", kRows, kRead, kNone, kMakeAny, kNoInput, true, greedy,
+                {PACKED(LinearArgs, weight), FIELD(LinearArgs, in_features), FIELD(LinearArgs, out_features),
+                 FIELD(LinearArgs, weight_type)},
+     nullptr},
+    {"argmax", kRows, kRead, kNone, kMakeAny, kNoInput, true, argmax, {},
+     nullptr},
+    {"all_reduce", kRows, kChange, kNone, kNone, kNoInput, false, all_reduce, {RANKS(RanksArguments)},
+     nullptr},
+    {"merge_choices", kRows, kRead, kNone, kNone, kNoInput, true, merge_choices,
+                {RANKS(MergeArguments), FIELD(MergeArguments, first_index)},
+     nullptr},
+    {"keep_last", kRows, kChange, kNone, kNone, kNoInput, false, keep_last, {}, nullptr},
+    {"narrow", kStep, kChange, kNone, kNone, kNoInput, false, narrow, {},
+     nullptr},
+};
+
+}  // namespace
+
+const OperationType* operation_type(int64_t number) {
+  return number >= 0 && number < static_cast<int64_t>(std::size(kTypes)) ? &kTypes[number] : nullptr;
+}
+
+}  // namespace penstock
