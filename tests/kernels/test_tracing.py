@@ -18,7 +18,7 @@ from penstock.kernels.linear import linear, pack_weight, packed_linear
 from penstock.kernels.native import NATIVE, NativeKernels
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import StepTokens
-from penstock.kernels.native.tracing import Trace, TracedRequests, TracedTensor, Untraceable
+from penstock.kernels.native.tracing import Trace, TracedRequests, TracedTensor, Untraceable, trace_opaque
 from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
 from penstock.kernels.rows import concatenate_rows, sum_rows
 
@@ -232,3 +232,67 @@ def test_a_program_alone_holds_the_weights() -> None:
         assert is_there() is None
     finally:
         gc.enable()
+
+
+def step_with_last(inputs: dict[str, Tensor], num_rows: int, last: list[int]) -> StepTokens:
+    """A step that asks for these rows alone."""
+    rows_R, count = torch.tensor(last), len(last)
+    numbers = torch.arange(count + 1, dtype=torch.int32)
+    return StepTokens(inputs, num_rows, num_rows, (), (rows_R, torch.zeros(count, dtype=torch.int64), numbers, numbers))
+
+
+def doubled_and_rolled(_: object, x_TD: Tensor) -> list[Tensor]:
+    return [2 * x_TD, x_TD[:, :3].roll(1, 0)]
+
+
+def adapted(ids_T: Tensor, adapters_T: Tensor, weights: dict[str, Tensor], last: Tensor | None = None) -> list[Tensor]:
+    """Rows of two inputs, an opaque operation, then last rows alone."""
+    x_TD = sum_rows(
+        embedding(ids_T, weights["table"], torch.float32), embedding(adapters_T, weights["adapters"], torch.float32)
+    )
+    called = trace_opaque(doubled_and_rolled, [x_TD], [WIDTH, 3])
+    x_TD, side_T3 = called or doubled_and_rolled(None, x_TD)
+    if last is not None:
+        x_TD, side_T3, adapters_T = (rows.index_select(0, last) for rows in (x_TD, side_T3, adapters_T))
+    normed_RD, _ = add_rms_norm(x_TD, embedding(adapters_T, weights["adapters"], torch.float32), weights["norm"], 1e-5)
+    return [concatenate_rows(normed_RD, side_T3)]
+
+
+@pytest.mark.parametrize("last", [None, [0], [2, 5, 298, 299], list(range(300))])
+def test_a_program_reads_inputs_by_name_and_stops_for_opaque_operations(trace: Trace, last: list[int] | None) -> None:
+    torch.manual_seed(4)
+    weights = {
+        "table": torch.randn(NUM_IDS, WIDTH),
+        "adapters": torch.randn(3, WIDTH),
+        "norm": torch.randn(WIDTH),
+    }
+    inputs = {
+        "token_ids": torch.randint(NUM_IDS, (300,), dtype=torch.int32),
+        "adapters": torch.randint(3, (300,), dtype=torch.int32),
+    }
+    stand_ins = [trace.input(name, torch.int32) for name in inputs]
+    (traced,) = adapted(stand_ins[0], stand_ins[1], weights, trace.last_rows())
+    program = NativeProgram(native(), trace, trace.result(traced))
+    assert program.num_segments == 2
+    step = StepTokens(inputs, 300, 300) if last is None else step_with_last(inputs, 300, last)
+    rows = None if last is None else torch.tensor(last)
+    (found,) = program.run(step)
+    (expected,) = adapted(inputs["token_ids"], inputs["adapters"], weights, rows)
+    assert torch.equal(found, expected)
+    weights["adapters"].neg_()
+    (found,) = program.run(step)
+    assert torch.equal(found, adapted(inputs["token_ids"], inputs["adapters"], weights, rows)[0])
+
+
+def test_an_input_that_is_looked_up_has_int32(trace: Trace) -> None:
+    with pytest.raises(Untraceable, match=r"lookup reads a step input of torch.int64, not of torch.int32"):
+        native()._lookup.look_up(trace.input("adapters", torch.int64), WIDTH, torch.zeros(1, WIDTH), 1, WIDTH, 0)
+
+
+def test_a_weight_that_does_not_lie_on_a_cache_line_is_refused(trace: Trace, rows: TracedTensor) -> None:
+    packed = native().pack_weight(torch.randn(16, WIDTH))
+    shifted = torch.empty(packed.numel() + 1)[1:].view(packed.shape)
+    with pytest.raises(Untraceable, match=r"weight does not lie on 64 bytes"):
+        native().linear(rows, shifted, 16, None)
+    with pytest.raises(IndexError, match=f"row {NUM_IDS} of a table of {NUM_IDS} rows"):
+        native().lookup(torch.tensor([NUM_IDS]), torch.randn(NUM_IDS, WIDTH))

@@ -73,7 +73,7 @@ class NativeKernels:
 
     def operation(self, name: str) -> NativeOperation:
         """The operation of this name (`csrc/operations.cpp`)."""
-        return NativeOperation(self.module, self._index, self.types[name])
+        return NativeOperation(_module.operation, self._index, self.types[name])
 
     def trace(self) -> Trace:
         """A trace of a forward pass that these kernels run."""

@@ -5,6 +5,8 @@ A call with tensors runs an operation; a call with a trace's stand-ins records i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,25 +17,28 @@ from penstock.kernels.native.tracing import TracedTensor
 
 
 class NativeOperation:
-    """An operation for one instruction set. Tensors are float32 with contiguous rows, on the CPU."""
+    """An operation for one instruction set. Tensors are float32 with contiguous rows, on the CPU.
 
-    def __init__(self, library: Any, instruction_set: int, type_: OperationType) -> None:
+    run: the library's function. It does nothing for tensors that have sizes and no memory.
+    """
+
+    def __init__(self, run: Callable[..., int], instruction_set: int, type_: OperationType) -> None:
         self.type = type_
         self.instruction_set = instruction_set
-        self._call = library.operation
-        self._number = type_.number
+        self._run = partial(run, type_.number, instruction_set)
         self._has_second = type_.second is not Use.NONE
 
     def rows(self, x: Tensor, width: int, *arguments: Any, second: Tensor | None = None) -> Tensor:
         """New rows from rows: [T, width]. second: the second operand, of an operation that has one."""
-        if isinstance(x, TracedTensor):
+        if type(x) is TracedTensor:
             return x.origin.add(self, x, width, arguments, second)
         num_rows = x.shape[0]
-        out = torch.empty(num_rows, width)
-        operands: tuple[Any, ...] = (x, x.stride(0), out, width)
+        out, threads = torch.empty(num_rows, width), torch.get_num_threads()
         if self._has_second:
-            operands = x, x.stride(0), second, 0 if second is None else second.stride(0), out, width
-        self._call(self._number, self.instruction_set, num_rows, torch.get_num_threads(), *operands, *arguments)
+            second_stride = 0 if second is None else second.stride(0)
+            self._run(num_rows, threads, x, x.stride(0), second, second_stride, out, width, *arguments)
+        else:
+            self._run(num_rows, threads, x, x.stride(0), out, width, *arguments)
         return out
 
     def look_up(self, ids_T: Tensor, width: int, *arguments: Any) -> Tensor:
@@ -41,12 +46,11 @@ class NativeOperation:
 
         ids_T: int32, contiguous; of several dimensions they count as one.
         """
-        if isinstance(ids_T, TracedTensor):
+        if type(ids_T) is TracedTensor:
             return ids_T.origin.look_up(self, ids_T, width, arguments)
         num_rows = ids_T.numel()
         out = torch.empty(num_rows, width)
-        threads = torch.get_num_threads()
-        self._call(self._number, self.instruction_set, num_rows, threads, out, width, ids_T, 0, 0, 0, *arguments)
+        self._run(num_rows, torch.get_num_threads(), out, width, ids_T, 0, 0, 0, *arguments)
         return out
 
     def choose(self, x: Tensor, *arguments: Any, with_largest: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -54,22 +58,11 @@ class NativeOperation:
 
         The value is float32 [T]: the largest of the row.
         """
-        if isinstance(x, TracedTensor):
+        if type(x) is TracedTensor:
             return x.origin.choose(self, x, arguments, with_largest=with_largest)
         num_rows = x.shape[0]
         index_T, failed_T = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
         largest_T = torch.empty(num_rows) if with_largest else None
-        self._call(
-            self._number,
-            self.instruction_set,
-            num_rows,
-            torch.get_num_threads(),
-            x,
-            x.stride(0),
-            largest_T,
-            1,
-            index_T,
-            failed_T,
-            *arguments,
-        )
+        threads = torch.get_num_threads()
+        self._run(num_rows, threads, x, x.stride(0), largest_T, 1, index_T, failed_T, *arguments)
         return index_T, failed_T, largest_T

@@ -28,8 +28,8 @@ class NativeQuantizedProducts:
         self.index = index
         self._module = module
         types = operation_types(module)
-        self._linear = NativeOperation(module, base.index, types["quantized_linear"])
-        self._rows = NativeOperation(module, base.index, types["quantized_rows"])
+        self._linear = NativeOperation(_library.operation, base.index, types["quantized_linear"])
+        self._rows = NativeOperation(_library.operation, base.index, types["quantized_rows"])
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
         packed = weight_memory(self._module.quantized_packed_bytes(self.index, *weight.shape.kernel_sizes))

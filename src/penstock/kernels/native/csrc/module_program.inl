@@ -86,6 +86,10 @@ PyObject* operation(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (type.chooses) in.read(call.index, call.failed);
   read_fields(operation, in);
   if (!in.are_good()) return nullptr;
+  // Tensors that have sizes and no memory stand for others: there is nothing to compute.
+  const void* read = type.x != Use::kNone ? static_cast<const void*>(call.x.at) : call.input;
+  const void* made = type.chooses ? static_cast<const void*>(call.index) : static_cast<const void*>(call.out.at);
+  if (read == nullptr || made == nullptr) return PyLong_FromLong(0);
   if (type.num_known_rows != nullptr &&
       !are_rows(static_cast<const int32_t*>(call.input), call.num_rows, type.num_known_rows(operation)))
     return nullptr;
