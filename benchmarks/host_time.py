@@ -24,6 +24,7 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.session import Session
+from penstock.runner.executables import GreedyProgram
 from penstock.runner.model_runner import ModelRunner
 
 # Prefills, and a few steps for caches to settle.
@@ -120,7 +121,8 @@ def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[s
 def _wrap_stages(session: Session, clock: StageClock) -> None:
     core, runner = parts_of(session)
     clock.wrap(core.scheduler, "schedule", "schedule")
-    clock.wrap(runner.paths, "repeat", "inputs")
+    clock.wrap(runner.frames, "begin", "inputs")
+    clock.wrap(runner.frames, "fill", "inputs")
     _wrap_model(session, clock)
     clock.wrap(runner.sampler, "sample", "sampling")
     clock.wrap(core.scheduler, "update_from_output", "scheduler update")
@@ -132,8 +134,8 @@ def _wrap_model(session: Session, clock: StageClock) -> None:
     clock.wrap(runner.kv_cache.programs, "run", "model forward")
     clock.wrap_method_of_class(runner.model, "compute_logits", "logits")
     clock.wrap_method_of_class(runner.model, "compute_greedy", "logits")
-    # Forward pass and logits in one call; a call that comes to nothing takes next to no time.
-    clock.wrap(runner.paths, "choose", "model forward")
+    # Forward pass and logits in one call.
+    clock.wrap(GreedyProgram, "run", "model forward")
     clock.wrap(session, "_turn", _WHOLE, ends_step=True)
 
 

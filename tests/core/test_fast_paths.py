@@ -10,7 +10,7 @@ import pytest
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams, SchedulerOutput, decode, encode
 from penstock.executor import UniProcExecutor
-from penstock.runner.fast_paths import FastPaths
+from penstock.runner.frame import Frame, Frames
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 
@@ -42,14 +42,14 @@ class BytesExecutor(UniProcExecutor):
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that ran with what was made of the one before."""
     steps: list[int] = []
-    original = FastPaths.repeat
+    begin = Frames.begin
 
-    def note(self: FastPaths, output: SchedulerOutput) -> Any:
-        prepared = original(self, output)
-        steps.extend([output.step_id] * (prepared is not None))
-        return prepared
+    def note(self: Frames, output: SchedulerOutput) -> Frame:
+        frame = begin(self, output)
+        steps.extend([output.step_id] * frame.is_repeated)
+        return frame
 
-    monkeypatch.setattr(FastPaths, "repeat", note)
+    monkeypatch.setattr(Frames, "begin", note)
     return steps
 
 

@@ -79,7 +79,7 @@ def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
 
 def receive_buffer_of(worker: WorkerBase) -> int:
     """What it has for what it receives, counted."""
-    return int(worker.runner.after_forward._stage._received.nbytes)  # type: ignore[attr-defined]
+    return int(worker.runner.stage._received.nbytes)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("gpt2", 2)])

@@ -7,7 +7,7 @@ import torch
 from penstock.contract import GrammarOutput
 from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.input_batch import InputBatch
-from support.runners import Driver, make_runner, new_request
+from support.runners import Driver, batcher_of, make_runner, new_request
 
 PROMPT = list(range(1, 11))
 
@@ -20,17 +20,15 @@ def _driver() -> Driver:
 
 def _launch(driver: Driver, counts: dict[str, int]) -> InputBatch:
     """The inputs of a step that is executed and not yet sampled."""
-    pending = driver.runner.steps._waiting[driver.launch(counts).step_id]
-    assert pending.batch is not None
-    return pending.batch
+    return driver.runner.steps._waiting[driver.launch(counts).step_id].batch
 
 
 def test_padding_belongs_to_the_padding_slot_and_writes_nowhere() -> None:
     runner = _driver().runner
     counts = {"a": 5, "b": 1}
-    exact = _driver().runner.batcher.build(counts, BatchPlan(6, 2, 6, 2))
+    exact = batcher_of(_driver().runner).build(counts, BatchPlan(6, 2, 6, 2))
     for plan in (BatchPlan(6, 2, 8, 4), BatchPlan(6, 2, 8, 2), BatchPlan(6, 2, 6, 3)):
-        padded = runner.batcher.build(counts, plan)
+        padded = batcher_of(runner).build(counts, plan)
         assert padded.layout.req_ids == exact.layout.req_ids == ["b", "a"]
         assert torch.equal(padded.input_ids[:6], exact.input_ids)
         assert torch.equal(padded.positions[:6], exact.positions)
@@ -74,7 +72,7 @@ def test_the_hosts_bounds_are_never_below_the_devices_counts() -> None:
 
 def test_one_token_of_each_request_is_laid_out_as_any_number_is() -> None:
     plans = [BatchPlan(2, 2, 2, 2), BatchPlan(2, 2, 3, 2)]  # the second with padding, which takes the way of any layout
-    known, general = (_driver().runner.batcher.build({"b": 1, "a": 1}, plan).layout for plan in plans)
+    known, general = (batcher_of(_driver().runner).build({"b": 1, "a": 1}, plan).layout for plan in plans)
     assert (known.has_one_token_each, general.has_one_token_each) == (True, False)
     assert known.req_ids == general.req_ids == ["b", "a"]
     assert known.max_query_len == general.max_query_len == 1
@@ -95,15 +93,15 @@ def test_one_token_of_each_request_is_laid_out_as_any_number_is() -> None:
 
 def test_a_layout_follows_requests_to_other_slots() -> None:
     driver = _driver()
-    builder, requests = driver.runner.batcher, driver.runner.requests
+    builder, requests = batcher_of(driver.runner), driver.runner.requests
     plan = BatchPlan(2, 2, 2, 2)
     first = builder.build({"a": 1, "b": 1}, plan).layout
     assert builder.build({"b": 1, "a": 1}, plan).layout.req_ids == ["b", "a"]
     assert builder.build({"a": 2, "b": 1}, BatchPlan(3, 2, 3, 2)).layout.counts_np.tolist() == [1, 2]
-    requests.remove("b")
-    requests.remove("a")
-    requests.add(new_request("b", [60], first_block=20))
-    requests.add(new_request("a", PROMPT, first_block=1))
+    requests.free_slot("b")
+    requests.free_slot("a")
+    requests.add(requests.take_slot("b"), new_request("b", [60], first_block=20))
+    requests.add(requests.take_slot("a"), new_request("a", PROMPT, first_block=1))
     moved = builder.build({"a": 1, "b": 1}, plan).layout
     assert moved.slots_np.tolist() == [requests.slot_of[req_id] for req_id in moved.req_ids]
     assert moved.slots_np.tolist() != first.slots_np.tolist()
@@ -111,7 +109,7 @@ def test_a_layout_follows_requests_to_other_slots() -> None:
 
 def test_steps_find_their_inputs_where_the_step_before_had_them() -> None:
     driver = _driver()
-    buffers = driver.runner.batcher._buffers
+    buffers = batcher_of(driver.runner)._buffers
     for counts in ({"a": 5, "b": 1}, {"a": 1, "b": 1}, {"b": 1}):
         batch = _launch(driver, counts)
         driver.runner.sample_tokens(GrammarOutput(step_id=driver.step_id))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.config import DeviceConfig
-from penstock.contract import GrammarOutput, SamplingParams, SchedulerOutput
+from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.device import create_device
 from penstock.errors import LifecycleError, WaitTimeout
 from penstock.kernels.bound_step import StepOutcome
@@ -164,14 +164,14 @@ def test_a_step_out_of_turn_is_refused_by_name_and_changes_nothing() -> None:
 def test_a_request_that_cannot_be_added_fails_alone_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(make_runner(max_num_reqs=2))
     sampler = driver.runner.sampler
-    add_request = sampler.add_request
+    add = sampler.add
 
-    def add_or_fail(slot: int, params: SamplingParams, *token_ids: list[int]) -> None:
-        if params.seed == 666:
+    def add_or_fail(slot: int, request: NewRequestData) -> None:
+        if request.sampling_params.seed == 666:
             raise ValueError("this seed is cursed")
-        add_request(slot, params, *token_ids)
+        add(slot, request)
 
-    monkeypatch.setattr(sampler, "add_request", add_or_fail)
+    monkeypatch.setattr(sampler, "add", add_or_fail)
     bad = new_request("bad", [5, 6], first_block=20, params=SamplingParams(temperature=0, seed=666))
     output = driver.step({"bad": 2, "good": 1}, [bad, new_request("good", [9])])
     assert output.errors == {"bad": "ValueError: this seed is cursed"}
@@ -193,7 +193,7 @@ def test_nothing_is_written_for_a_request_that_cannot_be_added(monkeypatch: pyte
     def fail(*arguments: object) -> None:
         raise ValueError("not this one")
 
-    monkeypatch.setattr(driver.runner.prompt_logprobs, "add_request", fail)
+    monkeypatch.setattr(driver.runner.prompt_logprobs, "add", fail)
     output = driver.step({"bad": 10}, [new_request("bad", PROMPT, first_block=20)])
 
     assert output.errors == {"bad": "ValueError: not this one"}

@@ -20,6 +20,7 @@ from penstock.models.attention_layers import cache_layers, kv_cache_specs
 from penstock.models.interface import ModelInputs
 from penstock.parallel import GroupAgreement, ParallelContext
 from penstock.runner.dummy_runs import run_dummy_batch, run_longest_prompt
+from penstock.runner.frame import Frame
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.model_states import DecoderModelState, ModelState
@@ -125,13 +126,18 @@ def test_runs_that_serve_no_request_have_inputs_of_the_same_kind(decoder: Any) -
     assert model.calls == [(3, 64), (10, 64)]
 
 
-def test_plain_inputs_are_the_batch_s_own_and_made_once(decoder: Any) -> None:
+def test_plain_inputs_are_the_batch_s_own(decoder: Any) -> None:
     runner = make_runner(decoder, decoder)
-    state = runner.model_state
-    assert isinstance(state, DecoderModelState)
+    assert isinstance(runner.model_state, DecoderModelState)
     seen: list[tuple[InputBatch, ModelInputs]] = []
-    make = state.inputs
-    runner.model_state.inputs = lambda batch: seen.append((batch, make(batch))) or make(batch)  # type: ignore
+    fill = runner.frames.fill
+
+    def note(frame: Frame) -> bool:
+        has_tokens = fill(frame)
+        seen.append((frame.batch, frame.inputs))
+        return has_tokens
+
+    runner.frames.fill = note  # type: ignore[method-assign]
     tokens_of(runner, 0.0)
     assert all(inputs.tokens is batch.input_ids and inputs.positions is batch.positions for batch, inputs in seen)
     assert all(inputs.is_plain for _, inputs in seen)

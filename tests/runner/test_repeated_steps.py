@@ -7,8 +7,9 @@ import pytest
 
 from penstock.contract import CachedRequestData, GrammarOutput, SchedulerOutput, decode, encode
 from penstock.runner.dummy_runs import run_dummy_batch
+from penstock.runner.frame import Frame, Frames
 from penstock.runner.model_runner import ModelRunner
-from support.runners import make_runner, new_request
+from support.runners import batcher_of, make_runner, new_request
 
 PROMPTS = {"a": [5, 6, 7], "b": [8, 9, 10, 11, 12]}
 NUM_DECODES = 12
@@ -47,15 +48,16 @@ def run(runner: ModelRunner, steps: list[SchedulerOutput]) -> list[list[list[int
 
 @pytest.fixture
 def prepared_anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps that were put together from the beginning."""
+    """The steps that have a new frame."""
     steps: list[int] = []
-    prepare = ModelRunner._prepare
+    begin = Frames.begin
 
-    def note(self: ModelRunner, output: SchedulerOutput, errors: dict[str, str]) -> object:
-        steps.append(output.step_id)
-        return prepare(self, output, errors)
+    def note(self: Frames, output: SchedulerOutput) -> Frame:
+        frame = begin(self, output)
+        steps.extend([] if frame.is_repeated else [output.step_id])
+        return frame
 
-    monkeypatch.setattr(ModelRunner, "_prepare", note)
+    monkeypatch.setattr(Frames, "begin", note)
     return steps
 
 
@@ -170,5 +172,5 @@ def test_the_hosts_bounds_keep_up_with_repeated_steps() -> None:
         slots = list(runner.requests.slot_of.values())
         before_step = runner.requests.num_computed_tokens.tensor[slots, 0].numpy() - 1
         assert (runner.requests.num_computed_tokens_upper_bound(slots) >= before_step).all()
-        (geometry,) = runner.batcher._batch.geometry
+        (geometry,) = batcher_of(runner)._batch.geometry
         assert geometry.max_seq_len_upper_bound >= geometry.seq_lens.max()

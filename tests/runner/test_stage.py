@@ -16,10 +16,11 @@ from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
 from penstock.parallel import ParallelContext
 from penstock.parallel.scattered_rows import scattered_rows
+from penstock.runner.frame import Frame
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.stage import PipelineStage
 from support.ranks import Meeting, ThreadGroup, run_ranks
-from support.runners import ArithmeticModel, make_runner, new_request
+from support.runners import ArithmeticModel, batcher_of, make_runner, new_request
 
 
 def stages() -> list[PipelineStage]:
@@ -40,21 +41,33 @@ class GoingOn(ArithmeticModel):
         return super().__call__(ids, positions, context)
 
 
-def inputs(num_tokens: int) -> ModelInputs:
-    return ModelInputs(torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64))
+def frame_of(step_id: int, num_tokens: int) -> Frame:
+    frame = Frame(SchedulerOutput(step_id=step_id), ArithmeticModel())
+    frame.inputs = ModelInputs(torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64))
+    return frame
+
+
+def send(stage: PipelineStage, step_id: int, hidden: torch.Tensor, num_tokens: int, aux: Any = ()) -> None:
+    frame = frame_of(step_id, num_tokens)
+    frame.all_hidden, frame.aux = hidden, aux
+    stage.send(frame)
+
+
+def received(stage: PipelineStage, step_id: int, num_tokens: int) -> tuple[torch.Tensor, Any]:
+    frame = frame_of(step_id, num_tokens)
+    hidden = stage.place_hidden(frame.inputs).hidden
+    assert hidden is not None
+    stage.receive(frame)
+    return hidden, frame.aux_received
 
 
 def test_hidden_states_and_outcomes_arrive_in_their_steps() -> None:
     first, last = stages()
     hidden = [torch.randn(size, 4) for size in (3, 5)]
     for step_id, sent in enumerate(hidden):
-        first.begin(step_id)
-        first.send_hidden(sent, len(sent))
+        send(first, step_id, sent, len(sent))
     for step_id, sent in enumerate(hidden):
-        last.begin(step_id)
-        received = last.receive_hidden(inputs(len(sent))).hidden
-        assert received is not None
-        assert torch.equal(received, sent)
+        assert torch.equal(received(last, step_id, len(sent))[0], sent)
         last.send_outcome(step_id, StepOutcome(torch.full((2, 4), step_id)))
     for step_id in range(2):
         outcome = StepOutcome(torch.empty(2, 4, dtype=torch.int64))
@@ -79,16 +92,16 @@ def test_hidden_states_are_asked_for_when_the_step_is_prepared_and_waited_for_wh
     meeting = Meeting(2)
     first, last = (stage(ParallelContext(pipeline=Asking(rank, meeting))) for rank in range(2))
     runner = make_runner(stage=last, model=GoingOn())
-    build = runner.batcher.build
+    batcher = batcher_of(runner)
+    build = batcher.build
 
     def noted_build(*args: Any) -> InputBatch:
         said.append(("build", 0))
         return build(*args)
 
-    runner.batcher.build = noted_build  # type: ignore[method-assign]
+    batcher.build = noted_build  # type: ignore[method-assign]
     first.expect_hidden(3)
-    first.begin(1)
-    first.send_hidden(torch.ones(3, 4), 3)
+    send(first, 1, torch.ones(3, 4), 3)
     prompt = [5, 6, 7]
     message = SchedulerOutput(step_id=1, scheduled_new_reqs=[new_request("a", prompt)], num_scheduled_tokens={"a": 3})
     runner.execute_model(message)
@@ -97,11 +110,9 @@ def test_hidden_states_are_asked_for_when_the_step_is_prepared_and_waited_for_wh
 
 def test_what_belongs_to_another_step_is_refused() -> None:
     first, last = stages()
-    first.begin(3)
-    first.send_hidden(torch.zeros(2, 4), 2)
-    last.begin(4)
+    send(first, 3, torch.zeros(2, 4), 2)
     with pytest.raises(RanksDisagree, match="Stage 1 is at step 4, and stage 0 sent what belongs to step 3"):
-        last.receive_hidden(inputs(2))
+        received(last, 4, 2)
     last.send_outcome(4, StepOutcome(torch.zeros(1, 4, dtype=torch.int64)))
     with pytest.raises(RanksDisagree, match="Stage 0 is at step 3, and stage 1 sent what belongs to step 4"):
         first.receive_outcome(3, StepOutcome(torch.zeros(1, 4, dtype=torch.int64)))
@@ -139,18 +150,16 @@ def test_ranks_of_a_stage_send_a_part_each_and_those_of_the_next_have_all(
         of_rank = stage(parallel, num_aux)
         assert len(of_rank.aux_here([])) == (num_aux if number == 0 else 2)
         for step_id, whole in enumerate(hidden):
-            of_rank.begin(step_id)
             rows = scattered_rows(parallel, len(whole))
             own = whole if rows is None else rows.own(whole)
             if number == 0:
-                of_rank.send_hidden(own, len(whole), [own * (2 + index) for index in range(num_aux)])
+                send(of_rank, step_id, own, len(whole), [own * (2 + index) for index in range(num_aux)])
                 continue
-            received = of_rank.receive_hidden(inputs(len(whole))).hidden
-            assert received is not None
-            assert torch.equal(received, own)
-            assert received.data_ptr() == of_rank._received.data_ptr()
-            for index, aux in enumerate(of_rank.aux_received(len(whole))):
-                assert torch.equal(aux, own * (2 + index))
+            hidden_TD, aux = received(of_rank, step_id, len(whole))
+            assert torch.equal(hidden_TD, own)
+            assert hidden_TD.data_ptr() == of_rank._received.data_ptr()
+            for index, states in enumerate(aux):
+                assert torch.equal(states, own * (2 + index))
 
     assert run_ranks(2 * ranks, run) == [None] * (2 * ranks)
     assert sent == [[-(-len(whole) // ranks) for whole in hidden for _ in range(1 + num_aux)]] * ranks

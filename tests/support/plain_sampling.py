@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.config import DeviceConfig, SamplingConfig
-from penstock.contract import SamplingParams
+from penstock.contract import NewRequestData, SamplingParams
 from penstock.device import create_device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.random import gumbel_noise, token_bits
@@ -79,6 +81,17 @@ def next_token(params: SamplingParams, logits: np.ndarray, prompt: Sequence[int]
         return int((np.log(truncated(params, values)) + noise).argmax())
 
 
+def _request(params: SamplingParams, prompt: list[int], prefill: list[int]) -> NewRequestData:
+    return NewRequestData(
+        req_id="r",
+        prompt_token_ids=prompt,
+        prefill_token_ids=prefill,
+        sampling_params=params,
+        block_ids=(),
+        num_computed_tokens=0,
+    )
+
+
 class HandDriven:
     """A sampler with a table of tokens; plays the runner, which gathers rows and appends what was sampled."""
 
@@ -91,12 +104,12 @@ class HandDriven:
         tokens = [*prompt, *output]
         self.token_ids[slot, : len(tokens)] = torch.tensor(tokens)
         self.lengths[slot] = len(tokens)
-        self.sampler.add_request(slot, params, list(prompt), list(output))
+        self.sampler.add(slot, _request(params, list(prompt), tokens))
 
     def remove(self, slot: int) -> None:
         del self.lengths[slot]
         self.token_ids[slot] = 0
-        self.sampler.remove_request(slot)
+        self.sampler.remove(slot)
 
     def rows(self, slots: Sequence[int]) -> LogitsRows:
         positions = torch.tensor([self.lengths[slot] - 1 for slot in slots])
@@ -110,7 +123,10 @@ class HandDriven:
         counts = torch.tensor([1] * len(slots) if num_sampled is None else list(num_sampled))
         result = self.sampler.sample(logits, rows)
         columns = [result.sampled_token_ids, counts, torch.zeros_like(counts), result.failures.to(torch.int64)]
-        self.sampler.advance(rows.slots, rows.slots_np, StepOutcome(torch.stack(columns, dim=1)))
+        frame: Any = SimpleNamespace(
+            batch=SimpleNamespace(layout=SimpleNamespace(slots=rows.slots, slots_np=rows.slots_np))
+        )
+        self.sampler.commit(frame, StepOutcome(torch.stack(columns, dim=1)))
         for slot, token, count in zip(slots, result.sampled_token_ids.tolist(), counts.tolist(), strict=True):
             if count:
                 self.token_ids[slot, self.lengths[slot]] = token

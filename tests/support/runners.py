@@ -23,6 +23,7 @@ from penstock.contract import (
     SchedulerOutput,
 )
 from penstock.device import create_device
+from penstock.runner.input_batch import BatchBuilder
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 
 VOCAB_SIZE = 97
@@ -73,6 +74,7 @@ def make_runner(
     num_blocks: int = 64,
     model: ArithmeticModel | None = None,
     max_drafts: int = 0,
+    limits: RunnerLimits | None = None,
     **options: Any,
 ) -> ModelRunner:
 
@@ -81,7 +83,8 @@ def make_runner(
         model or ArithmeticModel(),
         {LAYER.name: LAYER},
         kv_cache_config(num_blocks),
-        RunnerLimits(
+        limits
+        or RunnerLimits(
             max_num_reqs, max_num_tokens=64, max_model_len=max_model_len, vocab_size=VOCAB_SIZE, max_drafts=max_drafts
         ),
         **options,
@@ -106,6 +109,11 @@ def new_request(
         block_ids=(list(range(first_block, first_block + num_blocks)),),
         num_computed_tokens=num_computed,
     )
+
+
+def batcher_of(runner: ModelRunner) -> BatchBuilder:
+    """The batch builder of the last step's buffer set."""
+    return runner.frames._buffer_sets[-1].batcher
 
 
 @dataclass

@@ -104,18 +104,18 @@ def test_an_eighth_of_the_cache_is_ready_beyond_what_is_used(
         # Where pages are large, the last one reaches beyond.
         assert share_handed_out(next(cache.memory_of_blocks(NUM_BLOCKS // 4, NUM_BLOCKS // 2))) < 0.1
 
-        tables.append_blocks(0, ([100],))
+        tables.extend(0, ([100],))
         pages.begin_step()
         pages.end_step()
         time.sleep(0.2)  # longer than what an idle worker is known by
         assert pages.num_ready == NUM_BLOCKS // 8 + 1, "what is ready is enough for a while"
 
-        tables.append_blocks(0, ([NUM_BLOCKS // 8],))
+        tables.extend(0, ([NUM_BLOCKS // 8],))
         pages.begin_step()
         pages.end_step()
         wait_for(lambda: pages.num_ready == NUM_BLOCKS // 8 * 2 + 1)
 
-        tables.append_blocks(0, ([NUM_BLOCKS - 1],))
+        tables.extend(0, ([NUM_BLOCKS - 1],))
         pages.end_step()
         wait_for(lambda: pages.num_ready == NUM_BLOCKS)
         wait_for(lambda: not threads())
@@ -137,7 +137,7 @@ def test_nothing_is_done_beside_a_step(
 
     monkeypatch.setattr(device, "make_pages_ready", begin_step_at_the_third)
     tables, cache = new_cache(device)
-    tables.append_blocks(0, ([NUM_BLOCKS // 2],))
+    tables.extend(0, ([NUM_BLOCKS // 2],))
     pages = PagesAhead(device, tables, cache)
     try:
         wait_for(lambda: len(asked) >= 3)

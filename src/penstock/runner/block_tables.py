@@ -1,4 +1,4 @@
-"""Which blocks each slot's KV lies in, per KV-cache group."""
+"""Block tables of all slots, per KV-cache group."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import KVCacheConfig
+from penstock.contract import KVCacheConfig, NewRequestData
 from penstock.device import Device
+from penstock.runner.slot_owners import SlotOwner
 from penstock.runner.staging import StagedTensor
 
 
-class BlockTables:
+class BlockTables(SlotOwner):
     """One table per KV-cache group: int32 [slots, most blocks of a request]; block 0 is the null block.
 
     Entries beyond a request's blocks are stale and never read.
@@ -27,19 +28,17 @@ class BlockTables:
         # Of all that were ever in a table.
         self.highest_block = 0
 
-    def set_blocks(self, slot: int, block_ids: Sequence[list[int]]) -> None:
-        """Replace a slot's blocks; one list per group."""
+    def add(self, slot: int, request: NewRequestData) -> None:
         self._num_blocks[:, slot] = 0
-        self.append_blocks(slot, block_ids)
+        self.extend(slot, request.block_ids)
 
-    def append_blocks(self, slot: int, block_ids: Sequence[list[int]]) -> None:
-        """Add blocks at the end of a slot's rows; one list per group."""
+    def extend(self, slot: int, block_ids: Sequence[list[int]]) -> None:
         for group, (table, ids) in enumerate(zip(self._tables, block_ids, strict=True)):
             table.stage(slot, int(self._num_blocks[group, slot]), ids)
             self._num_blocks[group, slot] += len(ids)
             self.highest_block = max(self.highest_block, max(ids, default=0))
 
-    def discard_staged(self, slot: int) -> None:
+    def rollback(self, slot: int) -> None:
         for table in self._tables:
             table.discard(slot)
 

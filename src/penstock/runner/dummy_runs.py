@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -11,32 +12,35 @@ import torch
 from torch import Tensor
 
 from penstock.attention import ForwardContext, HiddenTaps, StepGeometry
-from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import NewRequestData, SamplingParams
 from penstock.parallel import ParallelContext
-from penstock.runner.batch_plan import BatchPlan
+from penstock.runner.frame import Frame
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.prompt_logprobs import PromptRows
 
 _PROFILED = "profile"
-_PROFILE_TIMEOUT_S = 300.0
 # How long steps are measured, in seconds, and how often each size at most, after the first time.
 _MEASURED_S, _NUM_MEASURED_AGAIN = 0.5, 9
 
 
-def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
+def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> Frame:
     """A forward pass over padding alone: no block is written, no slot and no random stream is touched.
 
     An idle rank takes part in the others' collectives with it, and warm-up makes kernels ready.
     """
     # What a stage has not taken in yet of its last step is read from the buffers that this fills.
-    runner.after_forward.catch_up()
-    runner.paths.forget()
-    plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
-    batch = runner.batcher.build({}, plan)
-    context = runner.kv_cache.make_context(batch)
-    hidden = runner.paths.forward(runner.model, runner.model_state.inputs(batch), context)
-    runner.model.compute_logits(hidden[:num_reqs])
+    runner.head.catch_up()
+    frame = runner.frames.dummy(num_tokens, num_reqs)
+    frame.run()
+    assert frame.all_hidden is not None, "it wants all rows"
+    runner.model.compute_logits(frame.all_hidden[:num_reqs])
+    return frame
+
+
+def run_dummy_step(runner: ModelRunner) -> None:
+    """All of a step, for no request: a forward pass, and what owners of per-slot state run after it."""
+    runner.owners.dummy(run_dummy_batch(runner, num_tokens=1, num_reqs=1))
 
 
 def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelContext) -> list[tuple[int, float]]:
@@ -73,43 +77,31 @@ def _time_dummy_batch(runner: ModelRunner, num_tokens: int) -> float:
     return time.perf_counter() - begin
 
 
-def start_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:
-    """The forward pass of one prompt, in a runner that serves nobody; `finish_prompt` takes what this returns.
+def run_prompt(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
+    """The forward pass alone of one prompt, in a runner that serves no request: its hidden states, [T, hidden size].
 
-    All hidden states are computed, which take the most memory. The KV cache needs `num_profile_blocks` blocks.
+    Nothing of the runner's state is touched but the KV cache, which needs `num_profile_blocks` blocks. Weights need no
+    values, and neither does the prompt: no device may have any.
     """
-    runner.after_forward.computes_all_hidden = True
-    output = _only_prompt(runner, token_ids)
-    runner.execute_model(output)
-    return output
-
-
-def finish_prompt(runner: ModelRunner, output: SchedulerOutput) -> None:
-    """Sample its token, and forget it."""
-    runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(_PROFILE_TIMEOUT_S)
-    runner.requests.remove(_PROFILED)
+    context, positions = _context_of_prompt(runner, len(token_ids))
+    if runner.speculator.aux_layers:
+        context = replace(context, taps=HiddenTaps(runner.speculator.aux_layers))
+    inputs = runner.model_state.dummy_inputs(runner.device.upload(np.array(token_ids, dtype=np.int32)), positions)
+    return runner.executable.forward(runner.model, inputs, context)
 
 
 def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
-    """The forward pass alone of one prompt: its hidden states, [num_tokens, hidden size].
-
-    Nothing of the runner's state is touched, and so nothing but the model has to have values: no device may have any.
-    """
-    context, positions = _longest_prompt(runner, num_tokens)
-    if runner.speculator.aux_layers:
-        context = replace(context, taps=HiddenTaps(runner.speculator.aux_layers))
-    input_ids = runner.device.upload(np.zeros(num_tokens, dtype=np.int32))
-    inputs = runner.model_state.dummy_inputs(input_ids, positions)
-    return runner.paths.forward(runner.model, inputs, context)
+    """The same of a prompt of so many tokens, to see what it takes."""
+    return run_prompt(runner, [0] * num_tokens)
 
 
 def run_longest_prompt_of_drafter(runner: ModelRunner, num_tokens: int) -> None:
     """What the speculator runs after such a prompt."""
     num_tokens += runner.speculator.most_extra_tokens(runner.limits.max_num_reqs)
-    runner.speculator.run_prompt(*_longest_prompt(runner, num_tokens))
+    runner.speculator.run_prompt(*_context_of_prompt(runner, num_tokens))
 
 
-def _longest_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardContext, Tensor]:
+def _context_of_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardContext, Tensor]:
     """The context of a step that has one prompt, and its positions."""
     upload = runner.device.upload
     # What the host can read where it computes is read there, by some backends.
@@ -150,7 +142,7 @@ def profile_sampling(runner: ModelRunner, num_reqs: int) -> None:
     )
     for slot in range(num_reqs):
         is_penalised = slot == 0 or device.kind != "cpu"
-        runner.sampler.add_request(slot, params if is_penalised else without_penalties)
+        runner.sampler.add(slot, _request(params if is_penalised else without_penalties))
     slots_np = np.arange(num_rows) % num_reqs
     slots = device.upload(slots_np)
     logits = torch.zeros(num_rows, limits.vocab_size, device=device.torch_device)
@@ -171,28 +163,18 @@ def profile_prompt_logprobs(runner: ModelRunner, hidden_TD: Tensor) -> None:
 
 
 def num_profile_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks, the null block included, that `start_prompt` needs."""
+    """Blocks, the null block included, that `run_prompt` needs."""
     return 1 + -(-num_tokens // block_size)
 
 
-def _only_prompt(runner: ModelRunner, token_ids: list[int]) -> SchedulerOutput:
-    num_tokens = len(token_ids)
-    block_ids = tuple(
-        list(range(1, num_profile_blocks(num_tokens, block_size))) for block_size in runner.block_tables.block_sizes
-    )
-    request = NewRequestData(
+def _request(params: SamplingParams) -> NewRequestData:
+    return NewRequestData(
         req_id=_PROFILED,
-        prompt_token_ids=token_ids,
-        prefill_token_ids=token_ids,
-        sampling_params=SamplingParams(temperature=0.0, seed=0),
-        block_ids=block_ids,
+        prompt_token_ids=[],
+        prefill_token_ids=[],
+        sampling_params=params,
+        block_ids=(),
         num_computed_tokens=0,
-    )
-    return SchedulerOutput(
-        step_id=runner.steps.last_step_id + 1,
-        scheduled_new_reqs=[request],
-        num_scheduled_tokens={_PROFILED: num_tokens},
-        total_num_scheduled_tokens=num_tokens,
     )
 
 

@@ -1,7 +1,8 @@
-"""Where every step's inputs lie: memory of the largest size, allocated once."""
+"""Input buffers of one step in flight, of the largest size, allocated once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from penstock.device import Device
 from penstock.kernels.bound_step import StepTensors
 from penstock.runner.block_tables import BlockTables
+from penstock.runner.slot_owners import StepInput
 
 # Of a layout, numbers per row (request or padding) and per token: see `batch_layout`.
 _PER_ROW, _PER_TOKEN = 6, 5
@@ -19,10 +21,18 @@ _PER_ROW, _PER_TOKEN = 6, 5
 class InputBuffers:
     """Of each step, what is gathered for it and which token belongs to whom; the next step overwrites both.
 
-    Steps of one padded size find everything at the same addresses. tensors: of the largest step.
+    Steps of one padded size find everything at the same addresses. tensors: of the largest step. named: the same of the
+    declared step inputs, by name.
     """
 
-    def __init__(self, device: Device, max_num_tokens: int, max_num_reqs: int, block_tables: BlockTables) -> None:
+    def __init__(
+        self,
+        device: Device,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        block_tables: BlockTables,
+        step_inputs: Sequence[StepInput] = (),
+    ) -> None:
         self._device = device
         # One row more: padding tokens need a row of padding.
         num_rows = max_num_reqs + 1
@@ -36,6 +46,12 @@ class InputBuffers:
             ),
             slot_mappings_T=tuple(self._allocate(torch.int64, max_num_tokens) for _ in tables),
         )
+        self.named = {
+            step_input.name: self._allocate(step_input.dtype, max_num_tokens * math.prod(step_input.shape)).view(
+                max_num_tokens, *step_input.shape
+            )
+            for step_input in step_inputs
+        }
         self._layout = self._allocate(torch.int64, _PER_ROW * num_rows + _PER_TOKEN * max_num_tokens + 1)
         self._starts = self._allocate(torch.int32, num_rows + 1)
 

@@ -1,4 +1,4 @@
-"""What the runner knows of each request, in fixed slots.
+"""State of each request that every model needs, in fixed slots.
 
 The device's copy is the truth: it is read and advanced there. What the host keeps beside it either never changes
 during a request's life, or is an upper bound and says so in its name.
@@ -7,22 +7,29 @@ during a request's life, or is an upper bound and says so in its name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from penstock.contract import CachedRequestData, NewRequestData
 from penstock.device import Device
+from penstock.kernels.bound_step import StepOutcome
+from penstock.runner.slot_owners import SlotOwner
 from penstock.runner.staging import SlotParameter, StagedTensor
 
+if TYPE_CHECKING:
+    from penstock.runner.frame import Frame
+    from penstock.runner.input_batch import InputBatch
 
-class RequestStates:
+
+class RequestStates(SlotOwner):
     """Slots 0..max_num_reqs-1 for requests, and one more that only padding uses.
 
     all_token_ids: int32 [slots, max_model_len + 1], prompt and generated tokens.
     total_len, num_computed_tokens: int64 [slots, 1]; for a decoding request computed is total - 1 after each step.
     draft_token_ids: int32 [slots, max_drafts], what the next step takes for tokens behind the known ones. They come
-        from the scheduler's message, or were put there by whoever drafts on the device.
+        from the scheduler's message, or from a speculator that drafts on the device.
     prefill_len: tokens known when the request was added.
     """
 
@@ -52,27 +59,27 @@ class RequestStates:
         slot = self.slot_of.get(req_id)
         return None if slot is None else int(self.prefill_len.host[slot])
 
-    def add(self, request: NewRequestData) -> int:
-        """Give the request a slot and stage its state; returns the slot."""
+    def take_slot(self, req_id: str) -> int:
+        """Give the request a slot."""
+        assert self._free_slots, f"no free slot for {req_id}: the scheduler runs at most {self.max_num_reqs}"
+        slot = self.slot_of[req_id] = self._free_slots.pop()
+        return slot
+
+    def free_slot(self, req_id: str) -> int | None:
+        """Take the request's slot back; None if it has none, which is no error."""
+        slot = self.slot_of.pop(req_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+        return slot
+
+    def add(self, slot: int, request: NewRequestData) -> None:
         prefill = request.prefill_token_ids
-        assert self._free_slots, f"no free slot for {request.req_id}: the scheduler runs at most {self.max_num_reqs}"
         assert len(request.prompt_token_ids) <= len(prefill), f"{request.req_id} has a prompt longer than its prefill"
-        slot = self._free_slots.pop()
-        self.slot_of[request.req_id] = slot
         self.all_token_ids.stage(slot, 0, prefill)
         self.total_len.stage(slot, 0, [len(prefill)])
         self.num_computed_tokens.stage(slot, 0, [request.num_computed_tokens])
         self._computed_upper_bound[slot] = request.num_computed_tokens
         self.prefill_len.set(slot, len(prefill))
-        return slot
-
-    def remove(self, req_id: str) -> bool:
-        """Free the request's slot; False if it has none, which is no error."""
-        slot = self.slot_of.pop(req_id, None)
-        if slot is None:
-            return False
-        self._free_slots.append(slot)
-        return True
 
     def set_drafts(self, slot: int, token_ids: Sequence[int]) -> None:
         """Stage the drafts of a step, but for those that are -1: the device has them."""
@@ -93,7 +100,7 @@ class RequestStates:
                 self._computed_upper_bound[slot] = num_computed_tokens
         return self._computed_upper_bound.take(slots_np)
 
-    def discard_staged(self, slot: int) -> None:
+    def rollback(self, slot: int) -> None:
         for staged in (self.all_token_ids, self.total_len, self.num_computed_tokens):
             staged.discard(slot)
 
@@ -102,3 +109,26 @@ class RequestStates:
         self.total_len.flush()
         self.num_computed_tokens.flush()
         self.draft_token_ids.flush()
+
+    def commit(self, frame: Frame, outcome: StepOutcome) -> None:
+        frame.batch.step.advance(outcome)
+
+    def commit_computed(self, frame: Frame) -> None:
+        frame.batch.step.advance(empty_outcome(frame.batch))
+
+    def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
+        # The state has what was computed: it counts nothing but rejections now.
+        tensors = frame.batch.layout.tensors
+        num_computed_R = tensors.num_scheduled_R[: tensors.num_reqs]
+        outcome.num_rejected.add_(num_computed_R)
+        frame.batch.step.advance(outcome)
+        outcome.num_rejected.sub_(num_computed_R)
+
+
+def empty_outcome(batch: InputBatch) -> StepOutcome:
+    """The step's own table, without tokens, rejections and failures."""
+    num_rows, device = len(batch.logits_rows.positions), batch.positions.device
+    nothing = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    outcome, _ = batch.step.outcome(nothing, torch.zeros(num_rows, dtype=torch.bool, device=device))
+    outcome.table_RX.zero_()
+    return outcome

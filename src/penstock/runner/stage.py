@@ -1,8 +1,10 @@
-"""What a stage of a pipeline takes from the one before it, and what the last one tells the others."""
+"""Stages of a pipeline: hidden states go on to the next one, and the last one tells the others what it sampled."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,53 +16,84 @@ from penstock.models.interface import ModelInputs
 from penstock.parallel import Group, ParallelContext
 from penstock.parallel.scattered_rows import parts_between_stages, scattered_rows
 
+if TYPE_CHECKING:
+    from penstock.runner.frame import Frame
 
-class OneStage:
-    """All layers are here. has_others: there are stages beside it."""
+
+class Stage(ABC):
+    """A stage of a pipeline, which has some of the layers.
+
+    is_last: it samples. has_others: there are stages beside it.
+    """
+
+    is_last: bool
+    has_others: bool
+
+    @abstractmethod
+    def expect_hidden(self, num_tokens: int) -> None:
+        """The next step runs so many tokens, and what it receives may come while it is prepared."""
+
+    @abstractmethod
+    def place_hidden(self, inputs: ModelInputs) -> ModelInputs:
+        """The inputs with the place of the hidden states that this stage's layers go on from, if others come before."""
+
+    @abstractmethod
+    def receive(self, frame: Frame) -> None:
+        """Wait for what earlier stages have made of the step; to be called once it is needed.
+
+        Raises RanksDisagree where it is another step's.
+        """
+
+    @abstractmethod
+    def aux_here(self, layers: Sequence[int]) -> Sequence[int]:
+        """Those of a speculator's `aux_layers` before which this stage notes hidden states."""
+
+    @abstractmethod
+    def send(self, frame: Frame) -> None:
+        """Hand the step's hidden states to the next stage, if there is one."""
+
+    @abstractmethod
+    def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
+        """From the last stage to all others, which have the state of the same requests."""
+
+    @abstractmethod
+    def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
+        """The same, into its table. Raises RanksDisagree where it is another step's."""
+
+    @abstractmethod
+    def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None:
+        """After the outcome: rows of the last stage's table of drafts come into those of the others."""
+
+
+class OneStage(Stage):
+    """All layers: nothing is received or sent."""
 
     is_last = True
     has_others = False
 
-    def begin(self, step_id: int) -> None:
-        """This step's hidden states are received and sent next."""
+    def expect_hidden(self, num_tokens: int) -> None: ...
 
-    def expect_hidden(self, num_tokens: int) -> None:
-        """The step runs so many tokens, and what it receives may come while it is prepared."""
-
-    def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
-        """The inputs with the hidden states that this stage's layers go on from, if others come before them.
-
-        Waits for them; to be called once they are needed. Raises RanksDisagree where they are another step's.
-        """
+    def place_hidden(self, inputs: ModelInputs) -> ModelInputs:
         return inputs
 
-    def aux_received(self, num_tokens: int) -> Sequence[Tensor]:
-        """With the hidden states: those that earlier stages noted, [num_tokens, D] each, in the order of the layers."""
-        return ()
+    def receive(self, frame: Frame) -> None: ...
 
     def aux_here(self, layers: Sequence[int]) -> Sequence[int]:
-        """Those of a speculator's `aux_layers` before which this stage notes hidden states."""
         return layers
 
-    def send_hidden(self, hidden_TD: Tensor, num_tokens: int, aux: Sequence[Tensor] = ()) -> None:
-        """What the model made of so many tokens, to the next stage, which is there. aux: all that was noted so far."""
-        raise AssertionError("the last stage samples")
+    def send(self, frame: Frame) -> None: ...
 
-    def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
-        """From the last stage to all others, which have the state of the same requests."""
+    def send_outcome(self, step_id: int, outcome: StepOutcome) -> None: ...
 
-    def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
-        """The same, into its table. Raises RanksDisagree where it is another step's."""
-        raise AssertionError("the last stage samples")
+    def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None: ...
 
-    def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None:
-        """After the outcome: rows of the last stage's table of drafts come into those of the others."""
+    def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None: ...
 
 
 ONE_STAGE = OneStage()
 
 
-class PipelineStage(OneStage):
+class PipelineStage(Stage):
     """A stage of several. max_num_tokens: of a step. dtype: of the hidden states, which are `hidden_size` wide.
 
     aux_layers: before which layers a speculator on the last stage wants them too, and `layers` this stage's.
@@ -93,43 +126,45 @@ class PipelineStage(OneStage):
         self._sent_number = torch.empty(1, dtype=torch.int64, device=device.torch_device)
         # Waits for the hidden states that are expected.
         self._expected: Callable[[int], None] | None = None
-        self._step_id = -1
-
-    def begin(self, step_id: int) -> None:
-        self._step_id = step_id
 
     def expect_hidden(self, num_tokens: int) -> None:
         if self._group.rank > 0:
             rows = self._rows_sent(num_tokens)
             self._expected = self._start_receiving(self._group.rank - 1, *self._received[:, :rows])
 
-    def receive_hidden(self, inputs: ModelInputs) -> ModelInputs:
+    def place_hidden(self, inputs: ModelInputs) -> ModelInputs:
         if self._group.rank == 0:
             return inputs
         num_tokens = inputs.tokens.shape[0]
+        has_parts = parts_between_stages(self._parallel, num_tokens) is not None
+        return inputs._replace(hidden=self._received[0, : num_tokens if has_parts else self._rows_sent(num_tokens)])
+
+    def receive(self, frame: Frame) -> None:
+        if self._group.rank == 0:
+            return
+        num_tokens = frame.inputs.tokens.shape[0]
         if self._expected is None:
             self.expect_hidden(num_tokens)
         wait, self._expected = self._expected, None
         assert wait is not None, "it is expected"
-        wait(self._step_id)
-        rows = self._rows_sent(num_tokens)
+        wait(frame.step_id)
         parts = parts_between_stages(self._parallel, num_tokens)
         if parts is not None:
+            rows = self._rows_sent(num_tokens)
             for received in self._received:
                 received[:num_tokens] = parts.whole(received[:rows])
-            rows = num_tokens
-        return inputs._replace(hidden=self._received[0, :rows])
-
-    def aux_received(self, num_tokens: int) -> Sequence[Tensor]:
-        return [*self._received[1:, :num_tokens]]
+        frame.aux_received = [*self._received[1:, :num_tokens]]
 
     def aux_here(self, layers: Sequence[int]) -> Sequence[int]:
         return self._aux_here
 
-    def send_hidden(self, hidden_TD: Tensor, num_tokens: int, aux: Sequence[Tensor] = ()) -> None:
-        parts = parts_between_stages(self._parallel, num_tokens)
-        states = (hidden_TD, *aux)
-        self._send(self._step_id, self._group.rank + 1, *(states if parts is None else map(parts.own, states)))
+    def send(self, frame: Frame) -> None:
+        if self.is_last:
+            return
+        assert frame.all_hidden is not None, "the next stage goes on from all rows"
+        parts = parts_between_stages(self._parallel, frame.inputs.tokens.shape[0])
+        states = (frame.all_hidden, *frame.aux)
+        self._send(frame.step_id, self._group.rank + 1, *(states if parts is None else map(parts.own, states)))
 
     def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
         for stage in range(self._last):

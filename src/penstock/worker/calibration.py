@@ -27,7 +27,7 @@ from penstock.models.attention_layers import cache_layers, kv_cache_specs
 from penstock.models.causal_lm import CausalLM
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
-from penstock.runner.dummy_runs import finish_prompt, start_prompt
+from penstock.runner.dummy_runs import run_prompt
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.profile import throwaway_kv_cache
 
@@ -143,7 +143,7 @@ def _read(
 ) -> None:
     """Run all texts through the model, each from its own beginning.
 
-    reaches_heads: heads have all tokens, not only those that end what is read at once.
+    reaches_heads: through the output projection, too.
     """
     max_tokens = min(_MAX_TOKENS, config.longest_context - 1)
     runner = ModelRunner(
@@ -154,18 +154,11 @@ def _read(
         RunnerLimits(
             max_num_reqs=1, max_num_tokens=max_tokens, max_model_len=max_tokens + 1, vocab_size=config.vocab_size
         ),
+        fast_paths=False,
     )
-    hidden: list[Tensor] = []
-    hook = model.register_forward_hook(lambda _model, _inputs, hidden_TD: hidden.append(hidden_TD))
-    try:
-        for text in texts:
-            for begin in range(0, len(text), max_tokens):
-                output = start_prompt(runner, text[begin : begin + max_tokens])
-                (hidden_TD,) = hidden
-                hidden.clear()
-                if reaches_heads:
-                    for rows_LD in hidden_TD[:-1].split(_HEAD_ROWS):
-                        model.compute_logits(rows_LD)
-                finish_prompt(runner, output)
-    finally:
-        hook.remove()
+    for text in texts:
+        for begin in range(0, len(text), max_tokens):
+            hidden_TD = run_prompt(runner, text[begin : begin + max_tokens])
+            if reaches_heads:
+                for rows_LD in (*hidden_TD[:-1].split(_HEAD_ROWS), hidden_TD[-1:]):
+                    model.compute_logits(rows_LD)

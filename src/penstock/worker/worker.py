@@ -31,11 +31,11 @@ from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
-from penstock.runner.dummy_runs import measure_step_costs, run_dummy_batch
+from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.create import create_speculator
-from penstock.runner.stage import ONE_STAGE, OneStage, PipelineStage, num_noted_before, receive_buffer_bytes
+from penstock.runner.stage import ONE_STAGE, PipelineStage, Stage, num_noted_before, receive_buffer_bytes
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
@@ -203,8 +203,7 @@ class Worker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> None:
         runner = self.runner
-        run_dummy_batch(runner, num_tokens=1, num_reqs=1)
-        self._speculator.dummy_run()
+        run_dummy_step(runner)
         self.device.synchronize()
         if self.device.kind == "cpu":
             self._pages = PagesAhead(self.device, runner.block_tables, runner.kv_cache)
@@ -232,8 +231,7 @@ class Worker(WorkerBase):
 
     def execute_dummy_batch(self) -> None:
         with torch.no_grad():
-            run_dummy_batch(self.runner, num_tokens=1, num_reqs=1)
-            self._speculator.dummy_run()
+            run_dummy_step(self.runner)
 
     def forget_programs(self) -> None:
         if self._runner is not None:
@@ -299,7 +297,7 @@ class Worker(WorkerBase):
         self._model = replacement
         self._layers = {**cache_layers(replacement), **self._speculator.cache_layers()}
         if self._runner is not None:
-            self._runner.model = replacement
+            self._runner.replace_model(replacement)
         self.config = self._next_config = new
         del model
         _give_back(device)
@@ -358,7 +356,7 @@ class Worker(WorkerBase):
     def runner(self) -> ModelRunner:
         return self._required(self._runner, "initialize_from_config")
 
-    def _stage(self) -> OneStage:
+    def _stage(self) -> Stage:
         if self.parallel.pipeline.size == 1:
             return ONE_STAGE
         return PipelineStage(

@@ -13,8 +13,11 @@ from penstock.runner.input_batch import InputBatch
 class ModelState(ABC):
     """Makes what one model is called with, of what every model's batch has: token ids and positions in the sequence.
 
+    keeps_inputs: inputs that were made once stay good while the batch's tensors, the same ones, hold other values.
     Those positions stay what seeds, slots and limits go by, whatever positions the model is given.
     """
+
+    keeps_inputs = False
 
     @abstractmethod
     def inputs(self, batch: InputBatch) -> ModelInputs:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
-from penstock.contract import LogprobsLists, SamplingParams
+from penstock.contract import LogprobsLists, NewRequestData
 from penstock.device import Device
 from penstock.device.base import PendingCopy
 from penstock.kernels.sampling import LogprobsTensors, top_logprobs
@@ -22,6 +22,7 @@ from penstock.models.interface import LanguageModel
 from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import count
+from penstock.runner.slot_owners import SlotOwner
 from penstock.runner.waiting import wait_until
 
 _NONE = -1
@@ -74,7 +75,7 @@ class PendingPromptLogprobs:
         return result
 
 
-class PromptLogprobs:
+class PromptLogprobs(SlotOwner):
     """token_ids_SL: the runner's table of tokens, int32 [slots, positions]."""
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor) -> None:
@@ -87,18 +88,17 @@ class PromptLogprobs:
         self._prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.max_rows = rows_at_once(vocab_size, device.kind)
 
-    def add_request(self, slot: int, params: SamplingParams, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Take over a new request. One that comes back with output has had its prompt's log-probabilities."""
-        asked = params.prompt_logprobs
-        is_wanted = asked is not None and num_output_tokens == 0
+    def add(self, slot: int, request: NewRequestData) -> None:
+        asked, num_prompt_tokens = request.sampling_params.prompt_logprobs, len(request.prompt_token_ids)
+        # One that comes back with output has had its prompt's log-probabilities.
+        is_wanted = asked is not None and len(request.prefill_token_ids) == num_prompt_tokens
         self._num_logprobs[slot] = count(asked, self._vocab_size) if asked is not None and is_wanted else _NONE
         self._prompt_len[slot] = num_prompt_tokens
         self._asking.discard(slot)
         if is_wanted:
             self._asking.add(slot)
 
-    def remove_request(self, slot: int) -> None:
-        """Forget the slot's request."""
+    def remove(self, slot: int) -> None:
         self._asking.discard(slot)
 
     def rows(self, layout: BatchLayout, requests: RequestStates) -> PromptRows | None:

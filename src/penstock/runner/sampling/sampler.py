@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from penstock.config import SamplingConfig
 from penstock.config.sampling import rows_at_once
-from penstock.contract import SamplingParams
+from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.sampling import LogprobsTensors
@@ -33,6 +34,10 @@ from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.sampling.temperature import Temperature
 from penstock.runner.sampling.top_k_top_p import TopKTopP
 from penstock.runner.sampling.verification import EXACT, Verification
+from penstock.runner.slot_owners import SlotOwner
+
+if TYPE_CHECKING:
+    from penstock.runner.frame import Frame
 
 
 class SamplerOutput(msgspec.Struct, frozen=True):
@@ -48,7 +53,7 @@ class SamplerOutput(msgspec.Struct, frozen=True):
     errors: dict[int, str]
 
 
-class Sampler:
+class Sampler(SlotOwner):
     """Stages in the field's order: masks and bias, penalties, custom logits processors, the grammar's mask, then
     temperature, min-p, top-k and top-p, the draw. Nothing after the mask lets a token in that it forbids.
 
@@ -99,19 +104,15 @@ class Sampler:
         self._verification = verification
         self._logprobs = Logprobs(num_slots, vocab_size, config.logprobs_mode)
 
-    def add_request(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int] = (),
-        output_token_ids: Sequence[int] = (),
-    ) -> None:
+    def add(self, slot: int, request: NewRequestData) -> None:
         """Take over a new request, or one that comes back with what it has generated.
 
-        Raises InvalidParameter, or whatever a custom logits processor raises; the slot must then be given up.
+        Raises InvalidParameter, or whatever a custom logits processor raises.
         """
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        output = request.prefill_token_ids[len(prompt) :]
         for stage in (*self.shaping, *self.truncating):
-            stage.add_request(slot, params, prompt_token_ids, output_token_ids)
+            stage.add_request(slot, params, prompt, output)
         self._draw.add_request(slot, params)
         self._logprobs.add_request(slot, params)
         slots_np = np.array([slot])
@@ -122,8 +123,7 @@ class Sampler:
         if slot in self._shaped_slots or not params.is_greedy or params.logprobs is not None:
             self._demanding_slots.add(slot)
 
-    def remove_request(self, slot: int) -> None:
-        """Forget the slot's request."""
+    def remove(self, slot: int) -> None:
         self._shaped_slots.discard(slot)
         self._demanding_slots.discard(slot)
         self._draw.remove_request(slot)
@@ -210,13 +210,15 @@ class Sampler:
         leaves_form = self._verification.keeps_what_cannot_be and self.grammar.constrains(slot)
         return self._custom.takes_drafts(slot) and not leaves_form
 
-    def advance(self, slots: Tensor, slots_np: np.ndarray, outcome: StepOutcome) -> None:
-        """Let the stages take note of a step's outcome; nothing is waited for. slots: of its requests, int64."""
+    def commit(self, frame: Frame, outcome: StepOutcome) -> None:
         if self._shaped_slots:
             # The next step may overwrite the outcome, and a stage may look at it later.
-            kept = StepOutcome(outcome.table_RX.clone())
+            kept, layout = StepOutcome(outcome.table_RX.clone()), frame.batch.layout
             for stage in self.shaping:
-                stage.advance(slots, slots_np, kept)
+                stage.advance(layout.slots, layout.slots_np, kept)
+
+    def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
+        """Nothing: tokens are chosen on the last stage alone."""
 
     @staticmethod
     def _needed(stages: list[SamplingStage], rows: LogitsRows) -> list[SamplingStage]:

@@ -1,8 +1,6 @@
-"""What the sampler asks at rows that have a draft behind them. By itself it keeps what is drawn."""
+"""Rules for rows that have a draft behind them. The exact one keeps what is drawn."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
@@ -23,11 +21,11 @@ class Verification:
     goes_by_probs = False
     keeps_what_cannot_be = False
 
-    def bind(self, draft_token_ids: Tensor, draft_probs: Callable[[], Tensor | None]) -> None:
+    def bind(self, draft_token_ids: Tensor, draft_probs: Tensor | None) -> None:
         """draft_token_ids: int32 [slots, drafts], what a step verifies.
 
         draft_probs: float32 [slots, drafts, vocabulary], from which those were drawn; None where they were not, or
-        where nobody knows.
+        where that is not kept.
         """
 
     def choose(

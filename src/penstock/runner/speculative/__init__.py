@@ -1,5 +1,5 @@
-"""Who guesses tokens ahead: one file per method behind `Speculator`."""
+"""Speculative decoding: one file per method behind `Speculator`."""
 
-from penstock.runner.speculative.speculator import NO_SPECULATOR, DraftingStep, NoSpeculator, Speculator
+from penstock.runner.speculative.speculator import NO_SPECULATOR, NoSpeculator, RunnerParts, Speculator
 
-__all__ = ["NO_SPECULATOR", "DraftingStep", "NoSpeculator", "Speculator"]
+__all__ = ["NO_SPECULATOR", "NoSpeculator", "RunnerParts", "Speculator"]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.attention import ForwardContext
-from penstock.contract import SamplingParams
+from penstock.contract import NewRequestData
+from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
 from penstock.runner.batch_layout import BatchLayout
-from penstock.runner.block_tables import BlockTables
-from penstock.runner.kv_cache import PagedKVCache
-from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling import Sampler
+from penstock.runner.frame import Frame
 from penstock.runner.speculative.model_drafter import MOST_WAITING, ModelDrafter
-from penstock.runner.speculative.speculator import DraftingStep
+from penstock.runner.speculative.speculator import RunnerParts
 
 
 class DraftModel(ModelDrafter):
@@ -29,20 +25,16 @@ class DraftModel(ModelDrafter):
 
     reads_ahead = 0
 
-    def bind(
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
-        super().bind(requests, block_tables, kv_cache, sampler)
+    def bind(self, parts: RunnerParts) -> None:
+        super().bind(parts)
         # By slot, tokens that wait.
-        self._num_waiting = np.zeros(requests.max_num_reqs + 1, dtype=np.int64)
+        self._num_waiting = np.zeros(parts.requests.max_num_reqs + 1, dtype=np.int64)
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        super().add_request(slot, params, prompt_token_ids, output_token_ids)
+    def add(self, slot: int, request: NewRequestData) -> None:
+        super().add(slot, request)
         self._num_waiting[slot] = 0
 
-    def remove_request(self, slot: int) -> None:
+    def remove(self, slot: int) -> None:
         # Its blocks may be found as a cached prefix, and are nobody else's before this step's forward pass.
         if self._num_waiting[slot]:
             slots_np = np.array([slot])
@@ -54,16 +46,16 @@ class DraftModel(ModelDrafter):
     def most_extra_tokens(self, max_num_reqs: int) -> int:
         return max_num_reqs + MOST_WAITING
 
-    def lets_wait(self, step: DraftingStep) -> bool:
-        layout = step.batch.layout
+    def lets_wait(self, frame: Frame) -> bool:
+        layout = frame.batch.layout
         counts = _num_known(layout)
         if counts.max() > 1 or self._num_waiting.sum() + len(counts) > MOST_WAITING:
             return False
         self._num_waiting[layout.slots_np] += 1
         return True
 
-    def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
-        layout = step.batch.layout
+    def take_in(self, frame: Frame, outcome: StepOutcome, last_R: Tensor) -> Tensor:
+        layout = frame.batch.layout
         counts = _num_known(layout) + self._num_waiting[layout.slots_np] + 1
         self._num_waiting[layout.slots_np] = 0
         return self._read(layout.slots, counts, last_R)
@@ -81,10 +73,10 @@ class DraftModel(ModelDrafter):
         positions_T = last_R.index_select(0, request_of_T) + offsets_T
         ids_T = self.tokens_at(slots_R.index_select(0, request_of_T), positions_T)
         context = self.ragged(slots_R, starts, starts_R, request_of_T, positions_T)
-        return self.kv_cache.programs.run(self.model, ModelInputs(ids_T, positions_T), context)
+        return self.executable.forward(self.model, ModelInputs(ids_T, positions_T), context)
 
     def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
-        return self.kv_cache.programs.run(self.model, ModelInputs(ids_T, positions_T), context)
+        return self.executable.forward(self.model, ModelInputs(ids_T, positions_T), context)
 
     def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
         return self.run(positions_T.to(torch.int32) * 0, positions_T, context, positions_T)

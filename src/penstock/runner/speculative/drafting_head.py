@@ -15,15 +15,13 @@ from torch import Tensor
 from penstock.attention import ForwardContext
 from penstock.config import SpeculativeConfig
 from penstock.device import Device
+from penstock.kernels.bound_step import StepOutcome
 from penstock.models.draft_head import DraftHead
 from penstock.models.interface import ModelInputs
-from penstock.runner.block_tables import BlockTables
+from penstock.runner.frame import Frame
 from penstock.runner.input_batch import InputBatch
-from penstock.runner.kv_cache import PagedKVCache
-from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.model_drafter import MOST_WAITING, ModelDrafter
-from penstock.runner.speculative.speculator import DraftingStep
+from penstock.runner.speculative.speculator import RunnerParts
 
 
 class DraftingHead(ModelDrafter):
@@ -44,10 +42,8 @@ class DraftingHead(ModelDrafter):
     def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.head.aux_layers
 
-    def bind(
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
-        super().bind(requests, block_tables, kv_cache, sampler)
+    def bind(self, parts: RunnerParts) -> None:
+        super().bind(parts)
         target = self.head.target
         # Of tokens that wait, in the order of their steps: hidden states, positions and slots.
         dtype, shape = target.model.norm.weight.dtype, (MOST_WAITING, target.config.hidden_size)
@@ -59,7 +55,7 @@ class DraftingHead(ModelDrafter):
         self._slots = np.zeros(MOST_WAITING, dtype=np.int64)
         self._num_waiting = 0
 
-    def remove_request(self, slot: int) -> None:
+    def remove(self, slot: int) -> None:
         # Its blocks may be found as a cached prefix, and are nobody else's before this step's forward pass.
         if slot in self._slots[: self._num_waiting]:
             self._take_in_what_waits()
@@ -67,38 +63,37 @@ class DraftingHead(ModelDrafter):
     def most_extra_tokens(self, max_num_reqs: int) -> int:
         return MOST_WAITING
 
-    def lets_wait(self, step: DraftingStep) -> bool:
-        layout = step.batch.layout
+    def lets_wait(self, frame: Frame) -> bool:
+        layout = frame.batch.layout
         num_reqs = len(layout.req_ids)
         if not layout.has_one_token_each or num_reqs > MOST_WAITING:
             return False
         if self._num_waiting + num_reqs > MOST_WAITING:
             self._take_in_what_waits()
-        assert step.hidden is not None, "it needs hidden states"
+        assert frame.all_hidden is not None, "it needs hidden states"
         begin, end = self._num_waiting, self._num_waiting + num_reqs
-        for kept, states in zip(self._states, (step.hidden, *step.aux), strict=True):
+        for kept, states in zip(self._states, (frame.all_hidden, *frame.aux), strict=True):
             kept[begin:end] = states[:num_reqs]
-        self._positions[begin:end] = step.batch.positions[:num_reqs]
+        self._positions[begin:end] = frame.batch.positions[:num_reqs]
         self._slots[begin:end] = layout.slots_np
         self._num_waiting = end
         return True
 
-    def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
+    def take_in(self, frame: Frame, outcome: StepOutcome, last_R: Tensor) -> Tensor:
         self._take_in_what_waits()
-        batch = step.batch
-        assert step.hidden is not None, "it needs hidden states"
-        hidden_TD = self.head.from_target(step.hidden, step.aux)
+        batch = frame.batch
+        assert frame.all_hidden is not None, "it needs hidden states"
+        hidden_TD = self.head.from_target(frame.all_hidden, frame.aux)
         # Of a step's last known token, the row; behind it are rejected drafts.
-        rows_R = batch.layout.query_start_loc[1 : len(batch.layout.req_ids) + 1] - 1 - step.outcome.num_rejected
+        rows_R = batch.layout.query_start_loc[1 : len(batch.layout.req_ids) + 1] - 1 - outcome.num_rejected
         positions_R = last_R - 1
         seq_lens_R = last_R.to(torch.int32)
         of_last = [replace(of_group.of_last_tokens(rows_R), seq_lens=seq_lens_R) for of_group in batch.geometry]
-        whole = replace(step.context, last=None, taps=None)
-        context = self.kv_cache.narrow(whole, of_last, rows_R, positions_R)
+        context = self.kv_cache.narrow(frame.context, of_last, rows_R, positions_R)
         return self.run(self._next_tokens(batch), batch.positions, context, hidden_TD)
 
     def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
-        return self.kv_cache.programs.run(self.head, ModelInputs(ids_T, positions_T, hidden=hidden_TD), context)
+        return self.executable.forward(self.head, ModelInputs(ids_T, positions_T, hidden=hidden_TD), context)
 
     def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
         dtype = self.head.target.model.norm.weight.dtype

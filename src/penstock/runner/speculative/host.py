@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.config import SpeculativeConfig
-from penstock.contract import DraftTokenIds, SamplingParams
+from penstock.contract import DraftTokenIds, NewRequestData
 from penstock.device.stand_in import host_array
+from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.prompt_lookup import NO_DRAFT
-from penstock.runner.block_tables import BlockTables
-from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.frame import Frame
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
-from penstock.runner.speculative.speculator import DraftingStep, Speculator
+from penstock.runner.speculative.speculator import RunnerParts, Speculator
 
 
 class HostSpeculator(Speculator):
@@ -34,45 +33,41 @@ class HostSpeculator(Speculator):
         self._num_tokens: np.ndarray
         self._drafts: np.ndarray
 
-    def bind(
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
-        self.requests, self._sampler = requests, sampler
+    def bind(self, parts: RunnerParts) -> None:
+        self.requests, self._sampler = parts.requests, parts.sampler
         self._silent_slots.clear()
         self._proposed = None
-        self._token_ids = host_array(requests.all_token_ids.tensor)
-        self._num_tokens = host_array(requests.total_len.tensor.view(-1))
-        self._drafts = host_array(requests.draft_token_ids.tensor)
+        self._token_ids = host_array(self.requests.all_token_ids.tensor)
+        self._num_tokens = host_array(self.requests.total_len.tensor.view(-1))
+        self._drafts = host_array(self.requests.draft_token_ids.tensor)
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
+    def add(self, slot: int, request: NewRequestData) -> None:
         self._silent_slots.discard(slot)
-        if params.num_speculative_tokens == 0:
+        if request.sampling_params.num_speculative_tokens == 0:
             self._silent_slots.add(slot)
 
-    def remove_request(self, slot: int) -> None:
+    def remove(self, slot: int) -> None:
         self._silent_slots.discard(slot)
 
     @abstractmethod
     def draft(self, slot: int, token_ids_L: np.ndarray, num_drafts: int) -> np.ndarray | None:
         """How a request goes on: int32, up to num_drafts; None for no idea. token_ids_L: int32, all it has."""
 
-    def propose(self, step: DraftingStep) -> None:
+    def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         self._proposed = None
-        if not step.num_drafts:
+        if not frame.num_drafts:
             return
-        layout = step.batch.layout
+        layout = frame.batch.layout
         self._drafts[layout.slots_np] = NO_DRAFT
         req_ids, proposed = [], []
-        num_sampled = step.outcome.num_sampled.tolist()
+        num_sampled = outcome.num_sampled.tolist()
         for req_id, slot, num in zip(layout.req_ids, layout.slots_np.tolist(), num_sampled, strict=True):
             if not num or slot in self._silent_slots or not self._sampler.takes_drafts(slot):
                 continue
             token_ids_L = self._token_ids[slot, : self._num_tokens[slot]]
-            drafts = self.draft(slot, token_ids_L, step.num_drafts)
+            drafts = self.draft(slot, token_ids_L, frame.num_drafts)
             if self._always_drafts:
-                drafts = np.resize(token_ids_L[-1:] if drafts is None else drafts, step.num_drafts)
+                drafts = np.resize(token_ids_L[-1:] if drafts is None else drafts, frame.num_drafts)
             if drafts is not None and len(drafts):
                 self._drafts[slot, : len(drafts)] = drafts
                 req_ids.append(req_id)
@@ -83,6 +78,3 @@ class HostSpeculator(Speculator):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         proposed, self._proposed = self._proposed, None
         return proposed
-
-    def dummy_run(self) -> None:
-        """It runs nothing that would have to be warm, and takes no memory to speak of."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -19,19 +19,22 @@ from torch import Tensor
 
 from penstock.attention import CacheLayer, ForwardContext, StepGeometry
 from penstock.config import SpeculativeConfig
-from penstock.contract import DraftTokenIds, SamplingParams
+from penstock.contract import DraftTokenIds, NewRequestData
 from penstock.device import Device
+from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.prompt_lookup import NO_DRAFT
 from penstock.kernels.step_state import PAD_SLOT_ID, compute_slot_mapping
 from penstock.models.attention_layers import cache_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.block_tables import BlockTables
+from penstock.runner.executables import ForwardExecutable
+from penstock.runner.frame import Frame
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
-from penstock.runner.speculative.speculator import DraftingStep, Speculator, on_host
+from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
 from penstock.runner.staging import SlotParameter
 
 # Tokens of all requests together, at most, that a drafter has still to read.
@@ -54,16 +57,16 @@ class ModelDrafter(Speculator):
         self.device = device
         self.requests: RequestStates
         self.kv_cache: PagedKVCache
+        self.executable: ForwardExecutable
         self._block_tables: BlockTables
         self._sampler: Sampler
         # Tokens at which each request ends: there are no blocks beyond.
         self._length_limit: SlotParameter
         self._proposed: tuple[list[str], Tensor] | None = None
 
-    def bind(
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
-        self.requests, self._block_tables, self.kv_cache, self._sampler = requests, block_tables, kv_cache, sampler
+    def bind(self, parts: RunnerParts) -> None:
+        self.requests, self._block_tables, self.kv_cache, self._sampler, self.executable = parts
+        requests = self.requests
         self._max_model_len = requests.all_token_ids.tensor.shape[1] - 1
         self._length_limit = SlotParameter(self.device, requests.max_num_reqs + 1, np.int64, 1)
         # Requests of a step, counted: its first so many are those of any step.
@@ -75,28 +78,26 @@ class ModelDrafter(Speculator):
             sizes = requests.max_num_reqs + 1, self.num_speculative_tokens, self._vocab_size
             self.draft_probs = self.device.allocate(4 * math.prod(sizes)).view(torch.float32).view(sizes)
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        longest = self._max_model_len
-        wanted = longest if params.max_tokens is None else len(prompt_token_ids) + params.max_tokens
+    def add(self, slot: int, request: NewRequestData) -> None:
+        longest, max_tokens = self._max_model_len, request.sampling_params.max_tokens
+        wanted = longest if max_tokens is None else len(request.prompt_token_ids) + max_tokens
         self._length_limit.set(slot, min(wanted, longest))
 
     def cache_layers(self) -> Mapping[str, CacheLayer]:
         return cache_layers(self.model)
 
-    def propose(self, step: DraftingStep) -> None:
-        layout, num_drafts = step.batch.layout, step.num_drafts
-        if not num_drafts and self.lets_wait(step):
+    def propose(self, frame: Frame, outcome: StepOutcome) -> None:
+        layout, num_drafts = frame.batch.layout, frame.num_drafts
+        if not num_drafts and self.lets_wait(frame):
             self._proposed = None
             return
         last_R = self.requests.num_computed_tokens.tensor.view(-1).index_select(0, layout.slots)
-        hidden_RD = self.take_in(step, last_R)
+        hidden_RD = self.take_in(frame, outcome, last_R)
         if not num_drafts:
             self._proposed = None
             return
         drafts_RK = torch.stack([*self._guess(layout, hidden_RD, last_R, num_drafts)], dim=1)
-        has_sampled_R1 = step.outcome.num_sampled.unsqueeze(-1) > 0
+        has_sampled_R1 = outcome.num_sampled.unsqueeze(-1) > 0
         drafts_RK = torch.where(has_sampled_R1, drafts_RK, NO_DRAFT).to(torch.int32)
         table_SK = self.requests.draft_token_ids.tensor
         if num_drafts < table_SK.shape[1]:
@@ -108,7 +109,7 @@ class ModelDrafter(Speculator):
         proposed, self._proposed = self._proposed, None
         return None if proposed is None else on_host(*proposed)
 
-    def dummy_run(self) -> None:
+    def dummy(self, frame: Frame) -> None:
         positions_T = self._numbers[:1]
         hidden_TD = self.run_all(self.kv_cache.context(list(self._padding())), positions_T)
         self.model.compute_logits(hidden_TD)
@@ -117,11 +118,11 @@ class ModelDrafter(Speculator):
         self.run_all(context, positions)
 
     @abstractmethod
-    def lets_wait(self, step: DraftingStep) -> bool:
+    def lets_wait(self, frame: Frame) -> bool:
         """Take note of a step after which nobody wants drafts, to take it in later; False where it must be now."""
 
     @abstractmethod
-    def take_in(self, step: DraftingStep, last_R: Tensor) -> Tensor:
+    def take_in(self, frame: Frame, outcome: StepOutcome, last_R: Tensor) -> Tensor:
         """Hidden states [R, D] that the first draft of each request is chosen from.
 
         last_R: int64, where each request's last known token is, to which all before are computed now.

@@ -9,13 +9,13 @@ from torch import Tensor
 from penstock.config import SpeculativeConfig
 from penstock.contract import DraftTokenIds
 from penstock.device import Device
+from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.prompt_lookup import NO_DRAFT, look_up, look_up_reference
-from penstock.runner.block_tables import BlockTables
-from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.frame import Frame
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.host import HostSpeculator
-from penstock.runner.speculative.speculator import DraftingStep, Speculator, on_host
+from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
 
 
 class NgramOnHost(HostSpeculator):
@@ -40,28 +40,24 @@ class NgramOnDevice(Speculator):
         self._sampler: Sampler
         self._proposed: tuple[list[str], Tensor] | None = None
 
-    def bind(
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
-        self._requests, self._sampler, self._proposed = requests, sampler, None
+    def bind(self, parts: RunnerParts) -> None:
+        self._requests, self._sampler, self._proposed = parts.requests, parts.sampler, None
 
-    def propose(self, step: DraftingStep) -> None:
+    def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         self._proposed = None
-        if not step.num_drafts:
+        if not frame.num_drafts:
             return
-        requests, slots = self._requests, step.batch.layout.slots
+        requests, layout = self._requests, frame.batch.layout
+        slots = layout.slots
         num_tokens_R = requests.total_len.tensor.view(-1).index_select(0, slots)
         token_ids_RL = requests.all_token_ids.tensor.index_select(0, slots)
-        drafts_RD = look_up_reference(token_ids_RL, num_tokens_R, *self._lengths, step.num_drafts)
+        drafts_RD = look_up_reference(token_ids_RL, num_tokens_R, *self._lengths, frame.num_drafts)
         requests.draft_token_ids.tensor.index_fill_(0, slots, NO_DRAFT)
-        requests.draft_token_ids.tensor[:, : step.num_drafts].index_copy_(0, slots, drafts_RD)
-        takes_drafts = np.array([self._sampler.takes_drafts(slot) for slot in step.batch.layout.slots_np.tolist()])
-        is_wanted_R = (step.outcome.num_sampled > 0) & self._device.upload(takes_drafts)
-        self._proposed = step.batch.layout.req_ids, torch.where(is_wanted_R.unsqueeze(-1), drafts_RD, NO_DRAFT)
+        requests.draft_token_ids.tensor[:, : frame.num_drafts].index_copy_(0, slots, drafts_RD)
+        takes_drafts = np.array([self._sampler.takes_drafts(slot) for slot in layout.slots_np.tolist()])
+        is_wanted_R = (outcome.num_sampled > 0) & self._device.upload(takes_drafts)
+        self._proposed = layout.req_ids, torch.where(is_wanted_R.unsqueeze(-1), drafts_RD, NO_DRAFT)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         proposed, self._proposed = self._proposed, None
         return None if proposed is None else on_host(*proposed)
-
-    def dummy_run(self) -> None:
-        """It runs operators that need no warming."""

@@ -1,44 +1,38 @@
-"""What a speculator is: after each step it guesses how requests go on, and the next step verifies that."""
+"""Speculators: after each step they guess how requests go on, and the next step verifies that."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from penstock.attention import CacheLayer, ForwardContext
-from penstock.contract import DraftTokenIds, SamplingParams
+from penstock.contract import DraftTokenIds
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.prompt_lookup import NO_DRAFT
-from penstock.models.interface import ModelInputs
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.input_batch import InputBatch
+from penstock.runner.executables import ForwardExecutable
+from penstock.runner.frame import Frame
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
 from penstock.runner.sampling.verification import EXACT, Verification
+from penstock.runner.slot_owners import SlotOwner
 
 
-class DraftingStep(NamedTuple):
-    """A step that was sampled, as its speculator sees it. The next step overwrites the tensors.
+class RunnerParts(NamedTuple):
+    """The parts of a runner that its speculator drafts with. executable: runs the forward passes of a drafter."""
 
-    num_drafts: wanted for each request, at most; with 0 a speculator makes none, but takes note of the step's tokens.
-    context: of the step's forward pass. hidden: [tokens, hidden size] of all tokens of the step, for speculators that
-    need it. aux: the same before each of its `aux_layers`. outcome: what was sampled, by which the state has advanced.
-    """
-
-    batch: InputBatch
-    context: ForwardContext
-    inputs: ModelInputs
-    outcome: StepOutcome
-    num_drafts: int
-    hidden: Tensor | None = None
-    aux: Sequence[Tensor] = ()
+    requests: RequestStates
+    block_tables: BlockTables
+    kv_cache: PagedKVCache
+    sampler: Sampler
+    executable: ForwardExecutable
 
 
-class Speculator(ABC):
+class Speculator(SlotOwner):
     """An owner of state per slot. Its drafts lie in the runner's `draft_token_ids`, where the next step reads them.
 
     num_speculative_tokens: drafts of a request in a step, at most.
@@ -56,28 +50,20 @@ class Speculator(ABC):
     needs_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
 
-    def bind(  # noqa: B027 - a speculator may have everything it needs
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
+    def bind(self, parts: RunnerParts) -> None:
         """Belong to the runner that has these; whatever was kept for another one is forgotten."""
 
-    def add_request(  # noqa: B027 - most keep nothing of a request
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        """Take over a request; whatever the slot held before is overwritten.
-
-        output_token_ids: what it generated before it was preempted; else empty.
-        """
-
-    def remove_request(self, slot: int) -> None:  # noqa: B027
-        """The slot's request is gone; the next one may come at once."""
-
     @abstractmethod
-    def propose(self, step: DraftingStep) -> None:
+    def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         """Write each request's drafts into its row of `RequestStates.draft_token_ids` on the device, without waiting.
 
-        -1 where there is none, and behind it. Only requests that have sampled in the step go on.
+        At most `frame.num_drafts` for each request; with 0 it makes none, but takes note of the step's tokens. -1 where
+        there is none, and behind it. Only requests that have sampled in the step go on. The state has advanced by the
+        outcome.
         """
+
+    def commit(self, frame: Frame, outcome: StepOutcome) -> None:
+        self.propose(frame, outcome)
 
     @abstractmethod
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -86,17 +72,11 @@ class Speculator(ABC):
         A request has as many as there really are.
         """
 
-    @abstractmethod
-    def dummy_run(self) -> None:
-        """Run what `propose` runs, for no request: to warm up, to measure memory, and on ranks that are idle."""
-
     def most_extra_tokens(self, max_num_reqs: int) -> int:
         """By how many tokens its forward pass may be longer than a step."""
         return 0
 
-    def run_prompt(  # noqa: B027 - most have no model
-        self, context: ForwardContext, positions: Tensor
-    ) -> None:
+    def run_prompt(self, context: ForwardContext, positions: Tensor) -> None:
         """Run what `propose` runs for one prompt at these positions, int64, to see what it takes.
 
         Nothing but the weights has to have values.
@@ -114,16 +94,13 @@ def on_host(req_ids: Sequence[str], drafts_RK: Tensor) -> DraftTokenIds:
 
 
 class NoSpeculator(Speculator):
-    """Nobody guesses anything."""
+    """No drafts."""
 
-    def propose(self, step: DraftingStep) -> None:
+    def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         return
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return None
-
-    def dummy_run(self) -> None:
-        return
 
 
 NO_SPECULATOR = NoSpeculator()

@@ -6,19 +6,16 @@ but the texts themselves, and where in them a few tokens stand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from penstock.config import SpeculativeConfig
-from penstock.contract import SamplingParams
-from penstock.runner.block_tables import BlockTables
-from penstock.runner.kv_cache import PagedKVCache
-from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling import Sampler
+from penstock.contract import NewRequestData
 from penstock.runner.speculative.continuations import Continuation, agreeing, follow
 from penstock.runner.speculative.earlier_outputs import EarlierOutputs
 from penstock.runner.speculative.host import HostSpeculator
+from penstock.runner.speculative.speculator import RunnerParts
 
 
 class SuffixSpeculator(HostSpeculator):
@@ -34,22 +31,18 @@ class SuffixSpeculator(HostSpeculator):
         # By slot: where the request's output begins.
         self._prompt_lengths: dict[int, int] = {}
 
-    def bind(
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
-        super().bind(requests, block_tables, kv_cache, sampler)
+    def bind(self, parts: RunnerParts) -> None:
+        super().bind(parts)
         self.earlier = EarlierOutputs(self._max_outputs)
         self._prompt_lengths.clear()
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        super().add_request(slot, params, prompt_token_ids, output_token_ids)
+    def add(self, slot: int, request: NewRequestData) -> None:
+        super().add(slot, request)
         # What it said before a preemption is remembered already.
-        self._prompt_lengths[slot] = len(prompt_token_ids) + len(output_token_ids)
+        self._prompt_lengths[slot] = len(request.prefill_token_ids)
 
-    def remove_request(self, slot: int) -> None:
-        super().remove_request(slot)
+    def remove(self, slot: int) -> None:
+        super().remove(slot)
         start = self._prompt_lengths.pop(slot, None)
         if start is not None:
             self.earlier.add(self._token_ids[slot, start : self._num_tokens[slot]])

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from penstock.config import SpeculativeConfig
 from penstock.contract import DraftTokenIds
-from penstock.runner.block_tables import BlockTables
-from penstock.runner.kv_cache import PagedKVCache
-from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling import Sampler
-from penstock.runner.speculative.speculator import DraftingStep, Speculator, on_host
+from penstock.kernels.bound_step import StepOutcome
+from penstock.runner.frame import Frame
+from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
 
 
 class ToldDrafts(Speculator):
@@ -29,15 +27,13 @@ class ToldDrafts(Speculator):
         self._table_SK: Tensor
         self._proposed: tuple[Sequence[str], Tensor, int] | None = None
 
-    def bind(
-        self, requests: RequestStates, block_tables: BlockTables, kv_cache: PagedKVCache, sampler: Sampler
-    ) -> None:
-        self._table_SK = requests.draft_token_ids.tensor
+    def bind(self, parts: RunnerParts) -> None:
+        self._table_SK = parts.requests.draft_token_ids.tensor
         self._proposed = None
 
-    def propose(self, step: DraftingStep) -> None:
-        layout = step.batch.layout
-        self._proposed = (layout.req_ids, layout.slots.clone(), step.num_drafts) if step.num_drafts else None
+    def propose(self, frame: Frame, outcome: StepOutcome) -> None:
+        layout = frame.batch.layout
+        self._proposed = (layout.req_ids, layout.slots.clone(), frame.num_drafts) if frame.num_drafts else None
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         proposed, self._proposed = self._proposed, None
@@ -45,6 +41,3 @@ class ToldDrafts(Speculator):
             return None
         req_ids, slots_R, num_drafts = proposed
         return on_host(req_ids, self._table_SK[:, :num_drafts].index_select(0, slots_R))
-
-    def dummy_run(self) -> None:
-        """The model is elsewhere."""

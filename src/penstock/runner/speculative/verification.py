@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,9 +22,9 @@ class _OfDrafts(Verification):
     def __init__(self, device: Device) -> None:
         self._device = device
         self._draft_token_ids: Tensor
-        self._draft_probs: Callable[[], Tensor | None]
+        self._draft_probs: Tensor | None
 
-    def bind(self, draft_token_ids: Tensor, draft_probs: Callable[[], Tensor | None]) -> None:
+    def bind(self, draft_token_ids: Tensor, draft_probs: Tensor | None) -> None:
         self._draft_token_ids, self._draft_probs = draft_token_ids, draft_probs
 
     def _drafts_at(self, rows: LogitsRows, which_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +49,7 @@ class StandardVerification(_OfDrafts):
         if not len(which_np):
             return drawn
         which, drafts, numbers = self._drafts_at(rows, which_np)
-        slots, probs = rows.slots.index_select(0, which), self._draft_probs()
+        slots, probs = rows.slots.index_select(0, which), self._draft_probs
         chosen = choose_by_rejection(
             logits.index_select(0, which),
             drafts.clamp(min=0),

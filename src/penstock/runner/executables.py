@@ -1,0 +1,93 @@
+"""Executables: ways to run a frame's forward pass. All of them give the same tokens and bits.
+
+The choice is made from the frame and from what was known at start, so that all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+from torch import Tensor
+
+from penstock.attention import ForwardContext, HiddenTaps
+from penstock.kernels.native.program_step import BoundChoices
+from penstock.models.interface import LanguageModel, ModelInputs
+from penstock.models.program import ModelPrograms
+from penstock.runner.frame import Frame
+
+
+class Executable(ABC):
+    """Delivers what a frame wants."""
+
+    @abstractmethod
+    def run(self, frame: Frame) -> None:
+        """Run the forward pass, and put the outputs that `frame.wants` names into the frame."""
+
+
+class ForwardExecutable(Executable):
+    """Runs any frame: the forward pass, and where only largest logits are wanted, the choice of tokens after it."""
+
+    @abstractmethod
+    def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
+        """Hidden states of these inputs, or of the tokens that the context asks for."""
+
+    def choose(self, frame: Frame) -> Executable:
+        """The best executable of a frame."""
+        return self
+
+    def run(self, frame: Frame) -> None:
+        wants, context, model = frame.wants, frame.context, frame.model
+        taps = None
+        if wants.aux_layers:
+            taps = HiddenTaps(wants.aux_layers)
+            context = replace(context, taps=taps)
+        hidden = self.forward(model, frame.inputs, context)
+        frame.aux = frame.aux_received if taps is None else [*frame.aux_received, *taps.states]
+        frame.all_hidden = hidden if wants.all_rows else None
+        frame.hidden = frame.chosen = None
+        if wants.logits_rows:
+            rows = hidden if context.last is not None else frame.batch.layout.of_logits_rows(hidden)
+            if wants.greedy:
+                frame.chosen = model.compute_greedy(rows)
+            if frame.chosen is None:
+                frame.hidden = rows
+
+
+class EagerExecutable(ForwardExecutable):
+    """Calls the model, layer by layer."""
+
+    def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
+        return inputs.run(model, context)
+
+
+class ProgramExecutable(ForwardExecutable):
+    """Runs recorded kernels, or layer by layer what is not recorded."""
+
+    def __init__(self, programs: ModelPrograms) -> None:
+        self._programs = programs
+
+    def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
+        return self._programs.run(model, inputs, context)
+
+    def choose(self, frame: Frame) -> Executable:
+        """One call from token ids to greedy tokens, for a repeated frame that wants no more of its logits."""
+        wants = frame.wants
+        if not (frame.is_repeated and wants.greedy and frame.batch.layout.has_one_token_each):
+            return self
+        states_before = wants.aux_layers if wants.all_rows else None
+        bound = self._programs.bind_greedy(frame.model, frame.inputs, frame.context, states_before)
+        return self if bound is None else GreedyProgram(bound)
+
+
+class GreedyProgram(Executable):
+    """Recorded kernels that are bound to one frame's tensors."""
+
+    def __init__(self, bound: BoundChoices) -> None:
+        self._bound = bound
+
+    def run(self, frame: Frame) -> None:
+        bound = self._bound
+        frame.chosen, states = bound.run(), bound.states
+        if states:
+            frame.all_hidden, frame.aux = states[0], [*frame.aux_received, *states[1:]]

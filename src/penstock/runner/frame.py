@@ -1,0 +1,266 @@
+"""Frames: all that one step needs, and the buffer sets in which their inputs lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from penstock.attention import ForwardContext
+from penstock.contract import SchedulerOutput
+from penstock.kernels.sampling import ChosenTokens
+from penstock.models.interface import LanguageModel, ModelInputs
+from penstock.runner.batch_plan import BatchPlan, Planner
+from penstock.runner.input_batch import BatchBuilder, InputBatch
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.model_states import ModelState
+from penstock.runner.sampling.prompt_logprobs import PromptRows
+from penstock.runner.slot_owners import SlotOwner, SlotOwners
+from penstock.runner.stage import Stage
+
+if TYPE_CHECKING:
+    from penstock.runner.executables import Executable, ForwardExecutable
+    from penstock.runner.output_heads import OutputHead
+
+
+class WantedOutputs(NamedTuple):
+    """Outputs that a frame wants of the forward pass.
+
+    logits_rows: hidden states of the logits rows. all_rows: of all tokens. aux_layers: those before these layers, too.
+    greedy: the logits rows' largest logits decide their tokens, and nothing else is wanted of them.
+    prompt_rows: the tokens, among all, whose logits give log-probabilities of a prompt.
+    """
+
+    logits_rows: bool = False
+    all_rows: bool = False
+    aux_layers: Sequence[int] = ()
+    greedy: bool = False
+    prompt_rows: PromptRows | None = None
+
+
+class BufferSet:
+    """Input buffers of one step in flight. The next step that takes the set overwrites them.
+
+    named: by name, the tensor of each declared step input, for the most tokens. kept: a frame of decodes, for the step
+    that repeats it.
+    """
+
+    __slots__ = ("batcher", "kept", "named")
+
+    def __init__(self, batcher: BatchBuilder, named: Mapping[str, Tensor]) -> None:
+        self.batcher = batcher
+        self.named = named
+        self.kept: Frame | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One step, from its message to its hidden states.
+
+    errors: by request, why it cannot run. is_repeated: a kept frame that a step has repeated. has_tokens: something is
+    run, and the fields up to `executable` are there; they stay while the frame is kept.
+    owners: those with step inputs in it. aux_received: auxiliary hidden states of earlier stages.
+    After the forward pass: hidden: of each logits row; None where the tokens are `chosen` already. all_hidden: of all
+    tokens. aux: those before `wants.aux_layers`, in the order of the layers.
+    """
+
+    output: SchedulerOutput
+    model: LanguageModel
+    errors: dict[str, str] = field(default_factory=dict)
+    is_repeated: bool = False
+    has_tokens: bool = False
+    buffers: BufferSet = field(init=False)
+    batch: InputBatch = field(init=False)
+    context: ForwardContext = field(init=False)
+    inputs: ModelInputs = field(init=False)
+    owners: Sequence[SlotOwner] = ()
+    wants: WantedOutputs = field(init=False)
+    executable: Executable | None = None
+    aux_received: Sequence[Tensor] = ()
+    hidden: Tensor | None = None
+    all_hidden: Tensor | None = None
+    aux: Sequence[Tensor] = ()
+    chosen: ChosenTokens | None = None
+
+    @property
+    def step_id(self) -> int:
+        return self.output.step_id
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts wanted for the next step, of each request, at most."""
+        return self.output.num_drafts_wanted
+
+    @property
+    def req_ids(self) -> list[str]:
+        """The requests that run, in batch order."""
+        return self.batch.layout.req_ids if self.has_tokens else []
+
+    def run(self) -> None:
+        """The forward pass."""
+        assert self.executable is not None, "a frame that is filled has its executable"
+        self.executable.run(self)
+
+    def drop_outputs(self) -> None:
+        """Let go of what the forward pass gave."""
+        self.hidden = self.all_hidden = None
+        self.aux = ()
+
+
+class Frames:
+    """Makes the frame of each step, in one of as many buffer sets as steps may be in flight.
+
+    A frame of decodes is kept in its buffer set, with everything that stays the same in a step that repeats it.
+    `SchedulerOutput.repeats_step_id` is the scheduler's word for that; it holds where that very step was the last one
+    in its buffer set, and served all its requests.
+    keeps_frames: if not, every step is put together anew. executable: for frames that no step has repeated.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        buffer_sets: Sequence[BufferSet],
+        owners: SlotOwners,
+        kv_cache: PagedKVCache,
+        model_state: ModelState,
+        stage: Stage,
+        head: OutputHead,
+        executable: ForwardExecutable,
+        planner: Planner,
+        *,
+        keeps_frames: bool,
+    ) -> None:
+        self.model = model
+        # The one that was taken last comes last.
+        self._buffer_sets = list(buffer_sets)
+        self._owners = owners
+        self._kv_cache = kv_cache
+        self._model_state = model_state
+        self._stage = stage
+        self._head = head
+        self._executable = executable
+        self._planner = planner
+        self._keeps_frames = keeps_frames
+        self._keeps_tensors = kv_cache.keeps_metadata and model_state.keeps_inputs
+
+    def begin(self, output: SchedulerOutput) -> Frame:
+        """The kept frame that the step repeats, or a new one in the buffer set whose step is the longest ago.
+
+        Waits for the outcome of the steps that this one needs. A step without tokens, which may come before the last
+        one is sampled, takes no buffer set.
+        """
+        if not output.num_scheduled_tokens:
+            self._head.settle(output, None)
+            return Frame(output, self.model)
+        buffers = self._take_buffers(output)
+        self._head.settle(output, buffers)
+        frame = buffers.kept
+        if frame is not None and frame.output.step_id == output.repeats_step_id:
+            frame.output = output
+            if not frame.is_repeated:
+                # From now on a choice pays that is good for this frame alone.
+                frame.is_repeated, frame.executable = True, None
+            return frame
+        return self._new_frame(output, buffers)
+
+    def fill(self, frame: Frame) -> bool:
+        """Put the step's inputs together and choose what runs them; False where it runs no token."""
+        if frame.is_repeated:
+            assert not frame.errors, "these requests were here a step ago"
+            batch = frame.buffers.batcher.build_again()
+            if batch is not frame.batch or not self._keeps_tensors:
+                frame.batch = batch
+                self._complete(frame)
+        else:
+            output = frame.output
+            scheduled = _without(output.num_scheduled_tokens, frame.errors)
+            if not scheduled:
+                return False
+            plan = self._planner(scheduled)
+            self._stage.expect_hidden(plan.num_tokens_padded)
+            frame.batch = frame.buffers.batcher.build(scheduled, plan, output.scheduled_spec_decode_tokens)
+            self._complete(frame)
+            is_whole = not frame.errors and frame.wants.prompt_rows is None
+            if self._keeps_frames and is_whole and frame.batch.layout.is_all_decodes:
+                frame.buffers.kept = frame
+        for owner in frame.owners:
+            owner.fill(frame)
+        if frame.executable is None:
+            frame.executable = self._executable.choose(frame)
+        return True
+
+    def dummy(self, num_tokens: int, num_reqs: int) -> Frame:
+        """A frame of padding alone, which wants all rows."""
+        message = SchedulerOutput(step_id=-1)
+        frame = self._new_frame(message, self._take_buffers(message))
+        plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
+        frame.batch = frame.buffers.batcher.build({}, plan)
+        frame.has_tokens = True
+        frame.context = self._kv_cache.make_context(frame.batch)
+        frame.inputs = self._model_state.inputs(frame.batch)
+        frame.wants = WantedOutputs(all_rows=True)
+        frame.executable = self._executable
+        return frame
+
+    def replace_model(self, model: LanguageModel) -> None:
+        """Run another model from the next step on."""
+        self.model = model
+        for buffers in self._buffer_sets:
+            buffers.kept = None
+
+    def forget_executables(self) -> None:
+        """Choose anew for frames that are kept: the model's weights may be others."""
+        for buffers in self._buffer_sets:
+            if buffers.kept is not None:
+                buffers.kept.executable = None
+
+    def _take_buffers(self, output: SchedulerOutput) -> BufferSet:
+        buffer_sets = self._buffer_sets
+        if len(buffer_sets) > 1:
+            found = next((one for one in buffer_sets if _has_kept(one, output.repeats_step_id)), buffer_sets[0])
+            buffer_sets.remove(found)
+            buffer_sets.append(found)
+        return buffer_sets[-1]
+
+    def _new_frame(self, output: SchedulerOutput, buffers: BufferSet) -> Frame:
+        frame = Frame(output, self.model)
+        frame.buffers, buffers.kept = buffers, None
+        return frame
+
+    def _complete(self, frame: Frame) -> None:
+        """Make of the batch's tensors what the model and its layers take."""
+        layout = frame.batch.layout
+        frame.has_tokens = True
+        frame.owners = [owner for owner in self._owners.with_inputs if owner.has_work(layout.slots_np)]
+        inputs = self._stage.place_hidden(self._model_state.inputs(frame.batch))
+        if frame.owners:
+            inputs = inputs._replace(named={**inputs.named, **_named_inputs(frame)})
+        frame.inputs = inputs
+        frame.wants = wants = self._head.wants(frame)
+        frame.context = self._kv_cache.make_context(frame.batch)
+        if wants.logits_rows and not wants.all_rows and layout.can_be_narrowed:
+            frame.context = self._kv_cache.narrow_to_last_tokens(frame.context, frame.batch)
+        frame.executable = None
+
+
+def _named_inputs(frame: Frame) -> dict[str, Tensor]:
+    """The frame's rows of the inputs that its owners have declared."""
+    plan = frame.batch.layout.plan
+    named = {}
+    for owner in frame.owners:
+        for step_input in owner.step_inputs:
+            rows = named[step_input.name] = frame.buffers.named[step_input.name][: plan.num_tokens_padded]
+            rows[plan.num_tokens :] = step_input.padding
+    return named
+
+
+def _has_kept(buffers: BufferSet, step_id: int | None) -> bool:
+    return step_id is not None and buffers.kept is not None and buffers.kept.output.step_id == step_id
+
+
+def _without(num_scheduled_tokens: dict[str, int], errors: Mapping[str, str]) -> dict[str, int]:
+    if not errors:
+        return num_scheduled_tokens
+    return {req_id: count for req_id, count in num_scheduled_tokens.items() if req_id not in errors}

@@ -1,0 +1,84 @@
+"""The head of a pipeline stage before the last one, which samples: outcomes come from there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from penstock.contract import SampledOutput, SchedulerOutput
+from penstock.runner.async_output import ReadyOutput
+from penstock.runner.batch_layout import BatchLayout
+from penstock.runner.frame import BufferSet, Frame, WantedOutputs
+from penstock.runner.output_heads.base import HeadParts, OutputHead
+from penstock.runner.request_states import RequestStates, empty_outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _UnsettledStep:
+    """A step that samples for these requests, whose tokens are not known here. Its frame keeps its inputs till then."""
+
+    step_id: int
+    frame: Frame
+    req_ids: Collection[str]
+
+    def concerns(self, output: SchedulerOutput) -> bool:
+        """Whether a step runs, or lets go of, a request that this one sampled for."""
+        return not (
+            output.num_scheduled_tokens.keys().isdisjoint(self.req_ids)
+            and output.finished_req_ids.isdisjoint(self.req_ids)
+            and output.preempted_req_ids.isdisjoint(self.req_ids)
+        )
+
+
+class EarlierStage(OutputHead):
+    """Commits a step in two halves.
+
+    What it computes is noted at once, as if all its drafts were accepted, so that the next chunk of a prompt waits for
+    nothing; what it sampled, when a step comes that needs it. Outcomes come in the order of their steps.
+    """
+
+    def __init__(self, parts: HeadParts) -> None:
+        self._requests = parts.requests
+        self._owners = parts.owners
+        self._speculator = parts.speculator
+        self._stage = parts.stage
+        self._unsettled: list[_UnsettledStep] = []
+
+    def wants(self, frame: Frame) -> WantedOutputs:
+        return WantedOutputs(all_rows=True, aux_layers=self._stage.aux_here(self._speculator.aux_layers))
+
+    def finish(self, frame: Frame) -> ReadyOutput:
+        frame.drop_outputs()
+        if frame.has_tokens:
+            self._owners.commit_computed(frame)
+            req_ids = sampling_requests(frame.batch.layout, self._requests)
+            if req_ids:
+                self._unsettled.append(_UnsettledStep(frame.step_id, frame, req_ids))
+        return ReadyOutput(SampledOutput(step_id=frame.step_id, errors=frame.errors))
+
+    def settle(self, output: SchedulerOutput, buffers: BufferSet | None) -> None:
+        while any(step.frame.buffers is buffers or step.concerns(output) for step in self._unsettled):
+            self._settle_oldest()
+
+    def catch_up(self) -> None:
+        while self._unsettled:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        step = self._unsettled.pop(0)
+        frame = step.frame
+        outcome = empty_outcome(frame.batch)
+        self._stage.receive_outcome(step.step_id, outcome)
+        self._owners.commit_sampled(frame, outcome)
+        if frame.num_drafts and self._speculator.drafts_for_all_stages:
+            drafts_SK = self._requests.draft_token_ids.tensor
+            self._stage.share_drafts(step.step_id, drafts_SK, frame.batch.layout.slots)
+
+
+def sampling_requests(layout: BatchLayout, requests: RequestStates) -> Collection[str]:
+    """For whom a step samples, as all stages know it from its message: not where a prompt goes on after it."""
+    if layout.is_all_decodes:
+        return layout.req_ids
+    known = requests.num_computed_tokens_upper_bound(layout.slots_np) + layout.counts_np
+    samples = known >= requests.prefill_len.host[layout.slots_np]
+    return [req_id for req_id, is_sampled in zip(layout.req_ids, samples.tolist(), strict=True) if is_sampled]

@@ -1,0 +1,85 @@
+"""Generation: logits of the last tokens, the sampler, and log-probabilities of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.contract import SampledOutput
+from penstock.runner.async_output import AsyncOutput, ReadyOutput
+from penstock.runner.frame import Frame, WantedOutputs
+from penstock.runner.output_heads.base import HeadParts, OutputHead
+from penstock.runner.output_heads.earlier_stage import sampling_requests
+from penstock.runner.sampling.sampler import SamplerOutput
+
+
+class Generation(OutputHead):
+    """Takes tokens from the logits of each request's last token."""
+
+    def __init__(self, parts: HeadParts) -> None:
+        self._device = parts.device
+        self._requests = parts.requests
+        self._owners = parts.owners
+        self._sampler = parts.sampler
+        self._prompt_logprobs = parts.prompt_logprobs
+        self._speculator = parts.speculator
+        self._stage = parts.stage
+        self._rank = parts.rank
+
+    def wants(self, frame: Frame) -> WantedOutputs:
+        batch, speculator = frame.batch, self._speculator
+        prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
+        return WantedOutputs(
+            logits_rows=True,
+            all_rows=prompt_rows is not None or speculator.needs_hidden,
+            aux_layers=self._stage.aux_here(speculator.aux_layers),
+            greedy=self._sampler.is_plain_greedy(batch.logits_rows),
+            prompt_rows=prompt_rows,
+        )
+
+    def finish(self, frame: Frame) -> AsyncOutput | ReadyOutput:
+        errors, step_id = frame.errors, frame.output.step_id
+        if not frame.has_tokens:
+            return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
+        layout, step = frame.batch.layout, frame.batch.step
+        req_ids = layout.req_ids
+        prompt_logprobs = self._prompt_logprobs.compute(frame.wants.prompt_rows, frame.model, frame.all_hidden)
+        sampled = self._sample(frame)
+        outcome, on_host = step.outcome(sampled.sampled_token_ids, sampled.failures)
+        tells = self._stage.has_others and bool(sampling_requests(layout, self._requests))
+        if tells:
+            self._stage.send_outcome(step_id, outcome)
+        if sampled.errors:
+            errors = _by_request(sampled.errors, req_ids) | errors
+        result: AsyncOutput | ReadyOutput
+        if on_host is not None and on_host[1] is None and sampled.logprobs is None and prompt_logprobs is None:
+            tokens = SampledOutput(step_id=step_id, req_ids=req_ids, sampled_token_ids=on_host[0], errors=errors)
+            result = ReadyOutput(tokens)
+        else:
+            result = AsyncOutput(
+                self._device,
+                step_id=step_id,
+                req_ids=req_ids,
+                outcome=outcome,
+                on_host=on_host,
+                first_rows=layout.first_rows,
+                logprobs=sampled.logprobs,
+                prompt_logprobs=prompt_logprobs,
+                errors=errors,
+                processor_names=self._sampler.processor_names,
+                rank=self._rank,
+            )
+        self._owners.commit(frame, outcome)
+        if tells and frame.num_drafts and self._speculator.drafts_for_all_stages:
+            self._stage.share_drafts(step_id, self._requests.draft_token_ids.tensor, layout.slots)
+        frame.drop_outputs()
+        return result
+
+    def _sample(self, frame: Frame) -> SamplerOutput:
+        if frame.chosen is not None:
+            return SamplerOutput(*frame.chosen, None, {})
+        assert frame.hidden is not None, "a frame has its tokens, or what they are chosen from"
+        return self._sampler.sample(frame.model.compute_logits(frame.hidden), frame.batch.logits_rows)
+
+
+def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, str]:
+    return {req_ids[row]: error for row, error in errors.items()}

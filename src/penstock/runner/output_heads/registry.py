@@ -1,0 +1,31 @@
+"""Output heads by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from penstock.errors import ConfigError
+from penstock.runner.output_heads.base import HeadParts, OutputHead
+from penstock.runner.output_heads.earlier_stage import EarlierStage
+from penstock.runner.output_heads.generation import Generation
+
+HeadFactory: TypeAlias = Callable[[HeadParts], OutputHead]
+
+GENERATE = "generate"
+_factories: dict[str, HeadFactory] = {GENERATE: Generation}
+
+
+def register_output_head(name: str, factory: HeadFactory) -> None:
+    """Make a head known by its name. Called by plugins; of several calls with a name, the last one counts."""
+    _factories[name] = factory
+
+
+def create_output_head(name: str, parts: HeadParts) -> OutputHead:
+    """The head of this name; before the last stage of a pipeline, the one that waits for it.
+
+    Raises ConfigError for a name that is not known.
+    """
+    if name not in _factories:
+        raise ConfigError(f"output_head={name!r} is not known. Known: {', '.join(sorted(_factories))}.")
+    return _factories[name](parts) if parts.stage.is_last else EarlierStage(parts)
