@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheSpec
+from penstock.errors import UnsupportedFeature
 from penstock.scheduler.kv_cache_plan import bytes_to_serve, group_layers, longest_request_in_bytes
 from penstock.worker.capabilities import allows_options
 from penstock.worker.lighter_weights import saved_by_int8_weights
@@ -31,9 +32,7 @@ def options_that_fit(
     """
     as_int8 = _with_int8_cache(config, specs)
     needed = bytes_to_serve(group_layers(specs), max_model_len, max_num_batched_tokens)
-    needed_as_int8 = (
-        None if as_int8 is None else bytes_to_serve(group_layers(as_int8), max_model_len, max_num_batched_tokens)
-    )
+    needed_as_int8 = None if as_int8 is None else _bytes_to_serve(as_int8, max_model_len, max_num_batched_tokens)
     longest = longest_request_in_bytes(
         group_layers(specs), available, limit=max_model_len, max_num_batched_tokens=max_num_batched_tokens
     )
@@ -52,6 +51,15 @@ def options_that_fit(
     if not found:
         return "No other context length or dtype of the KV cache fits: free memory, or take a smaller model."
     return f"Any of these fits: {'; '.join(found)}."
+
+
+def _bytes_to_serve(specs: Mapping[str, KVCacheSpec], max_model_len: int, max_num_batched_tokens: int) -> int | None:
+    """Bytes of the smallest KV cache that serves such a request; None where these layers have no pages of one size."""
+    try:
+        groups = group_layers(specs)
+    except UnsupportedFeature:
+        return None
+    return bytes_to_serve(groups, max_model_len, max_num_batched_tokens)
 
 
 def _larger_cache(plan: MemoryPlan, needed: int) -> Iterator[str]:

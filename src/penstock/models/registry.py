@@ -1,4 +1,4 @@
-"""From an architecture's name to the class that implements it; each is imported when it is first asked for."""
+"""Registry of model architectures. A class is imported when it is first asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
-from penstock.errors import UnsupportedModel
+from penstock.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
     from penstock.models.causal_lm import CausalLM
@@ -31,12 +31,24 @@ _DRAFT_HEADS = {
     "Eagle3LlamaForCausalLM": "penstock.models.eagle3",
     "MiMoMTP": "penstock.models.mimo",
 }
+_registered: dict[str, str | Callable[[ModelConfig, ParallelContext], CausalLM]] = {}
 _TRANSFORMERS = ("penstock.models.transformers_fallback", "TransformersForCausalLM")
+
+
+def register_model(architecture: str, model_class: str | Callable[[ModelConfig, ParallelContext], CausalLM]) -> None:
+    """Let plugins implement an architecture, or replace its implementation.
+
+    model_class: the class, or "module:Class", which is imported when a model of this architecture is loaded.
+    Raises ConfigError for a string of another form.
+    """
+    if isinstance(model_class, str) and model_class.count(":") != 1:
+        raise ConfigError(f"model_class={model_class!r} is not valid. Allowed: a class, or 'module:Class'.")
+    _registered[architecture] = model_class
 
 
 def supported_architectures() -> list[str]:
     """Names that may be the first of `architectures` in a model's `config.json`."""
-    return sorted(_MODELS)
+    return sorted({*_MODELS, *_registered})
 
 
 def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, ParallelContext], CausalLM]:
@@ -47,6 +59,11 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
     architecture = model_config.architecture
     if runs_through_transformers(model_config):
         module, name = _TRANSFORMERS
+    elif architecture in _registered:
+        registered = _registered[architecture]
+        if not isinstance(registered, str):
+            return registered
+        module, _, name = registered.partition(":")
     elif architecture in _MODELS or architecture in _DRAFT_HEADS:
         module, name = {**_MODELS, **_DRAFT_HEADS}[architecture], architecture
     else:
@@ -73,7 +90,7 @@ def refuse_unsuitable(model_config: ModelConfig) -> None:
 def runs_through_transformers(model_config: ModelConfig) -> bool:
     """Whether the implementation is that of Transformers: by option, or because there is no other."""
     if model_config.model_impl == "auto":
-        return model_config.architecture not in _MODELS
+        return model_config.architecture not in supported_architectures()
     return model_config.model_impl == "transformers"
 
 

@@ -31,9 +31,12 @@ class KVCacheGroup:
     block_size: positions per block, whatever a position is.
     hash_block_size: tokens per block hash of a request, a divisor of this group's block size where it finds prefixes.
     finds_prefixes: whether a request can begin with what another one computed.
+    shares_in_step: whether a request can read a block in the step that fills it for another request. A layer that
+        computes requests one after another, such as a recurrent one, cannot.
     """
 
     finds_prefixes: ClassVar[bool] = True
+    shares_in_step: ClassVar[bool] = True
 
     def __init__(self, group_id: int, spec: Any, pool: BlockPool, hash_block_size: int) -> None:
         self.group_id = group_id
@@ -148,7 +151,7 @@ class StateGroup(FixedGroup):
         return 1 + lookahead
 
 
-# By what its layers keep.
+# By the spec of a group's layers.
 GROUPS: dict[type[Any], type[KVCacheGroup]] = {
     FullAttentionSpec: FullAttentionGroup,
     MLAAttentionSpec: FullAttentionGroup,
@@ -156,6 +159,11 @@ GROUPS: dict[type[Any], type[KVCacheGroup]] = {
     CrossAttentionSpec: EncoderGroup,
     RecurrentStateSpec: StateGroup,
 }
+
+
+def register_kv_cache_group(spec_type: type[Any], group_type: type[KVCacheGroup]) -> None:
+    """Let plugins manage the blocks of layers that keep something of their own kind."""
+    GROUPS[spec_type] = group_type
 
 
 def make_group(group_id: int, spec: KVCacheSpec, pool: BlockPool, hash_block_size: int) -> KVCacheGroup:

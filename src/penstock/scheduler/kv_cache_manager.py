@@ -52,6 +52,7 @@ class KVCacheManager:
     num_lookahead_tokens: tokens beyond those of a step that a speculator may write.
     blocks_need_next_token: what a block holds of its last token depends on the token after it too, as an EAGLE head's
         keys and values do. Of a cached prefix the last block is computed anew then: another token may follow it here.
+    shares_in_step: whether a request may read a block in the step that fills it for another request.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class KVCacheManager:
         ]
         can_cache = bool(self.groups) and all(group.finds_prefixes for group in self.groups)
         self._caches_prefixes = enable_prefix_caching and can_cache
+        self.shares_in_step = all(group.shares_in_step for group in self.groups)
         self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
         self._held: dict[str, _HeldBlocks] = {}
         # What others hold, by request id and holder.

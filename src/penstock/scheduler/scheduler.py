@@ -461,7 +461,7 @@ class Scheduler:
 
         Attention backends promise it of requests of more than one token only.
         """
-        if num_tokens == 1:
+        if num_tokens == 1 or not self.kv_cache.shares_in_step:
             return ()
         return self.kv_cache.cache_blocks(request, min(request.num_computed_tokens + num_tokens, request.num_tokens))
 
