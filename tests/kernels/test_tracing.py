@@ -255,7 +255,9 @@ def adapted(ids_T: Tensor, adapters_T: Tensor, weights: dict[str, Tensor], last:
     if last is not None:
         x_TD, side_T3, adapters_T = (rows.index_select(0, last) for rows in (x_TD, side_T3, adapters_T))
     normed_RD, _ = add_rms_norm(x_TD, embedding(adapters_T, weights["adapters"], torch.float32), weights["norm"], 1e-5)
-    return [concatenate_rows(normed_RD, side_T3)]
+    both_RX = concatenate_rows(normed_RD, side_T3)
+    called = trace_opaque(doubled_and_rolled, [both_RX], [WIDTH + 3, 3])
+    return [(called or doubled_and_rolled(None, both_RX))[0]]
 
 
 @pytest.mark.parametrize("last", [None, [0], [2, 5, 298, 299], list(range(300))])
@@ -273,7 +275,7 @@ def test_a_program_reads_inputs_by_name_and_stops_for_opaque_operations(trace: T
     stand_ins = [trace.input(name, torch.int32) for name in inputs]
     (traced,) = adapted(stand_ins[0], stand_ins[1], weights, trace.last_rows())
     program = NativeProgram(native(), trace, trace.result(traced))
-    assert program.num_segments == 2
+    assert program.num_segments == 3
     step = StepTokens(inputs, 300, 300) if last is None else step_with_last(inputs, 300, last)
     rows = None if last is None else torch.tensor(last)
     (found,) = program.run(step)
