@@ -35,8 +35,8 @@ PLACES = [
         "key": ("before",),
         "cache_full_blocks": ("before", "after"),
         "get_block_ids": ("before",),
-        "_launch": ("before",),
-        "take_tokens": ("before", "after"),
+        "_add": ("before",),
+        "tokens_to_end": ("before", "after"),
         "make_output": ("before", "after"),
         "logprobs_of_rows": ("before",),
     }.items()
@@ -147,7 +147,7 @@ def test_blocks_that_a_failed_step_would_have_filled_are_not_found() -> None:
     driver = Driver(cache_config(40))
     faults = Faults(driver)
     with faults.planted():
-        faults.arm("_launch", "before")
+        faults.arm("_add", "before")
         driver.add("a", PROMPT, max_tokens=2)
         driver.turn()
         assert (driver.num_broken_off, driver.scheduler.kv_cache.pool.num_free_blocks) == (1, 39)

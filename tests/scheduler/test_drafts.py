@@ -45,7 +45,7 @@ def test_accepted_drafts_are_tokens_and_rejected_ones_are_taken_back(num_accepte
     assert (output.new_token_ids, output.finish_reason) == (tokens, None)
     assert request.all_token_ids == [*PROMPT, 6, *tokens]
     assert request.num_computed_tokens == request.num_tokens - 1
-    assert (request.num_output_placeholders, request.num_in_flight_steps, request.spec_token_ids) == (0, 0, [])
+    assert (request.num_output_placeholders, request.spec_token_ids) == (0, [])
     following = driver.scheduler.schedule()
     assert following.num_scheduled_tokens == {"r": 1}
     assert following.scheduled_cached_reqs.num_computed_tokens == [6 + num_accepted]

@@ -202,7 +202,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Take back all blocks of a request; what they cache can still be found until they are reused."""
         held = self._held.pop(request.req_id)
-        request.kv_capacity = 0
+        request.kv_capacity, request.next_cache_at = 0, _NEVER
         self.pool.free_blocks(_last_first(held.groups))
 
     def take_back(self, request: Request) -> None:

@@ -44,7 +44,6 @@ class Request:
     num_computed_tokens: positions whose keys and values are in the cache once all steps in flight are done: an upper
         bound while any of these has drafts, since it is taken back by those that are rejected.
     num_output_placeholders: tokens that steps in flight will sample, if all their drafts are accepted.
-    num_in_flight_steps: steps launched with this request whose results have not arrived.
     length_limit: tokens, prompt included, at which the request ends.
     num_cached_tokens: prompt tokens found in the prefix cache when the request first ran; -1 before.
     prompt_logprobs: those of the prompt that are known so far, until the first token takes them along; None if the
@@ -58,7 +57,8 @@ class Request:
 
     The KV cache manager keeps, for the scheduler to see that nothing is due:
     kv_capacity: tokens up to which its blocks are enough; 0 while it holds none.
-    next_cache_at: computed tokens from which on there is a block to offer to the prefix cache.
+    next_cache_at: computed tokens from which on there is a block to offer to the prefix cache; out of reach while it
+        holds none.
     """
 
     req_id: str
@@ -81,7 +81,6 @@ class Request:
     spec_token_ids: list[int] = field(default_factory=list, init=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_output_placeholders: int = field(default=0, init=False)
-    num_in_flight_steps: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=-1, init=False)
     length_limit: int = field(default=0, init=False)

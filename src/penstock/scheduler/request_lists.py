@@ -35,9 +35,10 @@ class RequestLists:
 
     def next_decodes(self) -> DecodeSteps | None:
         """Whose turn it is to be repeated; None where that is not all that the running requests can do."""
-        if sum(len(decodes.requests) for decodes in self.decodes) != len(self.running):
-            return None
-        return self.decodes[0] if self.decodes else None
+        num_requests = 0
+        for decodes in self.decodes:
+            num_requests += len(decodes.step.requests)
+        return self.decodes[0] if num_requests == len(self.running) > 0 else None
 
     def end_turn(self) -> None:
         """The others' turns come before the one that was had now."""
@@ -47,8 +48,8 @@ class RequestLists:
     def take_turns(self, decodes: DecodeSteps) -> None:
         """Let the requests of a step that was made take turns with those of the steps before it."""
         if len(self.decodes) > 0:
-            now = set(decodes.requests)
-            self.decodes[:] = [before for before in self.decodes if now.isdisjoint(before.requests)]
+            now = set(decodes.step.requests)
+            self.decodes[:] = [before for before in self.decodes if now.isdisjoint(before.step.requests)]
         self.decodes.append(decodes)
 
     def add(self, request: Request) -> None:
@@ -76,24 +77,20 @@ class RequestLists:
             self.waiting.add(request)
 
     def preempt(self, request: Request) -> None:
-        """Make a request that runs wait with nothing but its tokens. Its step must tell the worker."""
+        """Let a running request wait, holding no blocks."""
         self.decodes.clear()
         self.running.remove(request)
         self._kv_cache.free(request)
         request.spec_token_ids = []
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.add(request)
 
-    def preempt_between_steps(self, request: Request) -> None:
-        """The same, where the next step tells the worker."""
-        self.preempt(request)
-        self.finished_req_ids.add(request.req_id)
-
     def finish(self, request: Request) -> None:
-        """End a request, wherever it is."""
+        """End a request wherever it is, unless it has ended."""
+        if request.status is RequestStatus.FINISHED:
+            return
         self.decodes.clear()
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)

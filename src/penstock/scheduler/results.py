@@ -8,23 +8,22 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 
 
-def take_tokens(request: Request, new_token_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
-    """Add what a step sampled to the request, up to its end.
+def tokens_to_end(request: Request, new_token_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+    """The tokens that a request takes of those that a step sampled for it: all, or those up to its end.
 
-    Returns the tokens that it got, why it ends with the last of them, and the stop token if it is one the user named.
+    Returns them, why the request ends with the last of them, and the stop token if it is one the user named.
     No token is an end token before there are min_tokens.
     """
-    token_ids = request.all_token_ids
-    if request.end_token_ids.isdisjoint(new_token_ids) and len(token_ids) + len(new_token_ids) < request.length_limit:
-        token_ids += new_token_ids
+    num_tokens = len(request.all_token_ids)
+    if request.end_token_ids.isdisjoint(new_token_ids) and num_tokens + len(new_token_ids) < request.length_limit:
         return new_token_ids, None, None
-    for index, token_id in enumerate(new_token_ids):
-        token_ids.append(token_id)
-        if token_id in request.end_token_ids and request.num_output_tokens >= request.sampling_params.min_tokens:
+    num_output_tokens = request.num_output_tokens
+    for index, token_id in enumerate(new_token_ids, start=1):
+        if token_id in request.end_token_ids and num_output_tokens + index >= request.sampling_params.min_tokens:
             stop_reason = None if token_id in request.eos_token_ids else token_id
-            return new_token_ids[: index + 1], FinishReason.STOP, stop_reason
-        if len(token_ids) >= request.length_limit:
-            return new_token_ids[: index + 1], FinishReason.LENGTH, None
+            return new_token_ids[:index], FinishReason.STOP, stop_reason
+        if num_tokens + index >= request.length_limit:
+            return new_token_ids[:index], FinishReason.LENGTH, None
     return new_token_ids, None, None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
@@ -19,7 +19,7 @@ from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_limits import check_fits, check_prompt, check_unfinished
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
-from penstock.scheduler.step import StepBuilder
+from penstock.scheduler.step import NewBlockIds, Step, StepBuilder
 from penstock.scheduler.step_times import StepTimes
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
@@ -71,8 +71,7 @@ class Scheduler:
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._runs_ahead = async_scheduling
         self._max_concurrent_steps = max_concurrent_steps
-        # For whom the last steps sampled, a step each.
-        self._last_turns: deque[list[Request]] = deque(maxlen=max_concurrent_steps - 1)
+        self._last_turns: deque[Step] = deque(maxlen=max_concurrent_steps - 1)
         self._draft_budget = (
             DraftBudget(num_speculative_tokens)
             if step_times is None
@@ -205,42 +204,11 @@ class Scheduler:
         """Put the next step together. It may have no tokens, when all requests wait for results or for blocks."""
         step_id = self._next_step_id
         self._next_step_id += 1
-        decodes = self._requests.next_decodes()
-        if decodes is not None and decodes.num_left > 0 and self._may_go_on(decodes):
-            rows = decodes.due.get(decodes.num_steps)
-            new_block_ids = None if rows is None else self._allocate_for(decodes, rows)
-            if rows is None or new_block_ids is not None:
-                output, self._in_flight.steps[step_id] = decodes.next(
-                    step_id, new_block_ids, clears_blocks=self._in_flight.had_nan
-                )
-                self._requests.end_turn()
-                self._last_turns.append(decodes.requests)
-                self.kv_cache.pool.note_launched(step_id)
-                return output
-        step = StepBuilder(step_id, self._max_num_batched_tokens, self._share_of_requests())
-        turns = list(self._last_turns)
-        self._schedule_running(step, {request for requests in turns for request in requests})
-        # Who is let in now would only be in the way of those who need the blocks.
-        if not step.preempted_req_ids and not step.waits_for_blocks:
-            self._schedule_waiting(step)
-        while turns and step.can_take_others:
-            # There are not enough requests for all turns: it is that of those who have waited the longest.
-            turns.pop(0)
-            self._schedule_running(step, {request for requests in turns for request in requests})
-        if step.scheduled:
-            self._in_flight.steps[step_id] = step.scheduled
-            self.kv_cache.pool.note_launched(step_id)
-            self._last_turns.append([entry.request for entry in step.scheduled.values() if entry.max_new_tokens])
-        if step.has_drafts:
-            self._last_draft_step_id = step_id
-        num_drafts_wanted = 0
-        if self._num_speculative_tokens:
-            num_drafts_wanted = self._draft_budget.plan(step_id, self._requests.running)
-        if self._has_placeholders and num_drafts_wanted:
-            self._expect_drafts(step)
-        finished_req_ids, self._requests.finished_req_ids = self._requests.finished_req_ids, set()
-        self._continue_decodes(step, num_drafts_wanted)
-        return step.build(finished_req_ids, num_drafts_wanted, clears_blocks=self._in_flight.had_nan)
+        step = self._repeat_step(step_id) or self._new_step(step_id)
+        if step.requests:
+            self._in_flight.launch(step)
+            self._last_turns.append(step)
+        return step.message
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -250,7 +218,7 @@ class Scheduler:
         Results of steps from before `reset_for_recovery` are ignored. Raises LifecycleError when the results are not
         of this step, name a request that it did not hold, or are not those that are due next.
         """
-        return self._in_flight.take(scheduler_output, model_runner_output)
+        return self._in_flight.settle(scheduler_output, model_runner_output)
 
     def note_time(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
         """What a step took from `schedule` to its results, one step at a time: the draft budget goes by it."""
@@ -266,29 +234,67 @@ class Scheduler:
         Every running request waits again, in the same order, and keeps its known tokens. Tokens in flight are lost
         and will be sampled again.
         """
-        requests = self._requests
-        self._in_flight.drop(self._next_step_id)
-        requests.decodes.clear()
+        self._requests.decodes.clear()
         self._last_turns.clear()
-        requests.finished_req_ids = set()
-        for request in reversed(requests.running.copy()):
-            requests.preempt(request)
-        for request in requests.by_id.values():
-            request.num_output_placeholders = 0
-            request.num_in_flight_steps = 0
+        self._requests.finished_req_ids = set()
+        self._in_flight.rewind_all(self._next_step_id)
         self.kv_cache.start_over()
 
     def preempt_all(self) -> None:
         """Make every running request wait, holding no blocks; the worker forgets them with the next step."""
         for request in reversed(self._requests.running.copy()):
-            self._requests.preempt_between_steps(request)
+            self._in_flight.rewind_between_steps(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.kv_cache.reset_prefix_cache()
 
-    def _may_go_on(self, decodes: DecodeSteps) -> bool:
-        return decodes.runs_ahead or decodes.last_step_id not in self._in_flight.steps
+    def _repeat_step(self, step_id: int) -> Step | None:
+        """The step that repeats the last one of the requests whose turn it is; None where it must be another."""
+        decodes = self._requests.next_decodes()
+        if decodes is None or decodes.num_left <= 0:
+            return None
+        if not decodes.runs_ahead and decodes.step.step_id in self._in_flight.steps:
+            return None
+        new_block_ids: NewBlockIds = []
+        rows = decodes.due.get(decodes.num_left)
+        if rows is not None:
+            if (allocated := self._allocate_for(decodes.step, rows)) is None:
+                return None
+            new_block_ids = allocated
+        step = decodes.step.repeated(step_id, new_block_ids, self._in_flight.had_nan)
+        decodes.advance(step)
+        self._requests.end_turn()
+        return step
+
+    def _new_step(self, step_id: int) -> Step:
+        """A step that is put together request by request."""
+        builder = StepBuilder(step_id, self._max_num_batched_tokens, self._share_of_requests())
+        turns = list(self._last_turns)
+        self._schedule_running(builder, turns)
+        # A request that is let in now would only be in the way of those that need the blocks.
+        if not builder.preempted_req_ids and not builder.waits_for_blocks:
+            self._schedule_waiting(builder)
+        while turns and builder.can_take_others:
+            # There are not enough requests for all turns: it is that of those who have waited the longest.
+            turns.pop(0)
+            self._schedule_running(builder, turns)
+        num_drafts_wanted = 0
+        if self._num_speculative_tokens:
+            num_drafts_wanted = self._draft_budget.plan(step_id, self._requests.running)
+        finished_req_ids, self._requests.finished_req_ids = self._requests.finished_req_ids, set()
+        step = builder.build(finished_req_ids, num_drafts_wanted, clears_blocks=self._in_flight.had_nan)
+        if step.message.scheduled_spec_decode_tokens:
+            self._last_draft_step_id = step_id
+        if self._has_placeholders and num_drafts_wanted:
+            self._expect_drafts(step)
+        if self._can_be_repeated(step, is_all_decodes=builder.is_all_decodes):
+            runs_ahead = self._runs_ahead and not any(request.needs_tokens_on_host for request in step.requests)
+            num_steps = self._draft_budget.num_steps_planned - 1
+            self._requests.take_turns(DecodeSteps(step, runs_ahead=runs_ahead, num_steps=num_steps))
+        else:
+            self._requests.decodes.clear()
+        return step
 
     def _share_of_requests(self) -> int:
         """How many a step may run, so that there are some for each of the steps that are executed at once."""
@@ -297,8 +303,14 @@ class Scheduler:
         num_reqs = min(len(self._requests.by_id), self._max_num_seqs)
         return max(1, -(-num_reqs // self._max_concurrent_steps))
 
-    def _schedule_running(self, step: StepBuilder, had_turns: Collection[Request]) -> None:
-        """Give running requests their next tokens, but for those who had their turn."""
+    def _schedule_running(self, step: StepBuilder, turns: Iterable[Step]) -> None:
+        """Give running requests their next tokens, but for those that sampled in one of the `turns`."""
+        had_turns = {
+            request
+            for turn in turns
+            for request, max_new_tokens in zip(turn.requests, turn.max_new_tokens, strict=True)
+            if max_new_tokens
+        }
         runs_ahead = self._runs_ahead
         # Preemption shortens the list from its end, which a loop over it stands.
         for request in self._requests.running:
@@ -329,14 +341,13 @@ class Scheduler:
                     if new_block_ids is None:
                         step.waits_for_blocks = True
                         continue
+                # Of decodes nothing is shared before it is computed.
+                is_decode = drafts or num_tokens == 1
+                shared = () if is_decode else self._share_next(request, request.num_computed_tokens, num_tokens)
+                step.add_cached(request, num_tokens, new_block_ids, shared)
                 if drafts:
-                    step.add_cached(request, num_tokens, new_block_ids)
                     # Those that found no room are of no use once there is another token before them.
                     request.spec_token_ids = []
-                elif num_tokens > 1:
-                    step.add_cached(request, num_tokens, new_block_ids, self._share_next(request, num_tokens))
-                else:
-                    step.add_cached(request, num_tokens, new_block_ids)
             except Exception as error:
                 self._break_off(request, error)
 
@@ -358,9 +369,9 @@ class Scheduler:
                 return None
             victim = self._requests.running[-1]
             # Drafts in flight that are rejected take it back, so that it may need less.
-            if victim is request and request.num_in_flight_steps > 0:
+            if victim is request and self._in_flight.holds(request):
                 return None
-            self._requests.preempt(victim)
+            self._in_flight.rewind(victim)
             step.preempted_req_ids.add(victim.req_id)
             if victim is request:
                 return None
@@ -380,7 +391,7 @@ class Scheduler:
     def _admit(self, request: Request, step: StepBuilder) -> bool:
         """Give the request whose turn it is its first tokens; False when it must wait, and all others behind it."""
         # After a preemption, tokens may still be on their way: they are a part of what must be computed again.
-        if request.num_in_flight_steps > 0:
+        if request.status is RequestStatus.PREEMPTED and self._in_flight.holds(request):
             return False
         hit = self.kv_cache.get_computed_blocks(request)
         if not self.kv_cache.has_room_for(request, hit):
@@ -390,80 +401,59 @@ class Scheduler:
             return False
         self._requests.waiting.admit(self._requests.running)
         request.has_news = True
-        request.num_computed_tokens = hit.num_tokens
         # A prompt that a preemption cut short begins anew.
         request.prompt_logprobs = no_logprobs() if request.needs_prompt_logits else None
         self._note_first_run(request, hit.num_tokens)
-        found = [block for blocks in hit.blocks for block in blocks]
-        shared = self._share_next(request, num_tokens)
-        step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id), found, shared)
+        shared = self._share_next(request, hit.num_tokens, num_tokens)
+        step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id), hit, shared)
         # Last, since it says that the worker holds the request.
         request.status = RequestStatus.RUNNING
         return True
 
-    def _expect_drafts(self, step: StepBuilder) -> None:
+    def _expect_drafts(self, step: Step) -> None:
         """Let the next step of each request that samples in this one verify what the device drafts after it."""
-        for entry in step.scheduled.values():
-            if entry.max_new_tokens > 0 and not entry.request.needs_tokens_on_host:
-                entry.request.spec_token_ids = [-1] * self._draft_budget.num_for(entry.request)
+        for request, max_new_tokens in zip(step.requests, step.max_new_tokens, strict=True):
+            if max_new_tokens > 0 and not request.needs_tokens_on_host:
+                request.spec_token_ids = [-1] * self._draft_budget.num_for(request)
                 self._draft_budget.note_drafts()
 
-    def _continue_decodes(self, step: StepBuilder, num_drafts_wanted: int) -> None:
-        """Note how to go on from this step, if its requests can only do the same again when their turn comes."""
-        if not self._can_be_repeated(step, num_drafts_wanted):
-            self._requests.decodes.clear()
-            return
-        requests = [entry.request for entry in step.scheduled.values()]
-        runs_ahead = self._runs_ahead and not any(request.needs_tokens_on_host for request in requests)
-        self._requests.take_turns(
-            DecodeSteps(
-                requests,
-                step.cached_only,
-                step.step_id,
-                runs_ahead=runs_ahead,
-                num_drafts_wanted=num_drafts_wanted,
-                num_steps=self._draft_budget.num_steps_planned - 1,
-            )
-        )
-
-    def _can_be_repeated(self, step: StepBuilder, num_drafts_wanted: int) -> bool:
+    def _can_be_repeated(self, step: Step, *, is_all_decodes: bool) -> bool:
+        """Whether the requests of a step can only do the same again when their turn comes."""
         # A step with drafts is never the same again.
-        if not self._repeats_steps or (self._has_placeholders and num_drafts_wanted):
+        if not self._repeats_steps or (self._has_placeholders and step.message.num_drafts_wanted):
             return False
         if self._last_draft_step_id in self._in_flight.steps:
             return False
         num_running = len(self._requests.running)
-        runs_all = len(step.scheduled) == num_running or self._max_concurrent_steps > 1
+        runs_all = len(step.requests) == num_running or self._max_concurrent_steps > 1
         can_admit = num_running < self._max_num_seqs and self._requests.waiting.peek() is not None
-        return runs_all and bool(step.scheduled) and step.is_all_decodes and not can_admit
+        return runs_all and bool(step.requests) and is_all_decodes and not can_admit
 
-    def _allocate_for(self, decodes: DecodeSteps, rows: list[int]) -> dict[int, tuple[list[int], ...]] | None:
-        """A block of each group for the requests of these rows; None where somebody would have to give way."""
+    def _allocate_for(self, step: Step, rows: list[int]) -> NewBlockIds | None:
+        """By row of a step, a block of each group for these rows; None where a request would have to give way."""
         if len(rows) * len(self.kv_cache.groups) > self.kv_cache.pool.num_free_blocks:
             return None
-        new_block_ids: dict[int, tuple[list[int], ...]] = {}
+        new_block_ids: NewBlockIds = [None] * len(step.requests)
         for row in rows:
-            request = decodes.requests[row]
+            request = step.requests[row]
             try:
-                blocks = self.kv_cache.allocate_slots(request, 1)
+                new_block_ids[row] = self.kv_cache.allocate_slots(request, 1)
             except Exception as error:
                 self._break_off(request, error)
                 # No message will name the blocks that the rows before it got.
-                for named in new_block_ids:
-                    self._requests.preempt_between_steps(decodes.requests[named])
+                for named in rows[: rows.index(row)]:
+                    self._in_flight.rewind_between_steps(step.requests[named])
                 return None
-            assert blocks is not None
-            new_block_ids[row] = blocks
         return new_block_ids
 
-    def _share_next(self, request: Request, num_tokens: int) -> Sequence[KVCacheBlock]:
+    def _share_next(self, request: Request, num_computed_tokens: int, num_tokens: int) -> Sequence[KVCacheBlock]:
         """Let others find what the request's next tokens fill, from the step on that computes them.
 
         Attention backends promise it of requests of more than one token only.
         """
         if num_tokens == 1 or not self.kv_cache.shares_in_step:
             return ()
-        return self.kv_cache.cache_blocks(request, min(request.num_computed_tokens + num_tokens, request.num_tokens))
+        return self.kv_cache.cache_blocks(request, min(num_computed_tokens + num_tokens, request.num_tokens))
 
     def _note_first_run(self, request: Request, num_cached_tokens: int) -> None:
         if request.num_cached_tokens >= 0:

@@ -1,37 +1,89 @@
-"""One step while it is put together, and what the scheduler remembers of it until its results arrive."""
+"""A step in flight as lists of its requests, and the one that is put together within its budget of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.contract import CachedRequestData, NewRequestData, SchedulerOutput
 from penstock.scheduler.block_pool import KVCacheBlock
+from penstock.scheduler.kv_cache_manager import PrefixHit
 from penstock.scheduler.request import Request
 
+# By row of a step, the blocks per group that its request gets; empty where no request gets any.
+NewBlockIds: TypeAlias = list[tuple[list[int], ...] | None]
+_NO_BLOCKS: Mapping[int, Sequence[KVCacheBlock]] = MappingProxyType({})
 
-class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request's part in a step in flight.
 
-    num_computed_tokens: positions whose KV is in the cache after the step; an upper bound where there are drafts, or
-        where an earlier step in flight had some.
-    max_new_tokens: that the step samples for it, one more than there are drafts; 0 for a chunk that ends before the
-        last known token, and where nothing is sampled.
-    found, shared: blocks that it found when it began, and those that others may find since this step was scheduled.
-    is_void: it read what another request should have computed and did not; its results mean nothing.
+class Step(msgspec.Struct, gc=False):
+    """A step with tokens, from its launch until its results: parallel lists of its requests, in scheduling order.
+
+    Steps that repeat one another share the lists that are equal, and messages share them too: no list is changed after
+    the launch.
+
+    num_computed_tokens: per request, positions whose KV is in the cache after the step; an upper bound where there are
+        drafts, or where an earlier step in flight had some.
+    max_new_tokens: per request, tokens that the step samples, one more than there are drafts; 0 for a chunk that ends
+        before the last known token, and where nothing is sampled.
+    found, shared: by row, blocks that a request found when it began, and those that others may find since this step was
+        scheduled.
+    void_rows: requests that read what another request should have computed and did not; their results mean nothing.
     """
 
-    request: Request
-    num_computed_tokens: int
-    max_new_tokens: int
-    found: Sequence[KVCacheBlock] = ()
-    shared: Sequence[KVCacheBlock] = ()
-    is_void: bool = False
+    message: SchedulerOutput
+    requests: list[Request]
+    req_ids: list[str]
+    num_computed_tokens: list[int]
+    max_new_tokens: list[int]
+    found: Mapping[int, Sequence[KVCacheBlock]] = _NO_BLOCKS
+    shared: Mapping[int, Sequence[KVCacheBlock]] = _NO_BLOCKS
+    void_rows: frozenset[int] = frozenset()
+
+    @property
+    def step_id(self) -> int:
+        """The step's number, which messages go by."""
+        return self.message.step_id
+
+    def repeated(self, step_id: int, new_block_ids: NewBlockIds, clears_blocks: bool) -> Step:
+        """The step that runs the next token of each of these requests, where each ran one token and sampled one.
+
+        Its message says that it repeats this one, unless some requests were new to the worker.
+        """
+        message, req_ids, num_computed_tokens = self.message, self.req_ids, self.num_computed_tokens
+        repeats_step_id = None if message.scheduled_new_reqs else message.step_id
+        if message.repeats_step_id is None:
+            message = replace(message, scheduled_new_reqs=[], finished_req_ids=set(), preempted_req_ids=set())
+        message = replace(
+            message,
+            step_id=step_id,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=req_ids, new_block_ids=new_block_ids, num_computed_tokens=num_computed_tokens
+            ),
+            repeats_step_id=repeats_step_id,
+            clears_blocks=clears_blocks,
+        )
+        return Step(message, self.requests, req_ids, [count + 1 for count in num_computed_tokens], self.max_new_tokens)
+
+    def reordered(self, rows: Sequence[int]) -> Step:
+        """The same step with its rows in another order, for its results to be taken in."""
+        return replace(
+            self,
+            requests=[self.requests[row] for row in rows],
+            req_ids=[self.req_ids[row] for row in rows],
+            num_computed_tokens=[self.num_computed_tokens[row] for row in rows],
+            max_new_tokens=[self.max_new_tokens[row] for row in rows],
+            found=_NO_BLOCKS,
+            shared=_NO_BLOCKS,
+            void_rows=frozenset(index for index, row in enumerate(rows) if row in self.void_rows),
+        )
 
 
 class StepBuilder:
-    """Collects what one step runs, within its budget of tokens.
+    """Collects the requests of one step, within its budget of tokens: those that the worker holds, then new ones.
 
     max_num_reqs: that it may run. is_all_decodes: whether every request so far has run a single token, and sampled one.
     waits_for_blocks: whether a request stays out since its blocks become free with the steps in flight; those after it
@@ -39,55 +91,69 @@ class StepBuilder:
     """
 
     __slots__ = (
-        "_cached_req_ids",
         "_drafts",
+        "_found",
+        "_max_new_tokens",
         "_new_block_ids",
         "_new_reqs",
         "_num_computed_tokens",
+        "_num_computed_tokens_before",
         "_num_scheduled_tokens",
+        "_req_ids",
+        "_shared",
+        "_step_id",
         "_token_budget",
         "is_all_decodes",
         "max_num_reqs",
         "preempted_req_ids",
-        "scheduled",
-        "step_id",
+        "requests",
         "token_budget",
         "waits_for_blocks",
     )
 
     def __init__(self, step_id: int, token_budget: int, max_num_reqs: int) -> None:
-        self.step_id = step_id
+        self._step_id = step_id
         self.max_num_reqs = max_num_reqs
         self.token_budget = self._token_budget = token_budget
         self.is_all_decodes = True
         self.waits_for_blocks = False
-        self.scheduled: dict[str, ScheduledRequest] = {}
         self.preempted_req_ids: set[str] = set()
+        self.requests: list[Request] = []
+        self._req_ids: list[str] = []
+        self._num_computed_tokens: list[int] = []
+        self._max_new_tokens: list[int] = []
+        self._found: dict[int, Sequence[KVCacheBlock]] = {}
+        self._shared: dict[int, Sequence[KVCacheBlock]] = {}
         self._num_scheduled_tokens: dict[str, int] = {}
         self._drafts: dict[str, list[int]] = {}
         self._new_reqs: list[NewRequestData] = []
-        self._cached_req_ids: list[str] = []
-        self._new_block_ids: list[tuple[list[int], ...] | None] = []
-        self._num_computed_tokens: list[int] = []
+        self._new_block_ids: NewBlockIds = []
+        self._num_computed_tokens_before: list[int] = []
 
     def add_new(
         self,
         request: Request,
         num_tokens: int,
         block_ids: tuple[list[int], ...],
-        found: Sequence[KVCacheBlock],
+        hit: PrefixHit,
         shared: Sequence[KVCacheBlock],
     ) -> None:
-        """Run tokens of a request that the worker does not hold; `block_ids` are all its blocks."""
+        """Run tokens of a request that the worker does not hold, behind the cached prefix that it found.
+
+        block_ids: all its blocks.
+        """
         new = NewRequestData(
             req_id=request.req_id,
             prompt_token_ids=request.prompt_token_ids,
             prefill_token_ids=request.all_token_ids.copy(),
             sampling_params=request.sampling_params,
             block_ids=block_ids,
-            num_computed_tokens=request.num_computed_tokens,
+            num_computed_tokens=hit.num_tokens,
         )
-        self._launch(request, num_tokens, found, shared)
+        found = [block for blocks in hit.blocks for block in blocks]
+        if found:
+            self._found[len(self.requests)] = found
+        self._add(request, hit.num_tokens, num_tokens, shared)
         self._new_reqs.append(new)
 
     def add_cached(
@@ -99,43 +165,30 @@ class StepBuilder:
     ) -> None:
         """Run tokens of a request that the worker holds; `new_block_ids` are None if it got none."""
         num_computed_tokens = request.num_computed_tokens
-        self._launch(request, num_tokens, (), shared)
-        self._cached_req_ids.append(request.req_id)
+        self._add(request, num_computed_tokens, num_tokens, shared)
         self._new_block_ids.append(new_block_ids)
-        self._num_computed_tokens.append(num_computed_tokens)
+        self._num_computed_tokens_before.append(num_computed_tokens)
 
     @property
     def can_take_others(self) -> bool:
-        """Whether it runs nothing so far, and nobody waits for blocks or had to give some away."""
-        return not (self.scheduled or self.waits_for_blocks or self.preempted_req_ids)
+        """Whether it runs nothing so far, and no request waits for blocks or had to give some away."""
+        return not (self.requests or self.waits_for_blocks or self.preempted_req_ids)
 
     @property
     def is_full(self) -> bool:
         """Whether it has as many requests as it may have."""
-        return len(self.scheduled) >= self.max_num_reqs
+        return len(self.requests) >= self.max_num_reqs
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether any request has tokens to be verified."""
-        return bool(self._drafts)
-
-    @property
-    def cached_only(self) -> tuple[list[str], dict[str, int]] | None:
-        """What the message names of requests that the worker holds, and their tokens; None if there are others."""
-        return None if self._new_reqs else (self._cached_req_ids, self._num_scheduled_tokens)
-
-    def build(
-        self, finished_req_ids: set[str], num_drafts_wanted: int, *, clears_blocks: bool = False
-    ) -> SchedulerOutput:
-        """The message to the worker."""
+    def build(self, finished_req_ids: set[str], num_drafts_wanted: int, *, clears_blocks: bool = False) -> Step:
+        """The step and its message to the worker."""
         new_block_ids = self._new_block_ids
-        return SchedulerOutput(
-            step_id=self.step_id,
+        message = SchedulerOutput(
+            step_id=self._step_id,
             scheduled_new_reqs=self._new_reqs,
             scheduled_cached_reqs=CachedRequestData(
-                req_ids=self._cached_req_ids,
+                req_ids=self._req_ids[: len(new_block_ids)] if self._new_reqs else self._req_ids,
                 new_block_ids=[] if new_block_ids.count(None) == len(new_block_ids) else new_block_ids,
-                num_computed_tokens=self._num_computed_tokens,
+                num_computed_tokens=self._num_computed_tokens_before,
             ),
             num_scheduled_tokens=self._num_scheduled_tokens,
             total_num_scheduled_tokens=self._token_budget - self.token_budget,
@@ -145,50 +198,53 @@ class StepBuilder:
             preempted_req_ids=self.preempted_req_ids,
             clears_blocks=clears_blocks,
         )
+        return Step(
+            message,
+            self.requests,
+            self._req_ids,
+            self._num_computed_tokens,
+            self._max_new_tokens,
+            self._found,
+            self._shared,
+        )
 
-    def _launch(
-        self, request: Request, num_tokens: int, found: Sequence[KVCacheBlock], shared: Sequence[KVCacheBlock]
-    ) -> None:
-        """Move the request ahead as if the step were done and all its drafts accepted.
-
-        The tokens that it samples are placeholders until then.
-        """
-        num_computed_tokens = request.num_computed_tokens + num_tokens
-        num_placeholders = request.num_output_placeholders
-        max_new_tokens = num_computed_tokens + 1 - len(request.all_token_ids) - num_placeholders
-        req_id = request.req_id
+    def _add(self, request: Request, num_computed_tokens: int, num_tokens: int, shared: Sequence[KVCacheBlock]) -> None:
+        """Add a row, as if all drafts were accepted. The launch moves the request ahead."""
+        num_computed_tokens += num_tokens
+        max_new_tokens = num_computed_tokens + 1 - len(request.all_token_ids) - request.num_output_placeholders
         if max_new_tokens > 1:
-            self._drafts[req_id] = request.spec_token_ids[: max_new_tokens - 1]
+            self._drafts[request.req_id] = request.spec_token_ids[: max_new_tokens - 1]
         elif max_new_tokens < 1 or request.pools:
             max_new_tokens = 0
-        request.num_computed_tokens = num_computed_tokens
-        request.num_output_placeholders = num_placeholders + max_new_tokens
-        request.num_in_flight_steps += 1
-        self.scheduled[req_id] = ScheduledRequest(request, num_computed_tokens, max_new_tokens, found, shared)
-        self._num_scheduled_tokens[req_id] = num_tokens
+        if shared:
+            self._shared[len(self.requests)] = shared
+        self.requests.append(request)
+        self._req_ids.append(request.req_id)
+        self._num_computed_tokens.append(num_computed_tokens)
+        self._max_new_tokens.append(max_new_tokens)
+        self._num_scheduled_tokens[request.req_id] = num_tokens
         self.token_budget -= num_tokens
         if num_tokens != 1 or max_new_tokens != 1:
             self.is_all_decodes = False
 
 
-def void_what_read_lost_blocks(
-    failed: set[Request], steps: Iterable[dict[str, ScheduledRequest]]
+def void_rows_that_read_lost_blocks(
+    failed: set[Request], steps: Iterable[Step]
 ) -> tuple[set[KVCacheBlock], set[Request]]:
-    """Requests in `failed` computed nothing since the first of `steps`, which are all steps since then, in order.
+    """Void what was computed from blocks that requests in `failed` should have filled, and what was computed from that.
 
-    Makes void, in place, what other requests computed from blocks that these should have filled, and so on. Returns
-    the blocks that do not hold what they were shared for, and the requests that read them.
+    steps: all since these requests computed nothing, in order. Returns the blocks that do not hold what they were
+    shared for, and the requests that read them.
     """
     lost_blocks: set[KVCacheBlock] = set()
     misled: set[Request] = set()
     for step in steps:
-        # In the order in which they were scheduled: whoever found a block comes after whoever shared it.
-        for req_id, entry in step.items():
-            request = entry.request
+        # A request that found a block comes after the one that shared it.
+        for row, request in enumerate(step.requests):
             if request not in failed:
-                if request not in misled and lost_blocks.isdisjoint(entry.found):
+                if request not in misled and lost_blocks.isdisjoint(step.found.get(row, ())):
                     continue
                 misled.add(request)
-                step[req_id] = msgspec.structs.replace(entry, is_void=True)
-            lost_blocks.update(entry.shared)
+                step.void_rows |= {row}
+            lost_blocks.update(step.shared.get(row, ()))
     return lost_blocks, misled

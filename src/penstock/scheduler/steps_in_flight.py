@@ -1,26 +1,20 @@
-"""The steps whose results have not arrived, and what these do to requests when they do."""
+"""The steps whose results have not arrived: their launch, their results, and what is rewound."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from itertools import islice
+from collections.abc import Collection, Sequence
+from itertools import accumulate, islice
 
 from penstock.contract import ModelRunnerOutput, PooledOutput, SampledOutput, SchedulerOutput
 from penstock.errors import LifecycleError
 from penstock.scheduler.acceptance import SpecDecodeMetrics
-from penstock.scheduler.decode_steps import DecodeStep
 from penstock.scheduler.draft_budget import DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.request_lists import RequestLists
-from penstock.scheduler.results import (
-    logprobs_of_rows,
-    make_output,
-    take_prompt_logprobs,
-    take_tokens,
-)
-from penstock.scheduler.step import ScheduledRequest, void_what_read_lost_blocks
+from penstock.scheduler.results import logprobs_of_rows, make_output, take_prompt_logprobs, tokens_to_end
+from penstock.scheduler.step import Step, void_rows_that_read_lost_blocks
 
 # Looked up for every request of a step.
 _RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
@@ -29,14 +23,17 @@ _NUM_NAMED = 5
 
 
 class StepsInFlight:
-    """Steps with tokens that were launched, oldest first. Results come in their order, each once.
+    """Steps with tokens that were launched, oldest first, and the one place where the counts of requests change.
 
-    steps: by step id, what each runs. spec_decode_metrics: what became of all drafts so far.
+    `launch` moves the requests of a step ahead, as if it were done and all its drafts accepted; `settle` takes its
+    results in, which come in the order of steps, each once; `rewind` takes back what a step did not bring after all.
+
+    steps: by step id. spec_decode_metrics: acceptance of all drafts so far.
     had_nan: whether blocks may hold NaN, since some request's logits were not finite.
     """
 
     def __init__(self, requests: RequestLists, kv_cache: KVCacheManager, draft_budget: DraftBudget) -> None:
-        self.steps: dict[int, dict[str, ScheduledRequest] | DecodeStep] = {}
+        self.steps: dict[int, Step] = {}
         self._requests = requests
         self._kv_cache = kv_cache
         self._draft_budget = draft_budget
@@ -44,141 +41,162 @@ class StepsInFlight:
         self._first_valid_step_id = 0
         self.had_nan = False
 
-    def drop(self, next_step_id: int) -> None:
-        """Expect no results of steps before this one any more, and ignore those that come."""
-        self.steps.clear()
-        self._first_valid_step_id = next_step_id
-        self.had_nan = False
+    def holds(self, request: Request) -> bool:
+        """Whether a step in flight runs tokens of this request."""
+        return any(request in step.requests for step in self.steps.values())
 
-    def take(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def launch(self, step: Step) -> None:
+        """Move the requests of a step ahead of its results; the tokens that it samples are placeholders until then."""
+        step_id = step.message.step_id
+        self.steps[step_id] = step
+        self._kv_cache.pool.note_launched(step_id)
+        for request, num_computed_tokens, max_new_tokens in zip(  # noqa: B905, as in `settle`
+            step.requests, step.num_computed_tokens, step.max_new_tokens
+        ):
+            request.num_computed_tokens = num_computed_tokens
+            request.num_output_placeholders += max_new_tokens
+
+    def settle(self, message: SchedulerOutput, results: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take in a step's results; one output per request that got tokens or ended, in batch order.
 
         Results of steps that were dropped are ignored. Raises LifecycleError when the results are not of this step,
         name a request that it did not hold, or are not those that are due next.
         """
-        scheduled = self._take_due(scheduler_output, model_runner_output)
-        if scheduled is None:
+        step = self._take_due(message, results)
+        if step is None:
             return []
-        if isinstance(scheduled, DecodeStep):
-            if isinstance(model_runner_output, SampledOutput) and scheduled.has_plain_results(model_runner_output):
-                return self._take_tokens(scheduled, model_runner_output)
-            scheduled = scheduled.by_request()
-        self.had_nan |= bool(model_runner_output.not_finite_req_ids)
-        if model_runner_output.errors or len(model_runner_output.req_ids) < len(scheduled):
-            self._take_back_lost_blocks(scheduled, model_runner_output)
-        outputs = []
-        num_rows, row_lengths = 0, _row_lengths(model_runner_output)
-        for row, req_id in enumerate(model_runner_output.req_ids):
-            entry = scheduled.pop(req_id, None)
-            if entry is None:
-                raise LifecycleError(f"Step {scheduler_output.step_id} did not hold the request {req_id!r}.")
+        if results.errors or len(results.req_ids) < len(step.req_ids):
+            self.had_nan |= bool(results.not_finite_req_ids)
+            self._void_lost_blocks(step, results)
+        if results.req_ids != step.req_ids:
+            step = step.reordered(_rows_in_order(step, results.req_ids))
+        token_ids: Sequence[list[int]]
+        first_rows: Sequence[int]
+        if (
+            isinstance(results, SampledOutput)
+            and len(results.sampled_token_ids) == len(step.requests)
+            and results.logprobs is None
+            and not (results.prompt_logprobs or results.errors or step.void_rows)
+        ):
+            token_ids, first_rows = results.sampled_token_ids, ()
+        else:
+            token_ids, first_rows = [[]] * len(step.requests), _first_logprobs_rows(results)
+        outputs: list[EngineCoreOutput] = []
+        rows = range(len(step.requests))
+        # A keyword of zip takes as long as ten requests.
+        for row, request, max_new_tokens, new_token_ids in zip(  # noqa: B905
+            rows, step.requests, step.max_new_tokens, token_ids
+        ):
             try:
-                output = self._take_result(entry, model_runner_output, row, num_rows)
+                known_token_ids = request.all_token_ids
+                if (
+                    max_new_tokens == 1
+                    and len(new_token_ids) == 1
+                    and request.status is _RUNNING
+                    and new_token_ids[0] not in request.end_token_ids
+                    and len(known_token_ids) + 1 < request.length_limit
+                    and not request.has_news
+                ):
+                    request.num_output_placeholders -= 1
+                    output = EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids)
+                else:
+                    settled = self._settle_row(step, row, results, first_rows)
+                    if settled is None:
+                        continue
+                    output, new_token_ids = settled, settled.new_token_ids
+                known_token_ids += new_token_ids
+                # All but the last are computed, whether or not steps in flight have computed more.
+                if len(known_token_ids) > request.next_cache_at:
+                    self._kv_cache.cache_blocks(request, len(known_token_ids) - 1)
+                if output.finish_reason is not None:
+                    self._requests.finish(request)
             except Exception as error:
-                output = self._requests.break_off(entry.request, error)
-            if output is not None:
-                outputs.append(output)
-            if row_lengths:
-                num_rows += row_lengths[row]
-        return outputs + self._take_left_out(scheduled, model_runner_output)
+                output = self._requests.break_off(request, error)
+            outputs.append(output)
+        return outputs
 
-    def _take_due(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[str, ScheduledRequest] | DecodeStep | None:
-        """The requests of a step whose results are due; None when there is nothing to take in."""
-        step_id = scheduler_output.step_id
-        if model_runner_output.step_id != step_id:
-            other = _named(model_runner_output.step_id, model_runner_output.req_ids)
+    def rewind(self, request: Request) -> None:
+        """Preempt a running request, which begins anew with its known tokens. The step must tell the worker."""
+        self._requests.preempt(request)
+        request.num_computed_tokens = 0
+
+    def rewind_between_steps(self, request: Request) -> None:
+        """Preempt a running request; the next step tells the worker."""
+        self.rewind(request)
+        self._requests.finished_req_ids.add(request.req_id)
+
+    def rewind_all(self, next_step_id: int) -> None:
+        """Preempt all requests, and ignore the results of steps before this one, which are lost with their worker."""
+        self.steps.clear()
+        self._first_valid_step_id = next_step_id
+        self.had_nan = False
+        for request in reversed(self._requests.running.copy()):
+            self.rewind(request)
+        for request in self._requests.by_id.values():
+            request.num_output_placeholders = 0
+
+    def _take_due(self, message: SchedulerOutput, results: ModelRunnerOutput) -> Step | None:
+        """The step whose results are due; None when there is nothing to take in."""
+        step_id = message.step_id
+        if results.step_id != step_id:
             raise LifecycleError(
-                f"The results of {other} were handed in as those of "
-                f"{_named(step_id, scheduler_output.num_scheduled_tokens)}."
+                f"The results of {_named(results.step_id, results.req_ids)} were handed in as those of "
+                f"{_named(step_id, message.num_scheduled_tokens)}."
             )
-        if step_id < self._first_valid_step_id or not scheduler_output.num_scheduled_tokens:
+        if step_id < self._first_valid_step_id or not message.num_scheduled_tokens:
             return None
         due = next(iter(self.steps), None)
         if step_id != due:
-            expected = "no results are due" if due is None else f"those of {_named(due, self._req_ids(due))} are due"
+            is_due = "no results are due" if due is None else f"those of {_named(due, self.steps[due].req_ids)} are due"
             raise LifecycleError(
-                f"The results of {_named(step_id, scheduler_output.num_scheduled_tokens)} came out of turn: "
-                f"{expected}. Results must come in the order of their steps, each once."
+                f"The results of {_named(step_id, message.num_scheduled_tokens)} came out of turn: {is_due}. Results "
+                "must come in the order of their steps, each once."
             )
         self._kv_cache.pool.note_done(step_id)
         return self.steps.pop(step_id)
 
-    def _req_ids(self, step_id: int) -> Collection[str]:
-        step = self.steps[step_id]
-        return step.req_ids if isinstance(step, DecodeStep) else step
-
-    def _take_tokens(self, step: DecodeStep, results: SampledOutput) -> list[EngineCoreOutput]:
-        """Take in a step of which every request got a token: at once where it is a token and nothing else."""
-        outputs = []
-        num_computed_tokens = step.num_computed_tokens
-        for row, (request, new_token_ids) in enumerate(zip(step.requests, results.sampled_token_ids, strict=True)):
-            try:
-                token_ids = request.all_token_ids
-                if (
-                    len(new_token_ids) == 1
-                    and request.status is _RUNNING
-                    and new_token_ids[0] not in request.end_token_ids
-                    and len(token_ids) + 1 < request.length_limit
-                    and not request.has_news
-                ):
-                    request.num_in_flight_steps -= 1
-                    request.num_output_placeholders -= 1
-                    token_ids.append(new_token_ids[0])
-                    if num_computed_tokens[row] + 1 >= request.next_cache_at:
-                        self._kv_cache.cache_blocks(request, num_computed_tokens[row] + 1)
-                    outputs.append(EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids))
-                elif (output := self._take_result(step.part(row), results, row, row)) is not None:
-                    outputs.append(output)
-            except Exception as error:
-                outputs.append(self._requests.break_off(request, error))
-        return outputs
-
-    def _take_back_lost_blocks(self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput) -> None:
-        """Requests of a step failed, so others may have found blocks that nobody filled: those begin anew."""
+    def _void_lost_blocks(self, step: Step, results: ModelRunnerOutput) -> None:
+        """Let requests begin anew that read blocks which the failed requests of this step did not fill."""
         served = set(results.req_ids).difference(results.errors)
-        failed = {entry.request for req_id, entry in scheduled.items() if req_id not in served}
-        later = {
-            step_id: step.by_request() if isinstance(step, DecodeStep) else step for step_id, step in self.steps.items()
-        }
-        lost_blocks, misled = void_what_read_lost_blocks(failed, [scheduled, *later.values()])
-        if misled:
-            self.steps = {**later}
+        failed = {request for req_id, request in zip(step.req_ids, step.requests, strict=True) if req_id not in served}
+        lost_blocks, misled = void_rows_that_read_lost_blocks(failed, [step, *self.steps.values()])
         self._kv_cache.forget_content(lost_blocks)
         for request in [request for request in self._requests.running if request in misled]:
-            self._requests.preempt_between_steps(request)
+            self.rewind_between_steps(request)
 
-    def _take_result(
-        self, entry: ScheduledRequest, results: ModelRunnerOutput, row: int, num_rows_before: int
+    def _settle_row(
+        self, step: Step, row: int, results: ModelRunnerOutput, first_rows: Sequence[int]
     ) -> EngineCoreOutput | None:
-        """Take in one request's part of a step, with so many rows of log-probabilities before its own."""
-        request = entry.request
-        if entry.is_void:
-            _drop(entry)
+        """Take in one request's part of a step, up to its new tokens, which the output has.
+
+        first_rows: by row, the first one of its log-probabilities.
+        """
+        request, max_new_tokens = step.requests[row], step.max_new_tokens[row]
+        if row in step.void_rows:
+            request.num_output_placeholders -= max_new_tokens
             return None
-        request.num_in_flight_steps -= 1
         if request.status is _FINISHED:
             return None
-        if results.errors and request.req_id in results.errors:
+        if request.req_id in results.errors:
             if request.req_id in results.not_finite_req_ids:
                 self._kv_cache.forget(request)
             return self._fail(request, results.errors[request.req_id])
+        if row >= len(results.req_ids):
+            return self._fail(request, f"The worker's results of step {results.step_id} leave it out.")
         if not isinstance(results, SampledOutput):
-            return self._take_pooled(entry, results, row)
-        new_token_ids, max_new_tokens = results.sampled_token_ids[row], entry.max_new_tokens
+            return self._settle_pooled(step, row, results)
+        new_token_ids = results.sampled_token_ids[row]
         num_new_tokens = len(new_token_ids)
         if num_new_tokens > max_new_tokens or (num_new_tokens == 0 and max_new_tokens):
             due = f"1 to {max_new_tokens}" if max_new_tokens > 1 else str(max_new_tokens)
             return self._fail(
                 request, f"The worker sampled {num_new_tokens} tokens in step {results.step_id} instead of {due}."
             )
-        if results.prompt_logprobs:
-            take_prompt_logprobs(request, results)
+        take_prompt_logprobs(request, results)
         if not new_token_ids:
             if request.pools:
                 return self._fail(request, f"The worker pooled nothing in step {results.step_id}, but sampled.")
-            self._share_computed(request, entry.num_computed_tokens)
+            self._kv_cache.cache_blocks(request, step.num_computed_tokens[row])
             return None
         request.num_output_placeholders -= max_new_tokens
         if max_new_tokens > 1:
@@ -187,71 +205,52 @@ class StepsInFlight:
         # A preempted request begins anew.
         if num_new_tokens < max_new_tokens and request.status is _RUNNING:
             request.num_computed_tokens -= max_new_tokens - num_new_tokens
-        new_token_ids, finish_reason, stop_reason = take_tokens(request, new_token_ids)
-        num_known_tokens = len(request.all_token_ids)
-        # All but the last are computed, whether or not steps in flight have computed more.
-        if num_known_tokens > request.next_cache_at:
-            self._share_computed(request, num_known_tokens - 1)
-        if finish_reason is not None:
-            self._requests.finish(request)
-        elif results.logprobs is None and not request.has_news:
+        new_token_ids, finish_reason, stop_reason = tokens_to_end(request, new_token_ids)
+        if finish_reason is None and results.logprobs is None and not request.has_news:
             return EngineCoreOutput(
                 req_id=request.req_id, new_token_ids=new_token_ids, num_draft_tokens=max_new_tokens - 1
             )
-        rows = slice(num_rows_before, num_rows_before + len(new_token_ids))
+        logprobs = None
+        if results.logprobs is not None:
+            rows = slice(first_rows[row], first_rows[row] + len(new_token_ids))
+            logprobs = logprobs_of_rows(request, results.logprobs, rows)
         return make_output(
-            request,
-            new_token_ids,
-            finish_reason,
-            stop_reason,
-            logprobs_of_rows(request, results.logprobs, rows),
-            num_draft_tokens=max_new_tokens - 1,
+            request, new_token_ids, finish_reason, stop_reason, logprobs, num_draft_tokens=max_new_tokens - 1
         )
 
-    def _take_pooled(self, entry: ScheduledRequest, results: PooledOutput, row: int) -> EngineCoreOutput | None:
-        """Take in what became of a prompt."""
-        request = entry.request
+    def _settle_pooled(self, step: Step, row: int, results: PooledOutput) -> EngineCoreOutput | None:
+        """Take in the pooled hidden states of a prompt."""
+        request, pooled = step.requests[row], results.pooled[row]
         if not request.pools:
             return self._fail(request, f"The worker sampled nothing in step {results.step_id}, but pooled.")
-        pooled = results.pooled[row]
-        is_complete = entry.num_computed_tokens == request.num_tokens
+        is_complete = step.num_computed_tokens[row] == request.num_tokens
         if is_complete is (pooled is None):
             what = "nothing" if pooled is None else "too early"
             return self._fail(request, f"The worker pooled {what} in step {results.step_id}.")
-        self._share_computed(request, entry.num_computed_tokens)
-        if pooled is None:
-            return None
-        self._requests.finish(request)
-        return make_output(request, [], FinishReason.STOP, pooled=pooled)
-
-    def _share_computed(self, request: Request, num_computed_tokens: int) -> None:
-        """Let others find the full blocks among known tokens that are computed; a preempted request holds none."""
-        if num_computed_tokens >= request.next_cache_at and request.status is _RUNNING:
-            self._kv_cache.cache_blocks(request, num_computed_tokens)
-
-    def _take_left_out(
-        self, scheduled: dict[str, ScheduledRequest], results: ModelRunnerOutput
-    ) -> list[EngineCoreOutput]:
-        """End the requests of a step that its results do not list: an error of theirs, or of the worker's."""
-        outputs = []
-        for req_id, entry in scheduled.items():
-            if entry.is_void:
-                _drop(entry)
-            elif entry.request.status is not RequestStatus.FINISHED:
-                error = results.errors.get(req_id, f"The worker's results of step {results.step_id} leave it out.")
-                outputs.append(self._fail(entry.request, error))
-        return outputs
+        self._kv_cache.cache_blocks(request, step.num_computed_tokens[row])
+        return None if pooled is None else make_output(request, [], FinishReason.STOP, pooled=pooled)
 
     def _fail(self, request: Request, error: str) -> EngineCoreOutput:
         self._requests.finish(request)
         return make_output(request, [], FinishReason.ERROR, error=error)
 
 
-def _row_lengths(results: ModelRunnerOutput) -> list[int]:
-    """Rows of log-probabilities of each request of a step; empty where there are none."""
+def _rows_in_order(step: Step, req_ids: Sequence[str]) -> list[int]:
+    """The rows of a step in the order of its results, which may leave some out; those come last."""
+    rows = {req_id: row for row, req_id in enumerate(step.req_ids)}
+    in_order = []
+    for req_id in req_ids:
+        if req_id not in rows:
+            raise LifecycleError(f"Step {step.step_id} did not hold the request {req_id!r}.")
+        in_order.append(rows.pop(req_id))
+    return [*in_order, *rows.values()]
+
+
+def _first_logprobs_rows(results: ModelRunnerOutput) -> Sequence[int]:
+    """By request of a step, the first row of its log-probabilities; empty where there are none."""
     if not isinstance(results, SampledOutput) or results.logprobs is None:
-        return []
-    return [len(token_ids) for token_ids in results.sampled_token_ids]
+        return ()
+    return list(accumulate(map(len, results.sampled_token_ids), initial=0))
 
 
 def _named(step_id: int, req_ids: Collection[str]) -> str:
@@ -259,9 +258,3 @@ def _named(step_id: int, req_ids: Collection[str]) -> str:
     first = ", ".join(islice(req_ids, _NUM_NAMED))
     more = f" and {len(req_ids) - _NUM_NAMED} more" if len(req_ids) > _NUM_NAMED else ""
     return f"step {step_id} (requests {first}{more})" if first else f"step {step_id} (no requests)"
-
-
-def _drop(entry: ScheduledRequest) -> None:
-    """Let a request go on as if it had never been launched in this step."""
-    entry.request.num_in_flight_steps -= 1
-    entry.request.num_output_placeholders -= entry.max_new_tokens
