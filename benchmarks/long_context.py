@@ -171,7 +171,7 @@ def measure_step(clock: Turns, dtype: str, batch: int, context: int, threads: in
         input_ids, positions = torch.zeros(batch, dtype=torch.int32), torch.full((batch,), context - 1)
 
         def run() -> None:
-            step = runner.kv_cache.make_context(SimpleNamespace(geometry=[geometry]))
+            step = runner.kv_cache.make_context(SimpleNamespace(sequences=geometry, geometry=[geometry]))
             model.compute_logits(model(input_ids, positions, step))
 
         with torch.no_grad():

@@ -75,6 +75,7 @@ def make_runner(
     model: ArithmeticModel | None = None,
     max_drafts: int = 0,
     limits: RunnerLimits | None = None,
+    kv_cache: KVCacheConfig | None = None,
     **options: Any,
 ) -> ModelRunner:
 
@@ -82,7 +83,7 @@ def make_runner(
         create_device(DeviceConfig(device="cpu", num_threads=1)),
         model or ArithmeticModel(),
         {LAYER.name: LAYER},
-        kv_cache_config(num_blocks),
+        kv_cache or kv_cache_config(num_blocks),
         limits
         or RunnerLimits(
             max_num_reqs, max_num_tokens=64, max_model_len=max_model_len, vocab_size=VOCAB_SIZE, max_drafts=max_drafts

@@ -8,6 +8,7 @@ from penstock.attention.base import (
     CacheLayer,
     HeadNorm,
     LayerAttention,
+    SequenceGeometry,
     StepGeometry,
 )
 from penstock.attention.context import NO_INPUTS, BoundLayer, ForwardContext, HiddenTaps, LastTokens
@@ -25,5 +26,6 @@ __all__ = [
     "HiddenTaps",
     "LastTokens",
     "LayerAttention",
+    "SequenceGeometry",
     "StepGeometry",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -50,45 +50,59 @@ class LayerAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class StepGeometry:
-    """Where a step's tokens lie, for one KV-cache group.
+class SequenceGeometry:
+    """A step's sequences, whether layers keep anything of them or not.
 
     Requests are ordered by their number of tokens, so decodes come first. `…_np` arrays are exact host copies where
-    nothing runs ahead; the bounds are what the host knows for certain while the device may be a step behind.
+    nothing runs ahead.
 
     query_start_loc: int32 [R + 1], first token of each request. query_start_loc_np: the same on the host.
     seq_lens: int32 [R], positions that each request has after this step.
-    block_table: int32 [R, B], block ids of each request.
-    slot_mapping: int64 [T], flat KV position (block * block_size + offset) of each token, -1 for padding.
     num_actual_tokens: tokens that are no padding.
     num_actual_reqs: requests that are no padding.
-    is_written: the keys and values of these tokens are in the cache already.
     """
 
     query_start_loc: Tensor
     query_start_loc_np: np.ndarray
     seq_lens: Tensor
-    block_table: Tensor
-    slot_mapping: Tensor
     num_actual_tokens: int
     num_actual_reqs: int
     max_query_len: int
+
+    def of_last_tokens(self, rows_R: Tensor) -> Self:
+        """The last token of every request, at these rows."""
+        return replace(self, **self._one_token_each(rows_R))
+
+    def _one_token_each(self, rows_R: Tensor) -> dict[str, Any]:
+        num_reqs = self.num_actual_reqs
+        return {
+            "query_start_loc": torch.arange(num_reqs + 1, dtype=torch.int32, device=rows_R.device),
+            "query_start_loc_np": np.arange(num_reqs + 1),
+            "num_actual_tokens": num_reqs,
+            "max_query_len": 1,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGeometry(SequenceGeometry):
+    """Sequences and their places in the pages of one KV-cache group.
+
+    max_seq_len_upper_bound: known for certain while the device may be a step behind.
+    block_table: int32 [R, B], block ids of each request.
+    slot_mapping: int64 [T], flat KV position (block * block_size + offset) of each token, -1 for padding.
+    is_written: the keys and values of these tokens are in the cache already.
+    """
+
     max_seq_len_upper_bound: int
+    block_table: Tensor
+    slot_mapping: Tensor
     block_size: int
     is_written: bool = False
 
-    def of_last_tokens(self, rows_R: Tensor) -> StepGeometry:
-        """Where the last token of every request lies, at these rows, when all keys and values have been written."""
-        num_reqs = self.num_actual_reqs
-        return replace(
-            self,
-            query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=rows_R.device),
-            query_start_loc_np=np.arange(num_reqs + 1),
-            slot_mapping=self.slot_mapping.index_select(0, rows_R),
-            num_actual_tokens=num_reqs,
-            max_query_len=1,
-            is_written=True,
-        )
+    def of_last_tokens(self, rows_R: Tensor) -> Self:
+        """The last token of every request, at these rows, when all keys and values have been written."""
+        slot_mapping = self.slot_mapping.index_select(0, rows_R)
+        return replace(self, **self._one_token_each(rows_R), slot_mapping=slot_mapping, is_written=True)
 
 
 class CacheBackend(ABC):
@@ -107,6 +121,13 @@ class CacheBackend(ABC):
 
         Block b is the b-th page, whole: others clear, copy and send pages without knowing what is in them.
         """
+
+    def place(self, geometry: StepGeometry) -> StepGeometry:
+        """The lengths and slots of the group's requests: those of their sequences, unless a group has its own.
+
+        Then its metadata is made of other tensors than the step's, and is made anew in each step (`keeps_metadata`).
+        """
+        return geometry
 
     @abstractmethod
     def make_metadata(self, geometry: StepGeometry) -> AttentionMetadata:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.attention.base import AttentionMetadata, HeadNorm, LayerAttention
+from penstock.attention.base import AttentionMetadata, HeadNorm, LayerAttention, SequenceGeometry
 from penstock.kernels.native.tracing import trace_opaque
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import sum_rows
@@ -68,6 +68,7 @@ class ForwardContext:
 
     layers: by layer name; the same in every step.
     metadata: by KV-cache group; this step's.
+    sequences: the step's, for layers that keep nothing; None while a program is recorded.
     last: given where only these tokens' hidden states are asked for. What comes after the last attention then has only
     their rows, [R, ...]; a layer that is told so attends with them alone.
     taps: given where hidden states between layers are wanted too.
@@ -81,6 +82,7 @@ class ForwardContext:
     taps: HiddenTaps | None = None
     rows: ScatteredRows | None = None
     inputs: Mapping[str, Tensor] = field(default_factory=lambda: NO_INPUTS)
+    sequences: SequenceGeometry | None = None
 
     def note_hidden(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
         """Called by a decoder before each layer, and after the last: the layer's input is the sum of both."""

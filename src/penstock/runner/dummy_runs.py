@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention import ForwardContext, HiddenTaps, StepGeometry
+from penstock.attention import ForwardContext, HiddenTaps, SequenceGeometry, StepGeometry
 from penstock.contract import NewRequestData, SamplingParams
 from penstock.parallel import ParallelContext
 from penstock.runner.frame import Frame
@@ -107,16 +107,13 @@ def _context_of_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardCon
     # What the host can read where it computes is read there, by some backends.
     place = torch.from_numpy if runner.device.kind == "cpu" else upload
     query_start_loc_np = np.array([0, num_tokens], dtype=np.int32)
+    seq_lens = place(np.array([num_tokens], dtype=np.int32))
+    sequences = place(query_start_loc_np), query_start_loc_np, seq_lens, num_tokens, 1, num_tokens
     geometry = [
         StepGeometry(
-            query_start_loc=place(query_start_loc_np),
-            query_start_loc_np=query_start_loc_np,
-            seq_lens=place(np.array([num_tokens], dtype=np.int32)),
+            *sequences,
             block_table=place(np.arange(1, num_profile_blocks(num_tokens, block_size), dtype=np.int32)[np.newaxis]),
             slot_mapping=place(np.arange(block_size, block_size + num_tokens)),
-            num_actual_tokens=num_tokens,
-            num_actual_reqs=1,
-            max_query_len=num_tokens,
             max_seq_len_upper_bound=num_tokens,
             block_size=block_size,
         )
@@ -124,7 +121,7 @@ def _context_of_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardCon
     ]
     # A step may have more tokens than a request.
     positions = upload(np.arange(num_tokens) % runner.limits.max_model_len)
-    return runner.kv_cache.context(geometry), positions
+    return runner.kv_cache.context(SequenceGeometry(*sequences), geometry), positions
 
 
 def profile_sampling(runner: ModelRunner, num_reqs: int) -> None:

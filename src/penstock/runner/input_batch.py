@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from penstock.attention import StepGeometry
+from penstock.attention import SequenceGeometry, StepGeometry
 from penstock.device import Device
 from penstock.kernels.bound_step import BoundStep, SlotTensors, StepTensors
 from penstock.kernels.step_state import bind_step
@@ -26,13 +26,14 @@ class InputBatch(NamedTuple):
     """One step's inputs, in the order of its layout. The next step overwrites the tensors.
 
     input_ids: int32 [tokens]. positions: int64 [tokens].
-    geometry: per KV-cache group, what attention needs.
+    sequences: query starts and lengths. geometry: per KV-cache group, the same with places in its pages.
     logits_rows: whose logits are computed. step: takes the step's outcome.
     """
 
     layout: BatchLayout
     input_ids: Tensor
     positions: Tensor
+    sequences: SequenceGeometry
     geometry: tuple[StepGeometry, ...]
     logits_rows: LogitsRows
     step: BoundStep
@@ -113,16 +114,19 @@ class BatchBuilder:
 
     def _wrap(self, layout: BatchLayout, tensors: StepTensors) -> InputBatch:
         plan = layout.plan
+        sequences = (
+            layout.query_start_loc,
+            layout.query_start_loc_np,
+            tensors.seq_lens_R,
+            plan.num_tokens,
+            plan.num_reqs,
+            layout.max_query_len,
+        )
         geometry = tuple(
             StepGeometry(
-                query_start_loc=layout.query_start_loc,
-                query_start_loc_np=layout.query_start_loc_np,
-                seq_lens=tensors.seq_lens_R,
+                *sequences,
                 block_table=block_table,
                 slot_mapping=slot_mapping,
-                num_actual_tokens=plan.num_tokens,
-                num_actual_reqs=plan.num_reqs,
-                max_query_len=layout.max_query_len,
                 max_seq_len_upper_bound=num_columns * block_size if layout.req_ids else 0,
                 block_size=block_size,
             )
@@ -132,7 +136,8 @@ class BatchBuilder:
         )
         positions = layout.of_logits_rows(tensors.positions_T)
         rows = LogitsRows(layout.logits_slots, layout.logits_slots_np, positions, layout.drafts)
-        return InputBatch(layout, tensors.input_ids_T, tensors.positions_T, geometry, rows, self._step)
+        ids, of_sequences = tensors.input_ids_T, SequenceGeometry(*sequences)
+        return InputBatch(layout, ids, tensors.positions_T, of_sequences, geometry, rows, self._step)
 
     def _max_seq_len_upper_bound(self, layout: BatchLayout) -> int:
         if not layout.req_ids:

@@ -1,6 +1,6 @@
 """The cache's memory in pages, and each layer's view of its own.
 
-Whoever clears, copies or sends blocks takes pages as bytes; what is in them is known to the layers' backends alone.
+Blocks are cleared, copied and sent as bytes of pages; only the layers' backends know what is in them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from penstock.attention import (
     CacheLayer,
     ForwardContext,
     LastTokens,
+    SequenceGeometry,
     StepGeometry,
 )
 from penstock.attention.context import BoundLayer
@@ -75,37 +76,38 @@ class PagedKVCache:
         self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
 
     def make_context(self, batch: InputBatch) -> ForwardContext:
-        """What the model's layers need to attend in this step."""
-        return self.context(batch.geometry)
+        """The forward context of a step."""
+        return self.context(batch.sequences, batch.geometry)
 
-    def context(self, geometry: Sequence[StepGeometry]) -> ForwardContext:
-        """The same from where the step's tokens lie, by group."""
-        return ForwardContext(self._layers, self._metadata(geometry))
+    def context(self, sequences: SequenceGeometry, geometry: Sequence[StepGeometry]) -> ForwardContext:
+        """The same from a step's sequences, and their places by group."""
+        return ForwardContext(self._layers, self._metadata(geometry), sequences=sequences)
 
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
-        """The context of the batch where no other hidden states than those of the requests' last tokens are needed.
-
-        Without a layer that keeps anything, none would be the last that has to see all tokens: the context stays.
-        """
-        if not self.groups:
-            return context
+        """The context of the batch where no other hidden states than those of the requests' last tokens are needed."""
         rows = batch.layout.logits_indices
         geometry = [of_group.of_last_tokens(rows) for of_group in batch.geometry]
-        return self.narrow(context, geometry, rows, batch.logits_rows.positions)
+        sequences = geometry[0] if geometry else batch.sequences.of_last_tokens(rows)
+        return self.narrow(context, sequences, geometry, rows, batch.logits_rows.positions)
 
     def narrow(
-        self, context: ForwardContext, geometry: Sequence[StepGeometry], rows: Tensor, positions: Tensor
+        self,
+        context: ForwardContext,
+        sequences: SequenceGeometry,
+        geometry: Sequence[StepGeometry],
+        rows: Tensor,
+        positions: Tensor,
     ) -> ForwardContext:
         """The context where one token of each request is the last that counts: at these rows and positions, int64.
 
-        geometry: of these alone, by group (`StepGeometry.of_last_tokens`).
+        sequences, geometry: of these tokens alone (`SequenceGeometry.of_last_tokens`).
         """
-        first = geometry[0]
-        last = LastTokens(rows, positions, first.query_start_loc, first.seq_lens, self._metadata(geometry))
-        return replace(context, last=last)
+        starts, seq_lens = sequences.query_start_loc, sequences.seq_lens
+        return replace(context, last=LastTokens(rows, positions, starts, seq_lens, self._metadata(geometry)))
 
     def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:
-        return [group.backend.make_metadata(of_group) for group, of_group in zip(self.groups, geometry, strict=True)]
+        pairs = zip((group.backend for group in self.groups), geometry, strict=True)
+        return [backend.make_metadata(backend.place(of_group)) for backend, of_group in pairs]
 
     def layer_memory(self, name: str) -> Tensor:
         """One layer's cache, in its backend's layout."""

@@ -89,7 +89,7 @@ class DraftingHead(ModelDrafter):
         positions_R = last_R - 1
         seq_lens_R = last_R.to(torch.int32)
         of_last = [replace(of_group.of_last_tokens(rows_R), seq_lens=seq_lens_R) for of_group in batch.geometry]
-        context = self.kv_cache.narrow(frame.context, of_last, rows_R, positions_R)
+        context = self.kv_cache.narrow(frame.context, of_last[0], of_last, rows_R, positions_R)
         return self.run(self._next_tokens(batch), batch.positions, context, hidden_TD)
 
     def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class ModelDrafter(Speculator):
 
     def dummy(self, frame: Frame) -> None:
         positions_T = self._numbers[:1]
-        hidden_TD = self.run_all(self.kv_cache.context(list(self._padding())), positions_T)
+        hidden_TD = self.run_all(self._context(list(self._padding())), positions_T)
         self.model.compute_logits(hidden_TD)
 
     def run_prompt(self, context: ForwardContext, positions: Tensor) -> None:
@@ -146,7 +146,7 @@ class ModelDrafter(Speculator):
         ahead_K1 = self._numbers_from(1, num_drafts).unsqueeze(-1)
         # Beyond its end a request has no blocks: what is guessed there is of no use, and harms nobody at the last one.
         positions_KR = torch.minimum(last_R - self.reads_ahead + ahead_K1, limit_R - 1)
-        contexts = map(self.kv_cache.context, self._single_tokens(layout, positions_KR))
+        contexts = map(self._context, self._single_tokens(layout, positions_KR))
         for number, (positions_R, context) in enumerate(zip(positions_KR, contexts, strict=True), start=1):
             hidden_RD = self.run(token_R.to(torch.int32), positions_R, context, hidden_RD)
             token_R = self._choose(hidden_RD, layout, last_R + number, number)
@@ -228,7 +228,7 @@ class ModelDrafter(Speculator):
             for table_RB, block_size in zip(self.tables_of(slots_R), self._block_tables.block_sizes, strict=True)
         ]
         of_last = [of_group.of_last_tokens(rows_R) for of_group in geometry]
-        return self.kv_cache.narrow(self.kv_cache.context(geometry), of_last, rows_R, last_R)
+        return self.kv_cache.narrow(self._context(geometry), of_last[0], of_last, rows_R, last_R)
 
     def tokens_at(self, slots_T: Tensor, positions_T: Tensor) -> Tensor:
         """int32 [T]: known tokens of these slots' requests."""
@@ -239,6 +239,9 @@ class ModelDrafter(Speculator):
         """The requests' rows of the block tables, by KV-cache group."""
         tables = self._block_tables
         return [tables.table(group).index_select(0, slots_R) for group in range(len(tables.block_sizes))]
+
+    def _context(self, geometry: list[StepGeometry]) -> ForwardContext:
+        return self.kv_cache.context(geometry[0], geometry)
 
     def _numbers_from(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.device.torch_device)
