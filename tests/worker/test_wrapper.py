@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -103,6 +104,36 @@ def test_functions_and_pickled_functions_get_the_worker() -> None:
     wrapper = _wrapper()
     assert wrapper.execute_method(rank_of, 2) == 2
     assert wrapper.execute_method(pickle.dumps(rank_of), offset=7) == 7
+
+
+class ForgettingWorker(RecordingWorker):
+    num_forgotten = 0
+
+    def forget_programs(self) -> None:
+        self.num_forgotten += 1
+
+
+@pytest.mark.parametrize(
+    ("method", "forgets"),
+    [
+        # Its own say so.
+        ("check_health", False),
+        ("get_config", False),
+        ("apply_model", True),
+        ("get_model", True),
+        ("reload_weights", True),
+        # Of others nothing is known.
+        ("add", True),
+        (lambda worker: None, True),
+    ],
+)
+def test_programs_are_forgotten_after_calls_that_may_have_changed_the_model(method: Any, forgets: bool) -> None:
+    wrapper = WorkerWrapperBase()
+    wrapper.init_worker(EngineConfig.create("demo", device="cpu", worker_cls=f"{__name__}.ForgettingWorker"))
+    for number in range(2):
+        with contextlib.suppress(WorkerError, LifecycleError):
+            wrapper.execute_method(method)
+        assert wrapper.worker.num_forgotten == (number + 1) * forgets
 
 
 def test_a_failure_names_method_rank_and_cause(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from penstock.models.interface import LanguageModel
 from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.worker.capabilities import require
+from penstock.worker.changes_model import changes_model
 from penstock.worker.memory_plan import MemoryPlan
 
 _Result = TypeVar("_Result")
@@ -87,6 +88,7 @@ class WorkerBase(ABC):
         """Called when the model may have changed: what was recorded of it no longer holds."""
 
     @abstractmethod
+    @changes_model
     def get_model(self) -> LanguageModel: ...
 
     @abstractmethod
@@ -104,6 +106,7 @@ class WorkerBase(ABC):
         """The configuration with which the weights that serve were loaded."""
         return self.config
 
+    @changes_model
     def apply_model(self, function: Callable[[LanguageModel], _Result]) -> _Result:
         """Call a function with the model and return what it returns."""
         return function(self.get_model())

@@ -39,6 +39,7 @@ from penstock.runner.stage import ONE_STAGE, PipelineStage, Stage, num_noted_bef
 from penstock.worker.base import WorkerBase
 from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
+from penstock.worker.changes_model import changes_model
 from penstock.worker.drafter import (
     attach_drafter,
     aux_layers_of_head,
@@ -262,6 +263,7 @@ class Worker(WorkerBase):
         """
         self._next_config = updated_config(self._next_config, overrides)
 
+    @changes_model
     def reload_weights(self, weights_path: str | None = None) -> None:
         """Replace the weights by those of a folder or hub id (None: of the same one again), between two steps.
 

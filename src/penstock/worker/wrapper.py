@@ -14,21 +14,10 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.parallel import ParallelContext
 from penstock.worker.capabilities import require
+from penstock.worker.changes_model import CHANGES_MODEL
 from penstock.worker.plugins import load_plugins
 
 logger = logging.getLogger(__name__)
-
-# What is called while the engine serves. Anything else may have changed the model.
-_LEAVE_THE_MODEL = frozenset(
-    {
-        "measure_step_costs",
-        "execute_model",
-        "sample_tokens",
-        "take_draft_token_ids",
-        "execute_dummy_batch",
-        "check_health",
-    }
-)
 
 
 class WorkerWrapperBase:
@@ -40,8 +29,10 @@ class WorkerWrapperBase:
     def __init__(self, rpc_rank: int = 0) -> None:
         self.rpc_rank = rpc_rank
         self._worker: Any = None
-        # Methods that were found to be there, so that steps need not look again.
+        # Methods that were found to be there, so that steps need not look again; and of these, those that leave model
+        # and weights as they are.
         self._known_methods: set[str] = set()
+        self._keeping_methods: set[str | bytes | Callable[..., Any]] = set()
         # The failure since which nothing in this process may touch the device.
         self.device_lost_by: str | None = None
 
@@ -97,7 +88,7 @@ class WorkerWrapperBase:
         except Exception as error:
             self.report(_name_of(method), error)
         finally:
-            if method not in _LEAVE_THE_MODEL and self._worker is not None:
+            if method not in self._keeping_methods and self._worker is not None:
                 self._worker.forget_programs()
 
     def report(self, name: str, error: Exception) -> NoReturn:
@@ -151,6 +142,21 @@ class WorkerWrapperBase:
         if not callable(getattr(self.worker, method, None)):
             raise ConfigError(f"{type(self.worker).__name__} has no method {method!r}.")
         self._known_methods.add(method)
+        if not may_change_model(type(self.worker), method):
+            self._keeping_methods.add(method)
+
+
+def may_change_model(worker_class: type, method: str) -> bool:
+    """Whether a method may put another model or other weights in place, by which recorded programs no longer hold.
+
+    The methods of this project's workers say so (`changes_model`); of others nothing is known.
+    """
+    own = [
+        vars(base)[method]
+        for base in worker_class.__mro__
+        if base.__module__.partition(".")[0] == "penstock" and method in vars(base)
+    ]
+    return not own or any(getattr(function, CHANGES_MODEL, False) for function in own)
 
 
 def loses_device(error: BaseException | None) -> bool:
