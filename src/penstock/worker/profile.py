@@ -19,6 +19,7 @@ from penstock.runner.dummy_runs import (
     run_longest_prompt_of_drafter,
 )
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.runner.slot_owners import registered_slot_owners
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.worker.memory_plan import StepMemory
 
@@ -54,6 +55,7 @@ def measure_step_memory(
                 logits_processors=(),
                 fast_paths=fast_paths,
                 speculator=speculator,
+                owners=registered_slot_owners(),
             )
             # Tables that are made when they are first needed, too.
             profile_sampling(runner, num_reqs=1)

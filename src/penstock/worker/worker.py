@@ -33,6 +33,8 @@ from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.runner.output_heads import GENERATE
+from penstock.runner.slot_owners import registered_slot_owners
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.create import create_speculator
 from penstock.runner.stage import ONE_STAGE, PipelineStage, Stage, num_noted_before, receive_buffer_bytes
@@ -66,7 +68,9 @@ _Part = TypeVar("_Part")
 
 
 class Worker(WorkerBase):
-    """Owns one device: its memory, the model, the runner."""
+    """Owns one device: its memory, the model, the runner. output_head: its registered name."""
+
+    output_head = GENERATE
 
     def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
         super().__init__(config, parallel)
@@ -192,6 +196,8 @@ class Worker(WorkerBase):
             agreement=self.parallel.agreement,
             speculator=self._speculator,
             stage=stage,
+            owners=registered_slot_owners(),
+            output_head=self.output_head,
         )
         for group in self._runner.kv_cache.groups:
             refusals = "; ".join(f"not {name}: {why}" for name, why in group.refusals.items())

@@ -1,0 +1,72 @@
+"""Owners of per-slot state that a plugin registers: every worker's runner has them, and the memory plan counts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.contract import NewRequestData
+from penstock.device import Device
+from penstock.kernels.bound_step import StepOutcome
+from penstock.models.interface import LanguageModel
+from penstock.runner.frame import Frame
+from penstock.runner.slot_owners import SlotOwner, StepInput, register_slot_owner
+from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.engines import greedy, make_core, random_prompts, run
+
+TABLE_BYTES = 1 << 20
+
+
+class Noting(SlotOwner):
+    step_inputs = (StepInput("notes", torch.float32, (4,)),)
+
+    def __init__(self, device: Device) -> None:
+        self.table = device.allocate(TABLE_BYTES)
+        self.req_ids: list[str] = []
+        self.num_commits = 0
+
+    def add(self, slot: int, request: NewRequestData) -> None:
+        self.req_ids.append(request.req_id)
+
+    def commit(self, frame: Frame, outcome: StepOutcome) -> None:
+        self.num_commits += 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Noting]:
+    monkeypatch.setattr("penstock.runner.slot_owners._registered", [])
+    owners: list[Noting] = []
+
+    def factory(device: Device, num_slots: int, model: LanguageModel) -> Noting:
+        owners.append(Noting(device))
+        return owners[-1]
+
+    register_slot_owner(factory)
+    return owners
+
+
+@pytest.mark.one_path(reason="counts an owner's steps, of which either path has as many")
+def test_a_registered_owner_sees_requests_and_steps_and_changes_no_token(
+    tmp_path: Path, made: list[Noting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path)
+    prompts = random_prompts((5, 21), VOCAB_SIZE)
+
+    def serve() -> tuple[list[list[int]], int]:
+        core = make_core(tmp_path, dtype="float32")
+        (plan,) = core.collective_rpc("determine_available_memory")
+        results: list[Any] = run(core, prompts, greedy(6))
+        core.close()
+        return [result.tokens for result in results], plan.runner_state
+
+    with_owner, planned = serve()
+    serving = [owner for owner in made if owner.req_ids]
+    assert [owner.req_ids for owner in serving] == [["r0", "r1"]]
+    assert serving[0].num_commits >= 6
+    monkeypatch.setattr("penstock.runner.slot_owners._registered", [])
+    without, planned_without = serve()
+    assert with_owner == without
+    assert planned - planned_without >= TABLE_BYTES
