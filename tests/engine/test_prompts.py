@@ -8,13 +8,14 @@ import sys
 from collections import UserDict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
 import torch
 
 from penstock import LLM, AsyncEngine, SamplingParams
+from penstock.contract import Part, parts, register_part
 from penstock.engine.prompts import list_of_prompts
 from penstock.errors import InvalidRequest
 from support.fake_engine import FakeCore, install_fake_core, write_model
@@ -54,7 +55,12 @@ NOT_IDS: list[tuple[Any, str]] = [
     ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data={'image': 1} asks for images"),
     ({"prompt_embeds": torch.zeros(2, 3)}, "prompt_embeds=tensor.* asks for embeddings as"),
     (UserDict(input_ids=[5]), "'input_ids'. A tokenizer's result is no prompt; give its input_ids as prompt_token_ids"),
-    ({"role": "user", "content": "x"}, "'role'. Messages are for chat. Allowed: prompt, prompt_token_ids, cache_salt"),
+    (
+        {"role": "user", "content": "x"},
+        "'role'. Messages are for chat. Allowed: prompt, prompt_token_ids, cache_salt, parts",
+    ),
+    ({"prompt": "x", "parts": "adapter"}, "parts='adapter' is a str. Allowed: a dictionary by feature"),
+    ({"prompt": "x", "parts": {"unknown": {}}}, "There is no part 'unknown'. Allowed:"),
 ]
 
 
@@ -98,6 +104,23 @@ def test_ids_are_one_prompt_in_whatever_holds_them(llm: LLM, tmp_path: Path, pro
     llm.generate(["a", prompt], SHORT)
     assert [prompts_of(llm)[index] for index in (0, 1, 3)] == [[5, 6, 7]] * 3
     assert asyncio.run(stream(tmp_path / "model", prompt)) == [5, 6, 7]
+
+
+class _Adapter(Part, frozen=True, kw_only=True):
+    feature: ClassVar[str] = "adapter"
+    name: str
+
+
+def test_parts_reach_the_core_with_their_types(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_types", {})
+    register_part(_Adapter)
+    llm.generate([{"prompt": "a", "parts": given} for given in ({"adapter": _Adapter(name="x")}, None)], SHORT)
+    llm.generate({"prompt": "a", "parts": {"adapter": {"name": "x"}}}, SHORT)
+    assert [request.parts for request in core_of(llm).added] == [
+        {"adapter": _Adapter(name="x")},
+        None,
+        {"adapter": _Adapter(name="x")},
+    ]
 
 
 @pytest.mark.parametrize("prompts", SEVERAL, ids=lambda prompts: type(prompts).__name__)

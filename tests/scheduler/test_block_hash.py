@@ -4,10 +4,12 @@ import hashlib
 import struct
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 from scheduler_driver import make_request
 
+from penstock.contract import Part, Parts
 from penstock.scheduler.block_hash import ROOT_HASH, BlockHasher, ExtraKeys
 from penstock.scheduler.request import Request
 
@@ -47,6 +49,27 @@ def test_a_salt_changes_all_hashes_and_equal_salts_agree() -> None:
     assert not set(salted) & set(other)
     assert hashes_of([1] * 12, "a") == salted
     assert hashes_of([1] * 12, "") != plain
+
+
+class _Adapter(Part, frozen=True, kw_only=True):
+    feature: ClassVar[str] = "adapter"
+    name: str
+    scale: float = 1.0
+
+    def block_keys(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+def test_the_keys_of_a_part_change_all_hashes_and_the_rest_of_it_changes_none() -> None:
+    def hashes(*parts: Part, salt: str | None = None) -> list[bytes]:
+        request = make_request("r", [1] * 12, cache_salt=salt, parts=Parts.of(parts) if parts else None)
+        BlockHasher(4).extend(request)
+        return request.block_hashes
+
+    adapted = hashes(_Adapter(name="a"))
+    assert hashes(_Adapter(name="a", scale=2.0)) == adapted
+    for other in (hashes(), hashes(_Adapter(name="b")), hashes(salt="a"), hashes(_Adapter(name="a"), salt="a")):
+        assert not set(other) & set(adapted)
 
 
 def test_a_salt_enters_with_the_first_block_only() -> None:

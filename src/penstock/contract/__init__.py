@@ -13,6 +13,7 @@ from penstock.contract.kv_cache import (
     RecurrentStateSpec,
     SlidingWindowSpec,
 )
+from penstock.contract.parts import Part, Parts, part_of, register_part
 from penstock.contract.runner_output import (
     DraftTokenIds,
     LogprobsLists,
@@ -47,6 +48,8 @@ __all__ = [
     "MLAAttentionSpec",
     "ModelRunnerOutput",
     "NewRequestData",
+    "Part",
+    "Parts",
     "PooledOutput",
     "RecurrentStateSpec",
     "RequestOutputKind",
@@ -58,4 +61,6 @@ __all__ = [
     "StructuredOutputsParams",
     "decode",
     "encode",
+    "part_of",
+    "register_part",
 ]

@@ -6,10 +6,11 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.contract.parts import read_custom
+from penstock.errors import InvalidParameter, PenstockError
 
 # Belongs to the form of the messages: tests/contract/test_version.py tells when it has to be raised.
-CONTRACT_VERSION = 3
+CONTRACT_VERSION = 4
 _Message = TypeVar("_Message")
 _PREFIX = b"penstock"
 
@@ -26,7 +27,7 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode(data: bytes, message_type: type[_Message]) -> _Message:
     """The message that `encode` wrote.
 
-    Raises ContractVersionError when the bytes are of another version or damaged.
+    Raises ContractVersionError when the bytes are of another version or damaged, or have a part that is not registered.
     """
     header = len(_PREFIX) + 2
     if len(data) < header or not data.startswith(_PREFIX):
@@ -38,6 +39,6 @@ def decode(data: bytes, message_type: type[_Message]) -> _Message:
             "Run the same version of Penstock on both sides."
         )
     try:
-        return msgspec.msgpack.decode(data[header:], type=message_type)
-    except msgspec.MsgspecError as error:
+        return msgspec.msgpack.decode(data[header:], type=message_type, dec_hook=read_custom)
+    except (msgspec.MsgspecError, InvalidParameter) as error:
         raise ContractVersionError(f"A damaged {message_type.__name__}: {error}.") from error

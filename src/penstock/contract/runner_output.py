@@ -6,6 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from penstock.contract.parts import Parts
+
 
 class LogprobsLists(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of tokens, a row for each.
@@ -25,12 +27,14 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     req_ids: the step's requests in batch order, as they were when the step was launched.
     errors: requests that this step could not serve, with the reason; the others are unaffected.
     not_finite_req_ids: those of them whose logits were not finite, so that their KV may hold NaN.
+    parts: what features on the worker's side tell those on the scheduler's.
     """
 
     step_id: int
     req_ids: list[str] = []
     errors: dict[str, str] = {}
     not_finite_req_ids: list[str] = []
+    parts: Parts | None = None
 
 
 class SampledOutput(StepResult, frozen=True, kw_only=True, tag="sampled"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.contract.parts import Parts
 from penstock.contract.sampling_params import SamplingParams
 
 
@@ -15,6 +16,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: one list per KV-cache group, the request's whole block list at this moment.
     num_computed_tokens: positions whose KV is already in those blocks (a prefix-cache hit).
     sampling_params: its seed is set; the front end draws one where the user gave none.
+    parts: what features are given with the request.
     """
 
     req_id: str
@@ -23,13 +25,15 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
+    parts: Parts | None = None
 
     def anonymous(self) -> str:
         """A description for logs that shows lengths instead of the user's tokens."""
+        parts = "" if self.parts is None else f", parts=[{self.parts.anonymous()}]"
         return (
             f"NewRequestData(req_id={self.req_id!r}, prompt={len(self.prompt_token_ids)} tokens, "
             f"prefill={len(self.prefill_token_ids)} tokens, computed={self.num_computed_tokens}, "
-            f"blocks={tuple(len(ids) for ids in self.block_ids)})"
+            f"blocks={tuple(len(ids) for ids in self.block_ids)}{parts})"
         )
 
 
@@ -63,6 +67,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         that step; to pass over this changes nothing.
     clears_blocks: whether blocks that requests get in this step may hold NaN of requests that had them before, so that
         workers clear them, but for cached prefixes.
+    parts: what features on the scheduler's side tell those on the workers'.
     A step with no tokens only updates state.
     """
 
@@ -77,19 +82,21 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     preempted_req_ids: set[str] = set()
     repeats_step_id: int | None = None
     clears_blocks: bool = False
+    parts: Parts | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether the worker has nothing to run and nothing to forget, so that it need not see this step."""
-        return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids)
+        return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids or self.parts)
 
     def anonymous(self) -> str:
         """A description for logs that holds no token of any user."""
         new = ", ".join(request.anonymous() for request in self.scheduled_new_reqs)
+        parts = "" if self.parts is None else f", parts=[{self.parts.anonymous()}]"
         return (
             f"SchedulerOutput(step_id={self.step_id}, new=[{new}], cached={self.scheduled_cached_reqs.req_ids}, "
             f"num_scheduled_tokens={self.num_scheduled_tokens}, finished={sorted(self.finished_req_ids)}, "
-            f"preempted={sorted(self.preempted_req_ids)})"
+            f"preempted={sorted(self.preempted_req_ids)}{parts})"
         )
 
 

@@ -106,7 +106,7 @@ class _Search:
     def __init__(self, start: EngineRequest, params: BeamSearchParams, max_tokens: int) -> None:
         self.params = params
         self.beams = [BeamSearchSequence(tokens=start.prompt_token_ids, logprobs=[])]
-        self._cache_salt = start.cache_salt
+        self._cache_salt, self._parts = start.cache_salt, start.parts
         self._eos_token_ids = frozenset() if params.ignore_eos else start.eos_token_ids
         self._completed: list[BeamSearchSequence] = []
         self._num_tokens_left = max_tokens
@@ -117,7 +117,10 @@ class _Search:
 
     def prompts(self) -> list[Prompt]:
         """What the beams ask to be continued."""
-        return [{"prompt_token_ids": beam.tokens, "cache_salt": self._cache_salt} for beam in self.beams]
+        return [
+            {"prompt_token_ids": beam.tokens, "cache_salt": self._cache_salt, "parts": self._parts}
+            for beam in self.beams
+        ]
 
     def advance(self, rows: Sequence[dict[int, Logprob]]) -> None:
         """Take the likeliest tokens after each beam, and keep the best of what they make."""

@@ -32,8 +32,10 @@ from penstock.executor import Executor, StepHandle
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.step_features import registered_step_features
 from penstock.scheduler.step_times import StepTimes
 from penstock.worker.memory_plan import MemoryPlan
+from penstock.worker.plugins import load_plugins
 
 logger = logging.getLogger(__name__)
 # How long a core whose requests all wait does nothing, unless it is woken: in case somebody forgets to.
@@ -50,6 +52,8 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig, grammar: Grammar | None = None) -> None:
+        # In this process too: parts of messages and features of the scheduler are registered by plugins.
+        load_plugins()
         self.config = config
         self._engine: StartedEngine | None = start_engine(config)
         engine = self._engine
@@ -93,6 +97,7 @@ class EngineCore:
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
             max_concurrent_steps=self._max_in_flight,
             tell_ends=self._take_ends,
+            features=registered_step_features(),
         )
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
@@ -116,6 +121,7 @@ class EngineCore:
                 arrival_time=request.arrival_time,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                parts=request.parts,
                 output_token_ids=request.output_token_ids,
                 needs_tokens_on_host=request.needs_tokens_on_host,
                 pools=self._pools,

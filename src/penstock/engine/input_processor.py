@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.config import ModelConfig, SamplingConfig, StructuredOutputsConfig
-from penstock.contract import SamplingParams
+from penstock.contract import Parts, SamplingParams
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.engine.messages import EngineRequest
 from penstock.engine.params_processor import ParamsProcessor
@@ -109,9 +109,10 @@ class InputProcessor:
 
         Raises InvalidRequest.
         """
-        text, token_ids, cache_salt = _fields_of(prompt)
-        if cache_salt is not None:
-            raise InvalidRequest(f"cache_salt={shown(cache_salt)} is not allowed for a prompt that comes in parts.")
+        text, token_ids, cache_salt, parts = _fields_of(prompt)
+        for key, value in (("cache_salt", cache_salt), ("parts", parts)):
+            if value is not None:
+                raise InvalidRequest(f"{key}={shown(value)} is not allowed for a prompt that comes in pieces.")
         check_sendable({"prompt": text})
         return self._encode(text or "", add_special_tokens=is_first) if token_ids is None else token_ids
 
@@ -135,13 +136,14 @@ class InputProcessor:
         is_cut = getattr(sampling_params, "truncate_prompt_tokens", None) is not None
         if not is_cut:
             self._check_num_ids(prompt, sampling_params)
-        text, given_token_ids, cache_salt = _fields_of(prompt)
+        text, given_token_ids, cache_salt, parts = _fields_of(prompt)
         is_rendered, text = isinstance(text, RenderedText), None if text is None else str(text)
         check_sendable(
             {
                 "request_id": request_id,
                 "prompt": text,
                 "cache_salt": cache_salt,
+                "parts": parts,
                 "sampling_params": sampling_params,
             }
         )
@@ -166,6 +168,7 @@ class InputProcessor:
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,
+            parts=parts,
         )
         return request, text
 
@@ -278,16 +281,17 @@ def located(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {error}") from error
 
 
-def _fields_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
-    """The prompt's text, its token ids, and its cache salt, as far as it has them."""
+def _fields_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None, Parts | None]:
+    """The prompt's text, its token ids, its cache salt and its parts, as far as it has them."""
     if isinstance(prompt, str):
-        return prompt, None, None
+        return prompt, None, None, None
     if not isinstance(prompt, Mapping):
-        return None, list_of_ids(prompt), None
+        return None, list_of_ids(prompt), None, None
     fields: Mapping[str, Any] = prompt
     check_fields(fields)
-    text, token_ids, cache_salt = (fields.get(key) for key in PROMPT_KEYS)
-    return text, None if token_ids is None else list_of_ids(token_ids), cache_salt
+    text, token_ids, cache_salt, parts = (fields.get(key) for key in PROMPT_KEYS)
+    token_ids = None if token_ids is None else list_of_ids(token_ids)
+    return text, token_ids, cache_salt, Parts.read(parts) if parts else None
 
 
 def _size_of(prompt: Prompt) -> int:

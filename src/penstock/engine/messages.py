@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.contract import SamplingParams
+from penstock.contract import Parts, SamplingParams
 from penstock.errors import ErrorData
 from penstock.scheduler.outputs import EngineCoreOutput
 
@@ -18,6 +18,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: monotonic seconds (time.monotonic).
     priority: lower runs first, under the "priority" policy.
     cache_salt: requests share cached prefixes only with requests of the same salt.
+    parts: what plugins' features are given with the request.
     eos_token_ids: tokens that end the text, unless the parameters ignore them.
     output_token_ids: what was generated for it before, by a core that is gone: generation goes on behind them.
     needs_tokens_on_host: the host must see its tokens before its next step; others run ahead meanwhile.
@@ -30,6 +31,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    parts: Parts | None = None
     output_token_ids: list[int] = []
     needs_tokens_on_host: bool = False
 

@@ -12,7 +12,7 @@ from penstock.config import vllm
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
 _HINTS = {
     "input_ids": "A tokenizer's result is no prompt; give its input_ids as prompt_token_ids",
     "role": "Messages are for chat",
@@ -41,11 +41,13 @@ class PromptDict(TypedDict, total=False):
     prompt: text; next to token ids only what outputs show as the prompt.
     prompt_token_ids: tokens, used as they are.
     cache_salt: cached prefixes are shared only among requests of the same salt.
+    parts: by the name of a plugin's feature, what this request gives it: a `Part`, or its fields as plain data.
     """
 
     prompt: str
     prompt_token_ids: TokenIds
     cache_salt: str | None
+    parts: Mapping[str, Any] | None
 
 
 Prompt: TypeAlias = str | TokenIds | PromptDict
@@ -119,6 +121,9 @@ def check_fields(prompt: Mapping[Any, Any]) -> None:
         value = prompt.get(key)
         if value is not None and not isinstance(value, str):
             raise InvalidRequest(f"{key}={shown(value)} is a {type(value).__name__}. Allowed: text.")
+    parts = prompt.get("parts")
+    if parts is not None and not isinstance(parts, Mapping):
+        raise InvalidRequest(f"parts={shown(parts)} is a {type(parts).__name__}. Allowed: a dictionary by feature.")
 
 
 def _plain(value: Any) -> Any:

@@ -49,6 +49,11 @@ def extra_keys(request: Request, start: int) -> ExtraKeys:
     What holds for a whole request (its salt; an adapter's name) belongs to the first block only, since the others
     inherit it through their parent. What enters at a position (an image's hash) belongs to each block it covers.
     """
-    if start == 0 and request.cache_salt is not None:
-        return (("cache_salt", request.cache_salt),)
-    return ()
+    if start > 0:
+        return ()
+    salt = () if request.cache_salt is None else (("cache_salt", request.cache_salt),)
+    if request.parts is None:
+        return salt
+    return salt + tuple(
+        (f"part:{name}", key) for name, part in sorted(request.parts.items()) for key in part.block_keys()
+    )

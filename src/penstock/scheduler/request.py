@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
-from penstock.contract import LogprobsLists, SamplingParams
+from penstock.contract import LogprobsLists, Parts, SamplingParams
 from penstock.scheduler.acceptance import Acceptance
 
 
@@ -32,6 +32,7 @@ class Request:
     eos_token_ids: tokens that end the text, unless `sampling_params` ignore them.
     arrival_time: monotonic seconds. priority: lower runs first, under the "priority" policy.
     cache_salt: cached prefixes are shared only with requests of the same salt.
+    parts: what features are given with it; they may have extra keys of its blocks.
     waits_for: what must be there before it may run, such as its grammar; the scheduler changes it once it has it.
     needs_tokens_on_host: the host must see its tokens before its next step, as where a grammar is not on the device.
     num_encoder_tokens: positions of the encoder whose output it reads; 0 where there is none.
@@ -68,6 +69,7 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    parts: Parts | None = None
     waits_for: set[str] = field(default_factory=set)
     needs_tokens_on_host: bool = False
     num_encoder_tokens: int = 0
@@ -112,6 +114,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Known generated tokens."""
         return len(self.all_token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether steps with this request may be repeated, as far as its parts are concerned."""
+        return self.parts is None or self.parts.may_repeat
 
     @property
     def needs_all_of_prompt(self) -> bool:

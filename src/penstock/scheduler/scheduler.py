@@ -6,8 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from penstock.config import SchedulerConfig
-from penstock.contract import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, Parts, SchedulerOutput
 from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.block_pool import KVCacheBlock
@@ -20,6 +22,7 @@ from penstock.scheduler.request_limits import check_fits, check_prompt, check_un
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
 from penstock.scheduler.step import NewBlockIds, Step, StepBuilder
+from penstock.scheduler.step_features import StepFeatureFactory
 from penstock.scheduler.step_times import StepTimes
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
@@ -46,6 +49,7 @@ class Scheduler:
     step_times: by which only as many drafts are verified as pay; None verifies all that there may be.
     max_concurrent_steps: that workers have use for at once, as the stages of a pipeline have. Requests that decode are
         spread over as many steps, which take turns.
+    features: make what adds parts to the messages of steps and reads those of results.
     tell_ends: gets the last output of a request for which `schedule` fails, while other requests go on; None raises
         the exception.
     """
@@ -64,6 +68,7 @@ class Scheduler:
         step_times: StepTimes | None = None,
         max_concurrent_steps: int = 1,
         tell_ends: Callable[[list[EngineCoreOutput]], None] | None = None,
+        features: Sequence[StepFeatureFactory] = (),
     ) -> None:
         self._tell_ends = tell_ends
         self.max_model_len = max_model_len
@@ -92,6 +97,7 @@ class Scheduler:
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
         self._last_draft_step_id = -1
         self._next_step_id = 0
+        self._features = [make_feature(self) for make_feature in features]
 
     @property
     def num_running(self) -> int:
@@ -205,6 +211,8 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         step = self._repeat_step(step_id) or self._new_step(step_id)
+        if self._features:
+            step = self._with_parts(step)
         if step.requests:
             self._in_flight.launch(step)
             self._last_turns.append(step)
@@ -218,6 +226,8 @@ class Scheduler:
         Results of steps from before `reset_for_recovery` are ignored. Raises LifecycleError when the results are not
         of this step, name a request that it did not hold, or are not those that are due next.
         """
+        for feature in self._features:
+            feature.take_results(scheduler_output, model_runner_output)
         return self._in_flight.settle(scheduler_output, model_runner_output)
 
     def note_time(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
@@ -295,6 +305,18 @@ class Scheduler:
         else:
             self._requests.decodes.clear()
         return step
+
+    def _with_parts(self, step: Step) -> Step:
+        """The step with the parts that features add to its message."""
+        parts = Parts.of(part for feature in self._features if (part := feature.part_of_step(step.message)) is not None)
+        if not parts:
+            return step
+        message = replace(step.message, parts=parts)
+        if not parts.may_repeat:
+            # Neither does this step repeat the one before, nor the next one this.
+            message = replace(message, repeats_step_id=None)
+            self._requests.decodes.clear()
+        return replace(step, message=message)
 
     def _share_of_requests(self) -> int:
         """How many a step may run, so that there are some for each of the steps that are executed at once."""
@@ -427,7 +449,9 @@ class Scheduler:
         num_running = len(self._requests.running)
         runs_all = len(step.requests) == num_running or self._max_concurrent_steps > 1
         can_admit = num_running < self._max_num_seqs and self._requests.waiting.peek() is not None
-        return runs_all and bool(step.requests) and is_all_decodes and not can_admit
+        if not (runs_all and step.requests and is_all_decodes) or can_admit:
+            return False
+        return all(request.may_repeat for request in step.requests)
 
     def _allocate_for(self, step: Step, rows: list[int]) -> NewBlockIds | None:
         """By row of a step, a block of each group for these rows; None where a request would have to give way."""

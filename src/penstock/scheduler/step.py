@@ -149,6 +149,7 @@ class StepBuilder:
             sampling_params=request.sampling_params,
             block_ids=block_ids,
             num_computed_tokens=hit.num_tokens,
+            parts=request.parts,
         )
         found = [block for blocks in hit.blocks for block in blocks]
         if found:

@@ -1,4 +1,4 @@
-"""Plugins: functions of installed packages that run once in every process, before a worker is built."""
+"""Plugins: functions of installed packages that run in every process, before its core or its worker is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def load_plugins(group: str = GROUP) -> list[str]:
     """Call every plugin of the entry-point group, and return their names.
 
     PENSTOCK_PLUGINS names those that are wanted; a wanted one that is not installed raises ConfigError, and so does
-    one that fails. Plugins must not mind being called again: a process may build several workers.
+    one that fails. Plugins must not mind being called again: a process may have a core and
+    several workers.
     """
     found = {entry_point.name: entry_point for entry_point in entry_points(group=group)}
     allowed = env.allowed_plugins()

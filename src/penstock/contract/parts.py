@@ -1,0 +1,105 @@
+"""Parts of messages by feature: typed data that a feature or a plugin adds to requests, steps and results.
+
+    class AdapterPart(Part, frozen=True, kw_only=True):
+        feature = "adapter"
+        adapter_id: int
+
+        def block_keys(self) -> tuple[str, ...]:
+            return (str(self.adapter_id),)
+
+    register_part(AdapterPart)
+
+Every process that reads such messages registers the type, as a plugin does. A message without parts has None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from penstock.errors import ConfigError, InvalidParameter
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the parts that one feature adds to messages.
+
+    feature: its name in messages. may_repeat: whether a step may be repeated that has this part itself, or a request
+        that came with it.
+    """
+
+    feature: ClassVar[str]
+    may_repeat: ClassVar[bool] = True
+
+    def anonymous(self) -> str:
+        """The part in logs and recordings of steps: nothing that may be a user's text."""
+        return type(self).__name__
+
+    def block_keys(self) -> tuple[str, ...]:
+        """Of a request's part, values that its cached prefixes depend on: only requests with equal ones share them."""
+        return ()
+
+
+_AnyPart = TypeVar("_AnyPart", bound=Part)
+_types: dict[str, type[Part]] = {}
+
+
+class Parts(dict[str, Part]):
+    """Parts of a message by the name of their feature."""
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> Parts:
+        """Parts under their features' names."""
+        return cls((part.feature, part) for part in parts)
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Parts:
+        """Parts from plain data, or from parts. Raises InvalidParameter for an unknown feature or wrong data."""
+        parts = cls()
+        for name, value in data.items():
+            part_type = _types.get(name)
+            if part_type is None:
+                raise InvalidParameter(
+                    f"There is no part {name!r}. Allowed: {', '.join(sorted(_types)) or 'none'}. Load the plugin of "
+                    "its feature in every process."
+                )
+            try:
+                parts[name] = value if isinstance(value, part_type) else msgspec.convert(value, part_type)
+            except msgspec.ValidationError as error:
+                raise InvalidParameter(f"The part {name!r} is not valid: {error}.") from error
+        return parts
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether a step with all of these may be repeated."""
+        return all(part.may_repeat for part in self.values())
+
+    def anonymous(self) -> str:
+        """All parts in logs."""
+        return ", ".join(part.anonymous() for part in self.values())
+
+
+def register_part(part_type: type[_AnyPart]) -> type[_AnyPart]:
+    """Let messages carry parts of this type. A plugin may call it again; usable as a decorator.
+
+    Raises ConfigError when another type has this feature's name.
+    """
+    known = _types.setdefault(part_type.feature, part_type)
+    if (known.__module__, known.__qualname__) != (part_type.__module__, part_type.__qualname__):
+        raise ConfigError(f"Two types of parts are named {part_type.feature!r}: {known} and {part_type}.")
+    _types[part_type.feature] = part_type
+    return part_type
+
+
+def part_of(parts: Parts | None, part_type: type[_AnyPart]) -> _AnyPart | None:
+    """The part of this type among those of a message, None if it has none."""
+    part = None if parts is None else parts.get(part_type.feature)
+    return part if isinstance(part, part_type) else None
+
+
+def read_custom(wanted: type, data: Any) -> Any:
+    """Hook of the codec for types that msgspec does not know."""
+    if wanted is Parts:
+        return Parts.read(data)
+    raise NotImplementedError(f"Messages cannot carry {wanted}.")

@@ -1,0 +1,144 @@
+"""Features of the scheduler: their parts are in the messages of steps, and they see those of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import msgspec
+import pytest
+from scheduler_driver import Driver, make_request
+from scheduler_fakes import cache_config
+
+from penstock.config import SchedulerConfig
+from penstock.contract import (
+    ModelRunnerOutput,
+    Part,
+    Parts,
+    SampledOutput,
+    SchedulerOutput,
+    decode,
+    encode,
+    part_of,
+    parts,
+    register_part,
+)
+from penstock.scheduler import step_features
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.step_features import StepFeature, register_step_feature, registered_step_features
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+class CountPart(Part, frozen=True, kw_only=True):
+    """The number of a step."""
+
+    feature: ClassVar[str] = "count"
+    step_id: int
+
+
+class OncePart(CountPart, frozen=True, kw_only=True):
+    """A part whose step is like no other."""
+
+    feature: ClassVar[str] = "once"
+    may_repeat: ClassVar[bool] = False
+
+
+class Counting(StepFeature):
+    """A feature whose part is the number of the step; none of steps in `silent`. seen: numbers in results."""
+
+    def __init__(self, part_type: type[CountPart] = CountPart, silent: tuple[int, ...] = ()) -> None:
+        self._part_type = part_type
+        self._silent = silent
+        self.seen: list[int | None] = []
+
+    def part_of_step(self, message: SchedulerOutput) -> Part | None:
+        return None if message.step_id in self._silent else self._part_type(step_id=message.step_id)
+
+    def take_results(self, message: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        part = part_of(results.parts, self._part_type)
+        self.seen.append(None if part is None else part.step_id)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(parts, "_types", {})
+    monkeypatch.setattr(step_features, "_registered", [])
+    register_part(CountPart)
+    register_part(OncePart)
+    return
+
+
+def steps_with(feature: StepFeature, num_steps: int = 8) -> list[SchedulerOutput]:
+    """Steps of two requests, of which a worker tells the parts that it was told."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+        cache_config(40),
+        max_model_len=64,
+        enable_prefix_caching=True,
+        async_scheduling=False,
+        features=[lambda _: feature],
+    )
+    for name in ("a", "b"):
+        scheduler.add_request(make_request(name, PROMPT, max_tokens=30, ignore_eos=True))
+    steps = []
+    for _ in range(num_steps):
+        message = decode(encode(scheduler.schedule()), SchedulerOutput)
+        steps.append(message)
+        req_ids = list(message.num_scheduled_tokens)
+        results = SampledOutput(
+            step_id=message.step_id,
+            req_ids=req_ids,
+            sampled_token_ids=[[5] for _ in req_ids],
+            parts=message.parts,
+        )
+        scheduler.update_from_output(message, results)
+    return steps
+
+
+def test_every_step_has_the_part_that_a_feature_adds_and_the_feature_sees_what_comes_back() -> None:
+    feature = Counting(silent=(5,))
+    steps = steps_with(feature)
+    assert [part_of(step.parts, CountPart) for step in steps] == [
+        None if step_id == 5 else CountPart(step_id=step_id) for step_id in range(8)
+    ]
+    assert steps[5].parts is None
+    assert feature.seen == [0, 1, 2, 3, 4, None, 6, 7]
+    assert [step.repeats_step_id for step in steps[3:]] == [2, 3, 4, 5, 6]
+
+
+def test_a_step_whose_part_may_not_be_repeated_repeats_no_step_and_is_not_repeated() -> None:
+    steps = steps_with(Counting(OncePart, silent=(0, 1, 2, 3, 5, 6, 7)))
+    assert [step.repeats_step_id for step in steps[3:]] == [2, None, None, 5, 6]
+    plain = steps_with(Counting(silent=tuple(range(8))))
+    without = [msgspec.structs.replace(step, repeats_step_id=None, parts=None) for step in steps]
+    assert without == [msgspec.structs.replace(step, repeats_step_id=None) for step in plain]
+
+
+@pytest.mark.parametrize("part_type", [CountPart, OncePart])
+def test_steps_of_a_request_are_repeated_if_its_part_says_so(part_type: type[CountPart]) -> None:
+    driver = Driver(cache_config(40))
+    driver.add("a", PROMPT, max_tokens=12, ignore_eos=True, parts=Parts.of([part_type(step_id=7)]))
+    first, *others = [driver.turn() for _ in range(6)]
+    assert part_of(first.scheduled_new_reqs[0].parts, part_type) == part_type(step_id=7)
+    assert any(step.repeats_step_id is not None for step in others) is part_type.may_repeat
+    driver.drain()
+
+
+def test_a_request_has_its_parts_again_after_a_preemption() -> None:
+    driver = Driver(cache_config(40))
+    driver.add("a", PROMPT, max_tokens=12, ignore_eos=True, parts=Parts.of([CountPart(step_id=7)]))
+    driver.turn()
+    driver.scheduler.preempt_all()
+    [new] = driver.turn().scheduled_new_reqs
+    assert new.parts == {"count": CountPart(step_id=7)}
+    driver.drain()
+
+
+def test_plugins_register_features_once() -> None:
+    def factory(scheduler: Scheduler) -> StepFeature:
+        return Counting()
+
+    register_step_feature(factory)
+    register_step_feature(factory)
+    assert registered_step_features() == (factory,)
