@@ -269,8 +269,8 @@ def test_what_rejected_drafts_left_in_the_cache_is_never_read(
     def make() -> ModelRunner:
         return ModelRunner(
             worker.device,
-            worker.language_model,
-            worker._layers,
+            worker.weights.language_model,
+            worker.weights.layers,
             core.kv_cache_config,
             RunnerLimits(4, max_num_tokens=64, max_model_len=40, vocab_size=REAL_VOCAB_SIZE, max_drafts=MAX_DRAFTS),
             attention_backend=options.get("attention_backend"),

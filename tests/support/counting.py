@@ -61,16 +61,16 @@ def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, 
     device = CountingDevice()
     step = measure_step_memory(
         device,
-        worker.language_model,
-        worker._layers,
+        worker.weights.language_model,
+        worker.weights.layers,
         worker.get_kv_cache_spec(),
         limits,
         config.device.attention_backend,
         config.sampling,
-        speculator=worker._speculator,
+        speculator=worker.weights.speculator,
     )
     unloaded = measure_unloaded(config, ParallelContext(), "cpu", worker.dtype, limits)
     assert unloaded.specs == worker.get_kv_cache_spec()
-    weights = worker._weights_size_bytes()
+    weights = worker.weights.size_bytes
     worker.shutdown()
     return unloaded, weights, step

@@ -140,14 +140,14 @@ def test_a_reload_of_the_target_keeps_the_drafter(tmp_path: Path, target: Path, 
     core = make_core(target, dtype="float32", speculative_config=options_for(tmp_path, method))
     run(core, PROMPTS, greedy(5))
     worker = loaded_worker(core)
-    drafter = worker._drafter
+    drafter = worker.weights.drafter
     core.collective_rpc("reload_weights", args=(str(new),))
     assert core.reset_prefix_cache()
     assert [result.tokens for result in run(core, PROMPTS, greedy(20))] == expected
-    assert worker._drafter is drafter
+    assert worker.weights.drafter is drafter
     if method != "draft_model":
         assert drafter is not None
-        assert drafter.target is worker.model  # type: ignore[union-attr]
+        assert drafter.target is worker.weights.model  # type: ignore[union-attr]
     core.close()
 
 

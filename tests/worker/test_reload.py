@@ -321,7 +321,7 @@ def test_a_reload_without_room_is_refused_before_it_begins(
     core: EngineCore, new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = tokens(core)
-    monkeypatch.setattr("penstock.worker.worker.weights_size_bytes", lambda model: 1 << 60)
+    monkeypatch.setattr("penstock.worker.weights.weights_size_bytes", lambda model: 1 << 60)
     with pytest.raises(OutOfMemory, match=r"Reloading keeps the old weights .* takes 1073741824\.00 GiB more"):
         reload(core, new)
     monkeypatch.undo()

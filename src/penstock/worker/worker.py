@@ -6,62 +6,38 @@ import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from penstock.attention import CacheLayer
 from penstock.config import EngineConfig
-from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.config.model import AUTO_LENGTH
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
-from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.errors import ConfigError, LifecycleError
 from penstock.kernels.native import describe_kernels
-from penstock.layers.linear import weights_size_bytes
 from penstock.loader.loader import find_stored_dtype
-from penstock.loader.sharded_state import copy_model_files, save_sharded_state
-from penstock.models.attention_layers import cache_layers, most_query_heads
-from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
-from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.output_heads import GENERATE
 from penstock.runner.slot_owners import registered_slot_owners
-from penstock.runner.speculative import NO_SPECULATOR, Speculator
-from penstock.runner.speculative.create import create_speculator
-from penstock.runner.stage import ONE_STAGE, PipelineStage, Stage, num_noted_before, receive_buffer_bytes
+from penstock.runner.stage import ONE_STAGE, PipelineStage, Stage
 from penstock.worker.base import WorkerBase
-from penstock.worker.calibration import load_for_device
 from penstock.worker.capabilities import check_options
 from penstock.worker.changes_model import changes_model
-from penstock.worker.drafter import (
-    attach_drafter,
-    aux_layers_of_head,
-    drafted_specs,
-    layers_of_target,
-    load_drafter,
-    place_for_drafter,
-)
+from penstock.worker.drafter import layers_of_target, place_for_drafter
 from penstock.worker.inspection import inspect_model
-from penstock.worker.lighter_weights import saved_by_int8_weights
-from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan
+from penstock.worker.memory_plan import MemoryPlan
+from penstock.worker.memory_planning import plan_memory
 from penstock.worker.pages_ahead import PagesAhead
-from penstock.worker.processor_memory import measure_processors
-from penstock.worker.profile import measure_step_memory
 from penstock.worker.profiler import create_profiler
-from penstock.worker.reload import config_of_replacement, load_replacement
-from penstock.worker.resident import resident_step
-from penstock.worker.split_contexts import split_context_bytes
-from penstock.worker.unloaded_model import NeedsValues, measure_unloaded
+from penstock.worker.reload import config_of_replacement
 from penstock.worker.update_config import updated_config
+from penstock.worker.weights import Weights
 
 logger = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
@@ -91,12 +67,9 @@ class Worker(WorkerBase):
         self._device: Device | None = None
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
-        self._model: nn.Module | None = None
-        self._drafter: CausalLM | None = None
-        self._layers: dict[str, CacheLayer] = {}
+        self._weights: Weights | None = None
         self._runner: ModelRunner | None = None
         self._pages: PagesAhead | None = None
-        self._speculator: Speculator = NO_SPECULATOR
         if config.speculative.method is not None:
             self.num_speculative_tokens = config.speculative.num_speculative_tokens
 
@@ -114,88 +87,31 @@ class Worker(WorkerBase):
         logger.info("Device: %s%s", self._device.describe(), kernels)
 
     def load_model(self) -> None:
-        device, dtype = self.device, self.dtype
         self.parallel = place_for_drafter(self.config, self.parallel)
-        with device.loading_weights():
-            self._model = load_for_device(self.config.model, self.config.load, self.parallel, device, dtype)
-            self._drafter = load_drafter(self.config, self._model, self.parallel, device, dtype)
-        self._speculator = create_speculator(
-            self.config.speculative,
-            device,
-            self.config.model.vocab_size,
-            self._drafter,
-            aux_layers_of_head(self.config, self._model, self.parallel),
-        )
-        self._layers = {**cache_layers(self._model), **self._speculator.cache_layers()}
-        logger.info(
-            "Model: %s, %s of weights, computed in %s (%s)",
-            self.config.model.architecture,
-            format_bytes(self._weights_size_bytes()),
-            dtype.name,
-            dtype.reason,
-        )
+        self._weights = Weights(self.config, self.parallel, self.device, self.dtype)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        cache = self.config.cache
-        dtype = choose_kv_cache_dtype(cache.kv_cache_dtype, self.dtype.name)
-        return drafted_specs(self.model, self._drafter, cache.block_size, dtype)
+        return self.weights.kv_cache_specs
 
     def determine_available_memory(self) -> MemoryPlan:
-        device, start = self.device, self._required(self._start, "init_device")
-        limits = self._limits(self._longest_context())
-        step = self._measure_step(limits)
-        cache = self.config.cache
-        available = start.free + start.used_by_process
-        fraction, is_default = affordable_fraction(
-            cache.memory_fraction, device.kind, total=start.total, available=available
-        )
-        plan = MemoryPlan(
-            total=start.total,
-            free_at_start=start.free,
-            fraction=fraction,
-            is_default_fraction=is_default,
-            process=start.used_by_process,
-            weights=self._weights_size_bytes(),
-            activations=step.activations,
-            sampling=step.sampling,
-            runner_state=step.runner_state,
-            requested_kv_cache=cache.kv_cache_memory_bytes,
-            logits_processors=measure_processors(
-                self.config.sampling,
-                device,
-                max_num_reqs=limits.max_num_reqs,
-                max_model_len=limits.max_model_len,
-                vocab_size=limits.vocab_size,
-            ),
-            receive_buffer=receive_buffer_bytes(
-                self.parallel.pipeline,
-                limits.max_num_tokens,
-                self.config.model.hidden_size,
-                self.dtype.torch_dtype,
-                num_noted_before(self._speculator.aux_layers, layers_of_target(self.model, self.parallel)),
-            ),
-        )
-        logger.debug("Memory plan:\n%s", plan.table())
-        # What is free is no share of it once other engines have taken theirs; the one before had room.
-        if not self.config.replaces_lost_core:
-            check_plan(plan, saved_by_int8_weights(self.config, plan.weights))
-        return plan
+        start, limits = self._required(self._start, "init_device"), self._limits(self._longest_context())
+        return plan_memory(self.config, self.parallel, self.device, self.dtype, self.weights, limits, start)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
-        stage = self._stage()
+        weights, layers = self.weights, self.weights.layers
         self._runner = ModelRunner(
             self.device,
-            self.language_model,
-            self._layers,
-            kv_cache_config.of_layers(self._layers) if self.parallel.pipeline.size > 1 else kv_cache_config,
+            weights.language_model,
+            layers,
+            kv_cache_config.of_layers(layers) if self.parallel.pipeline.size > 1 else kv_cache_config,
             self._limits(max_model_len),
             attention_backend=self.config.device.attention_backend,
             sampling=self.config.sampling,
             fast_paths=self.config.scheduler.fast_paths != "off",
             rank=self.rank,
             agreement=self.parallel.agreement,
-            speculator=self._speculator,
-            stage=stage,
+            speculator=weights.speculator,
+            stage=self._stage(),
             owners=registered_slot_owners(),
             output_head=self.output_head,
         )
@@ -245,7 +161,7 @@ class Worker(WorkerBase):
             self._runner.forget_programs()
 
     def get_model(self) -> LanguageModel:
-        return self.language_model
+        return self.weights.language_model
 
     def check_health(self) -> None:
         self._required(self._device, "init_device")
@@ -277,37 +193,13 @@ class Worker(WorkerBase):
         is the caller's to reset. Raises ModelError for a model of another kind or shape, CheckpointError for damaged
         weights, OutOfMemory when there is no room.
         """
-        device, model = self.device, self.model
+        device, weights = self.device, self.weights
         new = replace(self._next_config, model=config_of_replacement(self._next_config.model, weights_path))
         check_options(new, device.kind)
-        with device.loading_weights():
-            try:
-                replacement = load_replacement(
-                    self.config.model,
-                    new.model,
-                    new.load,
-                    self.parallel,
-                    device,
-                    self.dtype,
-                    max_model_len=None if self._runner is None else self._runner.limits.max_model_len,
-                    size_bytes=weights_size_bytes(model),
-                )
-            finally:
-                gc.collect()
-        if new.model.eos_token_ids != self.config.model.eos_token_ids:
-            logger.warning(
-                "%s ends texts with the tokens %s, but this engine goes on ending them with %s, as it was started",
-                new.model.model,
-                sorted(new.model.eos_token_ids),
-                sorted(self.config.model.eos_token_ids),
-            )
-        attach_drafter(self._drafter, replacement)
-        self._model = replacement
-        self._layers = {**cache_layers(replacement), **self._speculator.cache_layers()}
+        weights.reload(self.config, new, None if self._runner is None else self._runner.limits.max_model_len)
         if self._runner is not None:
-            self._runner.replace_model(replacement)
+            self._runner.replace_model(weights.language_model)
         self.config = self._next_config = new
-        del model
         _give_back(device)
         logger.info("Weights reloaded from %s", new.model.folder)
 
@@ -317,25 +209,17 @@ class Worker(WorkerBase):
         pattern: their names, with {rank} and {part}. max_size: bytes of a file, unless one tensor is larger.
         The first rank copies the configuration and the tokenizer too.
         """
-        folder = Path(path).expanduser()
-        with torch.no_grad():
-            written = save_sharded_state(self.model, folder, self.parallel, pattern or SHARDED_STATE_PATTERN, max_size)
-        if self.rank == 0:
-            copy_model_files(self.config.model.folder, folder)
-        return [str(file) for file in written]
+        return self.weights.save(path, pattern, max_size, self.config.model.folder if self.rank == 0 else None)
 
     def get_model_inspection(self) -> str:
         """The model's modules as a tree of text, with sizes, dtypes and how each multiplies."""
-        return inspect_model(self.model)
+        return inspect_model(self.weights.model)
 
     def shutdown(self) -> None:
         self._profiler.shutdown()
         if self._pages is not None:
             self._pages.close()
-        self._runner = self._pages = None
-        self._model = self._drafter = None
-        self._speculator = NO_SPECULATOR
-        self._layers = {}
+        self._runner = self._pages = self._weights = None
         device, self._device = self._device, None
         if device is None:
             gc.collect()
@@ -353,12 +237,8 @@ class Worker(WorkerBase):
         return self._required(self._dtype, "init_device")
 
     @property
-    def model(self) -> nn.Module:
-        return self._required(self._model, "load_model")
-
-    @property
-    def language_model(self) -> LanguageModel:
-        return self.model  # type: ignore[return-value]
+    def weights(self) -> Weights:
+        return self._required(self._weights, "load_model")
 
     @property
     def runner(self) -> ModelRunner:
@@ -373,8 +253,8 @@ class Worker(WorkerBase):
             self.config.scheduler.max_num_batched_tokens,
             self.config.model.hidden_size,
             self.dtype.torch_dtype,
-            self._speculator.aux_layers,
-            layers_of_target(self.model, self.parallel),
+            self.weights.speculator.aux_layers,
+            layers_of_target(self.weights.model, self.parallel),
         )
 
     def _required(self, part: _Part | None, method: str) -> _Part:
@@ -383,9 +263,6 @@ class Worker(WorkerBase):
                 f"Worker {self.rank} is not ready for this call: {method} must come first (or it was shut down)."
             )
         return part
-
-    def _weights_size_bytes(self) -> int:
-        return sum(weights_size_bytes(model) for model in (self.model, self._drafter) if model is not None)
 
     def _longest_context(self) -> int:
         """The context to plan for: what was asked for, or the model's own when that is to be fitted later."""
@@ -402,41 +279,6 @@ class Worker(WorkerBase):
             max_drafts=self.num_speculative_tokens,
             max_concurrent_steps=self.config.max_concurrent_batches,
         )
-
-    def _measure_step(self, limits: RunnerLimits) -> StepMemory:
-        specs = self.get_kv_cache_spec()
-        tensors = self._measure_without_memory(limits) if self.device.kind == "cpu" else None
-        if tensors is None:
-            backend, sampling = self.config.device.attention_backend, self.config.sampling
-            tensors = measure_step_memory(
-                self.device,
-                self.language_model,
-                self._layers,
-                specs,
-                limits,
-                backend,
-                sampling,
-                fast_paths=self.config.scheduler.fast_paths != "off",
-                speculator=self._speculator,
-            )
-        # What those steps left free is not the next owner's, the KV cache's.
-        self.device.return_unused_memory()
-        split = split_context_bytes(
-            specs.values(),
-            most_query_heads(self._layers),
-            max_model_len=limits.max_model_len,
-            num_threads=torch.get_num_threads(),
-            device=self.device.kind,
-        )
-        return resident_step(tensors, self.device.kind, split)
-
-    def _measure_without_memory(self, limits: RunnerLimits) -> StepMemory | None:
-        """What full steps take, which would be long ones on a CPU; None where they must be run."""
-        try:
-            return measure_unloaded(self.config, self.parallel, self.device.kind, self.dtype, limits).step
-        except NeedsValues as reason:
-            logger.info("Full steps are run to see what they take: %s", reason)
-            return None
 
 
 def _give_back(device: Device) -> None:

@@ -1,0 +1,121 @@
+"""The memory plan of one rank: its steps are measured, and the rest is counted."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from penstock.config import EngineConfig
+from penstock.device import Device, DtypeChoice, MemorySnapshot
+from penstock.models.attention_layers import most_query_heads
+from penstock.parallel import ParallelContext
+from penstock.runner.model_runner import RunnerLimits
+from penstock.runner.stage import num_noted_before, receive_buffer_bytes
+from penstock.worker.drafter import layers_of_target
+from penstock.worker.lighter_weights import saved_by_int8_weights
+from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan
+from penstock.worker.processor_memory import measure_processors
+from penstock.worker.profile import measure_step_memory
+from penstock.worker.resident import resident_step
+from penstock.worker.split_contexts import split_context_bytes
+from penstock.worker.unloaded_model import NeedsValues, measure_unloaded
+from penstock.worker.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+
+def plan_memory(
+    config: EngineConfig,
+    parallel: ParallelContext,
+    device: Device,
+    dtype: DtypeChoice,
+    weights: Weights,
+    limits: RunnerLimits,
+    start: MemorySnapshot,
+) -> MemoryPlan:
+    """Measure a step and plan the memory; the rest is for the KV cache. start: before the model was loaded.
+
+    Raises OutOfMemory when the plan does not work out.
+    """
+    step = _measure_step(config, parallel, device, dtype, weights, limits)
+    cache = config.cache
+    available = start.free + start.used_by_process
+    fraction, is_default = affordable_fraction(
+        cache.memory_fraction, device.kind, total=start.total, available=available
+    )
+    plan = MemoryPlan(
+        total=start.total,
+        free_at_start=start.free,
+        fraction=fraction,
+        is_default_fraction=is_default,
+        process=start.used_by_process,
+        weights=weights.size_bytes,
+        activations=step.activations,
+        sampling=step.sampling,
+        runner_state=step.runner_state,
+        requested_kv_cache=cache.kv_cache_memory_bytes,
+        logits_processors=measure_processors(
+            config.sampling,
+            device,
+            max_num_reqs=limits.max_num_reqs,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+        ),
+        receive_buffer=receive_buffer_bytes(
+            parallel.pipeline,
+            limits.max_num_tokens,
+            config.model.hidden_size,
+            dtype.torch_dtype,
+            num_noted_before(weights.speculator.aux_layers, layers_of_target(weights.model, parallel)),
+        ),
+    )
+    logger.debug("Memory plan:\n%s", plan.table())
+    # What is free is no share of it once other engines have taken theirs; the one before had room.
+    if not config.replaces_lost_core:
+        check_plan(plan, saved_by_int8_weights(config, plan.weights))
+    return plan
+
+
+def _measure_step(
+    config: EngineConfig,
+    parallel: ParallelContext,
+    device: Device,
+    dtype: DtypeChoice,
+    weights: Weights,
+    limits: RunnerLimits,
+) -> StepMemory:
+    tensors = _measure_without_memory(config, parallel, dtype, limits) if device.kind == "cpu" else None
+    if tensors is None:
+        tensors = measure_step_memory(
+            device,
+            weights.language_model,
+            weights.layers,
+            weights.kv_cache_specs,
+            limits,
+            config.device.attention_backend,
+            config.sampling,
+            fast_paths=config.scheduler.fast_paths != "off",
+            speculator=weights.speculator,
+        )
+    # What those steps left free is not the next owner's, the KV cache's.
+    device.return_unused_memory()
+    split = split_context_bytes(
+        weights.kv_cache_specs.values(),
+        most_query_heads(weights.layers),
+        max_model_len=limits.max_model_len,
+        num_threads=torch.get_num_threads(),
+        device=device.kind,
+    )
+    return resident_step(tensors, device.kind, split)
+
+
+def _measure_without_memory(
+    config: EngineConfig, parallel: ParallelContext, dtype: DtypeChoice, limits: RunnerLimits
+) -> StepMemory | None:
+    """Memory of full steps, which would be long ones on a CPU; None where they must be run."""
+    try:
+        return measure_unloaded(config, parallel, "cpu", dtype, limits).step
+    except NeedsValues as reason:
+        logger.info("Full steps are run to see what they take: %s", reason)
+        return None

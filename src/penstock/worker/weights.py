@@ -1,0 +1,117 @@
+"""Weights of one rank: its share of the model, the drafter beside it, and the speculator that runs that."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from penstock.attention import CacheLayer
+from penstock.config import EngineConfig
+from penstock.config.load import SHARDED_STATE_PATTERN
+from penstock.contract import KVCacheSpec
+from penstock.device import Device, DtypeChoice
+from penstock.device.dtypes import choose_kv_cache_dtype
+from penstock.layers.linear import weights_size_bytes
+from penstock.loader.sharded_state import copy_model_files, save_sharded_state
+from penstock.models.attention_layers import cache_layers
+from penstock.models.causal_lm import CausalLM
+from penstock.models.interface import LanguageModel
+from penstock.observability.units import format_bytes
+from penstock.parallel import ParallelContext
+from penstock.runner.speculative.create import create_speculator
+from penstock.worker.calibration import load_for_device
+from penstock.worker.drafter import attach_drafter, aux_layers_of_head, drafted_specs, load_drafter
+from penstock.worker.reload import load_replacement
+
+logger = logging.getLogger(__name__)
+
+
+class Weights:
+    """Loaded weights. model: the one that serves, which a reload replaces."""
+
+    def __init__(self, config: EngineConfig, parallel: ParallelContext, device: Device, dtype: DtypeChoice) -> None:
+        """Load them. Raises what loading raises."""
+        self._parallel = parallel
+        self._device = device
+        self._dtype = dtype
+        self._cache = config.cache
+        with device.loading_weights():
+            self.model: nn.Module = load_for_device(config.model, config.load, parallel, device, dtype)
+            self.drafter: CausalLM | None = load_drafter(config, self.model, parallel, device, dtype)
+        self.speculator = create_speculator(
+            config.speculative,
+            device,
+            config.model.vocab_size,
+            self.drafter,
+            aux_layers_of_head(config, self.model, parallel),
+        )
+        logger.info(
+            "Model: %s, %s of weights, computed in %s (%s)",
+            config.model.architecture,
+            format_bytes(self.size_bytes),
+            dtype.name,
+            dtype.reason,
+        )
+
+    @property
+    def language_model(self) -> LanguageModel:
+        return self.model  # type: ignore[return-value]
+
+    @property
+    def layers(self) -> Mapping[str, CacheLayer]:
+        """The layers that keep something in the KV cache, of model and drafter."""
+        return {**cache_layers(self.model), **self.speculator.cache_layers()}
+
+    @property
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """KV-cache specs of these layers, by name."""
+        dtype = choose_kv_cache_dtype(self._cache.kv_cache_dtype, self._dtype.name)
+        return drafted_specs(self.model, self.drafter, self._cache.block_size, dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(weights_size_bytes(model) for model in (self.model, self.drafter) if model is not None)
+
+    def reload(self, current: EngineConfig, new: EngineConfig, max_model_len: int | None) -> None:
+        """Load the model of another configuration beside the one that serves, and put it in its place.
+
+        max_model_len: the longest context that is being served, if any. What fails leaves the old one serving. Raises
+        what `load_replacement` raises.
+        """
+        with self._device.loading_weights():
+            try:
+                replacement = load_replacement(
+                    current.model,
+                    new.model,
+                    new.load,
+                    self._parallel,
+                    self._device,
+                    self._dtype,
+                    max_model_len=max_model_len,
+                    size_bytes=weights_size_bytes(self.model),
+                )
+            finally:
+                gc.collect()
+        if new.model.eos_token_ids != current.model.eos_token_ids:
+            logger.warning(
+                "%s ends texts with the tokens %s, but this engine goes on ending them with %s, as it was started",
+                new.model.model,
+                sorted(new.model.eos_token_ids),
+                sorted(current.model.eos_token_ids),
+            )
+        attach_drafter(self.drafter, replacement)
+        self.model = replacement
+
+    def save(self, path: str, pattern: str | None, max_size: int | None, model_folder: Path | None) -> list[str]:
+        """Write the model as `Worker.save_sharded_state` says. model_folder: its other files are copied from there."""
+        folder = Path(path).expanduser()
+        with torch.no_grad():
+            written = save_sharded_state(self.model, folder, self._parallel, pattern or SHARDED_STATE_PATTERN, max_size)
+        if model_folder is not None:
+            copy_model_files(model_folder, folder)
+        return [str(file) for file in written]
