@@ -206,11 +206,10 @@ def _step_tokens(named: Mapping[str, Tensor], context: ForwardContext) -> StepTo
     metadata, last = context.metadata, context.last
     num_rows = named[_POSITIONS].shape[0]
     # Groups of layers that are no attention of the library have nothing that a kernel reads.
-    counts = [group.num_tokens for group in metadata if hasattr(group, "requests")]
     return StepTokens(
         named,
         num_rows,
-        counts[0] if counts else num_rows,
+        num_rows if context.sequences is None else context.sequences.num_actual_tokens,
         [getattr(group, "requests", NO_REQUESTS) for group in metadata],
         None if last is None else (last.rows, last.positions, last.query_start_loc, last.seq_lens),
     )

@@ -93,7 +93,8 @@ class ModelRunner:
         )
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.speculator = speculator
-        more = [make_owner(device, num_slots, model) for make_owner in owners]
+        made = (make_owner(device, num_slots, model) for make_owner in owners)
+        more = [owner for owner in made if owner is not None]
         self.owners = SlotOwners(
             self.requests, [self.block_tables, self.sampler, self.prompt_logprobs, speculator, *more]
         )

@@ -92,8 +92,8 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
         """Run what `commit` runs, after a step that serves no request."""
 
 
-# Makes an owner for the runner of this model: (device, slots, model).
-SlotOwnerFactory: TypeAlias = Callable[[Device, int, LanguageModel], SlotOwner]
+# Makes an owner for the runner of this model, None where the model needs none: (device, slots, model).
+SlotOwnerFactory: TypeAlias = Callable[[Device, int, LanguageModel], SlotOwner | None]
 
 _registered: list[SlotOwnerFactory] = []
 
@@ -137,7 +137,7 @@ class SlotOwners:
     def apply(self, output: SchedulerOutput, *, repeats: bool = False) -> dict[str, str]:
         """Bring the state up to this step: free slots first, then add, then extend, then one flush.
 
-        repeats: the step's requests are those of a frame that was kept, and nobody else is named. Returns the requests
+        repeats: the step's requests are those of a frame that was kept, and no other is named. Returns the requests
         that cannot run, with the reason.
         """
         cached = output.scheduled_cached_reqs

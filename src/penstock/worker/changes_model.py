@@ -1,4 +1,4 @@
-"""The mark of worker methods after which recorded programs of the model no longer hold."""
+"""Marks of worker methods: whether recorded programs of the model still hold after a call."""
 
 from __future__ import annotations
 
@@ -13,4 +13,10 @@ CHANGES_MODEL = "_changes_model"
 def changes_model(method: _Method) -> _Method:
     """Mark a method that may put another model or other weights in place, or hand the model to its caller."""
     setattr(method, CHANGES_MODEL, True)
+    return method
+
+
+def keeps_model(method: _Method) -> _Method:
+    """Mark a method of another package's worker that leaves the model, its weights and their addresses as they are."""
+    setattr(method, CHANGES_MODEL, False)
     return method

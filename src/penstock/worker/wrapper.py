@@ -149,14 +149,13 @@ class WorkerWrapperBase:
 def may_change_model(worker_class: type, method: str) -> bool:
     """Whether a method may put another model or other weights in place, by which recorded programs no longer hold.
 
-    The methods of this project's workers say so (`changes_model`); of others nothing is known.
+    The methods of this project's workers say so (`changes_model`); others may, unless they are marked (`keeps_model`).
     """
-    own = [
-        vars(base)[method]
-        for base in worker_class.__mro__
-        if base.__module__.partition(".")[0] == "penstock" and method in vars(base)
-    ]
-    return not own or any(getattr(function, CHANGES_MODEL, False) for function in own)
+    found = [(base, vars(base)[method]) for base in worker_class.__mro__ if method in vars(base)]
+    own = [function for base, function in found if base.__module__.partition(".")[0] == "penstock"]
+    if own:
+        return any(getattr(function, CHANGES_MODEL, False) for function in own)
+    return not found or any(getattr(function, CHANGES_MODEL, True) for _, function in found)
 
 
 def loses_device(error: BaseException | None) -> bool:
