@@ -70,7 +70,7 @@ class AsyncOutput:
         )
 
     def _logprobs(self, logprobs: LogprobsTensors, token_ids: list[list[int]]) -> LogprobsLists:
-        """Of the sampled tokens, a row each: not of unfinished prefills, nor of what came after rejected drafts."""
+        """Log-probabilities of the sampled tokens, a row each: unfinished prefills and rejected drafts have none."""
         firsts = range(len(token_ids)) if self._first_rows is None else self._first_rows.tolist()
         rows = [
             first + number for first, sampled in zip(firsts, token_ids, strict=True) for number in range(len(sampled))

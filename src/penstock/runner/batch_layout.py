@@ -60,7 +60,7 @@ class BatchLayout:
         return None if self.drafts is None else np.flatnonzero(self.drafts.numbers_np == 0)
 
     def of_logits_rows(self, per_token: Tensor) -> Tensor:
-        """What belongs to the logits rows, of something that has a row per token of the step."""
+        """The logits rows of a tensor that has a row per token of the step."""
         if self.is_all_decodes:
             return per_token if self.has_one_token_each else per_token[: len(self.req_ids)]
         return per_token.index_select(0, self.logits_indices)
@@ -104,7 +104,7 @@ class _OneTokenEach:
 
 
 class DraftCounts(NamedTuple):
-    """Of a step's requests in batch order, int64 each: drafts, and those that may be accepted."""
+    """Drafts of a step's requests in batch order, and those that may be accepted; int64 each."""
 
     num_drafts: np.ndarray
     num_checked: np.ndarray

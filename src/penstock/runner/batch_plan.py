@@ -1,4 +1,4 @@
-"""How a step will be run, decided before anything is computed."""
+"""The sizes of a step, padding included, decided before anything is computed."""
 
 from __future__ import annotations
 

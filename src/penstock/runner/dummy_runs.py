@@ -91,12 +91,12 @@ def run_prompt(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
 
 
 def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
-    """The same of a prompt of so many tokens, to see what it takes."""
+    """The forward pass of a prompt of so many tokens, to see what it takes."""
     return run_prompt(runner, [0] * num_tokens)
 
 
 def run_longest_prompt_of_drafter(runner: ModelRunner, num_tokens: int) -> None:
-    """What the speculator runs after such a prompt."""
+    """The drafter's forward pass after such a prompt."""
     num_tokens += runner.speculator.most_extra_tokens(runner.limits.max_num_reqs)
     runner.speculator.run_prompt(*_context_of_prompt(runner, num_tokens))
 

@@ -19,7 +19,7 @@ _PER_ROW, _PER_TOKEN = 6, 5
 
 
 class InputBuffers:
-    """Of each step, what is gathered for it and which token belongs to whom; the next step overwrites both.
+    """Inputs that are gathered for a step, and its layout; the next step overwrites both.
 
     Steps of one padded size find everything at the same addresses. tensors: of the largest step. named: the same of the
     declared step inputs, by name.
@@ -64,7 +64,7 @@ class InputBuffers:
         return tensors
 
     def write_starts(self, starts: Tensor) -> Tensor:
-        """The same numbers in int32."""
+        """Carry query starts, the numbers of a layout, to the device in int32."""
         return self._starts[: len(starts)].copy_(starts)
 
     def _allocate(self, dtype: torch.dtype, size: int) -> Tensor:

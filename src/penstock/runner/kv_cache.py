@@ -80,7 +80,7 @@ class PagedKVCache:
         return self.context(batch.sequences, batch.geometry)
 
     def context(self, sequences: SequenceGeometry, geometry: Sequence[StepGeometry]) -> ForwardContext:
-        """The same from a step's sequences, and their places by group."""
+        """The forward context of a step with these sequences, and their places by group."""
         return ForwardContext(self._layers, self._metadata(geometry), sequences=sequences)
 
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
@@ -120,7 +120,7 @@ class PagedKVCache:
 
     @property
     def page_size_bytes(self) -> int:
-        """Of one block of one layer; 0 where no layer keeps anything."""
+        """Size of one block of one layer; 0 where no layer keeps anything."""
         return self._pages[0].shape[1] if self._pages else 0
 
     def memory_of_blocks(self, start: int, stop: int) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class DraftRows(NamedTuple):
-    """Of the rows of a step that checks drafts. int64 [rows] each.
+    """Requests and drafts of the rows of a step that checks drafts. int64 [rows] each.
 
     batch_indices_np: whose row it is, as an index into the step's requests. numbers_np: 0 for the row of the last known
     token, 1 for the one after the first of the request's drafts, and so on. numbers: the same on the device.

@@ -45,7 +45,7 @@ class RequestStates(SlotOwner):
         self.max_drafts = max_drafts
         self.prefill_len = SlotParameter(device, num_slots, np.int64, 0)
         self._computed_upper_bound = np.zeros(num_slots, dtype=np.int64)
-        # Not looked at before somebody asks, which most steps do not.
+        # Applied when the bounds are read, which most steps do not.
         self._noted_computed = CachedRequestData()
         self.slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_num_reqs - 1, -1, -1))

@@ -46,7 +46,7 @@ class Stage(ABC):
 
     @abstractmethod
     def aux_here(self, layers: Sequence[int]) -> Sequence[int]:
-        """Those of a speculator's `aux_layers` before which this stage notes hidden states."""
+        """The layers among a speculator's `aux_layers` before which this stage notes hidden states."""
 
     @abstractmethod
     def send(self, frame: Frame) -> None:
@@ -58,7 +58,7 @@ class Stage(ABC):
 
     @abstractmethod
     def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
-        """The same, into its table. Raises RanksDisagree where it is another step's."""
+        """Wait for the outcome, into its table. Raises RanksDisagree where it is another step's."""
 
     @abstractmethod
     def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None:
@@ -183,7 +183,7 @@ class PipelineStage(Stage):
             drafts_SK.index_copy_(0, slots_R, drafts_RK)
 
     def _rows_sent(self, num_tokens: int) -> int:
-        """How many come to this rank, in a step of so many tokens."""
+        """The number of rows that this rank receives in a step of so many tokens."""
         rows = parts_between_stages(self._parallel, num_tokens) or scattered_rows(self._parallel, num_tokens)
         return num_tokens if rows is None else rows.num_own
 
@@ -193,7 +193,7 @@ class PipelineStage(Stage):
             self._group.send(tensor, stage)
 
     def _start_receiving(self, stage: int, *tensors: Tensor) -> Callable[[int], None]:
-        """What this returns waits for what is to be of this step."""
+        """Begin to receive; the result waits for the tensors, which must be of the step that it is given."""
         wait_for_number = self._group.start_receiving(torch.empty_like(self._sent_number), stage)
         waits = [self._group.start_receiving(tensor, stage) for tensor in tensors]
 
@@ -211,7 +211,7 @@ class PipelineStage(Stage):
 
 
 def num_noted_before(aux_layers: Sequence[int], layers: range) -> int:
-    """How many of these layers, which rise, have had their hidden states noted before this stage, which has `layers`.
+    """The number of these layers, which rise, whose hidden states are noted before this stage, which has `layers`.
 
     A stage notes what it hands on, so what comes before its first layer was noted by the stage before.
     """
@@ -221,7 +221,7 @@ def num_noted_before(aux_layers: Sequence[int], layers: range) -> int:
 def receive_buffer_bytes(
     group: Group, max_num_tokens: int, hidden_size: int, dtype: torch.dtype, num_aux: int = 0
 ) -> int:
-    """What a stage of this group, of one too, keeps for what it receives, in whatever number of steps under way.
+    """Bytes of the receive buffer of a stage of this group, of one too, for any number of steps in flight.
 
     num_aux: of hidden states that were noted before.
     """

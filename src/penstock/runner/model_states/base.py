@@ -21,8 +21,8 @@ class ModelState(ABC):
 
     @abstractmethod
     def inputs(self, batch: InputBatch) -> ModelInputs:
-        """Of a step, for rows of padding too."""
+        """The inputs of a step, for rows of padding too."""
 
     @abstractmethod
     def dummy_inputs(self, input_ids_T: Tensor, positions_T: Tensor) -> ModelInputs:
-        """Of as many tokens that belong to no request."""
+        """The inputs of as many tokens that belong to no request."""

@@ -34,7 +34,7 @@ class OutputHead(ABC):
 
     @abstractmethod
     def wants(self, frame: Frame) -> WantedOutputs:
-        """Of a frame whose batch is put together. The same for all steps that repeat it, and on all ranks."""
+        """The outputs of a frame whose batch is put together: equal for all steps that repeat it, and on all ranks."""
 
     @abstractmethod
     def finish(self, frame: Frame) -> AsyncOutput | ReadyOutput:

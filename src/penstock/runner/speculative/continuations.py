@@ -1,4 +1,4 @@
-"""How a text went on from places that agree with the last tokens of another."""
+"""Continuations of a text from places that agree with the last tokens of another."""
 
 from __future__ import annotations
 

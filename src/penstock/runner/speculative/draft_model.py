@@ -35,7 +35,7 @@ class DraftModel(ModelDrafter):
         self._num_waiting[slot] = 0
 
     def remove(self, slot: int) -> None:
-        # Its blocks may be found as a cached prefix, and are nobody else's before this step's forward pass.
+        # Its blocks may be found as a cached prefix, and are no other request's before this step's forward pass.
         if self._num_waiting[slot]:
             slots_np = np.array([slot])
             slots_R = self.device.upload(slots_np)

@@ -28,7 +28,7 @@ class DraftingHead(ModelDrafter):
     """A head on the target's hidden states, which reads at each position the token after it.
 
     It reads all of a step's tokens again, since what it went on from before was guessed. Where drafts were rejected it
-    reads nonsense, which nobody asks for. What waits to be read is kept with its hidden states.
+    reads nonsense, which is never used. What waits to be read is kept with its hidden states.
     """
 
     reads_ahead = 1
@@ -56,7 +56,7 @@ class DraftingHead(ModelDrafter):
         self._num_waiting = 0
 
     def remove(self, slot: int) -> None:
-        # Its blocks may be found as a cached prefix, and are nobody else's before this step's forward pass.
+        # Its blocks may be found as a cached prefix, and are no other request's before this step's forward pass.
         if slot in self._slots[: self._num_waiting]:
             self._take_in_what_waits()
 

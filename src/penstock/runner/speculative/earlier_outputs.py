@@ -1,4 +1,4 @@
-"""What requests said that have ended, as far as it is remembered, and where in it the last tokens of another stand."""
+"""Outputs of requests that have ended, as many as are kept, and the places in them of another's last tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the speculators without a model share: they read requests' tokens and write drafts, where the host can."""
+"""The base of speculators without a model: they read requests' tokens and write drafts, where the host can."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HostSpeculator(Speculator):
 
     @abstractmethod
     def draft(self, slot: int, token_ids_L: np.ndarray, num_drafts: int) -> np.ndarray | None:
-        """How a request goes on: int32, up to num_drafts; None for no idea. token_ids_L: int32, all it has."""
+        """Drafts of a request: int32, up to num_drafts, or None. token_ids_L: int32, all it has."""
 
     def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         self._proposed = None

@@ -42,7 +42,7 @@ MOST_WAITING = 256
 
 
 class ModelDrafter(Speculator):
-    """While nobody wants drafts, it lets a few tokens of decoding requests wait, and reads them together.
+    """While no drafts are wanted, it lets a few tokens of decoding requests wait, and reads them together.
 
     reads_ahead: how many positions the token that is read at a position is ahead of it.
     """
@@ -119,7 +119,7 @@ class ModelDrafter(Speculator):
 
     @abstractmethod
     def lets_wait(self, frame: Frame) -> bool:
-        """Take note of a step after which nobody wants drafts, to take it in later; False where it must be now."""
+        """Take note of a step after which no drafts are wanted, to take it in later; False where it must be now."""
 
     @abstractmethod
     def take_in(self, frame: Frame, outcome: StepOutcome, last_R: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class ModelDrafter(Speculator):
 
     @abstractmethod
     def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
-        """The forward pass of `take_in` at these positions, for nobody's tokens."""
+        """The forward pass of `take_in` at these positions, for tokens of no request."""
 
     def _guess(self, layout: BatchLayout, hidden_RD: Tensor, last_R: Tensor, num_drafts: int) -> Iterator[Tensor]:
         """The drafts: int64 [R] each."""
@@ -144,7 +144,7 @@ class ModelDrafter(Speculator):
             return
         limit_R = self._length_limit.tensor.index_select(0, layout.slots)
         ahead_K1 = self._numbers_from(1, num_drafts).unsqueeze(-1)
-        # Beyond its end a request has no blocks: what is guessed there is of no use, and harms nobody at the last one.
+        # Beyond its end a request has no blocks: what is guessed there is of no use, and does no harm at the last one.
         positions_KR = torch.minimum(last_R - self.reads_ahead + ahead_K1, limit_R - 1)
         contexts = map(self._context, self._single_tokens(layout, positions_KR))
         for number, (positions_R, context) in enumerate(zip(positions_KR, contexts, strict=True), start=1):
@@ -168,7 +168,7 @@ class ModelDrafter(Speculator):
         return token_R
 
     def _single_tokens(self, layout: BatchLayout, positions_KR: Tensor) -> Iterator[list[StepGeometry]]:
-        """Where the tokens of steps lie in which each request has one, by KV-cache group."""
+        """The geometry of steps in which each request has one token, by KV-cache group."""
         num_reqs = len(layout.req_ids)
         starts_np = np.arange(num_reqs + 1)
         tables = self.tables_of(layout.slots)
@@ -201,7 +201,7 @@ class ModelDrafter(Speculator):
         request_of_T: Tensor,
         positions_T: Tensor,
     ) -> ForwardContext:
-        """Of requests with rising positions each, whose last tokens' hidden states are wanted.
+        """The forward context of requests with rising positions each, whose last tokens' hidden states are wanted.
 
         starts_np, starts_R: [R + 1], where each one's tokens begin among all, and their number. request_of_T: whose
         each is.
@@ -247,7 +247,7 @@ class ModelDrafter(Speculator):
         return torch.arange(start, stop, device=self.device.torch_device)
 
     def _padding(self) -> Iterator[StepGeometry]:
-        """Where one token of padding lies, by KV-cache group: nowhere."""
+        """The geometry of one token of padding, by KV-cache group."""
         zeros = self._starts[:1] * 0
         for block_size in self._block_tables.block_sizes:
             yield StepGeometry(

@@ -30,7 +30,7 @@ class NgramOnHost(HostSpeculator):
 
 
 class NgramOnDevice(Speculator):
-    """The same where the host cannot read the tokens: the device compares all positions at once."""
+    """Prompt lookup where the host cannot read the tokens: the device compares all positions at once."""
 
     def __init__(self, config: SpeculativeConfig, device: Device) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens

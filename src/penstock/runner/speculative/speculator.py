@@ -67,7 +67,7 @@ class Speculator(SlotOwner):
 
     @abstractmethod
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """What it has proposed after the last step, once, copied to the host, which may wait for the device.
+        """The drafts that it has proposed after the last step, once, copied to the host, which may wait for the device.
 
         A request has as many as there really are.
         """

@@ -28,7 +28,7 @@ class _OfDrafts(Verification):
         self._draft_token_ids, self._draft_probs = draft_token_ids, draft_probs
 
     def _drafts_at(self, rows: LogitsRows, which_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Of these rows their numbers, the request's draft that follows, which may be none, and which of it it is."""
+        """The numbers of these rows, the request's draft that follows each, which may be none, and its number."""
         assert rows.drafts is not None
         which = self._device.upload(which_np)
         numbers = rows.drafts.numbers.index_select(0, which)
