@@ -10,6 +10,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import (
+    ArrayBytes,
     FullAttentionSpec,
     GrammarOutput,
     PooledOutput,
@@ -28,9 +29,9 @@ from support.fake_engine import write_model
 PROMPTS = random_prompts((5, 37, 1, 40, 13), 300, seed=5)
 
 
-def pooled_of(prompt: Sequence[int]) -> list[float]:
+def pooled_of(prompt: Sequence[int]) -> ArrayBytes:
     """The mean token and the length: it takes the whole prompt, whatever its chunks."""
-    return [sum(prompt) / len(prompt), float(len(prompt))]
+    return ArrayBytes.of([sum(prompt) / len(prompt), float(len(prompt))])
 
 
 class PooledHandle:
@@ -105,7 +106,7 @@ class PoolingExecutor(Executor):
             )
         )
 
-    def _pool(self, req_id: str, num_tokens: int) -> list[float] | None:
+    def _pool(self, req_id: str, num_tokens: int) -> ArrayBytes | None:
         prompt, seen = self.prompts[req_id], self.seen[req_id]
         seen += prompt[len(seen) : len(seen) + num_tokens]
         return pooled_of(seen) if len(seen) == len(prompt) else None
@@ -194,7 +195,7 @@ def test_callers_of_an_offline_engine_get_it_in_their_outputs(tmp_path: Path, ex
     outputs = {progress.req_id: progress.output() for progress in session.run(requests) if progress.finished}
     session.close()
     results = [outputs[accepted.request.req_id] for accepted in requests]
-    assert [output.pooled for output in results] == [*map(pooled_of, PROMPTS)]
+    assert [output.pooled for output in results] == [pooled_of(prompt).to_numpy().tolist() for prompt in PROMPTS]
     assert [output.outputs[0].token_ids for output in results] == [[]] * len(PROMPTS)
     assert all(output.metrics.num_generated_tokens == 0 for output in results)
     assert all(output.metrics.finished_time is not None for output in results)

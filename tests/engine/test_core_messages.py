@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.contract import ContractVersionError, LogprobsLists, SamplingParams, decode, encode
+from penstock.contract import ArrayBytes, ContractVersionError, LogprobsLists, SamplingParams, decode, encode
 from penstock.engine import messages
 from penstock.engine.messages import Answer, EngineRequest, FromCore, ToCore
 from penstock.errors import WorkerError, error_as_data, error_from_data
@@ -46,7 +46,7 @@ _outputs = st.builds(
     new_token_ids=_ids,
     new_logprobs=st.none() | _rows,
     prompt_logprobs=st.none() | _rows,
-    pooled=st.none() | st.lists(_floats, max_size=3),
+    pooled=st.none() | st.lists(_floats, max_size=3).map(ArrayBytes.of),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     stop_reason=st.none() | st.integers(0, 99) | st.text(),
     error=st.none() | st.text(),

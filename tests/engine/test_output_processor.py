@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from penstock.contract import LogprobsLists, SamplingParams
+from penstock.contract import ArrayBytes, LogprobsLists, SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output_processor import Inbox, OutputProcessor, Progress, RequestProgress
 from penstock.engine.outputs import RequestMetrics
@@ -259,7 +259,7 @@ def test_a_stop_string_among_several_tokens_takes_back_those_behind_it(
 
 def test_what_was_pooled_is_in_the_output(processor: OutputProcessor) -> None:
     progress = add(processor)
-    processor.process([end(FinishReason.STOP, pooled=[0.5, -1.0])])
+    processor.process([end(FinishReason.STOP, pooled=ArrayBytes.of([0.5, -1.0]))])
     output = progress.output()
     assert output.finished
     assert output.pooled == [0.5, -1.0]

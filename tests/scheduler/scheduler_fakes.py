@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract import (
+    ArrayBytes,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -87,9 +88,9 @@ def next_token(fingerprint: int) -> int:
     return (fingerprint >> 7) % VOCAB_SIZE
 
 
-def pooled_vector(token_ids: list[int], salt: str | None, *, is_misled: bool = False) -> list[float]:
+def pooled_vector(token_ids: list[int], salt: str | None, *, is_misled: bool = False) -> ArrayBytes:
     """What a request that pools ends with."""
-    return [float(fingerprints(token_ids, salt)[-1] % 1000 + is_misled), 0.5]
+    return ArrayBytes.of([float(fingerprints(token_ids, salt)[-1] % 1000 + is_misled), 0.5])
 
 
 def guess(token_ids: list[int], salt: str | None, num_drafts: int, rng: random.Random) -> list[int]:
@@ -352,7 +353,7 @@ class FakeWorker:
         for block_id, content in self._states(request):
             self.contents[block_id, 0] = content
 
-    def _pool(self, request: FakeRequest, num_tokens: int) -> list[float] | None:
+    def _pool(self, request: FakeRequest, num_tokens: int) -> ArrayBytes | None:
         request.num_computed_tokens += num_tokens
         self._write_state(request)
         if request.num_computed_tokens < len(request.token_ids):

@@ -6,7 +6,7 @@ import pytest
 from scheduler_driver import Driver
 from scheduler_fakes import pooled_vector
 
-from penstock.contract import PooledOutput, SampledOutput
+from penstock.contract import ArrayBytes, PooledOutput, SampledOutput
 from penstock.errors import ContextTooLong
 from penstock.scheduler.outputs import FinishReason
 
@@ -58,8 +58,8 @@ def test_drafts_are_none_of_its_business() -> None:
     driver.drain()
 
 
-@pytest.mark.parametrize("pooled", [None, [0.5]])
-def test_a_vector_comes_with_the_end_of_the_prompt_and_not_before(pooled: list[float] | None) -> None:
+@pytest.mark.parametrize("pooled", [None, ArrayBytes.of([0.5])])
+def test_a_vector_comes_with_the_end_of_the_prompt_and_not_before(pooled: ArrayBytes | None) -> None:
     driver = Driver(pools=True, max_num_batched_tokens=7 if pooled is None else 3)
     driver.add("r", PROMPT)
     output = driver.scheduler.schedule()
@@ -89,7 +89,7 @@ def test_a_vector_is_no_result_of_a_request_that_generates() -> None:
     output = driver.scheduler.schedule()
 
     [end] = driver.scheduler.update_from_output(
-        output, PooledOutput(step_id=output.step_id, req_ids=["r"], pooled=[[0.5]])
+        output, PooledOutput(step_id=output.step_id, req_ids=["r"], pooled=[ArrayBytes.of([0.5])])
     )
 
     assert end.error == "The worker sampled nothing in step 0, but pooled."

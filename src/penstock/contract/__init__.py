@@ -1,5 +1,6 @@
 """The messages between scheduler and worker: plain data, typed, versioned, comparable. Nothing else lives here."""
 
+from penstock.contract.array_bytes import ArrayBytes
 from penstock.contract.codec import CONTRACT_VERSION, ContractVersionError, decode, encode
 from penstock.contract.kv_cache import (
     AttentionSpec,
@@ -33,6 +34,7 @@ from penstock.contract.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "CONTRACT_VERSION",
+    "ArrayBytes",
     "AttentionSpec",
     "CachedRequestData",
     "ContractVersionError",

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from penstock.contract.array_bytes import ArrayBytes
 from penstock.contract.parts import Parts
 
 
@@ -57,7 +58,7 @@ class PooledOutput(StepResult, frozen=True, kw_only=True, tag="pooled"):
     pooled: per request, what became of its hidden states; None for a prompt that is not finished.
     """
 
-    pooled: list[list[float] | None] = []
+    pooled: list[ArrayBytes | None] = []
 
 
 class DraftTokenIds(msgspec.Struct, frozen=True, kw_only=True):

@@ -224,7 +224,7 @@ class RequestProgress:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
-        self.pooled = output.pooled
+        self.pooled = None if output.pooled is None else output.pooled.to_numpy().tolist()
         self._finished_time = now
         num_hidden = len(output.new_token_ids) - len(self._with_text(output.new_token_ids, output))
         self._detokenize(len(self.token_ids) - num_hidden)

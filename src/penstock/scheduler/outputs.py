@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from penstock.contract import LogprobsLists
+from penstock.contract import ArrayBytes, LogprobsLists
 
 
 class FinishReason(StrEnum):
@@ -53,7 +53,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit
     num_draft_tokens: int = 0
     new_logprobs: LogprobsLists | None = None
     prompt_logprobs: LogprobsLists | None = None
-    pooled: list[float] | None = None
+    pooled: ArrayBytes | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.contract import LogprobsLists, SampledOutput
+from penstock.contract import ArrayBytes, LogprobsLists, SampledOutput
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -67,7 +67,7 @@ def make_output(
     stop_reason: int | None = None,
     new_logprobs: LogprobsLists | None = None,
     error: str | None = None,
-    pooled: list[float] | None = None,
+    pooled: ArrayBytes | None = None,
     num_draft_tokens: int = 0,
 ) -> EngineCoreOutput:
     """What a step brought a request, with its history, and the log-probabilities of its prompt if they are due."""
