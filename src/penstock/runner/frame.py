@@ -192,7 +192,7 @@ class Frames:
         return True
 
     def dummy(self, num_tokens: int, num_reqs: int) -> Frame:
-        """A frame of padding alone, which wants all rows."""
+        """A frame of padding alone, which wants all rows and the head's auxiliary hidden states."""
         message = SchedulerOutput(step_id=-1)
         frame = self._new_frame(message, self._take_buffers(message))
         plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
@@ -200,7 +200,8 @@ class Frames:
         frame.has_tokens = True
         frame.context = self._kv_cache.make_context(frame.batch)
         frame.inputs = self._model_state.inputs(frame.batch)
-        frame.wants = WantedOutputs(all_rows=True)
+        # As in steps that serve requests, so that a program which is recorded now is theirs.
+        frame.wants = WantedOutputs(all_rows=True, aux_layers=self._head.wants(frame).aux_layers)
         frame.executable = self._executable
         return frame
 
