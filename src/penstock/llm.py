@@ -19,7 +19,7 @@ from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompts, as_list, list_of_prompts
 from penstock.engine.session import Session
 from penstock.engine.worker_calls import WorkerCalls
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, UnsupportedFeature
 from penstock.observability.logging import configure_logging
 from penstock.observability.progress_bar import progress_bar
 
@@ -96,6 +96,10 @@ class LLM(WorkerCalls, RefusesMethods):
             load_format=load_format,
             **other_options,
         )
+        if config.model.pools:
+            raise UnsupportedFeature(
+                f"output_head={config.model.output_head!r} pools, and LLM generates text. Leave it out."
+            )
         self._config = config
         self._session = Session(config)
 

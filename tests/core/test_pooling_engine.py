@@ -78,10 +78,6 @@ class PoolingExecutor(Executor):
     def overlaps_with_host(self) -> bool:
         return False
 
-    @property
-    def pools(self) -> bool:
-        return True
-
     def execute_model(self, output: SchedulerOutput) -> None:
         self.num_steps += 1
         for req_id in output.finished_req_ids | output.preempted_req_ids:
@@ -129,7 +125,8 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[PoolingExecutor]:
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    return EngineConfig.create(str(write_model(folder)), block_size=4, kv_cache_memory_bytes=1 << 16, **options)
+    options = {"output_head": "mean", "block_size": 4, "kv_cache_memory_bytes": 1 << 16, **options}
+    return EngineConfig.create(str(write_model(folder)), **options)
 
 
 def pool(core: EngineCore, prompts: Sequence[Sequence[int]]) -> dict[str, EngineCoreOutput]:

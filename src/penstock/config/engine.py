@@ -60,6 +60,12 @@ class EngineConfig:
                     f"has {known!r}. Leave it out, or say reasoning_parser='custom'."
                 )
 
+        if not self.scheduler.enable_chunked_prefill and not self.model.pools:
+            raise ConfigError(
+                "enable_chunked_prefill=False is not valid for a model that generates text, whose requests could grow "
+                "beyond what a step runs. Leave it out, and set max_num_batched_tokens to the length of the longest "
+                "prompt instead."
+            )
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
             raise ConfigError(

@@ -22,6 +22,8 @@ from penstock.config.size_limits import MAX_POSITIONS, check_sizes
 from penstock.errors import ConfigError, ModelError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# The output head of this project's own.
+GENERATE = "generate"
 MODEL_IMPLS = ("auto", "penstock", "transformers")
 QUANTIZATIONS = ("int8", "int4")
 AUTO_LENGTH = "auto"
@@ -45,6 +47,7 @@ class ModelConfig:
     max_model_len: longest context in tokens; None takes the model's own, "auto" what fits into memory.
     seed: makes the seeds of requests that have none.
     model_impl: whose implementation runs; "auto" takes this project's own where there is one, else Transformers'.
+    output_head: what becomes of hidden states: "generate" samples tokens; others pool, and are registered by plugins.
     quantization: what the weights of linear layers are rounded to at loading; None keeps them as they are.
     quantization_calibration: the file of texts that "int4" rounds for; "auto" is the one in the model's folder, if it
     has one, and "none" rounds each weight for itself.
@@ -62,6 +65,7 @@ class ModelConfig:
     max_model_len: int | str | None = None
     seed: int = 0
     model_impl: str = "auto"
+    output_head: str = GENERATE
     quantization: str | None = None
     quantization_calibration: str = AUTO_CALIBRATION
     generation_config: str | Path = AUTO_GENERATION_CONFIG
@@ -130,6 +134,11 @@ class ModelConfig:
             hf_generation_config=read_json_object(generation / GENERATION_CONFIG_FILE, ModelError, is_optional=True),
             **options,
         )
+
+    @property
+    def pools(self) -> bool:
+        """Whether requests end with pooled hidden states of their prompts, and have no tokens of their own."""
+        return self.output_head != GENERATE
 
     @property
     def calibration_file(self) -> Path | None:

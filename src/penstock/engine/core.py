@@ -64,7 +64,7 @@ class EngineCore:
         self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
         self._max_in_flight = config.max_concurrent_batches
         self._step_timeout_s = config.parallel.step_timeout_s
-        self._pools = engine.executor.pools
+        self._pools = config.model.pools
         # Set by whoever gives the core something to do while it waits.
         self._woken = threading.Event()
         self._has_to_wait = False

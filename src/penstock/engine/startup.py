@@ -64,7 +64,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         specs_by_rank = executor.get_kv_cache_specs()
         specs = specs_of_all(specs_by_rank)
         if executor.num_speculative_tokens:
-            _check_can_speculate(executor, specs)
+            _check_can_speculate(config, specs)
         plans = executor.determine_available_memory()
         plan = min(plans, key=lambda plan: plan.kv_cache_bytes)
         available = whole_kv_cache_bytes(specs_by_rank, plans)
@@ -101,9 +101,9 @@ def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig
     logger.info("%s in %.1f s: %s, other %.1f s", what, whole, stages, other)
 
 
-def _check_can_speculate(executor: Executor, specs: Mapping[str, KVCacheSpec]) -> None:
+def _check_can_speculate(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:
     """Raise UnsupportedFeature for an engine in which no draft could be verified."""
-    if executor.pools:
+    if config.model.pools:
         raise UnsupportedFeature(
             "speculative_config: an engine that pools has no tokens that could be drafted. Leave it out."
         )

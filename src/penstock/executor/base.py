@@ -98,11 +98,6 @@ class Executor(ABC):
         """Whether a launched step runs on while the host goes on, so that scheduling ahead gains time."""
 
     @property
-    def pools(self) -> bool:
-        """What follows the forward pass, of every request: pooled hidden states (`PooledOutput`) instead of tokens."""
-        return False
-
-    @property
     def num_speculative_tokens(self) -> int:
         """Drafts that workers make for each request after each step, at most; 0 without a speculator."""
         return 0

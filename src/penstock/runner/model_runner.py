@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penstock.attention import CacheLayer
 from penstock.config import SamplingConfig
+from penstock.config.model import GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
@@ -24,7 +25,7 @@ from penstock.runner.input_batch import BatchBuilder
 from penstock.runner.input_buffers import InputBuffers
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.model_states import DecoderModelState, ModelState
-from penstock.runner.output_heads import GENERATE, HeadParts, create_output_head
+from penstock.runner.output_heads import HeadParts, create_output_head
 from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler

@@ -30,6 +30,16 @@ def check_prompt(request: Request, max_model_len: int) -> None:
         )
 
 
+def check_chunks(request: Request, max_num_batched_tokens: int) -> None:
+    """Raises ContextTooLong for a prompt that one step cannot run whole, where prompts are not run in chunks."""
+    if request.num_tokens > max_num_batched_tokens:
+        raise ContextTooLong(
+            f"The prompt has {request.num_tokens:,} tokens, but with enable_chunked_prefill=False a step runs whole "
+            f"prompts of up to max_num_batched_tokens={max_num_batched_tokens:,}. Shorten the prompt, or start with "
+            f"max_num_batched_tokens={request.num_tokens} or more."
+        )
+
+
 def check_unfinished(request: Request) -> None:
     """Raises InvalidRequest when a request with tokens generated before has all that its `length_limit` allows."""
     if not request.pools and request.num_tokens >= request.length_limit:

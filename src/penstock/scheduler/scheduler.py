@@ -18,7 +18,7 @@ from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
-from penstock.scheduler.request_limits import check_fits, check_prompt, check_unfinished
+from penstock.scheduler.request_limits import check_chunks, check_fits, check_prompt, check_unfinished
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
 from penstock.scheduler.step import NewBlockIds, Step, StepBuilder
@@ -74,6 +74,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._runs_chunks = config.enable_chunked_prefill
         self._runs_ahead = async_scheduling
         self._max_concurrent_steps = max_concurrent_steps
         self._last_turns: deque[Step] = deque(maxlen=max_concurrent_steps - 1)
@@ -157,6 +158,8 @@ class Scheduler:
         length = self.max_model_len if max_tokens is None else request.num_prompt_tokens + max_tokens
         request.length_limit = min(length, self.max_model_len)
         check_unfinished(request)
+        if not self._runs_chunks:
+            check_chunks(request, self._max_num_batched_tokens)
         check_fits(request, self.kv_cache, max_model_len=self.max_model_len)
         self._requests.add(request)
 
@@ -419,6 +422,8 @@ class Scheduler:
         if not self.kv_cache.has_room_for(request, hit):
             return False
         num_tokens = min(request.num_tokens - hit.num_tokens, step.token_budget)
+        if num_tokens < request.num_tokens - hit.num_tokens and not self._runs_chunks:
+            return False
         if self.kv_cache.allocate_slots(request, num_tokens, hit) is None:
             return False
         self._requests.waiting.admit(self._requests.running)

@@ -23,7 +23,6 @@ from penstock.parallel import ParallelContext
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
-from penstock.runner.output_heads import GENERATE
 from penstock.runner.slot_owners import registered_slot_owners
 from penstock.runner.stage import ONE_STAGE, PipelineStage, Stage
 from penstock.worker.base import WorkerBase
@@ -44,9 +43,7 @@ _Part = TypeVar("_Part")
 
 
 class Worker(WorkerBase):
-    """Owns one device: its memory, the model, the runner. output_head: its registered name."""
-
-    output_head = GENERATE
+    """Owns one device: its memory, the model, the runner."""
 
     def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
         super().__init__(config, parallel)
@@ -113,7 +110,7 @@ class Worker(WorkerBase):
             speculator=weights.speculator,
             stage=self._stage(),
             owners=registered_slot_owners(),
-            output_head=self.output_head,
+            output_head=self.config.model.output_head,
         )
         for group in self._runner.kv_cache.groups:
             refusals = "; ".join(f"not {name}: {why}" for name, why in group.refusals.items())

@@ -1,6 +1,6 @@
 """Output heads: what an engine makes of a step's hidden states, one file per kind."""
 
 from penstock.runner.output_heads.base import HeadParts, OutputHead
-from penstock.runner.output_heads.registry import GENERATE, create_output_head, register_output_head
+from penstock.runner.output_heads.registry import create_output_head, register_output_head
 
-__all__ = ["GENERATE", "HeadParts", "OutputHead", "create_output_head", "register_output_head"]
+__all__ = ["HeadParts", "OutputHead", "create_output_head", "register_output_head"]

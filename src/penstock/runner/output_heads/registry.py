@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from penstock.config.model import GENERATE
 from penstock.errors import ConfigError
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import EarlierStage
@@ -12,7 +13,6 @@ from penstock.runner.output_heads.generation import Generation
 
 HeadFactory: TypeAlias = Callable[[HeadParts], OutputHead]
 
-GENERATE = "generate"
 _factories: dict[str, HeadFactory] = {GENERATE: Generation}
 
 
@@ -27,5 +27,6 @@ def create_output_head(name: str, parts: HeadParts) -> OutputHead:
     Raises ConfigError for a name that is not known.
     """
     if name not in _factories:
-        raise ConfigError(f"output_head={name!r} is not known. Known: {', '.join(sorted(_factories))}.")
+        known = ", ".join(sorted(_factories))
+        raise ConfigError(f"output_head={name!r} is not known. Known: {known}. Plugins register others.")
     return _factories[name](parts) if parts.stage.is_last else EarlierStage(parts)

@@ -1,0 +1,120 @@
+"""A model without any KV cache, with attention in both directions, and a head that pools hidden states.
+
+Suffixes: T tokens of the step, S tokens of one prompt, H heads, K KV heads, D head size or hidden size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.attention import ForwardContext
+from penstock.config import ModelConfig
+from penstock.contract import PooledOutput
+from penstock.contract.array_bytes import ArrayBytes
+from penstock.kernels.rotary import Rotation
+from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
+from penstock.models.config_fields import ConfigFields
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel
+from penstock.models.registry import register_model
+from penstock.parallel import ParallelContext
+from penstock.runner.async_output import ReadyOutput
+from penstock.runner.frame import Frame, WantedOutputs
+from penstock.runner.output_heads import HeadParts, OutputHead, register_output_head
+
+ARCHITECTURE = "BidirectionalLlama"
+HEAD = "mean"
+# A score falls by this much for each position between query and key.
+SLOPE = 0.1
+
+
+def attend(query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor) -> Tensor:
+    """Attention of one prompt in both directions: [S, H * D]."""
+    num_tokens, num_heads, size = query_SHD.shape
+    groups = num_heads // key_SKD.shape[1]
+    key_SHD, value_SHD = key_SKD.repeat_interleave(groups, 1), value_SKD.repeat_interleave(groups, 1)
+    positions_S = torch.arange(num_tokens)
+    distance_SS = (positions_S[:, None] - positions_S[None]).abs()
+    scores_HSS = torch.einsum("ihd,jhd->hij", query_SHD, key_SHD) * size**-0.5 - SLOPE * distance_SS
+    return torch.einsum("hij,jhd->ihd", scores_HSS.softmax(-1), value_SHD).flatten(1)
+
+
+class BidirectionalAttention(nn.Module):
+    """Attention over the whole prompts of a step, of which nothing is kept."""
+
+    def __init__(self, config: DecoderConfig, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            bias=False,
+            parallel=parallel,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_size, config.hidden_size, bias=False, parallel=parallel
+        )
+        self.head_size = config.head_size
+
+    def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
+        qkv_TX = self.qkv_proj(hidden_TD)
+        width = self.qkv_proj.num_heads * self.head_size
+        (mixed_TX,) = context.opaque(self.attend_all, qkv_TX, widths=[width])
+        return self.o_proj(context.asked_for(mixed_TX))  # type: ignore[no-any-return]
+
+    def attend_all(self, context: ForwardContext, qkv_TX: Tensor) -> list[Tensor]:
+        sequences = context.sequences
+        assert sequences is not None, "a step has its sequences"
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        heads_THD = qkv_TX.view(len(qkv_TX), -1, self.head_size)
+        query_THD, key_TKD, value_TKD = heads_THD.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        out_TX = torch.zeros(len(qkv_TX), num_heads * self.head_size)
+        starts = sequences.query_start_loc_np[: sequences.num_actual_reqs + 1].tolist()
+        for begin, end in itertools.pairwise(starts):
+            rows = slice(begin, end)
+            out_TX[rows] = attend(query_THD[rows], key_TKD[rows], value_TKD[rows])
+        return [out_TX]
+
+
+class BidirectionalLlama(DecoderForCausalLM):
+    """Llama whose tokens see all of their prompt."""
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+        config = DecoderConfig.read(ConfigFields(model_config))
+
+        def layer(index: int) -> DecoderLayer:
+            attention: Any = BidirectionalAttention(config, parallel)
+            return DecoderLayer(config, attention, parallel)
+
+        super().__init__(config, parallel, DecoderModel(config, parallel, layer))
+
+
+class MeanPooling(OutputHead):
+    """The mean of a prompt's last hidden states."""
+
+    def __init__(self, parts: HeadParts) -> None:
+        self._owners = parts.owners
+
+    def wants(self, frame: Frame) -> WantedOutputs:
+        return WantedOutputs(all_rows=True)
+
+    def finish(self, frame: Frame) -> ReadyOutput:
+        pooled: list[ArrayBytes | None] = []
+        if frame.has_tokens:
+            assert frame.all_hidden is not None, "all rows were wanted"
+            starts = frame.batch.layout.query_start_loc_np[: len(frame.req_ids) + 1].tolist()
+            for begin, end in itertools.pairwise(starts):
+                pooled.append(ArrayBytes.of(frame.all_hidden[begin:end].mean(0).numpy()))
+        frame.drop_outputs()
+        return ReadyOutput(
+            PooledOutput(step_id=frame.step_id, req_ids=frame.req_ids, pooled=pooled, errors=frame.errors)
+        )
+
+
+def register() -> None:
+    register_model(ARCHITECTURE, BidirectionalLlama)
+    register_output_head(HEAD, MeanPooling)
