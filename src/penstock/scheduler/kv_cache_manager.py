@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import cycle, zip_longest
 
@@ -88,6 +88,18 @@ class KVCacheManager:
         max_new_tokens, lookahead = self._max_num_batched_tokens, self._num_lookahead_tokens
         return sum(group.num_blocks_at_once(request, num_tokens, max_new_tokens, lookahead) for group in self.groups)
 
+    def holds(self, request: Request) -> bool:
+        """Whether the request has blocks: it runs, or it waits with some that were reserved."""
+        return request.req_id in self._held
+
+    def holds_any(self, request: Request, blocks: Set[KVCacheBlock]) -> bool:
+        """Whether the request has one of these blocks."""
+        return any(not blocks.isdisjoint(of_group) for of_group in self._held[request.req_id].groups)
+
+    def whole_blocks(self, num_tokens: int) -> int:
+        """The most of so many leading tokens that fill whole blocks in all groups."""
+        return num_tokens - num_tokens % math.lcm(*(group.block_size for group in self.groups))
+
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...]:
         """Block ids that a request holds, per group and by position; 0 where positions are no longer read."""
         return tuple([block.block_id for block in blocks] for blocks in self._held[req_id].groups)
@@ -95,8 +107,12 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """The longest cached prefix of the request's known tokens, short of the last: one token at least must run.
 
-        None where a prompt's log-probabilities are due, or its hidden states, since those take all of it.
+        None where a prompt's log-probabilities are due, or its hidden states, since those take all of it. Of a request
+        that holds blocks while it waits, what these have.
         """
+        held = self._held.get(request.req_id)
+        if held is not None:
+            return PrefixHit(request.num_computed_tokens, tuple(blocks.copy() for blocks in held.groups))
         if not self._caches_prefixes or request.needs_all_of_prompt:
             return self._no_hit
         self._hasher.extend(request)
@@ -137,11 +153,11 @@ class KVCacheManager:
     ) -> tuple[list[int], ...] | None:
         """Make room for the next `num_new_tokens` positions.
 
-        hit: the prefix that a request begins with, when it holds nothing yet.
+        hit: the prefix that a request begins with.
         Returns the ids of the new blocks per group; () when those it holds suffice; None when there is no room,
         and then the request holds what it held.
         """
-        if hit is not None:
+        if hit is not None and request.req_id not in self._held:
             return self._allocate_first(request, num_new_tokens, hit)
         num_tokens = request.num_computed_tokens + num_new_tokens
         if num_tokens <= request.kv_capacity:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLists:
-    """All requests that have not ended. Those that run hold blocks, those that wait hold none.
+    """All requests that have not ended. Those that run hold blocks, and those that wait may have reserved some.
 
     running: served in this order, preempted from its end.
     finished_req_ids: requests that the worker holds although they no longer run, which the next step tells it.
@@ -87,6 +87,14 @@ class RequestLists:
         self.num_preemptions += 1
         self.waiting.add(request)
 
+    def waiting_holders(self) -> list[Request]:
+        """Requests that wait with blocks, those that came last first."""
+        return [
+            request
+            for request in reversed(self.by_id.values())
+            if request.status is not RequestStatus.RUNNING and self._kv_cache.holds(request)
+        ]
+
     def finish(self, request: Request) -> None:
         """End a request wherever it is, unless it has ended."""
         if request.status is RequestStatus.FINISHED:
@@ -98,6 +106,8 @@ class RequestLists:
             self.finished_req_ids.add(request.req_id)
         else:
             self.waiting.remove(request)
+            if self._kv_cache.holds(request):
+                self._kv_cache.free(request)
         request.status = RequestStatus.FINISHED
         del self.by_id[request.req_id]
 

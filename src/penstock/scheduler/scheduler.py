@@ -194,6 +194,36 @@ class Scheduler:
         """What a request waited for is there. Unknown ids and reasons are ignored."""
         self._requests.wait_for(req_id, reason, is_there=True)
 
+    def reserve_blocks(self, req_id: str, num_tokens: int, reason: str) -> tuple[list[int], ...] | None:
+        """Blocks of a waiting request for its first `num_tokens` tokens, into which keys and values are loaded.
+
+        Only whole blocks count. The request waits until `blocks_loaded`. Returns its block ids per group, those of a
+        cached prefix included; None where it does not wait, has blocks already, needs all of its prompt computed, or
+        there is no room. What writes to the blocks holds them, too (`KVCacheManager.hold_blocks`), since the request
+        may end at any time.
+        """
+        request = self._requests.by_id.get(req_id)
+        if request is None or request.status is RequestStatus.RUNNING or self._in_flight.holds(request):
+            return None
+        if self.kv_cache.holds(request) or request.needs_all_of_prompt:
+            return None
+        if not self._in_flight.reserve(request, num_tokens):
+            return None
+        self._requests.wait_for(req_id, reason, is_there=False)
+        return self.kv_cache.get_block_ids(req_id)
+
+    def blocks_loaded(self, req_id: str, num_tokens: int, reason: str) -> None:
+        """Tokens of a request whose keys and values are in its reserved blocks; 0 after a failure, to compute all.
+
+        Blocks that were taken back meanwhile hold none, and their request begins anew. Unknown ids are ignored.
+        """
+        request = self._requests.by_id.get(req_id)
+        if request is None:
+            return
+        if request.status is not RequestStatus.RUNNING and self.kv_cache.holds(request):
+            self._in_flight.note_loaded(request, num_tokens)
+        self._requests.wait_for(req_id, reason, is_there=True)
+
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """What requests are thought to go on with after their last tokens, known or in flight, in their next step.
 
@@ -257,6 +287,7 @@ class Scheduler:
         """Make every running request wait, holding no blocks; the worker forgets them with the next step."""
         for request in reversed(self._requests.running.copy()):
             self._in_flight.rewind_between_steps(request)
+        self._in_flight.rewind_waiting()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
@@ -408,10 +439,20 @@ class Scheduler:
             if request is None:
                 return
             try:
-                if not self._admit(request, step):
+                if not self._admit(request, step) and not self._take_reserved_blocks(request):
                     return
             except Exception as error:
                 self._break_off(request, error)
+
+    def _take_reserved_blocks(self, request: Request) -> bool:
+        """Where nothing runs, take back the blocks of the last request that waits with some, for this one to run."""
+        if self._requests.running or self._in_flight.steps:
+            return False
+        for holder in self._requests.waiting_holders():
+            if holder is not request and not holder.waits_for:
+                self._in_flight.note_loaded(holder, 0)
+                return True
+        return False
 
     def _admit(self, request: Request, step: StepBuilder) -> bool:
         """Give the request whose turn it is its first tokens; False when it must wait, and all others behind it."""

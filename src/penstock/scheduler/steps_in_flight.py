@@ -125,6 +125,35 @@ class StepsInFlight:
         self.rewind(request)
         self._requests.finished_req_ids.add(request.req_id)
 
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Give a waiting request blocks for its first tokens, behind a cached prefix; False where there is no room.
+
+        Admission goes by the same room, so the request finds what its other tokens need unless others take it before.
+        """
+        hit = self._kv_cache.get_computed_blocks(request)
+        num_new_tokens = self._kv_cache.whole_blocks(min(num_tokens, request.num_tokens - 1)) - hit.num_tokens
+        if num_new_tokens <= 0 or not self._kv_cache.has_room_for(request, hit):
+            return False
+        if self._kv_cache.allocate_slots(request, num_new_tokens, hit) is None:
+            return False
+        request.num_computed_tokens = hit.num_tokens
+        return True
+
+    def note_loaded(self, request: Request, num_tokens: int) -> None:
+        """So many leading tokens of a waiting request have their keys and values in its blocks; 0 gives these back."""
+        if num_tokens <= 0:
+            self._kv_cache.free(request)
+            request.num_computed_tokens = 0
+        else:
+            # Blocks are cleared, where that is due, unless they are full; and one token at least must run.
+            num_loaded = self._kv_cache.whole_blocks(min(num_tokens, request.num_tokens - 1))
+            request.num_computed_tokens = max(request.num_computed_tokens, num_loaded)
+
+    def rewind_waiting(self) -> None:
+        """Let requests that wait hold no blocks."""
+        for request in self._requests.waiting_holders():
+            self.note_loaded(request, 0)
+
     def rewind_all(self, next_step_id: int) -> None:
         """Preempt all requests, and ignore the results of steps before this one, which are lost with their worker."""
         self.steps.clear()
@@ -132,6 +161,7 @@ class StepsInFlight:
         self.had_nan = False
         for request in reversed(self._requests.running.copy()):
             self.rewind(request)
+        self.rewind_waiting()
         for request in self._requests.by_id.values():
             request.num_output_placeholders = 0
 
@@ -163,6 +193,9 @@ class StepsInFlight:
         self._kv_cache.forget_content(lost_blocks)
         for request in [request for request in self._requests.running if request in misled]:
             self.rewind_between_steps(request)
+        for request in self._requests.waiting_holders():
+            if self._kv_cache.holds_any(request, lost_blocks):
+                self.note_loaded(request, 0)
 
     def _settle_row(
         self, step: Step, row: int, results: ModelRunnerOutput, first_rows: Sequence[int]
