@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -24,6 +24,7 @@ from penstock.contract import (
     register_part,
 )
 from penstock.scheduler import step_features
+from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_features import StepFeature, register_step_feature, registered_step_features
 
@@ -133,6 +134,19 @@ def test_a_request_has_its_parts_again_after_a_preemption() -> None:
     [new] = driver.turn().scheduled_new_reqs
     assert new.parts == {"count": CountPart(step_id=7)}
     driver.drain()
+
+
+class OneAtATime(Counting):
+    """A budget of one prompt per step."""
+
+    def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
+        return not any(other.num_computed_tokens < other.num_prompt_tokens for other in in_step)
+
+
+def test_a_request_waits_while_a_budget_of_a_feature_does_not_admit_it() -> None:
+    begun = [[new.req_id for new in step.scheduled_new_reqs] for step in steps_with(OneAtATime(), 4)]
+    assert begun == [["a"], ["b"], [], []]
+    assert [new.req_id for new in steps_with(Counting(), 1)[0].scheduled_new_reqs] == ["a", "b"]
 
 
 def test_plugins_register_features_once() -> None:

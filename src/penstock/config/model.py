@@ -74,6 +74,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
+        if not isinstance(self.output_head, str):
+            raise ConfigError(f"output_head={self.output_head!r} is not valid. Allowed: a name, such as {GENERATE!r}.")
         check_sizes(self.hf_config, self.model)
         _ = self.eos_token_ids  # raises for what are no token ids
         quantized = self.hf_config.get("quantization_config")

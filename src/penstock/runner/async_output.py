@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import LogprobsLists, ModelRunnerOutput, SampledOutput
+from penstock.contract import LogprobsLists, ModelRunnerOutput, Parts, SampledOutput
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome, TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
@@ -111,6 +112,23 @@ class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
 
     def get_output(self, timeout_s: float = 0.0) -> ModelRunnerOutput:
         return self.output
+
+
+class OutputWithParts(msgspec.Struct, frozen=True, gc=False):
+    """A result to which features on the worker's side add parts."""
+
+    result: AsyncOutput | ReadyOutput
+    parts: Parts
+
+    @property
+    def step_id(self) -> int:
+        return self.result.step_id
+
+    def get_output(self, timeout_s: float) -> ModelRunnerOutput:
+        return msgspec.structs.replace(self.result.get_output(timeout_s), parts=self.parts)
+
+
+StepOutput: TypeAlias = AsyncOutput | ReadyOutput | OutputWithParts
 
 
 def _to_host(table_RX: Tensor) -> TokensOnHost:

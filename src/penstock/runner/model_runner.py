@@ -16,7 +16,7 @@ from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, Sched
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
 from penstock.parallel import NO_AGREEMENT, Agreement
-from penstock.runner.async_output import AsyncOutput, ReadyOutput
+from penstock.runner.async_output import OutputWithParts, StepOutput
 from penstock.runner.batch_plan import BatchPlan, Planner
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.executables import EagerExecutable, ForwardExecutable, ProgramExecutable
@@ -100,6 +100,7 @@ class ModelRunner:
             self.requests, [self.block_tables, self.sampler, self.prompt_logprobs, speculator, *more]
         )
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
+        self.owners.use_kv_cache(self.kv_cache)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         self.executable: ForwardExecutable = (
             ProgramExecutable(self.kv_cache.programs) if fast_paths else EagerExecutable()
@@ -142,14 +143,16 @@ class ModelRunner:
             self.stage.send(frame)
         self.steps.wait(output.step_id, frame)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
+    def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
         """Choose the tokens of an executed step and advance the state on the device.
 
         Raises LifecycleError when that step was never executed, or was sampled before, or another one must be first.
         """
         frame = self.steps.take(grammar.step_id)
         self.sampler.grammar.take(grammar, self.requests.slot_of)
-        return self.head.finish(frame)
+        result = self.head.finish(frame)
+        parts = self.owners.parts_of_results(frame.output)
+        return result if parts is None else OutputWithParts(result, parts)
 
     @property
     def model(self) -> LanguageModel:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from penstock.contract import NewRequestData, SchedulerOutput
+from penstock.contract import NewRequestData, Part, Parts, SchedulerOutput
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import LanguageModel
 
 if TYPE_CHECKING:
     from penstock.runner.frame import Frame
+    from penstock.runner.kv_cache import PagedKVCache
     from penstock.runner.request_states import RequestStates
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,12 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
     """
 
     step_inputs: Sequence[StepInput] = ()
+
+    def use_kv_cache(self, kv_cache: PagedKVCache) -> None:  # noqa: B027
+        """Take the runner's KV cache, once it is there."""
+
+    def begin(self, output: SchedulerOutput) -> None:  # noqa: B027
+        """Read the parts of a step's message, before its requests change. Not called for a message without parts."""
 
     def add(self, slot: int, request: NewRequestData) -> None:  # noqa: B027
         """Take a request over; whatever the slot held before is overwritten.
@@ -88,6 +95,10 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
         """The second half, once the outcome is known here."""
         self.commit(frame, outcome)
 
+    def part_of_results(self, output: SchedulerOutput) -> Part | None:
+        """A part of the step's results, for the scheduler's side of the feature; None where there is none."""
+        return None
+
     def dummy(self, frame: Frame) -> None:  # noqa: B027
         """Run what `commit` runs, after a step that serves no request."""
 
@@ -122,6 +133,7 @@ class SlotOwners:
         self._extending = _with_method(owners, "extend")
         self._flushing = _with_method(owners, "flush")
         self._committing = _with_method(owners, "commit")
+        self._telling = _with_method(owners, "part_of_results")
         self.with_inputs = [owner for owner in owners if owner.step_inputs]
 
     @property
@@ -140,6 +152,9 @@ class SlotOwners:
         repeats: the step's requests are those of a frame that was kept, and no other is named. Returns the requests
         that cannot run, with the reason.
         """
+        if output.parts is not None:
+            for owner in self._all:
+                owner.begin(output)
         cached = output.scheduled_cached_reqs
         self._requests.note_computed(cached)
         if repeats and not cached.new_block_ids:
@@ -168,6 +183,18 @@ class SlotOwners:
         if slot is not None:
             for owner in self._all:
                 owner.remove(slot)
+
+    def use_kv_cache(self, kv_cache: PagedKVCache) -> None:
+        """Give all of them the runner's KV cache."""
+        for owner in self._all:
+            owner.use_kv_cache(kv_cache)
+
+    def parts_of_results(self, output: SchedulerOutput) -> Parts | None:
+        """The parts that owners have for a step's results."""
+        if not self._telling:
+            return None
+        parts = (owner.part_of_results(output) for owner in self._telling)
+        return Parts.of(part for part in parts if part is not None) or None
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:
         """Let all take in what the step has computed and sampled."""

@@ -162,6 +162,8 @@ class Scheduler:
             check_chunks(request, self._max_num_batched_tokens)
         check_fits(request, self.kv_cache, max_model_len=self.max_model_len)
         self._requests.add(request)
+        for feature in self._features:
+            feature.request_added(request)
 
     def finish_requests(
         self, req_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
@@ -282,6 +284,8 @@ class Scheduler:
         self._requests.finished_req_ids = set()
         self._in_flight.rewind_all(self._next_step_id)
         self.kv_cache.start_over()
+        for feature in self._features:
+            feature.workers_replaced()
 
     def preempt_all(self) -> None:
         """Make every running request wait, holding no blocks; the worker forgets them with the next step."""
@@ -464,6 +468,8 @@ class Scheduler:
             return False
         num_tokens = min(request.num_tokens - hit.num_tokens, step.token_budget)
         if num_tokens < request.num_tokens - hit.num_tokens and not self._runs_chunks:
+            return False
+        if not all(feature.admits(request, step.requests) for feature in self._features):
             return False
         if self.kv_cache.allocate_slots(request, num_tokens, hit) is None:
             return False

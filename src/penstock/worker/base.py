@@ -10,7 +10,7 @@ from penstock.config import EngineConfig
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.models.interface import LanguageModel
 from penstock.parallel import ParallelContext
-from penstock.runner.async_output import AsyncOutput, ReadyOutput
+from penstock.runner.async_output import StepOutput
 from penstock.worker.capabilities import require
 from penstock.worker.changes_model import changes_model
 from penstock.worker.memory_plan import MemoryPlan
@@ -73,7 +73,7 @@ class WorkerBase(ABC):
         """Run a step's forward pass; the caller must call `sample_tokens` for the same step."""
 
     @abstractmethod
-    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
+    def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
         """Choose the tokens of an executed step."""
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

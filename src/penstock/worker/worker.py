@@ -20,7 +20,7 @@ from penstock.loader.loader import find_stored_dtype
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
 from penstock.parallel import ParallelContext
-from penstock.runner.async_output import AsyncOutput, ReadyOutput
+from penstock.runner.async_output import StepOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.slot_owners import registered_slot_owners
@@ -140,7 +140,7 @@ class Worker(WorkerBase):
             self._pages.begin_step()
         self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
+    def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
         result = (self._runner or self.runner).sample_tokens(grammar)
         if self._pages is not None:
             self._pages.end_step()
