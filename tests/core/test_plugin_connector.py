@@ -141,5 +141,8 @@ def test_a_hook_of_every_layer_is_a_cut_of_the_program(folder: Path, expected: l
         recorded = worker.runner.kv_cache.programs._recorded.values()
         return {0 if found is None else found.num_segments for found in recorded}
 
+    # First, since programs are forgotten after a function that workers do not know.
+    (text,) = core.collective_rpc("get_model_inspection")
+    assert "  in segments: 3 at most" in text.splitlines()
     assert core.collective_rpc(segments) == [{3}]
     core.close()

@@ -125,6 +125,9 @@ def test_hooks_are_seen(tmp_path: Path) -> None:
         run(core, PROMPTS[:1], PARAMS)
         assert seen
         assert not programs(core)
+        (text,) = core.collective_rpc("get_model_inspection")
+        assert text.splitlines()[-1].startswith("Layer by layer (")
+        assert "has a hook" in text.splitlines()[-1]
     finally:
         core.close()
 

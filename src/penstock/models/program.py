@@ -75,6 +75,14 @@ class ModelPrograms:
                 return None
         return program.bind(_step_tokens(named, context), _with_inputs(context, inputs))
 
+    def describe(self) -> list[str]:
+        """Lines for people: how many programs are recorded, and why others were refused."""
+        recorded = [program for program in self._recorded.values() if program is not None]
+        lines = [f"Recorded programs: {len(recorded)}"] if recorded else []
+        if any(program.num_segments > 1 for program in recorded):
+            lines.append(f"  in segments: {max(program.num_segments for program in recorded)} at most")
+        return lines + [f"Layer by layer ({count} times): {reason}" for reason, count in self.refusals.items()]
+
     def forget(self) -> None:
         """Record anew what is run: models, or their weights, may be others."""
         self._recorded.clear()

@@ -209,8 +209,12 @@ class Worker(WorkerBase):
         return self.weights.save(path, pattern, max_size, self.config.model.folder if self.rank == 0 else None)
 
     def get_model_inspection(self) -> str:
-        """The model's modules as a tree of text, with sizes, dtypes and how each multiplies."""
-        return inspect_model(self.weights.model)
+        """The model's modules as a tree of text, with sizes, dtypes and how each multiplies.
+
+        Then, once it has run, its recorded programs, and reasons for which it runs layer by layer.
+        """
+        programs = [] if self._runner is None else self._runner.kv_cache.programs.describe()
+        return "\n".join([inspect_model(self.weights.model), *programs])
 
     def shutdown(self) -> None:
         self._profiler.shutdown()
