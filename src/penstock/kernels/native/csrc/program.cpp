@@ -75,12 +75,16 @@ class Runner {
               rows(step.second, first_row),
               rows(step.out, first_row),
               nullptr,
-              step_.index + first_row,
-              step_.failed + first_row,
+              nullptr,
+              nullptr,
               first_row,
               num_rows,
               step_.num_threads,
               &step_};
+    if (step.operation.type->chooses) {
+      call.index = step_.index + first_row;
+      call.failed = step_.failed + first_row;
+    }
     if (step.input >= 0) {
       call.input = elements(step, first_row, num_rows);
       if (call.input == nullptr) return false;
