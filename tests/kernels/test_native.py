@@ -234,6 +234,20 @@ def test_argmax_fails_where_the_largest_is_not_finite(kernels: NativeKernels, ba
     assert_same_bits(largest_R, x_RV.gather(1, index_R[:, None])[:, 0])
 
 
+def test_a_single_row_of_wider_memory_is_as_wide_as_its_shape_says(kernels: NativeKernels) -> None:
+    """Such a row is contiguous, though its stride is that of the memory."""
+    wide_1X = torch.arange(1.0, 21.0).unsqueeze(0)
+    x_1D = wide_1X[:, :16]
+    assert x_1D.is_contiguous()
+    assert x_1D.stride(0) == 20
+    assert kernels.argmax(x_1D)[0].tolist() == [15]
+    alone = x_1D.clone(memory_format=torch.contiguous_format).reshape(16).reshape(1, 16)
+    assert torch.equal(kernels.sum_rows(x_1D, x_1D), 2 * alone)
+    assert torch.equal(kernels.concatenate_rows(x_1D, x_1D), torch.cat([alone, alone], 1))
+    assert_same_bits(kernels.gate_and_mul("silu", x_1D), kernels.gate_and_mul("silu", alone))
+    assert_same_bits(kernels.rms_norm(x_1D, torch.ones(16), 1e-5), kernels.rms_norm(alone, torch.ones(16), 1e-5))
+
+
 @pytest.mark.parametrize("first", [-0.0, 0.0])
 @pytest.mark.parametrize("size", [2, 19, 70])
 def test_of_two_zeros_the_first_is_told_with_its_sign(kernels: NativeKernels, first: float, size: int) -> None:

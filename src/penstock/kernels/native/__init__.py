@@ -21,7 +21,7 @@ from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.native.operation_types import operation_types
-from penstock.kernels.native.operations import NativeOperation
+from penstock.kernels.native.operations import NativeOperation, row_width
 from penstock.kernels.native.step_state import NativeStep
 from penstock.kernels.native.tracing import Trace
 
@@ -164,16 +164,16 @@ class NativeKernels:
 
     def gate_and_mul(self, activation: str, gate_up_TI: Tensor) -> Tensor:
         """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
-        size = gate_up_TI.stride(0) // 2
+        size = row_width(gate_up_TI) // 2
         return self._gate_and_mul.rows(gate_up_TI, size, ACTIVATIONS[activation], size)
 
     def sum_rows(self, x_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
         """x + residual, or a copy of x: [T, D]. Both are contiguous."""
-        return self._sum.rows(x_TD, x_TD.stride(0), second=residual_TD)
+        return self._sum.rows(x_TD, row_width(x_TD), second=residual_TD)
 
     def concatenate_rows(self, first_TD: Tensor, second_TD: Tensor) -> Tensor:
         """Rows side by side: [T, D of the first + D of the second]. Both are contiguous."""
-        return self._concatenate.rows(first_TD, first_TD.stride(0) + second_TD.stride(0), second=second_TD)
+        return self._concatenate.rows(first_TD, row_width(first_TD) + row_width(second_TD), second=second_TD)
 
     def argmax(self, x_RV: Tensor, *, with_largest: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """The first of each row's largest values, int64 [R], and where that is not finite, bool [R].

@@ -16,6 +16,16 @@ from penstock.kernels.native.operation_types import OperationType, Use
 from penstock.kernels.native.tracing import TracedTensor
 
 
+def row_width(x: Tensor) -> int:
+    """Elements of a row of [T, width]; a traced tensor cannot be asked for its shape."""
+    return x.stride(0) if type(x) is TracedTensor else x.shape[1]
+
+
+def _row_stride(x: Tensor) -> int:
+    """Elements from one row to the next, which are the row's own where the rows are contiguous, a single one too."""
+    return x.stride(0) if x.shape[0] != 1 else x.shape[-1]
+
+
 class NativeOperation:
     """An operation for one instruction set. Tensors are float32 with contiguous rows, on the CPU.
 
@@ -35,10 +45,10 @@ class NativeOperation:
         num_rows = x.shape[0]
         out, threads = torch.empty(num_rows, width), torch.get_num_threads()
         if self._has_second:
-            second_stride = 0 if second is None else second.stride(0)
-            self._run(num_rows, threads, x, x.stride(0), second, second_stride, out, width, *arguments)
+            second_stride = 0 if second is None else _row_stride(second)
+            self._run(num_rows, threads, x, _row_stride(x), second, second_stride, out, width, *arguments)
         else:
-            self._run(num_rows, threads, x, x.stride(0), out, width, *arguments)
+            self._run(num_rows, threads, x, _row_stride(x), out, width, *arguments)
         return out
 
     def look_up(self, ids_T: Tensor, width: int, *arguments: Any) -> Tensor:
@@ -64,5 +74,5 @@ class NativeOperation:
         index_T, failed_T = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
         largest_T = torch.empty(num_rows) if with_largest else None
         threads = torch.get_num_threads()
-        self._run(num_rows, threads, x, x.stride(0), largest_T, 1, index_T, failed_T, *arguments)
+        self._run(num_rows, threads, x, _row_stride(x), largest_T, 1, index_T, failed_T, *arguments)
         return index_T, failed_T, largest_T
