@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core.plugins import adapter, install_plugin
+from core.plugins import adapter, assert_equal, install_plugin, write_checkpoint
 from penstock.contract import Parts
 from penstock.engine.core import EngineCore
 from penstock.worker.changes_model import keeps_model
 from penstock.worker.worker import Worker
-from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.checkpoints import VOCAB_SIZE
 from support.engines import Result, add, finish, greedy, make_core, random_prompts
 
 PROMPTS = random_prompts((5, 37, 1, 40, 13, 22), VOCAB_SIZE, seed=3)
@@ -25,11 +24,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     adapter.register()
-    folder = tmp_path_factory.mktemp("adapted")
-    tiny_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": [adapter.ARCHITECTURE]}))
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("adapted"), adapter.ARCHITECTURE)
 
 
 def run(
@@ -51,13 +46,6 @@ def alone(folder: Path) -> list[Result]:
         return [run(core, [prompt], [one])[0] for prompt, one in zip(PROMPTS, ADAPTERS, strict=True)]
     finally:
         core.close()
-
-
-def assert_equal(results: list[Result], expected: list[Result]) -> None:
-    for result, other in zip(results, expected, strict=True):
-        assert result.error is None, result.error
-        assert result.tokens == other.tokens
-        assert result.logprobs == other.logprobs
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core.plugins import connector
+from core.plugins import assert_equal, connector, write_checkpoint
 from core.plugins.connector import STORE, ConnectorScheduler
 from penstock.engine.core import EngineCore
-from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
@@ -25,11 +24,7 @@ NUM_STORED = 4 + 36 + 12 + 20
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     connector.register()
-    folder = tmp_path_factory.mktemp("connected")
-    tiny_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": [connector.ARCHITECTURE]}))
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("connected"), connector.ARCHITECTURE)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +47,6 @@ def store() -> Iterator[None]:
 
 def side_of(core: EngineCore) -> ConnectorScheduler:
     return next(found for found in core.scheduler._features if isinstance(found, ConnectorScheduler))
-
-
-def assert_equal(results: list[Result], expected: list[Result]) -> None:
-    for result, other in zip(results, expected, strict=True):
-        assert result.error is None, result.error
-        assert result.tokens == other.tokens
-        assert result.logprobs == other.logprobs
 
 
 def fill(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.plugins import install_plugin, mean_pooling
+from core.plugins import install_plugin, mean_pooling, write_checkpoint
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.errors import ConfigError, ContextTooLong, UnsupportedFeature
 from penstock.llm import LLM
-from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.checkpoints import VOCAB_SIZE
 from support.engines import add, make_core, random_prompts
 
 PROMPTS = random_prompts((5, 37, 1, 40, 13, 22, 60, 3), VOCAB_SIZE, seed=3)
@@ -33,10 +32,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     mean_pooling.register()
-    folder = tmp_path_factory.mktemp("bidirectional")
-    tiny_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": [mean_pooling.ARCHITECTURE]}))
+    folder = write_checkpoint(tmp_path_factory.mktemp("bidirectional"), mean_pooling.ARCHITECTURE)
     return folder, load_file(folder / "model.safetensors")
 
 

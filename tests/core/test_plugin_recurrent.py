@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core.plugins import install_plugin, running_sum
-from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from core.plugins import assert_equal, install_plugin, running_sum, write_checkpoint
+from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, greedy, make_core, random_prompts, run
 
@@ -20,11 +19,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     running_sum.register()
-    folder = tmp_path_factory.mktemp("recurrent")
-    tiny_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": [running_sum.ARCHITECTURE]}))
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("recurrent"), running_sum.ARCHITECTURE)
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +30,6 @@ def alone(folder: Path) -> list[Result]:
         return [run(core, [prompt], greedy(20, logprobs=2))[0] for prompt in PROMPTS]
     finally:
         core.close()
-
-
-def assert_as_alone(results: list[Result], alone: list[Result]) -> None:
-    for result, expected in zip(results, alone, strict=True):
-        assert result.error is None, result.error
-        assert result.tokens == expected.tokens
-        assert result.logprobs == expected.logprobs
 
 
 @pytest.mark.parametrize(
@@ -59,7 +47,7 @@ def test_tokens_and_bits_are_those_of_requests_alone(
     folder: Path, alone: list[Result], options: dict[str, Any]
 ) -> None:
     core = make_core(folder, **OPTIONS, **options)
-    assert_as_alone(run(core, PROMPTS, greedy(20, logprobs=2)), alone)
+    assert_equal(run(core, PROMPTS, greedy(20, logprobs=2)), alone)
     if "kv_cache_memory_bytes" in options:
         assert core.scheduler.num_preemptions > 0
     core.close()
@@ -96,7 +84,7 @@ class FailingOnce(FailingWorker):
 def test_requests_go_on_in_a_worker_that_replaces_a_failed_one(folder: Path, alone: list[Result]) -> None:
     FailingOnce.fails_at = {("execute", 9)}
     core = make_core(folder, **OPTIONS, worker_cls=f"{__name__}.FailingOnce")
-    assert_as_alone(run(core, PROMPTS, greedy(20, logprobs=2)), alone)
+    assert_equal(run(core, PROMPTS, greedy(20, logprobs=2)), alone)
     assert not FailingOnce.fails_at
     core.close()
 
@@ -110,4 +98,4 @@ def test_ranks_of_a_tensor_parallel_group_keep_equal_sums(
         core = make_core(folder, **OPTIONS, tensor_parallel_size=2, fast_paths=fast_paths)
         results.append(run(core, PROMPTS, greedy(12, logprobs=2)))
         core.close()
-    assert_as_alone(*results)
+    assert_equal(*results)

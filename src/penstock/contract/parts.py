@@ -37,7 +37,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return type(self).__name__
 
     def block_keys(self) -> tuple[str, ...]:
-        """Of a request's part, values that its cached prefixes depend on: only requests with equal ones share them."""
+        """Values that cached prefixes of a request with this part depend on: requests with equal ones share them."""
         return ()
 
 

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from support.checkpoints import tiny_checkpoint
+from support.engines import Result
+
+
+def write_checkpoint(folder: Path, architecture: str) -> Path:
+    """A tiny Llama under the name of a plugin's architecture, which has the same weights."""
+    tiny_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    return folder
+
+
+def assert_equal(results: Sequence[Result], expected: Sequence[Result]) -> None:
+    """Equal tokens, and log-probabilities that are equal bit for bit."""
+    for result, other in zip(results, expected, strict=True):
+        assert result.error is None, result.error
+        assert result.tokens == other.tokens
+        assert result.logprobs == other.logprobs
 
 
 def install_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
