@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core.plugins import adapter, assert_equal, install_plugin, write_checkpoint
+from core.plugins import CIRCUMSTANCES, adapter, assert_equal, install_plugin, write_checkpoint
 from penstock.contract import Parts
 from penstock.engine.core import EngineCore
 from penstock.worker.changes_model import keeps_model
@@ -48,17 +48,7 @@ def alone(folder: Path) -> list[Result]:
         core.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"async_scheduling": False},
-        {"max_num_batched_tokens": 7},
-        {"kv_cache_memory_bytes": 110 << 10, "max_model_len": 64},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", CIRCUMSTANCES, ids=str)
 def test_mixed_batches_have_the_bits_of_requests_alone(
     folder: Path, alone: list[Result], options: dict[str, Any]
 ) -> None:

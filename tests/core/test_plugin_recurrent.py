@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.plugins import assert_equal, install_plugin, running_sum, write_checkpoint
+from core.plugins import CIRCUMSTANCES, assert_equal, install_plugin, running_sum, write_checkpoint
 from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, greedy, make_core, random_prompts, run
@@ -32,17 +32,7 @@ def alone(folder: Path) -> list[Result]:
         core.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"async_scheduling": False},
-        {"max_num_batched_tokens": 7},
-        {"kv_cache_memory_bytes": 110 << 10, "max_model_len": 64},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", CIRCUMSTANCES, ids=str)
 def test_tokens_and_bits_are_those_of_requests_alone(
     folder: Path, alone: list[Result], options: dict[str, Any]
 ) -> None:

@@ -449,7 +449,7 @@ class Scheduler:
                 self._break_off(request, error)
 
     def _take_reserved_blocks(self, request: Request) -> bool:
-        """Where nothing runs, take back the blocks of the last request that waits with some, for this one to run."""
+        """Take back the reserved blocks of the last request that waits with some, where nothing runs, for this one."""
         if self._requests.running or self._in_flight.steps:
             return False
         for holder in self._requests.waiting_holders():

@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.checkpoints import tiny_checkpoint
 from support.engines import Result
+
+# Options of engines in which requests run otherwise than alone: together, in chunks, preempted, with drafts.
+CIRCUMSTANCES: list[dict[str, Any]] = [
+    {},
+    {"async_scheduling": False},
+    {"max_num_batched_tokens": 7},
+    {"kv_cache_memory_bytes": 110 << 10, "max_model_len": 64},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+]
 
 
 def write_checkpoint(folder: Path, architecture: str) -> Path:
