@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from penstock.config.parallel import ParallelConfig
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.parallel.scattered_rows import ScatteredRows
 
 
-def sums(parallel: ParallelContext, hidden_TD: Tensor) -> list[Callable[[], object]]:
+def sums(parallel: ParallelState, hidden_TD: Tensor) -> list[Callable[[], object]]:
     """A share of a sum, and the sum of shares."""
     group = parallel.tensor
     size = len(hidden_TD) // group.size
@@ -37,7 +37,7 @@ def sums(parallel: ParallelContext, hidden_TD: Tensor) -> list[Callable[[], obje
     ]
 
 
-def gathers(parallel: ParallelContext, hidden_TD: Tensor) -> list[Callable[[], object]]:
+def gathers(parallel: ParallelState, hidden_TD: Tensor) -> list[Callable[[], object]]:
     """A sum, and a scattered sum that is gathered again."""
     group = parallel.tensor
     return [
@@ -46,7 +46,7 @@ def gathers(parallel: ParallelContext, hidden_TD: Tensor) -> list[Callable[[], o
     ]
 
 
-def hops(parallel: ParallelContext, hidden_TD: Tensor) -> list[Callable[[], object]]:
+def hops(parallel: ParallelState, hidden_TD: Tensor) -> list[Callable[[], object]]:
     """From stage to stage and back: by every rank whole; in parts that are gathered."""
     tensor, pipeline = parallel.tensor, parallel.pipeline
     rows = ScatteredRows(tensor, len(hidden_TD))

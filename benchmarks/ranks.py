@@ -109,7 +109,7 @@ class Engine:
         return time.perf_counter() - begin
 
 
-def measure_meetings(num_ranks: int) -> list[str]:
+def measure_collectives(num_ranks: int) -> list[str]:
     """Sums over ranks that are processes which do nothing else: the fastest tenth and the median."""
     lines = ["| sum of | fastest tenth, µs | median, µs |", "| ---: | ---: | ---: |"]
     # Processes that begin as this one get the descriptor too.
@@ -199,7 +199,7 @@ def main() -> None:
     lines += ["| --- | --- | --- | ---: | ---: | ---: |"]
     for shape in arguments.shapes:
         lines += measure(shape, arguments.arrangements, ranks, arguments.turns, arguments.pipeline_layers)
-    lines += ["", *measure_meetings(ranks)]
+    lines += ["", *measure_collectives(ranks)]
     page = "\n".join(lines) + "\n"
     print(page)
     if arguments.output is not None:

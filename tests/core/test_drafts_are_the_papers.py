@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention import HiddenTaps
+from penstock.attention import AuxHiddenStates
 from penstock.config import LoadConfig, ModelConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
@@ -20,7 +20,7 @@ from penstock.kernels.native.program_step import BoundChoices
 from penstock.kernels.sampling import draw_tokens_reference
 from penstock.loader.loader import load_model
 from penstock.models.decoder import DecoderForCausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.speculative import draft_model, drafting_head
 from penstock.scheduler.draft_budget import DraftBudget
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
@@ -58,10 +58,10 @@ class Oracle:
     def drafts(self, tokens: Sequence[int], params: SamplingParams, num_drafts: int = NUM_DRAFTS) -> list[int]:
         ids, length = torch.tensor(tokens), len(tokens)
         with torch.inference_mode():
-            taps = HiddenTaps(self.layers)
-            context = replace(plain_context(self.target, [length]), taps=taps)
+            aux = AuxHiddenStates(self.layers)
+            context = replace(plain_context(self.target, [length]), aux=aux)
             hidden_SD = self.target(ids.int(), torch.arange(length), context)
-            states_SD = self.start(hidden_SD, taps.states)[:-1]
+            states_SD = self.start(hidden_SD, aux.states)[:-1]
             embed_SD = self.target.model.embed_tokens.weight[ids[1:]]
             drafts: list[int] = []
             for number in range(num_drafts):
@@ -80,9 +80,7 @@ class Oracle:
 
 
 def load_target(folder: Path) -> DecoderForCausalLM:
-    model = load_model(
-        ModelConfig.load(str(folder)), LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32
-    )
+    model = load_model(ModelConfig.load(str(folder)), LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32)
     assert isinstance(model, DecoderForCausalLM)
     return model
 

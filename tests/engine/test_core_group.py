@@ -162,7 +162,7 @@ def test_what_no_message_can_hold_is_refused_and_forgotten(
     if not is_running:
         os.kill(core.process_ids[0], signal.SIGSTOP)
         os.kill(core.process_ids[0], signal.SIGKILL)
-        while all(replica.is_running for replica in core._replicas):
+        while all(engine.is_running for engine in core._engines):
             core.step()
     with pytest.raises(InvalidRequest, match="Request 'a' cannot be sent to the core"):
         add(core, "a", **fields)
@@ -181,7 +181,7 @@ def test_statistics_are_of_all_cores_that_run(start: Callable[..., CoreGroup], n
     finish(core)
     assert core.stats().num_running_reqs == 0
     os.kill(core.process_ids[0], signal.SIGKILL)
-    while all(replica.is_running for replica in core._replicas):
+    while all(engine.is_running for engine in core._engines):
         core.step()
     assert core.stats().num_blocks == 8 * (num_cores - 1)
 

@@ -109,13 +109,13 @@ def test_as_many_steps_are_under_way_as_there_are_stages(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("stages", "max_num_seqs", "expected"), [(1, 64, 1), (1, 20000, 1), (3, 256, 3), (6, 256, 4), (4, 4096, 2)]
 )
-def test_no_more_steps_are_under_way_than_mailboxes_hold(stages: int, max_num_seqs: int, expected: int) -> None:
+def test_no_more_steps_are_under_way_than_channels_hold(stages: int, max_num_seqs: int, expected: int) -> None:
     config = EngineConfig.create("demo", pipeline_parallel_size=stages, max_num_seqs=max_num_seqs)
     assert config.max_concurrent_batches == expected
 
 
 @pytest.mark.parametrize(("drafts", "most"), [({}, 14336), ({"method": "ngram", "num_speculative_tokens": 8}, 4778)])
-def test_no_more_requests_are_in_a_step_than_a_mailbox_holds(drafts: dict[str, Any], most: int) -> None:
+def test_no_more_requests_are_in_a_step_than_a_channel_holds(drafts: dict[str, Any], most: int) -> None:
     options = {"pipeline_parallel_size": 2, "speculative_config": drafts or None}
     EngineConfig.create("demo", **options, max_num_seqs=most)
     EngineConfig.create("demo", speculative_config=drafts or None, max_num_seqs=most + 1)
@@ -123,7 +123,7 @@ def test_no_more_requests_are_in_a_step_than_a_mailbox_holds(drafts: dict[str, A
         EngineConfig.create("demo", **options, max_num_seqs=most + 1)
 
 
-def test_so_many_drafts_that_a_mailbox_holds_those_of_no_request_are_refused() -> None:
+def test_so_many_drafts_that_a_channel_holds_those_of_no_request_are_refused() -> None:
     drafts = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 70000}
     with pytest.raises(ConfigError, match="num_speculative_tokens=70000 for each.* Allowed: up to 0, or fewer drafts"):
         EngineConfig.create("demo", pipeline_parallel_size=2, speculative_config=drafts)

@@ -17,13 +17,13 @@ from penstock.engine.core import EngineCore
 from penstock.engine.startup import start_engine
 from penstock.errors import ConfigError, ModelError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import ranks
-from penstock.executor.stages import describe_stages
+from penstock.executor.startup_phases import describe_phases
 from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, make_core
 from support.leftovers import nothing_left
 
-STAGES = ["processes", "device", "model", "memory", "KV cache", "warm-up"]
+PHASES = ["processes", "device", "model", "memory", "KV cache", "warm-up"]
 TWO = {**SMALL, "tensor_parallel_size": 2, "num_threads": 2, "max_model_len": 64}
 
 
@@ -77,12 +77,12 @@ def test_every_stage_has_the_time_of_its_slowest_rank(
     assert core._engine is not None
     times = core._engine.startup_times
     core.close()
-    assert [time.stage for time in times] == STAGES
-    (model,) = [time for time in times if time.stage == "model"]
+    assert [time.phase for time in times] == PHASES
+    (model,) = [time for time in times if time.phase == "model"]
     assert (model.rank, model.seconds >= 0.5) == (1, True)
     assert all(0 <= time.seconds < 60 and time.rank in (0, 1) for time in times)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Ready in")]
-    assert describe_stages(times, 2) in line
+    assert describe_phases(times, 2) in line
     assert re.search(r"model \d\.\d s \(rank 1\)", line)
     whole, *parts = (float(number) for number in re.findall(r"(\d+\.\d) s", line))
     assert sum(parts) >= whole - 0.05 * (len(parts) + 1)
@@ -100,8 +100,8 @@ def test_the_parts_of_a_start_sum_to_the_whole(folder: Path, caplog: pytest.LogC
 def test_one_worker_in_this_process_has_stages_too(folder: Path) -> None:
     engine = start_engine(EngineConfig.create(str(folder), **SMALL))
     engine.executor.shutdown()
-    assert [time.stage for time in engine.startup_times] == STAGES[1:]
-    assert "rank" not in describe_stages(engine.startup_times, 1)
+    assert [time.phase for time in engine.startup_times] == PHASES[1:]
+    assert "rank" not in describe_phases(engine.startup_times, 1)
 
 
 @pytest.mark.parametrize(
@@ -110,25 +110,25 @@ def test_one_worker_in_this_process_has_stages_too(folder: Path) -> None:
         (
             "load_model raise",
             ModelError,
-            "^The start failed in stage 'model', on rank 1: layer 3 is missing: write the checkpoint again.$",
+            "^The start failed in phase 'model', on rank 1: layer 3 is missing: write the checkpoint again.$",
         ),
         pytest.param(
             "init_device kill",
             WorkerError,
-            r"^The start failed in stage 'device', on rank 1: Rank 1, process \d+, was killed by signal 9 .*dmesg",
+            r"^The start failed in phase 'device', on rank 1: Rank 1, process \d+, was killed by signal 9 .*dmesg",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "init_device sleep",
             WaitTimeout,
-            r"^The start failed in stage 'device', on rank 1: Process \d+ waits in init_device for rank 1 "
+            r"^The start failed in phase 'device', on rank 1: Process \d+ waits in init_device for rank 1 "
             r"\(process \d+, sleeping\) \(beside rank 0 .*\)\. Workers make no progress for 4 s\. Raise start_timeout",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "compile_or_warm_up_model raise",
             ModelError,
-            "^The start failed in stage 'warm-up', on rank 1: layer 3",
+            "^The start failed in phase 'warm-up', on rank 1: layer 3",
             marks=pytest.mark.slow,
         ),
     ],
@@ -150,7 +150,7 @@ def test_a_worker_whose_module_never_loads_is_found_out(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(ranks, "BUSY_FACTOR", 100)
     message = (
-        r"^The start failed in stage 'processes', on rank 0: Process \d+ waits in start for rank 0 \(process \d+, sleep"
+        r"^The start failed in phase 'processes', on rank 0: Process \d+ waits in start for rank 0 \(process \d+, sleep"
     )
     with nothing_left(), pytest.raises(WaitTimeout, match=message):
         make_core(folder, **SMALL, distributed_executor_backend="mp", worker_cls="never_loads.No", start_timeout_s=4.0)
@@ -168,5 +168,5 @@ def test_the_command_says_so_and_its_exit_status_too() -> None:
         [sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode not in (0, -signal.SIGKILL)
-    assert "The start failed in stage 'processes', on rank " in result.stderr
+    assert "The start failed in phase 'processes', on rank " in result.stderr
     assert "no.Such" in result.stderr

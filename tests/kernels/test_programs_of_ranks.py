@@ -20,7 +20,7 @@ from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import RowParallelLinear, process_weights_after_loading
 from penstock.layers.quantization.choose import choose_method
-from penstock.parallel import GroupAgreement, ParallelContext
+from penstock.parallel import GroupAgreement, ParallelState
 from support.ranks import run_ranks, shared_memory_groups
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not
 VOCAB_SIZE, WIDTH = 96, 48
 
 
-def parallel_contexts(size: int, **options: Any) -> list[ParallelContext]:
+def parallel_contexts(size: int, **options: Any) -> list[ParallelState]:
     groups = shared_memory_groups(size, **options)
-    return [ParallelContext(rank=rank, world_size=size, tensor=group) for rank, group in enumerate(groups)]
+    return [ParallelState(rank=rank, world_size=size, tensor=group) for rank, group in enumerate(groups)]
 
 
 class Echo:
     """A rank's embedding, and a head that chooses."""
 
-    def __init__(self, parallel: ParallelContext, form: str, table_VD: Tensor, head_VD: Tensor) -> None:
+    def __init__(self, parallel: ParallelState, form: str, table_VD: Tensor, head_VD: Tensor) -> None:
         self.embedding = VocabEmbedding(VOCAB_SIZE, WIDTH, parallel=parallel)
         self.head = LMHead(
             VOCAB_SIZE, WIDTH, parallel=parallel, tied_to=self.embedding if form.startswith("tied") else None
@@ -124,7 +124,7 @@ def test_products_of_split_inputs_are_added_up_inside_of_a_program() -> None:
         torch.testing.assert_close(result[0], expected_TO, rtol=1e-4, atol=1e-4)
 
 
-def embedded(parallel: ParallelContext) -> NativeProgram:
+def embedded(parallel: ParallelState) -> NativeProgram:
     embedding = VocabEmbedding(VOCAB_SIZE, WIDTH, parallel=parallel)
     embedding.slots()["weight"].load(torch.ones(VOCAB_SIZE, WIDTH))
     return program_of(embedding)

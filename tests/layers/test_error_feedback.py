@@ -13,7 +13,7 @@ from penstock.layers.quantization import error_feedback
 from penstock.layers.quantization.error_feedback import quantize_int4_for
 from penstock.layers.quantization.observation import observed
 from penstock.layers.quantization.rounding import quantize_int4
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 
 def correlated_inputs(rows: int, inputs: int, seed: int = 0) -> Tensor:
@@ -88,7 +88,7 @@ def test_inputs_that_are_not_finite_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_observed_layers_multiply_as_before_and_tell_of_their_inputs(dtype: torch.dtype) -> None:
-    layer = ColumnParallelLinear(48, 20, bias=True, parallel=ParallelContext())
+    layer = ColumnParallelLinear(48, 20, bias=True, parallel=ParallelState())
     for parameter in layer.parameters():
         parameter.data.normal_()
     layer.to(dtype).requires_grad_(False)

@@ -26,9 +26,9 @@ from penstock.layers.linear import (
     weights_size_bytes,
 )
 from penstock.layers.norm import QueryKeyNorm
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
-ONE_RANK = ParallelContext()
+ONE_RANK = ParallelState()
 needs_packing = pytest.mark.skipif(
     not packing_pays(torch.empty(1024, 1024)), reason="this build of torch has no packed oneDNN products"
 )

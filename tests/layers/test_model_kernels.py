@@ -18,7 +18,7 @@ from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
 from penstock.kernels.rotary import apply_rotary, gather_rotation, rotary_table
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.norm import LayerNorm, RMSNormRoundedLast, WholeQueryKeyNorm
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -130,7 +130,7 @@ def test_a_scaled_embedding_rounds_its_scale_as_transformers_does(dtype: torch.d
     theirs = Gemma2TextScaledWordEmbedding(11, 48, 0, embed_scale=48**0.5)
     theirs.weight.data.normal_()
     theirs = theirs.to(dtype)
-    ours = ScaledVocabEmbedding(11, 48, scale=48**0.5, parallel=ParallelContext())
+    ours = ScaledVocabEmbedding(11, 48, scale=48**0.5, parallel=ParallelState())
     ours.weight = nn.Parameter(theirs.weight.detach(), requires_grad=False)
     before = ours.weight.clone()
     tokens = torch.tensor([3, 0, 10, 3])

@@ -23,9 +23,9 @@ from penstock.layers.linear import (
 from penstock.layers.quantization.choose import choose_method
 from penstock.layers.quantization.method import QuantizedMethod
 from penstock.layers.quantization.rounding import quantize_int4, quantize_int4_rest, quantize_int8, round_to_int4
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
-ONE_RANK = ParallelContext()
+ONE_RANK = ParallelState()
 SMALL = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24, "device": "cpu", "num_threads": 1}
 
 

@@ -25,11 +25,11 @@ from penstock.layers.mlp import GatedMLP, PlainMLP
 from penstock.layers.quantization.method import QuantizedMethod
 from penstock.layers.quantization.rounding import quantize_int4, quantize_int8
 from penstock.layers.weights import weight_slots
-from penstock.parallel import ParallelContext, Share, heads_of_rank, share_of_rank
+from penstock.parallel import ParallelState, Share, heads_of_rank, share_of_rank
 from support.ranks import SilentGroup, contexts, run_ranks
 
-ONE = ParallelContext()
-Make = Callable[[ParallelContext], nn.Module]
+ONE = ParallelState()
+Make = Callable[[ParallelState], nn.Module]
 
 
 def load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -181,7 +181,7 @@ def heads_taken(num_heads: int, num_kv_heads: int, size: int) -> list[tuple[list
             num_kv_heads=num_kv_heads,
             head_size=2,
             bias=True,
-            parallel=ParallelContext(tensor=SilentGroup(rank, size)),
+            parallel=ParallelState(tensor=SilentGroup(rank, size)),
         )
         for shard, count in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
             slots = layer.fused_slots(shard)
@@ -204,7 +204,7 @@ def test_a_rank_has_the_kv_heads_of_its_query_heads() -> None:
 
 
 def test_a_checkpoint_that_holds_them_fused_gives_a_rank_its_rows_of_each() -> None:
-    parallel = ParallelContext(tensor=SilentGroup(1, 2))
+    parallel = ParallelState(tensor=SilentGroup(1, 2))
     layer = MergedColumnParallelLinear.of_sizes(1, {"gate": 4, "up": 6}, bias=False, parallel=parallel)
     slot = weight_slots(layer, None)["weight"]
     assert slot.shape == (10, 1)
@@ -220,6 +220,6 @@ def test_what_does_not_divide_is_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="12 attention heads with 6 KV heads cannot be shared by 4 ranks"):
         heads_of_rank(12, 6, group)
     with pytest.raises(UnsupportedFeature, match="6 input features cannot be shared by 4 ranks"):
-        RowParallelLinear(6, 8, bias=False, parallel=ParallelContext(tensor=group))
+        RowParallelLinear(6, 8, bias=False, parallel=ParallelState(tensor=group))
     with pytest.raises(UnsupportedFeature, match="6 tokens of the vocabulary are too few"):
-        VocabEmbedding(6, 8, parallel=ParallelContext(tensor=group))
+        VocabEmbedding(6, 8, parallel=ParallelState(tensor=group))

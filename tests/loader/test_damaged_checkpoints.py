@@ -21,14 +21,14 @@ from penstock.errors import CheckpointError
 from penstock.loader.loader import load_model
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors
 from penstock.loader.weight_files import SAFETENSORS, WeightFiles, find_weight_files
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import save_checkpoint, tiny_model
 
 INDEX = "model.safetensors.index.json"
 
 
 def load(model_config: ModelConfig) -> None:
-    load_model(model_config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32)
+    load_model(model_config, LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture

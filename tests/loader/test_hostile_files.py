@@ -21,7 +21,7 @@ from penstock.engine.tokenizer import load_tokenizer
 from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, TokenizerError, UnsupportedModel
 from penstock.loader.calibration_text import read_calibration_text
 from penstock.loader.loader import load_model, materialise
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import tiny_checkpoint
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 
@@ -68,7 +68,7 @@ def use(folder: Path, load_format: str = "auto", **options: Any) -> None:
     config = ModelConfig.load(folder, **options)
     load_tokenizer(config.tokenizer_folder)
     default_sampling_params(config)
-    load_model(config, LoadConfig(load_format=load_format), ParallelContext(), torch.device("cpu"), torch.float32)
+    load_model(config, LoadConfig(load_format=load_format), ParallelState(), torch.device("cpu"), torch.float32)
 
 
 def refused(folder: Path, error: type[Exception], *words: str, **options: Any) -> str:

@@ -15,7 +15,7 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.errors import CheckpointError
 from penstock.loader.loader import load_model
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import load_config, oracle_logits, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
 from support.plain_attention import sequence_logits
 
@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def load(model_config: ModelConfig, dtype: torch.dtype = torch.float32, load_format: str = "auto") -> CausalLM:
     load_config = LoadConfig(load_format=load_format)
-    return load_model(model_config, load_config, ParallelContext(), torch.device("cpu"), dtype)
+    return load_model(model_config, load_config, ParallelState(), torch.device("cpu"), dtype)
 
 
 def logits_of(model: CausalLM) -> Tensor:
@@ -156,8 +156,8 @@ def test_native_models_never_import_transformers(tmp_path: Path) -> None:
 import sys, torch
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loader.loader import load_model
-from penstock.parallel import ParallelContext
-load_model(ModelConfig.load({str(tmp_path)!r}), LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32)
+from penstock.parallel import ParallelState
+load_model(ModelConfig.load({str(tmp_path)!r}), LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32)
 sys.exit("transformers" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
@@ -174,7 +174,7 @@ def test_loading_is_not_slowed_by_a_progress_bar_where_there_is_no_terminal(
 def test_a_model_on_cuda_equals_the_one_on_the_cpu(tmp_path: Path) -> None:
     config = tiny_checkpoint(tmp_path, "qwen3", head_dim=32)
     expected = load(config)
-    model = load_model(config, LoadConfig(), ParallelContext(), torch.device("cuda"), torch.float32)
+    model = load_model(config, LoadConfig(), ParallelState(), torch.device("cuda"), torch.float32)
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cuda"}
     moved: nn.Module = model.to("cpu")
     torch.testing.assert_close(sequence_logits(moved, [TOKENS])[0], logits_of(expected), rtol=0, atol=1e-5)

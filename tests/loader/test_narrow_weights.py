@@ -17,7 +17,7 @@ from penstock.layers.linear import NativeMethod, process_weights_after_loading, 
 from penstock.loader.loader import find_stored_dtype, load_model
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import greedy, make_core, random_prompts, run
 from support.plain_attention import sequence_logits
@@ -42,7 +42,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 def load(config: ModelConfig, weights_dtype: torch.dtype, **options: Any) -> CausalLM:
     load_config = LoadConfig(**options)
     device = torch.device("cpu")
-    return load_model(config, load_config, ParallelContext(), device, torch.float32, weights_dtype)
+    return load_model(config, load_config, ParallelState(), device, torch.float32, weights_dtype)
 
 
 def logits_of(model: CausalLM) -> Tensor:
@@ -106,7 +106,7 @@ def test_weights_can_be_restored_and_packed_again(tmp_path: Path) -> None:
 def test_a_saved_state_holds_them_as_they_are(tmp_path: Path) -> None:
     config = save_checkpoint(tiny_model("qwen2"), tmp_path / "model", dtype=torch.bfloat16)
     model = load(config, torch.bfloat16)
-    written = save_sharded_state(model, tmp_path / "state", ParallelContext())
+    written = save_sharded_state(model, tmp_path / "state", ParallelState())
     copy_model_files(tmp_path / "model", tmp_path / "state")
     num_parameters = sum(parameter.numel() for parameter in tiny_model("qwen2").parameters())
     assert sum(path.stat().st_size for path in written) < 0.6 * 4 * num_parameters
@@ -134,12 +134,12 @@ def test_the_files_decide_rather_than_config_json(tmp_path: Path) -> None:
     for number, (state, expected) in enumerate([*cases, (norms_wide, "bfloat16"), (wide, "float32")]):
         folder = tmp_path / str(number)
         tiny_model("llama").save_pretrained(folder, state_dict=dict(state))
-        assert find_stored_dtype(folder, LoadConfig(), ParallelContext()) == expected
+        assert find_stored_dtype(folder, LoadConfig(), ParallelState()) == expected
     torch.save(states[torch.float16], tmp_path / "4" / "pytorch_model.bin")
-    assert find_stored_dtype(tmp_path / "4", LoadConfig(load_format="pt"), ParallelContext()) == "float16"
+    assert find_stored_dtype(tmp_path / "4", LoadConfig(load_format="pt"), ParallelState()) == "float16"
     (tmp_path / "4" / "model.safetensors").write_bytes(b"damaged")
-    assert find_stored_dtype(tmp_path / "4", LoadConfig(), ParallelContext()) is None
-    assert find_stored_dtype(tmp_path, LoadConfig(), ParallelContext()) is None
+    assert find_stored_dtype(tmp_path / "4", LoadConfig(), ParallelState()) is None
+    assert find_stored_dtype(tmp_path, LoadConfig(), ParallelState()) is None
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)

@@ -20,7 +20,7 @@ from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod
 from penstock.loader.loader import load_model
 from penstock.loader.quantized.formats import format_of
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import edit_config, load_config
 from support.engines import greedy, make_core, random_prompts, run
 from support.plain_attention import sequence_logits
@@ -68,9 +68,7 @@ def write(folder: Path, name: str, **overrides: Any) -> Written:
 
 
 def load(config: ModelConfig, load_format: str = "auto") -> CausalLM:
-    return load_model(
-        config, LoadConfig(load_format=load_format), ParallelContext(), torch.device("cpu"), torch.float32
-    )
+    return load_model(config, LoadConfig(load_format=load_format), ParallelState(), torch.device("cpu"), torch.float32)
 
 
 def logits_of(model: CausalLM) -> Tensor:
@@ -245,7 +243,7 @@ def test_what_stays_in_floating_point_is_kept_in_the_dtype_of_weights(tmp_path: 
     edit_tensors(written.config.folder, halve)
     wide = load(written.config)
     narrow = load_model(
-        written.config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32, torch.float16
+        written.config, LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32, torch.float16
     )
     heads = [model.get_submodule("lm_head") for model in (wide, narrow)]
     packed = [head.method.packed_OI for head in heads if isinstance(head, LinearLayer)]  # type: ignore[union-attr]

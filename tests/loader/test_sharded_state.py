@@ -19,7 +19,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.loader.loader import load_model
 from penstock.loader.sharded_state import _cut, copy_model_files, save_sharded_state
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import load_config, tiny_checkpoint
 from support.plain_attention import sequence_logits
 
@@ -28,7 +28,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def load(config: ModelConfig, dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
-    return load_model(config, LoadConfig(**options), ParallelContext(), torch.device("cpu"), dtype)
+    return load_model(config, LoadConfig(**options), ParallelState(), torch.device("cpu"), dtype)
 
 
 def load_state(folder: Path, **options: Any) -> CausalLM:
@@ -36,7 +36,7 @@ def load_state(folder: Path, **options: Any) -> CausalLM:
 
 
 def save(config: ModelConfig, folder: Path, max_size: int | None = MAX_SIZE, **options: Any) -> list[Path]:
-    written = save_sharded_state(load(config), folder, ParallelContext(), max_size=max_size, **options)
+    written = save_sharded_state(load(config), folder, ParallelState(), max_size=max_size, **options)
     copy_model_files(config.folder, folder)
     return written
 
@@ -61,7 +61,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, family: str, change
     config = tiny_checkpoint(tmp_path / "checkpoint", family, **changes)
     original = load(config)
     before = sequence_logits(original, [TOKENS])[0]
-    written = save_sharded_state(original, tmp_path / "state", ParallelContext(), max_size=MAX_SIZE)
+    written = save_sharded_state(original, tmp_path / "state", ParallelState(), max_size=MAX_SIZE)
     copy_model_files(config.folder, tmp_path / "state")
     # The model that was saved goes on as before.
     assert torch.equal(sequence_logits(original, [TOKENS])[0], before)
@@ -222,6 +222,6 @@ def test_a_disk_that_is_full_leaves_no_half_file_and_a_working_model(
 
     monkeypatch.setattr("penstock.loader.sharded_state.save_file", save_half)
     with pytest.raises(CheckpointError, match="cannot be written: .*No space left"):
-        save_sharded_state(model, tmp_path / "state", ParallelContext())
+        save_sharded_state(model, tmp_path / "state", ParallelState())
     assert list((tmp_path / "state").iterdir()) == []
     assert torch.equal(sequence_logits(model, [TOKENS])[0], before)

@@ -18,7 +18,7 @@ from penstock.errors import CheckpointError
 from penstock.loader.loader import load_model
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import FAMILIES, oracle_logits, save_checkpoint, tiny_model
 from support.plain_attention import plain_context, sequence_logits
 from support.ranks import SilentGroup
@@ -44,7 +44,7 @@ def checkpoint(folder: Path, family: str, stored: str) -> ModelConfig:
 
 def loaded(config: ModelConfig, load_format: str = "auto") -> CausalLM:
     options = LoadConfig(load_format=load_format, use_tqdm_on_load=False)
-    return load_model(config, options, ParallelContext(), torch.device("cpu"), torch.float32)
+    return load_model(config, options, ParallelState(), torch.device("cpu"), torch.float32)
 
 
 def transformers_logits(folder: Path, family: str) -> Tensor:
@@ -125,7 +125,7 @@ def test_a_saved_state_keeps_what_was_loaded(tmp_path: Path, stored: str) -> Non
     config = checkpoint(tmp_path / "model", "llama", stored)
     model = loaded(config)
     expected = sequence_logits(model, [TOKENS])[0]
-    save_sharded_state(model, tmp_path / "state", ParallelContext())
+    save_sharded_state(model, tmp_path / "state", ParallelState())
     copy_model_files(config.folder, tmp_path / "state")
     again = loaded(ModelConfig.load(str(tmp_path / "state")), load_format="sharded_state")
     assert torch.equal(sequence_logits(again, [TOKENS])[0], expected)
@@ -146,7 +146,7 @@ def test_stages_of_a_pipeline_find_the_same(tmp_path: Path, family: str, stored:
     config = checkpoint(tmp_path, family, stored)
     expected = transformers_logits(tmp_path, family)
     options = LoadConfig(use_tqdm_on_load=False)
-    ranks = [ParallelContext(pipeline=SilentGroup(rank, 2), pipeline_layers=(1, 1)) for rank in range(2)]
+    ranks = [ParallelState(pipeline=SilentGroup(rank, 2), pipeline_layers=(1, 1)) for rank in range(2)]
     first, last = (load_model(config, options, rank, torch.device("cpu"), torch.float32) for rank in ranks)
     ids, positions = torch.tensor(TOKENS, dtype=torch.int32), torch.arange(len(TOKENS))
     with torch.no_grad():

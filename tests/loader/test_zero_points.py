@@ -19,7 +19,7 @@ from penstock.loader.loader import load_model
 from penstock.loader.quantized.formats import format_of
 from penstock.loader.quantized.grid import on_grid
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import load_config
 from support.plain_attention import sequence_logits
 from support.quantized_checkpoints import (
@@ -52,7 +52,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def load(config: ModelConfig) -> CausalLM:
-    return load_model(config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32)
+    return load_model(config, LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32)
 
 
 def logits_of(model: CausalLM) -> Tensor:

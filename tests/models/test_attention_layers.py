@@ -11,14 +11,14 @@ from torch import nn
 from penstock.contract import FullAttentionSpec, SlidingWindowSpec
 from penstock.models.attention_layers import attention_layers, kv_cache_specs
 from penstock.models.registry import find_model_class
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.scheduler.kv_cache_plan import bytes_per_request, group_layers
 from support.checkpoints import tiny_checkpoint
 
 
 def build(tmp_path: Path, family: str, **overrides: Any) -> nn.Module:
     config = tiny_checkpoint(tmp_path, family, **overrides)
-    return find_model_class(config)(config, ParallelContext())
+    return find_model_class(config)(config, ParallelState())
 
 
 def test_each_layer_has_the_spec_of_its_own_kind(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_each_layer_has_the_spec_of_its_own_kind(tmp_path: Path) -> None:
         sliding_window=40,
         layer_types=kinds,
     )
-    model = find_model_class(config)(config, ParallelContext())
+    model = find_model_class(config)(config, ParallelState())
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype="bfloat16")
     sliding = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype="bfloat16", sliding_window=40)
     specs = kv_cache_specs(model, 16, "bfloat16")

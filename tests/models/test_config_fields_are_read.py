@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from penstock.config import ModelConfig
 from penstock.models.registry import find_model_class
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import FAMILIES, tiny_config
 
 # Training, tokens, Transformers' own cache, and heads for other tasks.
@@ -71,7 +71,7 @@ def test_every_field_of_the_family_is_read_or_known_to_have_no_effect(family: st
     fields = tiny_config(family).to_dict() | {"architectures": [FAMILIES[family].architecture]}
     recording = Recording(fields)
     config = ModelConfig("some/model", Path("nowhere"), Path("nowhere"), recording, {})
-    find_model_class(config)(config, ParallelContext())
+    find_model_class(config)(config, ParallelState())
     common = set(PretrainedConfig().to_dict()) - {"tie_word_embeddings"}
     overlooked = set(fields) - common - recording.asked - ROTARY - WITHOUT_EFFECT - WITHOUT_EFFECT_IN.get(family, set())
     assert not overlooked

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention import HiddenTaps
+from penstock.attention import AuxHiddenStates
 from penstock.config import LoadConfig, ModelConfig
 from penstock.errors import CheckpointError, ModelError, UnsupportedFeature
 from penstock.loader.loader import load_model
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import DecoderForCausalLM
 from penstock.models.draft_head import STORED_NAMES, DraftHead
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.draft_heads import (
     HIDDEN,
@@ -41,7 +41,7 @@ LENGTHS = [7, 1, 12]
 def load(folder: Path, **config: Any) -> CausalLM:
     model_config = ModelConfig.load(str(folder), model_impl="penstock")
     model_config = dataclasses.replace(model_config, hf_config={**model_config.hf_config, **config})
-    return load_model(model_config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32)
+    return load_model(model_config, LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32)
 
 
 def load_head(folder: Path, architecture: str, target: CausalLM, weights: Mapping[str, Tensor]) -> DraftHead:
@@ -190,15 +190,15 @@ def test_taps_take_down_the_residual_stream(target: DecoderForCausalLM) -> None:
         layer.register_forward_pre_hook(
             lambda _, args, index=index: seen.update({index: args[0] + (0 if args[1] is None else args[1])})
         )
-    taps = HiddenTaps((0, 3, 5))
+    aux = AuxHiddenStates((0, 3, 5))
     with torch.inference_mode():
-        context = dataclasses.replace(plain_context(target, LENGTHS), taps=taps)
+        context = dataclasses.replace(plain_context(target, LENGTHS), aux=aux)
         hidden_TD = target(ids_T, positions_T, context)
-        assert torch.equal(taps.states[0], seen[0])
-        assert torch.equal(taps.states[1], seen[3])
-        torch.testing.assert_close(target.model.norm(taps.states[2]), hidden_TD)
+        assert torch.equal(aux.states[0], seen[0])
+        assert torch.equal(aux.states[1], seen[3])
+        torch.testing.assert_close(target.model.norm(aux.states[2]), hidden_TD)
         assert torch.equal(target(ids_T, positions_T, plain_context(target, LENGTHS)), hidden_TD)
-    assert len(taps.states) == 3
+    assert len(aux.states) == 3
 
 
 def _eagle3(

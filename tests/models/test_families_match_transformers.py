@@ -15,7 +15,7 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.layers.linear import PackedMethod
 from penstock.loader.loader import load_model
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import (
     VOCAB_SIZE,
     edit_config,
@@ -49,7 +49,7 @@ NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
 def load(model_config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(model_config, LoadConfig(), ParallelContext(), torch.device("cpu"), dtype)
+    return load_model(model_config, LoadConfig(), ParallelState(), torch.device("cpu"), dtype)
 
 
 def assert_matches(model: CausalLM, oracle: PreTrainedModel) -> None:

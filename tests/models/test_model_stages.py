@@ -12,7 +12,7 @@ from torch import nn
 from penstock.config import LoadConfig
 from penstock.loader.loader import load_model
 from penstock.models.registry import find_model_class
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import oracle_logits, save_checkpoint, tiny_model
 from support.plain_attention import plain_context
 from support.ranks import SilentGroup
@@ -39,7 +39,7 @@ def test_stages_compute_what_the_whole_model_does(family: str, changes: dict[str
     config = save_checkpoint(oracle, tmp_path)
 
     ranks = [
-        ParallelContext(pipeline=SilentGroup(rank, len(LAYERS)), pipeline_layers=LAYERS) for rank in range(len(LAYERS))
+        ParallelState(pipeline=SilentGroup(rank, len(LAYERS)), pipeline_layers=LAYERS) for rank in range(len(LAYERS))
     ]
     stages: list[Any] = [
         load_model(config, LoadConfig(use_tqdm_on_load=False), rank, torch.device("cpu"), torch.float32)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.config import ModelConfig
 from penstock.models.attention_layers import attention_layers
 from penstock.models.registry import find_model_class
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -185,7 +185,7 @@ def test_names_shapes_and_windows_are_those_of_transformers(name: str) -> None:
     content = PUBLISHED[name]
     config = ModelConfig("some/model", Path("nowhere"), Path("nowhere"), dict(content), {}, max_model_len=1024)
     with torch.device("meta"):
-        model = find_model_class(config)(config, ParallelContext())
+        model = find_model_class(config)(config, ParallelState())
         hf_config = AutoConfig.for_model(**content)
         oracle = AutoModelForCausalLM.from_config(hf_config)
     expected = {tensor_name: tuple(tensor.shape) for tensor_name, tensor in oracle.state_dict().items()}

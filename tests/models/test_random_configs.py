@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.config import LoadConfig
 from penstock.loader.loader import load_model
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model
 from support.plain_attention import sequence_logits
 
@@ -117,6 +117,6 @@ def test_any_configuration_gives_transformers_logits(family: str, data: st.DataO
     oracle = tiny_model(family, **num_layers, **overrides)
     with TemporaryDirectory() as folder:
         config = save_checkpoint(oracle, Path(folder))
-        model = load_model(config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32)
+        model = load_model(config, LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32)
     for tokens, logits in zip(SEQUENCES, sequence_logits(model, SEQUENCES), strict=True):
         torch.testing.assert_close(logits, oracle_logits(oracle, tokens), rtol=0, atol=1e-4)

@@ -16,7 +16,7 @@ from penstock.layers.linear import restore_weights
 from penstock.loader.loader import build_model, load_model
 from penstock.models.attention_layers import attention_layers
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import GroupAgreement, ParallelContext
+from penstock.parallel import GroupAgreement, ParallelState
 from support.checkpoints import save_checkpoint, tiny_model
 from support.plain_attention import sequence_logits
 from support.quantized_checkpoints import W8A8, awq_layer, gptq_layer, int8_layer, packed_layer, w4a16, write_quantized
@@ -40,10 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_every_rank_has_the_logits_of_the_whole_model(family: str, size: int, tmp_path: Path) -> None:
     config = save_checkpoint(tiny_model(family, **FAMILIES[family]), tmp_path)
 
-    def load(parallel: ParallelContext) -> Any:
+    def load(parallel: ParallelState) -> Any:
         return load_model(config, LoadConfig(use_tqdm_on_load=False), parallel, torch.device("cpu"), torch.float32)
 
-    whole = load(ParallelContext())
+    whole = load(ParallelState())
     expected = sequence_logits(whole, SEQUENCES)
     ranks = [load(parallel) for parallel in contexts(size)]
     for logits in run_ranks(size, lambda rank: sequence_logits(ranks[rank], SEQUENCES)):
@@ -60,11 +60,11 @@ def test_weights_that_become_integers_are_split_before(quantization: str, tmp_pa
     config = save_checkpoint(tiny_model("llama", **SIZES), tmp_path)
     rounded = type(config).load(str(tmp_path), quantization=quantization)
 
-    def load(config: Any, parallel: ParallelContext) -> Any:
+    def load(config: Any, parallel: ParallelState) -> Any:
         return load_model(config, LoadConfig(use_tqdm_on_load=False), parallel, torch.device("cpu"), torch.float32)
 
-    exact = torch.cat(sequence_logits(load(config, ParallelContext()), SEQUENCES))
-    error = (torch.cat(sequence_logits(load(rounded, ParallelContext()), SEQUENCES)) - exact).abs().mean()
+    exact = torch.cat(sequence_logits(load(config, ParallelState()), SEQUENCES))
+    error = (torch.cat(sequence_logits(load(rounded, ParallelState()), SEQUENCES)) - exact).abs().mean()
     ranks = [load(rounded, parallel) for parallel in contexts(2)]
     for logits in run_ranks(2, lambda rank: sequence_logits(ranks[rank], SEQUENCES)):
         assert not isinstance(logits, BaseException), logits
@@ -138,7 +138,7 @@ def test_groups_that_ranks_cannot_share_are_refused(desc_act: bool, size: int, m
 def test_heads_that_do_not_divide_are_refused_by_the_model(tmp_path: Path) -> None:
     config = save_checkpoint(tiny_model("llama", **{**SIZES, "num_key_value_heads": 4}), tmp_path)
     with pytest.raises(UnsupportedFeature, match="4 attention heads with 4 KV heads cannot be shared by 3 ranks"):
-        build_model(config, ParallelContext(tensor=SilentGroup(0, 3)))
+        build_model(config, ParallelState(tensor=SilentGroup(0, 3)))
 
 
 def test_a_size_that_one_layer_refuses_is_refused_before_workers_start_with_sizes_that_all_layers_accept(
@@ -167,4 +167,4 @@ def test_a_rank_that_was_given_another_step_is_named_with_the_step() -> None:
         assert "Step 7: rank 1 runs step 7 with 3 tokens of 1 requests" in str(error)
     later = run_ranks(3, lambda rank: agreements[rank].on_step(step(8, a=1) if rank == 2 else step(9, a=1)))
     assert all("rank 2 runs step 8" in str(error) for error in later)
-    ParallelContext().agreement.on_step(same)
+    ParallelState().agreement.on_step(same)

@@ -16,7 +16,7 @@ from penstock.config import ModelConfig
 from penstock.errors import UnsupportedFeature, UnsupportedModel
 from penstock.models.registry import find_model_class
 from penstock.models.transformers_fallback import hf_class
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.transformers_models import load, save_for_fallback, tiny_config_of, tiny_transformers_model
 
 
@@ -37,7 +37,7 @@ def as_model_config(content: dict[str, Any]) -> ModelConfig:
 
 
 def build(model_config: ModelConfig) -> None:
-    find_model_class(model_config)(model_config, ParallelContext())
+    find_model_class(model_config)(model_config, ParallelState())
 
 
 STATE = "keeps a recurrent state"

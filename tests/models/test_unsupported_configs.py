@@ -10,7 +10,7 @@ import pytest
 from penstock.config import ModelConfig
 from penstock.errors import ModelError, PenstockError, UnsupportedFeature, UnsupportedModel
 from penstock.models.registry import find_model_class, supported_architectures
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import FAMILIES, tiny_config
 
 
@@ -26,7 +26,7 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
 
 
 def build(model_config: ModelConfig) -> None:
-    find_model_class(model_config)(model_config, ParallelContext())
+    find_model_class(model_config)(model_config, ParallelState())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

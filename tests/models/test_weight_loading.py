@@ -20,7 +20,7 @@ from penstock.layers.linear import process_weights_after_loading
 from penstock.loader.loader import load_model
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import find_model_class
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import FAMILIES, oracle_logits, save_checkpoint, tiny_checkpoint, tiny_model
 from support.plain_attention import sequence_logits
 
@@ -40,7 +40,7 @@ def expected() -> Tensor:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     config = tiny_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", head_dim=32)
-    return find_model_class(config)(config, ParallelContext())
+    return find_model_class(config)(config, ParallelState())
 
 
 def test_the_slots_are_the_names_and_shapes_of_the_checkpoint(model: CausalLM, weights: dict[str, Tensor]) -> None:
@@ -53,7 +53,7 @@ def test_the_slots_are_the_names_and_shapes_of_the_checkpoint(model: CausalLM, w
 def test_the_slots_of_every_family_are_those_of_its_checkpoint(tmp_path: Path, family: str, tied: bool) -> None:
     oracle = tiny_model(family, tie_word_embeddings=tied)
     config = save_checkpoint(oracle, tmp_path)
-    slots = find_model_class(config)(config, ParallelContext()).checkpoint_slots()
+    slots = find_model_class(config)(config, ParallelState()).checkpoint_slots()
     expected = {name: tuple(tensor.shape) for name, tensor in oracle.state_dict().items()}
     if tied:
         del expected["lm_head.weight"]
@@ -108,7 +108,7 @@ def test_no_weight_may_be_missing(tmp_path: Path, family: str) -> None:
     """Biases neither, which these families have."""
     oracle = tiny_model(family)
     config = save_checkpoint(oracle, tmp_path)
-    model = find_model_class(config)(config, ParallelContext())
+    model = find_model_class(config)(config, ParallelState())
     weights = dict(oracle.state_dict())
     for missing in model.checkpoint_slots():
         with pytest.raises(CheckpointError, match=rf"Weights 1 missing: {re.escape(missing)}\. "):
@@ -155,7 +155,7 @@ def test_a_name_that_only_begins_like_an_ignorable_one_is_unexpected(
 def test_an_lm_head_is_ignored_when_tied_and_needed_otherwise(tmp_path: Path, tied: bool) -> None:
     oracle = tiny_model("llama", tie_word_embeddings=tied)
     config = save_checkpoint(oracle, tmp_path)
-    model = find_model_class(config)(config, ParallelContext())
+    model = find_model_class(config)(config, ParallelState())
     others = {name: tensor for name, tensor in oracle.state_dict().items() if name != "lm_head.weight"}
     with_head = others | {"lm_head.weight": oracle.state_dict()["lm_head.weight"]}
     model.load_weights(with_head.items())
@@ -169,7 +169,7 @@ def test_an_lm_head_is_ignored_when_tied_and_needed_otherwise(tmp_path: Path, ti
 def test_gpt2_is_loaded_from_openai_s_names_and_beside_old_masks(tmp_path: Path) -> None:
     oracle = tiny_model("gpt2")
     config = save_checkpoint(oracle, tmp_path)
-    model = find_model_class(config)(config, ParallelContext())
+    model = find_model_class(config)(config, ParallelState())
     weights = {name.removeprefix("transformer."): tensor for name, tensor in oracle.state_dict().items()}
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128) for layer in (0, 1)}
     masks |= {f"h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in (0, 1)}
@@ -185,7 +185,7 @@ def test_gpt2_is_quantized_from_openai_s_names(tmp_path: Path, quantization: str
         file = config.folder / "model.safetensors"
         save_file({name.replace("transformer.", prefix): tensor for name, tensor in load_file(file).items()}, file)
         config = replace(config, quantization=quantization)
-        model = load_model(config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32)
+        model = load_model(config, LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32)
         logits.append(sequence_logits(model, [TOKENS])[0])
     assert torch.equal(*logits)
 
@@ -193,7 +193,7 @@ def test_gpt2_is_quantized_from_openai_s_names(tmp_path: Path, quantization: str
 def test_a_transposed_weight_is_checked_as_the_checkpoint_has_it(tmp_path: Path) -> None:
     oracle = tiny_model("gpt2")
     config = save_checkpoint(oracle, tmp_path)
-    model = find_model_class(config)(config, ParallelContext())
+    model = find_model_class(config)(config, ParallelState())
     name = "transformer.h.0.mlp.c_fc.weight"
     weights = dict(oracle.state_dict())
     weights[name] = weights[name].t()
@@ -205,7 +205,7 @@ def test_a_transposed_weight_is_checked_as_the_checkpoint_has_it(tmp_path: Path)
 def test_packed_weights_can_be_loaded_anew(tmp_path: Path, tied: bool) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1100, "vocab_size": 1200, "tie_word_embeddings": tied}
     config = tiny_checkpoint(tmp_path, "llama", seed=1, **sizes)
-    model = load_model(config, LoadConfig(), ParallelContext(), torch.device("cpu"), torch.float32)
+    model = load_model(config, LoadConfig(), ParallelState(), torch.device("cpu"), torch.float32)
     other = tiny_model("llama", seed=2, **sizes)
     model.load_weights(other.state_dict().items())
     plain = sequence_logits(model, [TOKENS])[0]

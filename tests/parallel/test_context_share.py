@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UnsupportedFeature
-from penstock.parallel import Group, ParallelContext
+from penstock.parallel import Group, ParallelState
 from penstock.parallel.context_share import ContextShare, context_share
 
 
@@ -49,12 +49,12 @@ def test_positions_are_kept_by_turns(size: int, interleave: int, runs: int, leng
 
 @pytest.mark.parametrize(("num_kv_heads", "context", "sizes"), [(2, 4, "1, 2"), (8, 2, "1"), (4, 2, "1"), (3, 2, "1")])
 def test_ranks_with_other_kv_heads_cannot_share_positions(num_kv_heads: int, context: int, sizes: str) -> None:
-    parallel = ParallelContext(tensor=cast(Group, Place(0, 4)), context=cast(Group, Place(0, context)))
+    parallel = ParallelState(tensor=cast(Group, Place(0, 4)), context=cast(Group, Place(0, context)))
     with pytest.raises(UnsupportedFeature, match=rf"decode_context_parallel_size={context}.*Sizes that can: {sizes}\."):
         context_share(num_kv_heads, parallel)
 
 
 def test_ranks_with_the_same_kv_heads_share_positions() -> None:
-    parallel = ParallelContext(tensor=cast(Group, Place(0, 4)), context=cast(Group, Place(0, 2)), interleave=8)
+    parallel = ParallelState(tensor=cast(Group, Place(0, 4)), context=cast(Group, Place(0, 2)), interleave=8)
     assert context_share(2, parallel) == ContextShare(parallel.context, 8)
-    assert context_share(2, ParallelContext(tensor=parallel.tensor)) is None
+    assert context_share(2, ParallelState(tensor=parallel.tensor)) is None

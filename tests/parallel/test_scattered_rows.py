@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.parallel.group import OneRank
 from penstock.parallel.scattered_rows import ScatteredRows, parts_between_stages, scattered_rows
 
@@ -42,18 +42,18 @@ def test_rows_of_all_ranks_are_the_whole(num_tokens: int) -> None:
 
 
 def test_small_steps_are_not_scattered() -> None:
-    parallel = ParallelContext(tensor=Recorded(0, 2), min_scattered_tokens=8)
+    parallel = ParallelState(tensor=Recorded(0, 2), min_scattered_tokens=8)
     assert scattered_rows(parallel, 7) is None
     assert scattered_rows(parallel, 8) == ScatteredRows(parallel.tensor, 8)
-    assert scattered_rows(ParallelContext(tensor=parallel.tensor), 8) is None
-    assert scattered_rows(ParallelContext(min_scattered_tokens=1), 8) is None
+    assert scattered_rows(ParallelState(tensor=parallel.tensor), 8) is None
+    assert scattered_rows(ParallelState(min_scattered_tokens=1), 8) is None
 
 
 def test_ranks_send_parts_where_a_group_says_so_of_what_all_have() -> None:
     def parts(num_tokens: int, *, least: int | None, sends_parts: bool, size: int = 3) -> ScatteredRows | None:
         pipeline = Recorded(0, 2)
         pipeline.sends_parts = sends_parts
-        parallel = ParallelContext(tensor=Recorded(0, size), pipeline=pipeline, min_scattered_tokens=least)
+        parallel = ParallelState(tensor=Recorded(0, size), pipeline=pipeline, min_scattered_tokens=least)
         return parts_between_stages(parallel, num_tokens)
 
     assert parts(7, least=None, sends_parts=False) is None

@@ -14,7 +14,7 @@ import torch
 from penstock.config.parallel import ParallelConfig
 from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
-from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup, waits_for_mail
+from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup, waits_in_channels
 from support.ranks import run_ranks, shared_memory_groups
 from support.waiting import PATIENCE_S, wait_until
 
@@ -244,7 +244,7 @@ def test_who_waits_for_a_message_and_for_whom_can_be_seen(is_full: bool) -> None
     )
 
     def waits() -> list[tuple[int, int]]:
-        return waits_for_mail(groups[0]._memory.address, 3)
+        return waits_in_channels(groups[0]._memory.address, 3)
 
     assert waits() == []
     waiting.start()

@@ -6,13 +6,13 @@ import pytest
 
 from penstock.config.parallel import ParallelConfig
 from penstock.errors import ConfigError, UnsupportedFeature
-from penstock.parallel import ParallelContext, layers_of_stage, spread_layers
+from penstock.parallel import ParallelState, layers_of_stage, spread_layers
 from support.ranks import SilentGroup
 
 
 def stages(num_layers: int, size: int, counts: tuple[int, ...] | None = None) -> list[range]:
     groups = (SilentGroup(rank, size) for rank in range(size))
-    return [layers_of_stage(num_layers, ParallelContext(pipeline=group, pipeline_layers=counts)) for group in groups]
+    return [layers_of_stage(num_layers, ParallelState(pipeline=group, pipeline_layers=counts)) for group in groups]
 
 
 @pytest.mark.parametrize(

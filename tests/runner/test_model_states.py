@@ -18,7 +18,7 @@ from penstock.errors import RanksDisagree
 from penstock.loader.loader import load_model
 from penstock.models.attention_layers import cache_layers, kv_cache_specs
 from penstock.models.interface import ModelInputs
-from penstock.parallel import GroupAgreement, ParallelContext
+from penstock.parallel import GroupAgreement, ParallelState
 from penstock.runner.dummy_runs import run_dummy_batch, run_longest_prompt
 from penstock.runner.frame import Frame
 from penstock.runner.input_batch import InputBatch
@@ -82,7 +82,7 @@ def make_runner(model: Any, decoder: nn.Module, **options: Any) -> ModelRunner:
 def decoder(tmp_path: Path) -> Any:
     config = tiny_checkpoint(tmp_path)
     quiet = LoadConfig(use_tqdm_on_load=False)
-    return load_model(config, quiet, ParallelContext(), torch.device("cpu"), torch.float32)
+    return load_model(config, quiet, ParallelState(), torch.device("cpu"), torch.float32)
 
 
 def tokens_of(runner: ModelRunner, temperature: float) -> dict[str, list[int]]:

@@ -14,21 +14,21 @@ from penstock.device import create_device
 from penstock.errors import RanksDisagree
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import scattered_rows
 from penstock.runner.frame import Frame
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.stage import PipelineStage
-from support.ranks import Meeting, ThreadGroup, run_ranks
+from support.ranks import SharedGroup, ThreadGroup, run_ranks
 from support.runners import ArithmeticModel, batcher_of, make_runner, new_request
 
 
 def stages() -> list[PipelineStage]:
-    meeting = Meeting(2)
-    return [stage(ParallelContext(pipeline=ThreadGroup(rank, meeting))) for rank in range(2)]
+    shared = SharedGroup(2)
+    return [stage(ParallelState(pipeline=ThreadGroup(rank, shared))) for rank in range(2)]
 
 
-def stage(parallel: ParallelContext, num_aux: int = 0) -> PipelineStage:
+def stage(parallel: ParallelState, num_aux: int = 0) -> PipelineStage:
     """The second one has the layers from 5 on. num_aux: of earlier layers whose hidden states go with its own."""
     device = create_device(DeviceConfig(device="cpu", num_threads=1))
     layers = range(5) if parallel.pipeline.rank == 0 else range(5, 9)
@@ -89,8 +89,8 @@ def test_hidden_states_are_asked_for_when_the_step_is_prepared_and_waited_for_wh
 
             return note
 
-    meeting = Meeting(2)
-    first, last = (stage(ParallelContext(pipeline=Asking(rank, meeting))) for rank in range(2))
+    shared = SharedGroup(2)
+    first, last = (stage(ParallelState(pipeline=Asking(rank, shared))) for rank in range(2))
     runner = make_runner(stage=last, model=GoingOn())
     batcher = batcher_of(runner)
     build = batcher.build
@@ -128,7 +128,7 @@ def test_ranks_of_a_stage_send_a_part_each_and_those_of_the_next_have_all(
     num_aux: hidden states of earlier layers that go with them.
     """
     hidden = [torch.randn(size, 4) for size in (1, 5, 6, 7)]
-    in_stage, between = [Meeting(ranks) for _ in range(2)], [Meeting(2) for _ in range(ranks)]
+    in_stage, between = [SharedGroup(ranks) for _ in range(2)], [SharedGroup(2) for _ in range(ranks)]
     sent: list[list[int]] = [[] for _ in range(ranks)]
 
     class Between(ThreadGroup):
@@ -146,7 +146,7 @@ def test_ranks_of_a_stage_send_a_part_each_and_those_of_the_next_have_all(
     def run(rank: int) -> None:
         number, place = divmod(rank, ranks)
         tensor = ThreadGroup(place, in_stage[number])
-        parallel = ParallelContext(tensor=tensor, pipeline=Between(number, place), min_scattered_tokens=least)
+        parallel = ParallelState(tensor=tensor, pipeline=Between(number, place), min_scattered_tokens=least)
         of_rank = stage(parallel, num_aux)
         assert len(of_rank.aux_here([])) == (num_aux if number == 0 else 2)
         for step_id, whole in enumerate(hidden):

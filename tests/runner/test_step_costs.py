@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner import dummy_runs
-from support.ranks import Meeting, ThreadGroup, run_ranks
+from support.ranks import SharedGroup, ThreadGroup, run_ranks
 
 # By stage, and rank of the stage: seconds of a token.
 SECONDS = ((0.0001, 0.0003), (0.0012, 0.0004))
@@ -19,7 +19,7 @@ SECONDS = ((0.0001, 0.0003), (0.0012, 0.0004))
 def test_ranks_measure_the_same_steps_and_agree_on_their_costs(
     most_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages, pipelines = [Meeting(2) for _ in SECONDS], [Meeting(2) for _ in SECONDS[0]]
+    stages, pipelines = [SharedGroup(2) for _ in SECONDS], [SharedGroup(2) for _ in SECONDS[0]]
     steps: list[list[int]] = [[], [], [], []]
 
     def time_step(runner: Any, num_tokens: int) -> float:
@@ -32,7 +32,7 @@ def test_ranks_measure_the_same_steps_and_agree_on_their_costs(
         return seconds
 
     parallels = [
-        ParallelContext(
+        ParallelState(
             rank=rank,
             world_size=4,
             tensor=ThreadGroup(rank % 2, stages[rank // 2]),

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.config import EngineConfig
 from penstock.device.base import PeakMemory
 from penstock.device.cpu import CpuDevice
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
 from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
@@ -54,7 +54,7 @@ def _peak_bytes(recorded: profile) -> int:
 def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, int, StepMemory]:
     """What a model is found to need without memory; the bytes of its weights, and what its steps take, with memory."""
     config = EngineConfig.create(str(folder), device="cpu", num_threads=1, **options)
-    worker = Worker(config, ParallelContext())
+    worker = Worker(config, ParallelState())
     worker.init_device()
     worker.load_model()
     limits = worker._limits(worker._longest_context())
@@ -69,7 +69,7 @@ def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, 
         config.sampling,
         speculator=worker.weights.speculator,
     )
-    unloaded = measure_unloaded(config, ParallelContext(), "cpu", worker.dtype, limits)
+    unloaded = measure_unloaded(config, ParallelState(), "cpu", worker.dtype, limits)
     assert unloaded.specs == worker.get_kv_cache_spec()
     weights = worker.weights.size_bytes
     worker.shutdown()

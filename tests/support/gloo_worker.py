@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from penstock.config import EngineConfig
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.parallel.connections import RankConnections, open_store
 from penstock.parallel.distributed_ranks import join_connected_ranks
 from penstock.worker.worker import Worker
@@ -18,7 +18,7 @@ PORT = "GLOO_WORKER_PORT"
 class GlooWorker(Worker):
     """Among connected ranks, instead of those that meet in memory."""
 
-    def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelState) -> None:
         store = open_store(HOST, int(os.environ[PORT]), is_host=False)
         self.connections = RankConnections(store, parallel.rank, parallel.world_size, address=HOST, timeout_s=60.0)
         super().__init__(config, join_connected_ranks(self.connections, config.parallel))

@@ -1,4 +1,4 @@
-"""Several ranks in one process: each is a thread, and their collectives are meetings."""
+"""Several ranks in one process: each is a thread, and their collectives are collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.parallel import Group, ParallelContext
+from penstock.parallel import Group, ParallelState
 from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
 from penstock.parallel.shared_memory_group import SharedMemoryGroup, group_bytes
 
@@ -44,7 +44,7 @@ class SilentGroup(Group):
         return self.gather_values(tensor)  # type: ignore[return-value]
 
 
-class Meeting:
+class SharedGroup:
     """Where the ranks of a group put what they give."""
 
     def __init__(self, size: int) -> None:
@@ -56,18 +56,18 @@ class Meeting:
 
 
 class ThreadGroup(Group):
-    """One rank's side of a meeting."""
+    """One rank's side of a shared."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size = rank, len(meeting.values)
-        self._meeting = meeting
+    def __init__(self, rank: int, shared: SharedGroup) -> None:
+        self.rank, self.size = rank, len(shared.values)
+        self._shared = shared
 
     def gather_values(self, value: Any, value_type: Any = Any) -> list[Any]:
-        meeting = self._meeting
-        meeting.values[self.rank] = value
-        meeting.barrier.wait(_WAIT_S)
-        values = list(meeting.values)
-        meeting.barrier.wait(_WAIT_S)
+        shared = self._shared
+        shared.values[self.rank] = value
+        shared.barrier.wait(_WAIT_S)
+        values = list(shared.values)
+        shared.barrier.wait(_WAIT_S)
         return values
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -83,10 +83,10 @@ class ThreadGroup(Group):
         return result
 
     def send(self, tensor: Tensor, destination: int) -> None:
-        self._meeting.sent[self.rank, destination].put(tensor.clone())
+        self._shared.sent[self.rank, destination].put(tensor.clone())
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        return tensor.copy_(self._meeting.sent[source, self.rank].get(timeout=_WAIT_S))
+        return tensor.copy_(self._shared.sent[source, self.rank].get(timeout=_WAIT_S))
 
 
 def shared_memory_groups(size: int, **options: Any) -> list[SharedMemoryGroup]:
@@ -98,10 +98,10 @@ def shared_memory_groups(size: int, **options: Any) -> list[SharedMemoryGroup]:
         os.close(descriptor)
 
 
-def contexts(size: int) -> list[ParallelContext]:
+def contexts(size: int) -> list[ParallelState]:
     """Of ranks that split every layer, by rank."""
-    meeting = Meeting(size)
-    return [ParallelContext(rank=rank, world_size=size, tensor=ThreadGroup(rank, meeting)) for rank in range(size)]
+    shared = SharedGroup(size)
+    return [ParallelState(rank=rank, world_size=size, tensor=ThreadGroup(rank, shared)) for rank in range(size)]
 
 
 def run_ranks(size: int, run: Callable[[int], _Result]) -> list[_Result | BaseException]:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loader.loader import load_model
 from penstock.models.causal_lm import CausalLM
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from support.checkpoints import VOCAB_SIZE, save_checkpoint
 
 _TINY: dict[str, Any] = {
@@ -219,4 +219,4 @@ def save_for_fallback(model: PreTrainedModel, folder: Path) -> ModelConfig:
 def load(model_config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
     """The model on the CPU, ready to run."""
     quiet = LoadConfig(use_tqdm_on_load=False)
-    return load_model(model_config, quiet, ParallelContext(), torch.device("cpu"), dtype)
+    return load_model(model_config, quiet, ParallelState(), torch.device("cpu"), dtype)

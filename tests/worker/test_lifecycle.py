@@ -20,7 +20,7 @@ from penstock.contract import (
     SchedulerOutput,
 )
 from penstock.errors import ConfigError, LifecycleError, OutOfMemory
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.model_runner import ModelRunner
 from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _worker(folder: Path, **options: Any) -> Worker:
     options = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
-    return Worker(EngineConfig.create(str(folder), **options), ParallelContext())
+    return Worker(EngineConfig.create(str(folder), **options), ParallelState())
 
 
 def _loaded(folder: Path, **options: Any) -> Worker:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature, WorkerError
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.worker import WorkerWrapperBase
 from penstock.worker.plugins import load_plugins
 from penstock.worker.worker import Worker
@@ -53,7 +53,7 @@ def _wrapper(rank: int = 0, **options: Any) -> WorkerWrapperBase:
 def test_the_worker_is_built_by_name_with_its_rank() -> None:
     wrapper = WorkerWrapperBase(rpc_rank=0)
     wrapper.adjust_rank({0: 5, 1: 0})
-    wrapper.init_worker(_config(), ParallelContext(world_size=8))
+    wrapper.init_worker(_config(), ParallelState(world_size=8))
     assert type(wrapper.worker) is RecordingWorker
     assert wrapper.worker.rank == 5
     assert wrapper.execute_method("add", 2, right=3) == 5

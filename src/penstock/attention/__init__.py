@@ -11,19 +11,19 @@ from penstock.attention.base import (
     SequenceGeometry,
     StepGeometry,
 )
-from penstock.attention.context import NO_INPUTS, BoundLayer, ForwardContext, HiddenTaps, LastTokens
+from penstock.attention.context import NO_INPUTS, AuxHiddenStates, BoundLayer, ForwardContext, LastTokens
 
 __all__ = [
     "NO_INPUTS",
     "AttentionBackend",
     "AttentionMetadata",
+    "AuxHiddenStates",
     "BoundLayer",
     "BringsBackend",
     "CacheBackend",
     "CacheLayer",
     "ForwardContext",
     "HeadNorm",
-    "HiddenTaps",
     "LastTokens",
     "LayerAttention",
     "SequenceGeometry",

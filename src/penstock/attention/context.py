@@ -46,7 +46,7 @@ class LastTokens:
     metadata: Sequence[AttentionMetadata]
 
 
-class HiddenTaps:
+class AuxHiddenStates:
     """Takes down what a decoder's residual stream is before some of its layers, by their numbers, of all tokens.
 
     The number of layers stands for what comes after the last one, before the final norm. states: [T, D] each, in the
@@ -71,7 +71,7 @@ class ForwardContext:
     sequences: the step's, for layers that keep nothing; None while a program is recorded.
     last: given where only these tokens' hidden states are asked for. What comes after the last attention then has only
     their rows, [R, ...]; a layer that is told so attends with them alone.
-    taps: given where hidden states between layers are wanted too.
+    aux: given where hidden states between layers are wanted too.
     rows: given by a decoder to its layers where hidden states between them are scattered over ranks.
     inputs: named step inputs beside token ids and positions, a row per token each.
     """
@@ -79,15 +79,15 @@ class ForwardContext:
     layers: Mapping[str, BoundLayer]
     metadata: Sequence[AttentionMetadata]
     last: LastTokens | None = None
-    taps: HiddenTaps | None = None
+    aux: AuxHiddenStates | None = None
     rows: ScatteredRows | None = None
     inputs: Mapping[str, Tensor] = field(default_factory=lambda: NO_INPUTS)
     sequences: SequenceGeometry | None = None
 
     def note_hidden(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
         """Called by a decoder before each layer, and after the last: the layer's input is the sum of both."""
-        if self.taps is not None:
-            self.taps.note(layer, hidden_TD, residual_TD)
+        if self.aux is not None:
+            self.aux.note(layer, hidden_TD, residual_TD)
 
     def of_all_tokens(self) -> ForwardContext:
         """For a layer that others follow, whose hidden states all are needed."""

@@ -50,7 +50,7 @@ class CpuNativeBackend(AttentionBackend):
             return "the C++ kernels are not there or were turned off"
         if dtype not in CACHE_TYPES:
             return f"it keeps keys and values in {', '.join(map(str, CACHE_TYPES))}, not in {dtype}"
-        if layer.context is not None and layer.context.group.meetings is None:
+        if layer.context is not None and layer.context.group.collectives is None:
             return "ranks that share positions do not meet in shared memory"
         return None
 
@@ -157,7 +157,7 @@ class CpuNativeBackend(AttentionBackend):
                 layer.scale,
                 layer.sliding_window,
                 layer.soft_cap,
-                *(() if layer.context is None else (layer.context.group.meetings, layer.context.interleave)),
+                *(() if layer.context is None else (layer.context.group.collectives, layer.context.interleave)),
             )
         return shape
 

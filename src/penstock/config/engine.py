@@ -86,7 +86,7 @@ class EngineConfig:
     def max_concurrent_batches(self) -> int:
         """Steps that workers have use for at once, one for each stage; those with drafts go one at a time.
 
-        No more than those of which a mailbox holds what was sampled, so that the last stage never waits to tell it.
+        No more than those of which a channel holds what was sampled, so that the last stage never waits to tell it.
         """
         if self.speculative.method is not None or self.parallel.pipeline_parallel_size == 1:
             return 1
@@ -147,7 +147,7 @@ class EngineConfig:
         )
 
 
-# What ranks have room for between them (`csrc/meeting.cpp`), and what is told of a request in a step: one token and
+# What ranks have room for between them (`csrc/collectives.cpp`), and what is told of a request in a step: one token and
 # three numbers, a token for each draft that it verified, and those that were drafted. A step's number takes a piece.
 _MAIL_PIECES, _MAIL_PIECE_BYTES = 8, 64 << 10
 _OUTCOME_BYTES, _TOKEN_BYTES, _DRAFT_BYTES = 32, 8, 4

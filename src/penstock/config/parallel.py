@@ -120,7 +120,7 @@ class ParallelConfig:
         return BUSY_FACTOR * self.step_timeout_s
 
     @property
-    def longest_start_stage_s(self) -> float:
+    def longest_start_phase_s(self) -> float:
         """The same for a stage of their start."""
         return BUSY_FACTOR * self.start_timeout_s
 

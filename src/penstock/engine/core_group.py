@@ -17,11 +17,11 @@ from penstock.config import EngineConfig
 from penstock.engine.core_client import CHANGE_WEIGHTS, START_TIMEOUT_S
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
+from penstock.engine.heartbeat import LONGEST_WAIT_S
 from penstock.engine.messages import EngineRequest, SaidByCore
 from penstock.engine.owning_process import OwningProcess
-from penstock.engine.replica import REFUSAL_TIMEOUT_S, Call, Replica
 from penstock.engine.routing import Router
-from penstock.engine.silence import LONGEST_WAIT_S
+from penstock.engine.supervisor import REFUSAL_TIMEOUT_S, Call, EngineSupervisor
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
@@ -44,7 +44,7 @@ class CoreGroup:
     """The client (`CoreClient`) of the cores that a configuration asks for, which it starts.
 
     A core that dies, or says nothing for too long while it owes something, is replaced, and its requests go on
-    (`Replica`); those of other cores go on meanwhile. `EngineDead` comes when that does not help, for all.
+    (`EngineSupervisor`); those of other cores go on meanwhile. `EngineDead` comes when that does not help, for all.
 
     load_core: makes a core in its process; it is pickled by its name. start_timeout_s: how long a core may take for it.
     meanwhile: called while they start; what it raises ends that.
@@ -79,15 +79,15 @@ class CoreGroup:
         has_choice = cache.enable_prefix_caching and num_engines > 1
         self._router = Router(num_engines, block_size if has_choice else None)
         self._starter = ProcessStarter()
-        self._replicas: list[Replica] = []
+        self._engines: list[EngineSupervisor] = []
         deliver = _deliver_to(weakref.ref(self), self._inbox)
         try:
             with self._listening():
                 for index in range(num_engines):
                     name = "the core" if num_engines == 1 else f"the core of engine {index}"
                     own = replace(config, parallel=parallel.of_engine(index))
-                    self._replicas.append(
-                        Replica(name, own, load_core, self._starter, deliver, start_timeout_s=start_timeout_s)
+                    self._engines.append(
+                        EngineSupervisor(name, own, load_core, self._starter, deliver, start_timeout_s=start_timeout_s)
                     )
                 meanwhile()
                 self._wait_until(self._are_running)
@@ -95,14 +95,14 @@ class CoreGroup:
             self._ended_by = self._ended_by or LifecycleError(f"This engine did not start: {error}")
             self._end_processes()
             raise
-        started = [replica.started for replica in self._replicas if replica.started is not None]
+        started = [engine.started for engine in self._engines if engine.started is not None]
         self.max_model_len = min(one.max_model_len for one in started)
         self.vocab_size = started[0].vocab_size
 
     @property
     def process_ids(self) -> list[int]:
         """Of the cores' processes, by engine."""
-        return [replica.pid for replica in self._replicas]
+        return [engine.pid for engine in self._engines]
 
     def add_request(self, request: EngineRequest) -> None:
         """As `CoreClient`, unless somebody hears of refusals (`on_refused`), who is told then.
@@ -111,13 +111,13 @@ class CoreGroup:
         """
         with self._listening():
             self._check_running()
-            if any(request.req_id in replica.kept for replica in self._replicas):
+            if any(request.req_id in engine.kept for engine in self._engines):
                 raise InvalidRequest(
                     f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own "
                     "id."
                 )
-            replica = self._choose(request)
-            call = replica.add(request)
+            engine = self._choose(request)
+            call = engine.add(request)
             if call is None:
                 return
             if self._tell_refused is not None:
@@ -127,7 +127,7 @@ class CoreGroup:
             self._wait_for(lambda: call.is_over, REFUSAL_TIMEOUT_S)
             call.is_awaited = False
             if call.answer is not None and call.error is not None:
-                del replica.kept[request.req_id]
+                del engine.kept[request.req_id]
                 raise call.error
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
@@ -136,7 +136,7 @@ class CoreGroup:
             if self._ended_by is not None:
                 return []
             names = list(req_ids)
-            ended = [output for replica in self._replicas for output in replica.abort(names)]
+            ended = [output for engine in self._engines for output in engine.abort(names)]
             # Their ids may be used again, so what steps brought them meanwhile is dropped.
             gone = {output.req_id for output in ended}
             for outputs in self._turns:
@@ -147,7 +147,7 @@ class CoreGroup:
         """Also while a core is being replaced, and once that has failed for good."""
         if self._ended_by is not None:
             return isinstance(self._ended_by, EngineDead)
-        return bool(self._turns) or any(replica.kept or not replica.is_running for replica in self._replicas)
+        return bool(self._turns) or any(engine.kept or not engine.is_running for engine in self._engines)
 
     def step(self) -> list[EngineCoreOutput]:
         """What steps of any cores brought. Nothing where they take long, so that others have their turn."""
@@ -205,8 +205,8 @@ class CoreGroup:
 
         Raises ProcessLost when a core is lost meanwhile; requests go on. WaitTimeout when one takes too long.
         """
-        asked = self._replicas[:1] if method == "save_sharded_state" else self._replicas
-        num_ranks = sum(replica.config.parallel.world_size for replica in asked)
+        asked = self._engines[:1] if method == "save_sharded_state" else self._engines
+        num_ranks = sum(engine.config.parallel.world_size for engine in asked)
         check_reply_rank(unique_reply_rank, num_ranks)
         with self._listening():
             calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs, asked=asked)
@@ -214,15 +214,15 @@ class CoreGroup:
             # These may do it still, when nobody knows any more.
             is_late = any(isinstance(call.error, WaitTimeout) for call in calls)
             if done and method == "update_config":
-                for replica in self._replicas:
-                    replica.config_updates += [*args, *(kwargs or {}).values()]
+                for engine in self._engines:
+                    engine.config_updates += [*args, *(kwargs or {}).values()]
             if done and method == "reload_weights":
-                self._keep_config_of(self._replicas[done[0]])
+                self._keep_config_of(self._engines[done[0]])
             if (done or is_late) and method in CHANGE_WEIGHTS:
-                for index, replica in enumerate(self._replicas):
+                for index, engine in enumerate(self._engines):
                     if index not in done:
                         why = f"others have done {method}, and it has not" if done else f"{method} took it too long"
-                        replica.restart(f"is replaced, since {why}")
+                        engine.restart(f"is replaced, since {why}")
             answers = [answer for call in calls for answer in _result_of(call)]
         return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
 
@@ -263,46 +263,44 @@ class CoreGroup:
             self._turns.clear()
         self._end_processes()
 
-    def _choose(self, request: EngineRequest) -> Replica:
-        prompt = [index for index, replica in enumerate(self._replicas) if replica.is_prompt]
-        loads = {index: len(self._replicas[index].kept) for index in prompt or range(len(self._replicas))}
-        return self._replicas[self._router.choose(loads, request.prompt_token_ids, request.cache_salt)]
+    def _choose(self, request: EngineRequest) -> EngineSupervisor:
+        prompt = [index for index, engine in enumerate(self._engines) if engine.is_prompt]
+        loads = {index: len(self._engines[index].kept) for index in prompt or range(len(self._engines))}
+        return self._engines[self._router.choose(loads, request.prompt_token_ids, request.cache_salt)]
 
     def _are_running(self) -> bool:
-        return all(replica.is_running for replica in self._replicas)
+        return all(engine.is_running for engine in self._engines)
 
-    def _keep_config_of(self, replica: Replica) -> None:
+    def _keep_config_of(self, engine: EngineSupervisor) -> None:
         """Let cores that are started from now on load the weights that this one has by now."""
-        call = replica.call("collective_rpc", "get_config")
+        call = engine.call("collective_rpc", "get_config")
         self._wait_until(lambda: call.is_over)
         config: EngineConfig = _result_of(call)[0]
-        for other in self._replicas:
+        for other in self._engines:
             other.config = replace(config, parallel=other.config.parallel)
             other.config_updates.clear()
 
     def _call_running(self, method: str, *args: Any) -> list[tuple[int, Call]]:
         """Ask those cores that run for the same; the calls are over then. Each comes with its core's number."""
-        calls = [
-            (index, replica.call(method, *args)) for index, replica in enumerate(self._replicas) if replica.is_running
-        ]
+        calls = [(index, engine.call(method, *args)) for index, engine in enumerate(self._engines) if engine.is_running]
         self._wait_until(lambda: all(call.is_over for _, call in calls))
         return calls
 
     def _call_all(
-        self, method: str, timeout_s: float | None, *args: Any, asked: Sequence[Replica] | None = None
+        self, method: str, timeout_s: float | None, *args: Any, asked: Sequence[EngineSupervisor] | None = None
     ) -> list[Call]:
         """Ask all cores, or those, for the same, once they all run.
 
         The calls are over then, if with an error for being late.
         """
-        asked = self._replicas if asked is None else asked
+        asked = self._engines if asked is None else asked
         self._wait_until(self._are_running)
-        calls = [replica.call(method, *args) for replica in asked]
+        calls = [engine.call(method, *args) for engine in asked]
         self._wait_for(lambda: all(call.is_over for call in calls), timeout_s)
-        for replica, call in zip(asked, calls, strict=True):
+        for engine, call in zip(asked, calls, strict=True):
             if not call.is_over:
                 call.is_awaited = False
-                call.lost = replica.timed_out(method, timeout_s)
+                call.lost = engine.timed_out(method, timeout_s)
         return calls
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
@@ -330,18 +328,18 @@ class CoreGroup:
             self._is_woken = self._is_woken or message is None
         waited_s = time.monotonic() - begin
         try:
-            for index, replica in enumerate(self._replicas):
-                if message is not None and replica.process is message[0]:
+            for index, engine in enumerate(self._engines):
+                if message is not None and engine.process is message[0]:
                     self._take(index, message[1])
                 else:
-                    replica.tend(waited_s)
+                    engine.tend(waited_s)
         except PenstockError as error:
             self._ended_by = self._ended_by or error
 
     def _take(self, index: int, message: SaidByCore | None) -> None:
         if message is None:
             self._router.forget(index)
-        outputs = self._replicas[index].take(message)
+        outputs = self._engines[index].take(message)
         if outputs is not None:
             self._turns.append(outputs)
 
@@ -365,10 +363,10 @@ class CoreGroup:
 
     def _end_processes(self) -> None:
         deadline = time.monotonic() + _END_TIMEOUT_S
-        for replica in self._replicas:
-            replica.tell_to_end()
-        for replica in self._replicas:
-            replica.process.close(max(0.0, deadline - time.monotonic()))
+        for engine in self._engines:
+            engine.tell_to_end()
+        for engine in self._engines:
+            engine.process.close(max(0.0, deadline - time.monotonic()))
         self._starter.close()
 
 

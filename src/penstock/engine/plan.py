@@ -30,7 +30,7 @@ from penstock.loader.loader import check_tensor_parallel_size, open_weights, sto
 from penstock.loader.weight_files import has_weight_files
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.sampling.load_processors import installed
@@ -38,8 +38,8 @@ from penstock.runner.stage import receive_buffer_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
 from penstock.worker.capabilities import check_options
 from penstock.worker.lighter_weights import saved_by_int8_weights
+from penstock.worker.logits_processor_memory import measure_logits_processors
 from penstock.worker.memory_plan import MemoryPlan, affordable_fraction, check_plan
-from penstock.worker.processor_memory import measure_processors
 from penstock.worker.resident import PROCESS_BYTES, resident_step
 from penstock.worker.split_contexts import split_context_bytes
 from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
@@ -104,7 +104,7 @@ def _room(plan: MemoryPlan) -> int:
     return plan.kv_cache_bytes
 
 
-def _first_ranks(config: EngineConfig) -> list[ParallelContext]:
+def _first_ranks(config: EngineConfig) -> list[ParallelState]:
     """The places of each stage's first worker, which has an equal share; they meet nobody, since nothing has values."""
     parallel = config.parallel
     memory = share_memory(parallel)
@@ -125,7 +125,7 @@ def _tensors(
         return None
     quiet = replace(config.load, use_tqdm_on_load=False)
     try:
-        return list(without_memory(open_weights(config.model.folder, quiet, ParallelContext())))
+        return list(without_memory(open_weights(config.model.folder, quiet, ParallelState())))
     except CheckpointError:
         if not is_on_hub or has_weight_files(config.model.folder):
             raise
@@ -151,7 +151,7 @@ def _choose_dtype(config: EngineConfig, stored: str | None, device: str) -> Dtyp
 
 
 def _receive_buffer(
-    config: EngineConfig, place: ParallelContext, dtype: DtypeChoice, limits: RunnerLimits, num_aux: int
+    config: EngineConfig, place: ParallelState, dtype: DtypeChoice, limits: RunnerLimits, num_aux: int
 ) -> int:
     width = config.model.hidden_size
     return receive_buffer_bytes(place.pipeline, limits.max_num_tokens, width, dtype.torch_dtype, num_aux)
@@ -196,7 +196,7 @@ def _plan_processors(config: EngineConfig, limits: RunnerLimits) -> int:
     if not config.sampling.logits_processors and not installed():
         return 0
     with closing(CpuDevice(config.device.num_threads)) as device:
-        return measure_processors(
+        return measure_logits_processors(
             config.sampling,
             device,
             max_num_reqs=limits.max_num_reqs,

@@ -13,7 +13,7 @@ from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache, specs_of_all, whole_kv_cache_bytes
 from penstock.errors import UnsupportedFeature
 from penstock.executor import Executor, create_executor
-from penstock.executor.stages import StageTime, describe_stages
+from penstock.executor.startup_phases import PhaseTime, describe_phases
 from penstock.observability.units import format_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency
 from penstock.worker.memory_plan import MemoryPlan
@@ -38,8 +38,8 @@ class StartedEngine:
     config_updates: list[Any] = field(default_factory=list)
 
     @property
-    def startup_times(self) -> list[StageTime]:
-        """How long the stages of the start took, of the workers that serve now."""
+    def startup_times(self) -> list[PhaseTime]:
+        """Times of the startup phases, of the workers that serve now."""
         return self.executor.startup_times
 
     def restart_workers(self) -> None:
@@ -95,10 +95,10 @@ def start_engine(config: EngineConfig) -> StartedEngine:
 
 def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig) -> None:
     whole, times = time.monotonic() - begin, executor.startup_times
-    stages = describe_stages(times, config.parallel.world_size)
-    # Imports, messages to workers, and planning; with several ranks the stages are those of the slowest rank each.
+    phases = describe_phases(times, config.parallel.world_size)
+    # Imports, messages to workers, and planning; with several ranks the phases are those of the slowest rank each.
     other = max(0.0, whole - sum(one.seconds for one in times))
-    logger.info("%s in %.1f s: %s, other %.1f s", what, whole, stages, other)
+    logger.info("%s in %.1f s: %s, other %.1f s", what, whole, phases, other)
 
 
 def _check_can_speculate(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:

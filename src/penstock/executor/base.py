@@ -19,7 +19,7 @@ from penstock.contract import (
     SchedulerOutput,
 )
 from penstock.errors import ConfigError
-from penstock.executor.stages import StageTime
+from penstock.executor.startup_phases import PhaseTime
 from penstock.worker.memory_plan import MemoryPlan
 
 # How long a step's result is waited for.
@@ -54,25 +54,25 @@ class Executor(ABC):
     # The rank that the last call waited for longest.
     slowest_rank: int = 0
     # Of the start, while it goes on.
-    current_stage: str | None = None
+    current_phase: str | None = None
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None: ...
 
     @cached_property
-    def startup_times(self) -> list[StageTime]:
-        """How long the stages of the start took, in their order."""
+    def startup_times(self) -> list[PhaseTime]:
+        """Times of the startup phases, in their order."""
         return []
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """What is called within is a stage of the start."""
-        self.current_stage, begin = name, time.monotonic()
+    def startup_phase(self, name: str) -> Iterator[None]:
+        """Measure the calls made within as a phase of the start."""
+        self.current_phase, begin = name, time.monotonic()
         try:
             yield
         finally:
-            self.current_stage = None
-        self.startup_times.append(StageTime(name, time.monotonic() - begin, self.slowest_rank))
+            self.current_phase = None
+        self.startup_times.append(PhaseTime(name, time.monotonic() - begin, self.slowest_rank))
 
     def on_loss(self, tell: Callable[[], None]) -> None:  # noqa: B027 - a worker in this process cannot die by itself
         """Let this be called, in any thread, when `has_lost_workers` becomes true by itself. It must not wait."""
@@ -106,19 +106,19 @@ class Executor(ABC):
         return self.collective_rpc("get_kv_cache_spec")
 
     def determine_available_memory(self) -> list[MemoryPlan]:
-        with self.stage("memory"):
+        with self.startup_phase("memory"):
             return self.collective_rpc("determine_available_memory")
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         """Allocate the KV cache on every worker, then warm up."""
-        with self.stage("KV cache"):
+        with self.startup_phase("KV cache"):
             self.collective_rpc("initialize_from_config", args=(kv_cache_config, max_model_len))
-        with self.stage("warm-up"):
+        with self.startup_phase("warm-up"):
             self.collective_rpc("compile_or_warm_up_model")
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
         """How long steps take, as all workers agree: some numbers of tokens, rising, with seconds."""
-        with self.stage("step costs"):
+        with self.startup_phase("step costs"):
             costs: list[tuple[int, float]] = self.collective_rpc("measure_step_costs")[0]
         return costs
 

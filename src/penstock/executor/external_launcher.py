@@ -15,7 +15,7 @@ from penstock.contract import KVCacheSpec
 from penstock.device.select import gpu_of_rank
 from penstock.errors import ConfigError
 from penstock.executor.uni import UniProcExecutor
-from penstock.parallel import GroupAgreement, ParallelContext
+from penstock.parallel import GroupAgreement, ParallelState
 from penstock.parallel.connections import RankConnections, address_towards, open_store
 from penstock.parallel.distributed_ranks import join_connected_ranks
 from penstock.parallel.local_ranks import SHARE_OF_STEP
@@ -98,7 +98,7 @@ def _meet(place: LauncherPlace) -> tuple[Store, str]:
     return open_store(place.host, place.port, is_host=is_host), address
 
 
-def _context(connections: RankConnections, config: EngineConfig, place: LauncherPlace) -> ParallelContext:
+def _context(connections: RankConnections, config: EngineConfig, place: LauncherPlace) -> ParallelState:
     gpu = gpu_of_rank(config.device, place.local_rank, place.local_world_size)
     parallel = replace(
         join_connected_ranks(connections, config.parallel, gpu),

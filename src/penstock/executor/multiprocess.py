@@ -70,14 +70,14 @@ class MultiprocessExecutor(RanksExecutor):
         self._selector = selectors.DefaultSelector()
         self._starter = ProcessStarter()
         try:
-            with self.stage("processes"):
+            with self.startup_phase("processes"):
                 self._start_processes()
                 self._watch_for_deaths()
                 self._wait_in_stage("start", self._not_started)
             logger.info("Workers: %d, in processes %s", len(self._ranks), ", ".join(map(str, self.process_ids)))
-            with self.stage("device"):
+            with self.startup_phase("device"):
                 self.collective_rpc("init_device")
-            with self.stage("model"):
+            with self.startup_phase("model"):
                 self.collective_rpc("load_model")
         except BaseException:
             self.shutdown()

@@ -71,7 +71,7 @@ class RanksExecutor(Executor):
     What any worker raises ends the wait of whoever waits for a worker, at once. After that, or after a call that some
     workers made and others failed in, no step runs: all workers are to be replaced together.
 
-    Steps, and the stages of the start, may take long while workers compute (`ProgressWatch`).
+    Steps, and the phases of the start, may take long while workers compute (`ProgressWatch`).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -122,7 +122,7 @@ class RanksExecutor(Executor):
 
     def _wait_for_answers(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
         """The same for a call."""
-        if self.current_stage is not None:
+        if self.current_phase is not None:
             self._wait_in_stage(name, missing)
         elif self._step_limit_s is not None:
             self._wait_for_step(name, self._step_limit_s, missing)
@@ -156,9 +156,9 @@ class RanksExecutor(Executor):
         return WaitTimeout(f"{waited.rstrip()}.")
 
     def _located(self, error: _Error, rank: Rank) -> _Error:
-        """The same error, which says in which stage of the start it was, and on which rank."""
-        if self.current_stage is not None:
-            error.args = (f"The start failed in stage {self.current_stage!r}, on rank {rank.rank}: {error}",)
+        """The same error, with the phase of the start, and on which rank."""
+        if self.current_phase is not None:
+            error.args = (f"The start failed in phase {self.current_phase!r}, on rank {rank.rank}: {error}",)
         return error
 
     @property

@@ -89,12 +89,12 @@ class RayExecutor(RanksExecutor):
             # Kept by this process, so that ranks can say who is missing, whichever of them is.
             self._store = open_store(self._ray.util.get_node_ip_address(), 0, is_host=True)
             self._start_actors(self._find_room())
-            with self.stage("actors"):
+            with self.startup_phase("actors"):
                 self._wait_in_stage("start", self._not_started)
             logger.info("Workers: %s, after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - begin)
-            with self.stage("device"):
+            with self.startup_phase("device"):
                 self.collective_rpc("init_device")
-            with self.stage("model"):
+            with self.startup_phase("model"):
                 self.collective_rpc("load_model")
         except BaseException:
             self.shutdown()

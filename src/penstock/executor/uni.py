@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.async_output import ReadyOutput
 from penstock.worker import WorkerWrapperBase
 
@@ -34,16 +34,16 @@ class _ReportingHandle:
 class UniProcExecutor(Executor):
     """Calls run where they are made, so nothing is waited for and `timeout_s` of a call has no meaning."""
 
-    def __init__(self, config: EngineConfig, parallel: ParallelContext | None = None) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelState | None = None) -> None:
         """parallel: the worker's place among others, which whoever calls this knows of; None is alone."""
         self._wrapper = WorkerWrapperBase(rpc_rank=0 if parallel is None else parallel.rank)
         # Its worker, for the calls of every step; None before it is ready and after shutdown.
         self._worker: WorkerBase | None = None
         try:
             self._wrapper.init_worker(config, parallel)
-            with self.stage("device"):
+            with self.startup_phase("device"):
                 self.collective_rpc("init_device")
-            with self.stage("model"):
+            with self.startup_phase("model"):
                 self.collective_rpc("load_model")
             self._worker = self._wrapper.worker
         except BaseException:

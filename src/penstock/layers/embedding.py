@@ -15,7 +15,7 @@ from penstock.kernels.embedding import embedding, rows_of_share
 from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
 from penstock.layers.linear import ColumnParallelLinear, rows_of_rank
 from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
-from penstock.parallel import ParallelContext, rows_of_vocabulary
+from penstock.parallel import ParallelState, rows_of_vocabulary
 
 
 class VocabEmbedding(nn.Module):
@@ -28,7 +28,7 @@ class VocabEmbedding(nn.Module):
     shares_weight = False
     compute_dtype: torch.dtype | None = None
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelState) -> None:
         super().__init__()
         self._group = parallel.tensor
         self._share = rows_of_vocabulary(vocab_size, parallel.tensor)
@@ -58,7 +58,7 @@ class VocabEmbedding(nn.Module):
 class ScaledVocabEmbedding(VocabEmbedding):
     """An embedding whose rows are multiplied by `scale`, which is first rounded to their dtype."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float, parallel: ParallelContext) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float, parallel: ParallelState) -> None:
         super().__init__(vocab_size, hidden_size, parallel=parallel)
         self.scale = scale
 
@@ -71,7 +71,7 @@ class LMHead(ColumnParallelLinear):
     """The output projection: [V, D]. Tied to an embedding, it has that one's weight."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, parallel: ParallelContext, tied_to: VocabEmbedding | None = None
+        self, vocab_size: int, hidden_size: int, *, parallel: ParallelState, tied_to: VocabEmbedding | None = None
     ) -> None:
         share = rows_of_vocabulary(vocab_size, parallel.tensor)
         super().__init__(hidden_size, vocab_size, bias=False, parallel=parallel, share=share)
@@ -105,8 +105,8 @@ class LMHead(ColumnParallelLinear):
     def _greedy_of_ranks(self, hidden_LD: Tensor) -> ChosenTokens:
         values_L, token_ids_L = self._largest_of_rank(hidden_LD)
         group, first_token = self._group, self._share.start
-        if group.meetings is not None:
-            return ChosenTokens(*group.meetings.merge_choices(values_L, token_ids_L, first_token))
+        if group.collectives is not None:
+            return ChosenTokens(*group.collectives.merge_choices(values_L, token_ids_L, first_token))
         values_LS = group.all_gather(values_L.unsqueeze(-1), dim=-1)
         token_ids_L = token_ids_L + first_token
         return merge_largest(values_LS, group.all_gather(token_ids_L.unsqueeze(-1), dim=-1))

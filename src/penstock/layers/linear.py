@@ -18,7 +18,7 @@ from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE, NativeKernels
 from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
-from penstock.parallel import ParallelContext, Share, heads_of_rank, share_of_rank
+from penstock.parallel import ParallelState, Share, heads_of_rank, share_of_rank
 from penstock.parallel.scattered_rows import ScatteredRows
 
 
@@ -239,7 +239,7 @@ class ColumnParallelLinear(LinearLayer):
     """
 
     def __init__(
-        self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext, share: Share | None = None
+        self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelState, share: Share | None = None
     ) -> None:
         share = share or share_of_rank(output_size, parallel.tensor, "output features")
         super().__init__(input_size, share.size, bias=bias)
@@ -255,7 +255,7 @@ class RowParallelLinear(LinearLayer):
     input_size: of all; the layer's own is this rank's. The first rank adds the bias, that of the others is zero.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelContext) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelState) -> None:
         share = share_of_rank(input_size, parallel.tensor, "input features")
         super().__init__(share.size, output_size, bias=bias)
         self._share, self._group = share, parallel.tensor
@@ -284,7 +284,7 @@ class MergedColumnParallelLinear(LinearLayer):
 
     @classmethod
     def of_sizes(
-        cls, input_size: int, output_sizes: Mapping[Shard, int], *, bias: bool, parallel: ParallelContext
+        cls, input_size: int, output_sizes: Mapping[Shard, int], *, bias: bool, parallel: ParallelState
     ) -> MergedColumnParallelLinear:
         """With an equal share of each projection. output_sizes: by shard, of all ranks."""
         shares = {
@@ -325,7 +325,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_kv_heads: int,
         head_size: int,
         bias: bool,
-        parallel: ParallelContext,
+        parallel: ParallelState,
     ) -> None:
         heads, kv_heads = heads_of_rank(num_heads, num_kv_heads, parallel.tensor)
         shares = {"q": heads * head_size, "k": kv_heads * head_size, "v": kv_heads * head_size}

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS
 from penstock.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
 
 
@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
         *,
         activation: str = "silu",
         bias: bool,
-        parallel: ParallelContext,
+        parallel: ParallelState,
     ) -> None:
         super().__init__()
         sizes = {"gate": intermediate_size, "up": intermediate_size}
@@ -39,7 +39,7 @@ class PlainMLP(nn.Module):
     """down(activation(up(x))). activation: a name in `ACTIVATIONS`."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, activation: str, bias: bool, parallel: ParallelContext
+        self, hidden_size: int, intermediate_size: int, *, activation: str, bias: bool, parallel: ParallelState
     ) -> None:
         super().__init__()
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias=bias, parallel=parallel)

@@ -35,7 +35,7 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
 from penstock.observability.progress_bar import progress_bar
 from penstock.observability.units import format_bytes
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 logger = logging.getLogger(__name__)
 _OF_STATES = (
@@ -47,7 +47,7 @@ _OF_STATES = (
 def load_model(
     model_config: ModelConfig,
     load_config: LoadConfig,
-    parallel_context: ParallelContext,
+    parallel_context: ParallelState,
     device: torch.device,
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None = None,
@@ -65,7 +65,7 @@ def load_model(
         log_rounding(rounding)
     logger.info("Implementation: %s", describe_implementation(model_config))
 
-    def load_for(context: ParallelContext) -> object:
+    def load_for(context: ParallelState) -> object:
         return load_without_memory(model_config, load_config, context, device.type, dtype, weights_dtype)
 
     with _naming(model_config.folder, load_config), naming_sizes(parallel_context, load_for):
@@ -90,7 +90,7 @@ def load_model(
 def load_without_memory(
     model_config: ModelConfig,
     load_config: LoadConfig,
-    parallel_context: ParallelContext,
+    parallel_context: ParallelState,
     kind: str,
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None = None,
@@ -105,7 +105,7 @@ def load_without_memory(
     if tensors is not None:
         tensors = list(tensors)
 
-    def load_for(context: ParallelContext) -> object:
+    def load_for(context: ParallelState) -> object:
         return load_without_memory(model_config, load_config, context, kind, dtype, weights_dtype, tensors)
 
     with _naming(model_config.folder, load_config), naming_sizes(parallel_context, load_for):
@@ -159,7 +159,7 @@ def _naming(folder: Path, load_config: LoadConfig) -> Iterator[None]:
         raise CheckpointError(f"The weights in {folder} cannot be loaded. {error}{hint}") from error
 
 
-def build_model(model_config: ModelConfig, parallel_context: ParallelContext) -> CausalLM:
+def build_model(model_config: ModelConfig, parallel_context: ParallelState) -> CausalLM:
     """The model without weights: its parameters are on the meta device and take no memory.
 
     Raises ModelError for a configuration that it cannot be built from, and what its own reading of fields raises.
@@ -186,7 +186,7 @@ def check_tensor_parallel_size(config: EngineConfig) -> None:
     size = config.parallel.tensor_parallel_size
     if size == 1 or runs_through_transformers(config.model):
         return
-    context = ParallelContext(tensor=UnjoinedGroup(size))
+    context = ParallelState(tensor=UnjoinedGroup(size))
     with naming_sizes(context, partial(build_model, config.model)):
         build_model(config.model, context)
 
@@ -194,7 +194,7 @@ def check_tensor_parallel_size(config: EngineConfig) -> None:
 def _build_as_stored(
     model_config: ModelConfig,
     load_config: LoadConfig,
-    parallel_context: ParallelContext,
+    parallel_context: ParallelState,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> tuple[CausalLM, StoredTies]:
     """The model without weights, its weights tied as those of the checkpoint are.
@@ -213,7 +213,7 @@ def _build_as_stored(
 
 
 def open_weights(
-    folder: Path, load_config: LoadConfig, parallel_context: ParallelContext
+    folder: Path, load_config: LoadConfig, parallel_context: ParallelState
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the folder's checkpoint, in the format that `load_config` asks for, as views of mapped files.
 
@@ -244,7 +244,7 @@ def without_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
         yield name, tensor.to(META) if tensor.dim() > 1 else tensor
 
 
-def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: ParallelContext) -> str | None:
+def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: ParallelState) -> str | None:
     """`stored_dtype` of a folder's weights; None where there are none, or they are damaged, which loading will say."""
     if load_config.load_format == "dummy":
         load_config = replace(load_config, load_format="auto")

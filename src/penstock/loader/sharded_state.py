@@ -24,7 +24,7 @@ from penstock.layers.quantization.method import refuse_quantized
 from penstock.layers.weights import WeightSlot
 from penstock.loader.safetensors import opened
 from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 # Missing parts in a message.
@@ -48,7 +48,7 @@ def state_slots(model: nn.Module) -> dict[str, WeightSlot]:
 def save_sharded_state(
     model: nn.Module,
     folder: Path,
-    parallel: ParallelContext,
+    parallel: ParallelState,
     pattern: str = SHARDED_STATE_PATTERN,
     max_size: int | None = None,
 ) -> list[Path]:
@@ -88,7 +88,7 @@ def copy_model_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def find_sharded_files(folder: Path, pattern: str, parallel: ParallelContext) -> WeightFiles:
+def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> WeightFiles:
     """This rank's files, in order.
 
     Raises CheckpointError, naming it, when a part is missing, there are none, or they were saved by another number of
@@ -132,7 +132,7 @@ def _number_of_parts(path: Path, written: str) -> int:
 
 
 def _write_parts(
-    tensors: Mapping[str, Tensor], folder: Path, parallel: ParallelContext, pattern: str, max_size: int | None
+    tensors: Mapping[str, Tensor], folder: Path, parallel: ParallelState, pattern: str, max_size: int | None
 ) -> list[Path]:
     parts = list(_cut(tensors, max_size))
     written: list[Path] = []

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from penstock.errors import UnsupportedFeature
-from penstock.parallel import ONE_RANK, ParallelContext
+from penstock.parallel import ONE_RANK, ParallelState
 from penstock.parallel.group import OneRank
 from penstock.parallel.share import Indivisible
 
@@ -26,7 +26,7 @@ class _TriedGroup(UnjoinedGroup):
 
 
 @contextmanager
-def naming_sizes(parallel: ParallelContext, build: Callable[[ParallelContext], object]) -> Iterator[None]:
+def naming_sizes(parallel: ParallelState, build: Callable[[ParallelState], object]) -> Iterator[None]:
     """Add the smaller sizes for which `build` succeeds to the refusal of this tensor-parallel size.
 
     Raises UnsupportedFeature in place of Indivisible.
@@ -44,7 +44,7 @@ def naming_sizes(parallel: ParallelContext, build: Callable[[ParallelContext], o
         ) from error
 
 
-def _accepts(build: Callable[[ParallelContext], object], parallel: ParallelContext, size: int) -> bool:
+def _accepts(build: Callable[[ParallelState], object], parallel: ParallelState, size: int) -> bool:
     try:
         build(replace(parallel, tensor=_TriedGroup(size), context=ONE_RANK))
     except UnsupportedFeature:

@@ -19,7 +19,7 @@ from penstock.models.weights import load_into_slots
 
 
 class CausalLM(nn.Module, ABC):
-    """Constructed with a `ModelConfig` and a `ParallelContext`.
+    """Constructed with a `ModelConfig` and a `ParallelState`.
 
     ignorable: regular expressions for tensors that checkpoints may hold although the model has no slot for them.
     """

@@ -37,7 +37,7 @@ from penstock.models.weights import (
     expand_table,
     names_elsewhere,
 )
-from penstock.parallel import ParallelContext, layers_of_stage
+from penstock.parallel import ParallelState, layers_of_stage
 from penstock.parallel.context_share import context_share
 from penstock.parallel.scattered_rows import scattered_rows
 
@@ -142,7 +142,7 @@ class SelfAttention(nn.Module):
         self,
         config: DecoderConfig,
         layer: int,
-        parallel: ParallelContext,
+        parallel: ParallelState,
         *,
         qkv_bias: bool,
         output_bias: bool,
@@ -202,7 +202,7 @@ class DecoderLayer(nn.Module):
         self,
         config: DecoderConfig,
         self_attn: SelfAttention,
-        parallel: ParallelContext,
+        parallel: ParallelState,
         *,
         mlp_bias: bool = False,
         input_layernorm: NoNorm | None = None,
@@ -245,7 +245,7 @@ class DecoderModel(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        parallel: ParallelContext,
+        parallel: ParallelState,
         layer: Callable[[int], nn.Module],
         *,
         ropes: Sequence[RopeParameters] | None = None,
@@ -304,7 +304,7 @@ class DecoderModel(nn.Module):
 
 def plain_decoder(
     config: DecoderConfig,
-    parallel: ParallelContext,
+    parallel: ParallelState,
     *,
     qkv_bias: bool = False,
     output_bias: bool = False,
@@ -335,7 +335,7 @@ class DecoderForCausalLM(CausalLM):
     weight_table: ClassVar[WeightTable] = DECODER_WEIGHTS
     ignorable: ClassVar[tuple[str, ...]] = _IGNORABLE
 
-    def __init__(self, config: DecoderConfig, parallel: ParallelContext, model: DecoderModel) -> None:
+    def __init__(self, config: DecoderConfig, parallel: ParallelState, model: DecoderModel) -> None:
         super().__init__()
         self.config = config
         self.model = model
@@ -385,10 +385,10 @@ def _if_any(argument: _Argument | None) -> tuple[_Argument, ...]:
     return () if argument is None else (argument,)
 
 
-def _embedding(config: DecoderConfig, parallel: ParallelContext) -> VocabEmbedding:
+def _embedding(config: DecoderConfig, parallel: ParallelState) -> VocabEmbedding:
     return VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
 
 
-def _head(config: DecoderConfig, parallel: ParallelContext, model: DecoderModel) -> LMHead:
+def _head(config: DecoderConfig, parallel: ParallelState, model: DecoderModel) -> LMHead:
     tied_to = model.embed_tokens if config.tie_word_embeddings else None
     return LMHead(config.vocab_size, config.hidden_size, parallel=parallel, tied_to=tied_to)

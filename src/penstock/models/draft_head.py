@@ -24,7 +24,7 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM
 from penstock.models.weights import ROTARY_BUFFERS, Into, WeightTable, expand_table
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 # Where a head's `config.json` is told which tensors its checkpoint has, since formats differ in what they say.
 STORED_NAMES = "stored_tensor_names"
@@ -68,7 +68,7 @@ class DraftHead(CausalLM):
         self,
         model_config: ModelConfig,
         config: DecoderConfig,
-        parallel: ParallelContext,
+        parallel: ParallelState,
         *,
         has_embedding: bool = False,
         head_size: int | None = None,
@@ -89,7 +89,7 @@ class DraftHead(CausalLM):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Before which of the target's layers it wants hidden states (`HiddenTaps`); () for none but the last ones."""
+        """Layers of the target whose inputs it reads (`AuxHiddenStates`); () for the last hidden states only."""
         return ()
 
     @property

@@ -15,13 +15,13 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderLayer, SelfAttention
 from penstock.models.draft_head import DraftHead, StoredNames
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 
 class EagleLlamaForCausalLM(DraftHead):
     """fc([token, hidden]), then Llama's layers. The first has an input norm only if the checkpoint has one there."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         stored = StoredNames(fields)
         config = DecoderConfig.read(fields)

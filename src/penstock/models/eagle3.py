@@ -24,7 +24,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderLayer, SelfAttention
 from penstock.models.draft_head import DraftHead, StoredNames
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 _NUM_AUX_LAYERS = 3
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -37,7 +37,7 @@ class Eagle3Layer(DecoderLayer):
     """
 
     def __init__(
-        self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelContext, *, norm_before_residual: bool
+        self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelState, *, norm_before_residual: bool
     ) -> None:
         super().__init__(config, self_attn, parallel)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -65,7 +65,7 @@ class Eagle3LlamaForCausalLM(DraftHead):
 
     target_ids: Tensor
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         stored = StoredNames(fields)
         config = DecoderConfig.read(fields)

@@ -6,7 +6,7 @@ from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
 from penstock.models.gemma_decoder import GemmaForCausalLM, read_gemma_config
 from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 # What a configuration without the field means; null means none.
 _DEFAULT_ATTENTION_SOFT_CAP = 50.0
@@ -16,7 +16,7 @@ _DEFAULT_LOGITS_SOFT_CAP = 30.0
 class Gemma2ForCausalLM(GemmaForCausalLM):
     """Gemma's decoder with soft caps on scores and logits, and a sliding window in every second layer."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = read_gemma_config(fields)
         alternating = [FULL if layer % 2 else SLIDING for layer in range(config.num_layers)]

@@ -14,7 +14,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.gemma_decoder import NORM_WEIGHT_OFFSET, GemmaForCausalLM, read_gemma_config
 from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 # What a configuration without the field means.
 _DEFAULT_PATTERN = 6
@@ -34,7 +34,7 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
         "model.layers.*.self_attn.k_norm": Into("model.layers.*.self_attn.query_key_norm", shard="k"),
     }
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = read_gemma_config(fields, rope=lambda head_size: _read_rope(fields, FULL, head_size))
         pattern = fields.integer("sliding_window_pattern", default=_DEFAULT_PATTERN)

@@ -28,7 +28,7 @@ from penstock.models.decoder import (
 )
 from penstock.models.layer_kinds import windows_of
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 # Norm weights are trained around 0 and mean one more.
 NORM_WEIGHT_OFFSET = 1.0
@@ -55,7 +55,7 @@ def read_gemma_config(fields: ConfigFields, rope: Callable[[int], RopeParameters
 class GemmaLayer(nn.Module):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with four norms of their own."""
 
-    def __init__(self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelContext) -> None:
+    def __init__(self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelState) -> None:
         super().__init__()
         self.input_layernorm = _norm(config)
         self.self_attn = self_attn
@@ -96,7 +96,7 @@ class GemmaForCausalLM(DecoderForCausalLM):
         self,
         fields: ConfigFields,
         config: DecoderConfig,
-        parallel: ParallelContext,
+        parallel: ParallelState,
         kinds: Sequence[str],
         *,
         logits_soft_cap: float | None,

@@ -24,7 +24,7 @@ from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Elsewhere, Into, WeightTable, elsewhere, expand_table, names_elsewhere
-from penstock.parallel import ParallelContext, layers_of_stage
+from penstock.parallel import ParallelState, layers_of_stage
 from penstock.parallel.context_share import context_share
 
 # Checkpoints hold the layers' matrices as [inputs, outputs].
@@ -94,7 +94,7 @@ class GPT2Config:
 class GPT2Attention(nn.Module):
     """Attention without positions of its own: they were added to the embeddings."""
 
-    def __init__(self, config: GPT2Config, layer: int, parallel: ParallelContext) -> None:
+    def __init__(self, config: GPT2Config, layer: int, parallel: ParallelState) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.c_attn = QKVParallelLinear(
@@ -126,7 +126,7 @@ class GPT2Attention(nn.Module):
 class GPT2Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); overwrites x."""
 
-    def __init__(self, config: GPT2Config, layer: int, parallel: ParallelContext) -> None:
+    def __init__(self, config: GPT2Config, layer: int, parallel: ParallelState) -> None:
         super().__init__()
         self.ln_1 = LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = GPT2Attention(config, layer, parallel)
@@ -151,7 +151,7 @@ class GPT2LMHeadModel(CausalLM):
         r"lm_head\.weight",
     )
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         super().__init__()
         self.config = config = GPT2Config.read(ConfigFields(model_config))
         self._stage = stage = layers_of_stage(config.num_layers, parallel)
@@ -159,7 +159,7 @@ class GPT2LMHeadModel(CausalLM):
         has_embedding = self.is_first or (self.is_last and config.tie_word_embeddings)
         self.wte = _embedding(config.vocab_size, config, parallel) if has_embedding else elsewhere()
         # Every rank of the first stage has all positions.
-        self.wpe = _embedding(config.num_positions, config, ParallelContext()) if self.is_first else elsewhere()
+        self.wpe = _embedding(config.num_positions, config, ParallelState()) if self.is_first else elsewhere()
         self.layers = nn.ModuleList(
             GPT2Layer(config, index, parallel) if index in stage else Elsewhere() for index in range(config.num_layers)
         )
@@ -210,10 +210,10 @@ class GPT2LMHeadModel(CausalLM):
         return weight.new_zeros(input_ids_T.shape[0], self.config.hidden_size)
 
 
-def _embedding(num_rows: int, config: GPT2Config, parallel: ParallelContext) -> VocabEmbedding:
+def _embedding(num_rows: int, config: GPT2Config, parallel: ParallelState) -> VocabEmbedding:
     return VocabEmbedding(num_rows, config.hidden_size, parallel=parallel)
 
 
-def _head(config: GPT2Config, parallel: ParallelContext, embedding: VocabEmbedding) -> LMHead:
+def _head(config: GPT2Config, parallel: ParallelState, embedding: VocabEmbedding) -> LMHead:
     tied_to = embedding if config.tie_word_embeddings else None
     return LMHead(config.vocab_size, config.hidden_size, parallel=parallel, tied_to=tied_to)

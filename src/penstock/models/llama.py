@@ -5,13 +5,13 @@ from __future__ import annotations
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, plain_decoder
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
     """The plain decoder. `attention_bias` and `mlp_bias` give all projections of their kind a bias."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         attention_bias = fields.flag("attention_bias", default=False)

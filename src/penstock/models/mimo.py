@@ -19,7 +19,7 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLa
 from penstock.models.draft_head import DraftHead
 from penstock.models.qwen2 import Qwen2ForCausalLM
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
@@ -37,7 +37,7 @@ class MiMoMTP(DraftHead):
     # The model itself.
     ignorable = (r"(?!mtp_layers\.).*",)
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         num_modules = fields.integer("num_nextn_predict_layers")

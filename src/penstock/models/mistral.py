@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, plain_decoder
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 # What a configuration without `sliding_window` means; null means none.
 _DEFAULT_WINDOW = 4096
@@ -14,7 +14,7 @@ _DEFAULT_WINDOW = 4096
 class MistralForCausalLM(DecoderForCausalLM):
     """The plain decoder whose layers all see the last `sliding_window` positions, or all if that is null."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW)

@@ -22,13 +22,13 @@ from penstock.models.decoder import (
     SelfAttention,
 )
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext, heads_of_rank
+from penstock.parallel import ParallelState, heads_of_rank
 
 
 class Olmo2Layer(nn.Module):
     """x + norm(attention(x)), then x + norm(mlp(x)). Suffixes: T tokens, D hidden size."""
 
-    def __init__(self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelContext) -> None:
+    def __init__(self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelState) -> None:
         super().__init__()
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNormRoundedLast(config.hidden_size, config.norm_eps)
@@ -57,7 +57,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
         "model.layers.*.post_feedforward_layernorm": Into("model.layers.*.post_feedforward_layernorm"),
     }
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         bias = fields.flag("attention_bias", default=False)
@@ -77,7 +77,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, DecoderModel(config, parallel, layer, norm=norm))
 
 
-def _query_key_norm(config: DecoderConfig, parallel: ParallelContext) -> AttentionNorm:
+def _query_key_norm(config: DecoderConfig, parallel: ParallelState) -> AttentionNorm:
     if parallel.tensor.size == 1:
         return WholeQueryKeyNorm
     heads, kv_heads = heads_of_rank(config.num_heads, config.num_kv_heads, parallel.tensor)

@@ -10,7 +10,7 @@ from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 # What a configuration without the field means.
 _DEFAULT_ORIGINAL_LENGTH = 4096
@@ -31,7 +31,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         "model.layers.*.mlp.gate_up_proj": Into("model.layers.*.mlp.gate_up_proj"),
     }
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         fields.refuse_flags("attention_bias", "mlp_bias", "lm_head_bias")
         config = DecoderConfig.read(fields, rope=lambda head_size: _read_rope(fields, head_size))

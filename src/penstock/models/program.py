@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import BoundLayer, ForwardContext, HiddenTaps, LastTokens
+from penstock.attention import AuxHiddenStates, BoundLayer, ForwardContext, LastTokens
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import NO_REQUESTS
 from penstock.kernels.native.program import NativeProgram
@@ -42,15 +42,15 @@ class ModelPrograms:
     def run(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         """`inputs.run(...)`: [T, D], or the rows that the context asks for."""
         named = _by_name(inputs)
-        taps: frozenset[int] = frozenset() if context.taps is None else context.taps.layers
+        aux: frozenset[int] = frozenset() if context.aux is None else context.aux.layers
         scatters = _is_scattered(model, inputs.tokens.shape[0])
-        program = None if scatters else self._program(model, _Forward(_shapes(named), taps))
+        program = None if scatters else self._program(model, _Forward(_shapes(named), aux))
         if program is None:
             return inputs.run(model, context)
         in_place = {name: tensor.to(program.inputs[name].dtype).contiguous() for name, tensor in named.items()}
         hidden_TD, *states = program.run(_step_tokens(in_place, context), _with_inputs(context, inputs))
-        if context.taps is not None:
-            context.taps.states += states
+        if context.aux is not None:
+            context.aux.states += states
         return hidden_TD
 
     def bind_greedy(
@@ -62,7 +62,7 @@ class ModelPrograms:
     ) -> BoundChoices | None:
         """`model.compute_greedy` of its hidden states, as long as these tensors and the context stay.
 
-        states_before: given where the hidden states are wanted too, and those before these layers, as of `HiddenTaps`.
+        states_before: layers whose inputs are wanted too, with the last hidden states (`AuxHiddenStates`).
         None where the model has no way to do it all at once, or the inputs cannot be read in place.
         """
         named = _by_name(inputs)
@@ -133,16 +133,16 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A program from step inputs to hidden states. taps: before these layers hidden states are wanted too."""
+    """A program from step inputs to hidden states. aux: before these layers hidden states are wanted too."""
 
     shapes: tuple[_Shape, ...]
-    taps: frozenset[int]
+    aux: frozenset[int]
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[Cell, list[Cell]]:
         """Cells of the results. Raises Untraceable."""
-        taps = HiddenTaps(sorted(self.taps))
-        hidden = _run(trace, model, replace(context, taps=taps), self.shapes)
-        return trace.result(hidden), list(_cells(taps))
+        aux = AuxHiddenStates(sorted(self.aux))
+        hidden = _run(trace, model, replace(context, aux=aux), self.shapes)
+        return trace.result(hidden), list(_cells(aux))
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class _Greedy:
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
         """Cells of the states. Raises Untraceable."""
-        taps = HiddenTaps(self.states_before or ())
-        hidden = _run(trace, model, replace(context, taps=taps), self.shapes)
-        wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(taps)]
+        aux = AuxHiddenStates(self.states_before or ())
+        hidden = _run(trace, model, replace(context, aux=aux), self.shapes)
+        wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(aux)]
         chosen = model.compute_greedy(hidden)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
             raise Untraceable("tokens are not chosen by a kernel")
@@ -171,8 +171,8 @@ def _is_scattered(model: LanguageModel, num_tokens: int) -> bool:
     return isinstance(model, CausalLM) and model.is_scattered(num_tokens)
 
 
-def _cells(taps: HiddenTaps) -> Iterator[Cell]:
-    return (cell for state in taps.states if (cell := getattr(state, "cell", None)))
+def _cells(aux: AuxHiddenStates) -> Iterator[Cell]:
+    return (cell for state in aux.states if (cell := getattr(state, "cell", None)))
 
 
 def _run(trace: Trace, model: LanguageModel, context: ForwardContext, shapes: Sequence[_Shape]) -> Tensor:

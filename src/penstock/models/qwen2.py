@@ -6,13 +6,13 @@ from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.models.qwen_windows import read_qwen_windows
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """The plain decoder with biases on query, key and value, and sliding windows in some layers where asked for."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         windows = read_qwen_windows(fields, config.num_layers)

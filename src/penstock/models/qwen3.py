@@ -10,7 +10,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.models.qwen_windows import read_qwen_windows
 from penstock.models.weights import Into, WeightTable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 # What a configuration without `head_dim` means, whatever the hidden size is.
 _DEFAULT_HEAD_SIZE = 128
@@ -25,7 +25,7 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
         "model.layers.*.self_attn.k_norm": Into("model.layers.*.self_attn.query_key_norm", shard="k"),
     }
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields, default_head_size=_DEFAULT_HEAD_SIZE)
         bias = fields.flag("attention_bias", default=False)

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, UnsupportedModel
 
 if TYPE_CHECKING:
     from penstock.models.causal_lm import CausalLM
-    from penstock.parallel import ParallelContext
+    from penstock.parallel import ParallelState
 
 _MODELS = {
     "GPT2LMHeadModel": "penstock.models.gpt2",
@@ -31,11 +31,11 @@ _DRAFT_HEADS = {
     "Eagle3LlamaForCausalLM": "penstock.models.eagle3",
     "MiMoMTP": "penstock.models.mimo",
 }
-_registered: dict[str, str | Callable[[ModelConfig, ParallelContext], CausalLM]] = {}
+_registered: dict[str, str | Callable[[ModelConfig, ParallelState], CausalLM]] = {}
 _TRANSFORMERS = ("penstock.models.transformers_fallback", "TransformersForCausalLM")
 
 
-def register_model(architecture: str, model_class: str | Callable[[ModelConfig, ParallelContext], CausalLM]) -> None:
+def register_model(architecture: str, model_class: str | Callable[[ModelConfig, ParallelState], CausalLM]) -> None:
     """Let plugins implement an architecture, or replace its implementation.
 
     model_class: the class, or "module:Class", which is imported when a model of this architecture is loaded.
@@ -51,7 +51,7 @@ def supported_architectures() -> list[str]:
     return sorted({*_MODELS, *_registered})
 
 
-def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, ParallelContext], CausalLM]:
+def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, ParallelState], CausalLM]:
     """The class for the model's architecture, or the one that runs it through Transformers.
 
     Raises UnsupportedModel when `model_impl` forbids all there is, ModelError when `config.json` names no architecture.
@@ -73,7 +73,7 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
             f"(model_impl={model_config.model_impl!r}). Supported: {', '.join(supported_architectures())}. "
             "With model_impl='auto' it may run through Transformers."
         )
-    model_class: Callable[[ModelConfig, ParallelContext], CausalLM] = getattr(import_module(module), name)
+    model_class: Callable[[ModelConfig, ParallelState], CausalLM] = getattr(import_module(module), name)
     return model_class
 
 

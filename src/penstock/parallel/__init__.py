@@ -1,10 +1,10 @@
 """How ranks are arranged, what each has of a whole, and how they talk to each other."""
 
 from penstock.parallel.agreement import NO_AGREEMENT, Agreement, GroupAgreement, NoAgreement, StepFacts
-from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import ONE_RANK, Group, OneRank
 from penstock.parallel.share import Share, groups_of_share, heads_of_rank, rows_of_vocabulary, share_of_rank
 from penstock.parallel.stages import layers_of_stage, spread_layers
+from penstock.parallel.state import ParallelState
 
 __all__ = [
     "NO_AGREEMENT",
@@ -14,7 +14,7 @@ __all__ = [
     "GroupAgreement",
     "NoAgreement",
     "OneRank",
-    "ParallelContext",
+    "ParallelState",
     "Share",
     "StepFacts",
     "groups_of_share",

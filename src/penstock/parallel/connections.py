@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Wo
 
 from penstock.config import env
 from penstock.errors import PenstockError, RanksDisagree, UnsupportedFeature, WaitTimeout, WorkerError, same_error
-from penstock.parallel.missing_ranks import VainWait, find_missing
+from penstock.parallel.blocking_ranks import VainWait, find_missing
 
 # Tensors by rank.
 ByRank: TypeAlias = Mapping[int, Tensor]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import UnsupportedFeature
-from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import Group
+from penstock.parallel.state import ParallelState
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ContextShare:
         return own, here[own]
 
 
-def context_share(num_kv_heads: int, parallel: ParallelContext) -> ContextShare | None:
+def context_share(num_kv_heads: int, parallel: ParallelState) -> ContextShare | None:
     """This rank's, of layers with so many KV heads in all; None where each rank keeps all positions of its own.
 
     Raises UnsupportedFeature where the ranks of a context group have different KV heads.

@@ -6,15 +6,15 @@ import torch
 
 from penstock.config.parallel import ParallelConfig
 from penstock.parallel.connections import RankConnections
-from penstock.parallel.context import ParallelContext
 from penstock.parallel.local_ranks import KINDS, Kind, place_rank
 from penstock.parallel.nccl_group import NcclGroup
+from penstock.parallel.state import ParallelState
 from penstock.parallel.torch_group import TorchGroup
 
 
 def join_connected_ranks(
     connections: RankConnections, config: ParallelConfig, device: torch.device | None = None
-) -> ParallelContext:
+) -> ParallelState:
     """This process's place among all ranks, whose connections the caller closes. device: its GPU, if it has one.
 
     Raises UnsupportedFeature where torch cannot let GPUs talk.

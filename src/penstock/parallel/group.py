@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RanksDisagree
-from penstock.kernels.native.meetings import Meetings
+from penstock.kernels.native.collectives import Collectives
 
 _Value = TypeVar("_Value")
 
@@ -20,7 +20,7 @@ _Value = TypeVar("_Value")
 class Group(ABC):
     """rank: this one's place in the group, from 0 on. size: of the group.
 
-    meetings: by which programs of the C++ library do the same; None where they cannot.
+    collectives: by which programs of the C++ library do the same; None where they cannot.
     sends_parts: whether to send takes so much longer than to gather that ranks who all have a tensor each send a part.
 
     Every rank of a group makes the same calls in the same order, with tensors of the same shape and dtype.
@@ -28,13 +28,13 @@ class Group(ABC):
 
     rank: int
     size: int
-    meetings: Meetings | None = None
+    collectives: Collectives | None = None
     sends_parts: bool = False
 
     def note_step(self, step_id: int) -> None:
         """The step that runs, for messages."""
-        if self.meetings is not None:
-            self.meetings.step_id = step_id
+        if self.collectives is not None:
+            self.collectives.step_id = step_id
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import TypeAlias
 from penstock.config.parallel import ParallelConfig
 from penstock.device.limits import usable_cores
 from penstock.parallel.agreement import GroupAgreement
-from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import ONE_RANK, Group
 from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
 from penstock.parallel.shared_memory_group import (
@@ -16,8 +15,9 @@ from penstock.parallel.shared_memory_group import (
     SharedMemoryGroup,
     calls_of_ranks,
     group_bytes,
-    waits_for_mail,
+    waits_in_channels,
 )
+from penstock.parallel.state import ParallelState
 
 # All groups of one kind, by their ranks.
 Kind: TypeAlias = Callable[[ParallelConfig], list[tuple[int, ...]]]
@@ -32,10 +32,10 @@ def share_memory(config: ParallelConfig) -> int:
     return create_shared_memory(max(1, num_bytes))
 
 
-def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) -> ParallelContext:
+def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) -> ParallelState:
     """This process's place among all ranks. memory_descriptor: of `share_memory` for the same configuration."""
     if config.world_size == 1:
-        return ParallelContext()
+        return ParallelState()
     memory = SharedMemory(memory_descriptor)
     # A rank that waits on the core of the one that it waits for only keeps it from coming.
     spin_us = SPIN_US if usable_cores() >= config.world_size else 0
@@ -49,7 +49,7 @@ def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) 
     return place_rank(rank, config, join)
 
 
-def place_rank(rank: int, config: ParallelConfig, join: Callable[[Kind, tuple[int, ...]], Group]) -> ParallelContext:
+def place_rank(rank: int, config: ParallelConfig, join: Callable[[Kind, tuple[int, ...]], Group]) -> ParallelState:
     """A rank's place among all. join: makes a group of several, of that kind and of these ranks."""
 
     def group_of(kind: Kind) -> Group:
@@ -57,7 +57,7 @@ def place_rank(rank: int, config: ParallelConfig, join: Callable[[Kind, tuple[in
         return ONE_RANK if len(ranks) == 1 else join(kind, ranks)
 
     tensor, pipeline, context = map(group_of, KINDS)
-    return ParallelContext(
+    return ParallelState(
         rank=rank,
         world_size=config.world_size,
         tensor=tensor,
@@ -84,7 +84,7 @@ def ranks_behind(config: ParallelConfig, memory_descriptor: int) -> list[int]:
     for (_, ranks), start in starts.items():
         calls = calls_of_ranks(memory.address + start, len(ranks))
         behind |= {rank for rank, count in zip(ranks, calls, strict=True) if count < max(calls)}
-        waits = waits_for_mail(memory.address + start, len(ranks))
+        waits = waits_in_channels(memory.address + start, len(ranks))
         waiting |= {ranks[who] for who, _ in waits}
         awaited |= {ranks[whom] for _, whom in waits}
     return sorted(behind - waiting or awaited - waiting or behind)

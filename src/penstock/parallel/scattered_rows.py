@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.parallel.context import ParallelContext
 from penstock.parallel.group import Group
+from penstock.parallel.state import ParallelState
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ScatteredRows:
         return F.pad(tensor_TD, (0, 0, 0, missing)) if missing else tensor_TD
 
 
-def scattered_rows(parallel: ParallelContext, num_tokens: int) -> ScatteredRows | None:
+def scattered_rows(parallel: ParallelState, num_tokens: int) -> ScatteredRows | None:
     """How a step of so many tokens is scattered; None where each rank keeps all of them."""
     least = parallel.min_scattered_tokens
     if least is None or parallel.tensor.size == 1 or num_tokens < least:
@@ -51,7 +51,7 @@ def scattered_rows(parallel: ParallelContext, num_tokens: int) -> ScatteredRows 
     return ScatteredRows(parallel.tensor, num_tokens)
 
 
-def parts_between_stages(parallel: ParallelContext, num_tokens: int) -> ScatteredRows | None:
+def parts_between_stages(parallel: ParallelState, num_tokens: int) -> ScatteredRows | None:
     """How the ranks of a stage, where all have its hidden states, each send a part of them to the next stage.
 
     None where each sends what it has: its rows of those that are scattered already, or all.

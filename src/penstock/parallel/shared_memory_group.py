@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UnsupportedFeature
-from penstock.kernels.native import meetings_library
+from penstock.kernels.native import collectives_library
+from penstock.kernels.native.collectives import Channels, CollectiveKind, Collectives
 from penstock.kernels.native.library import Library
-from penstock.kernels.native.meetings import Mailboxes, Meetings, Together
 from penstock.parallel.group import ProcessGroup, add_up
 from penstock.parallel.shared_memory import SharedMemory
 
@@ -29,7 +29,7 @@ class SharedMemoryGroup(ProcessGroup):
     is WaitTimeout after `timeout_s`, with the rank and the call. The group is of no use after either.
     """
 
-    meetings: Meetings
+    collectives: Collectives
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class SharedMemoryGroup(ProcessGroup):
         self.rank, self.size = rank, size
         self._memory = memory
         library, address = _library(), memory.address + start
-        self.meetings = Meetings(
+        self.collectives = Collectives(
             library, address, rank, size, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, spin_us=spin_us
         )
-        first_mailbox = address + int(library.meeting_bytes(size, SLOT_BYTES))
-        self._mailboxes = Mailboxes(library, first_mailbox, rank, size, timeout_s=timeout_s, spin_us=spin_us)
+        first_channel = address + int(library.collective_bytes(size, SLOT_BYTES))
+        self._channels = Channels(library, first_channel, rank, size, timeout_s=timeout_s, spin_us=spin_us)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if tensor.dtype is not torch.float32:
             return add_up(self.all_gather(tensor.unsqueeze(0), 0).unbind())
-        return self.meetings.all_reduce(tensor if tensor.is_contiguous() else tensor.contiguous())
+        return self.collectives.all_reduce(tensor if tensor.is_contiguous() else tensor.contiguous())
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         dim %= tensor.dim()
@@ -61,66 +61,66 @@ class SharedMemoryGroup(ProcessGroup):
         if tensor.dtype is not torch.float32:
             return add_up(self.all_gather(tensor.unsqueeze(0), 0).narrow(1 + dim, self.rank * size, size).unbind())
         share = tensor.new_empty([*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
-        self._meet("reduce_scatter", Together.SUM_SCATTERED, tensor, dim, share)
+        self._run("reduce_scatter", CollectiveKind.SUM_SCATTERED, tensor, dim, share)
         return share
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         dim %= tensor.dim()
         gathered = tensor.new_empty([*tensor.shape[:dim], tensor.shape[dim] * self.size, *tensor.shape[dim + 1 :]])
-        self._meet("all_gather", Together.GATHER, tensor, dim, gathered)
+        self._run("all_gather", CollectiveKind.GATHER, tensor, dim, gathered)
         return gathered
 
-    def _meet(self, name: str, together: Together, given: Tensor, dim: int, result: Tensor) -> None:
+    def _run(self, name: str, kind: CollectiveKind, given: Tensor, dim: int, result: Tensor) -> None:
         """Where shares lie side by side in this dimension."""
-        self.meetings.meet(name, together, given.contiguous(), max(1, math.prod(given.shape[:dim])), result)
+        self.collectives.run(name, kind, given.contiguous(), max(1, math.prod(given.shape[:dim])), result)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         tensor = tensor.contiguous()
-        self.meetings.meet("broadcast", Together.BROADCAST + source, tensor, 1, tensor)
+        self.collectives.run("broadcast", CollectiveKind.BROADCAST + source, tensor, 1, tensor)
         return tensor
 
     def send(self, tensor: Tensor, destination: int) -> None:
-        self._mailboxes.send(tensor.contiguous(), destination)
+        self._channels.send(tensor.contiguous(), destination)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         assert tensor.is_contiguous(), "it is filled as it lies"
-        self._mailboxes.receive(tensor, source)
+        self._channels.receive(tensor, source)
         return tensor
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         gathered = torch.empty(self.size, len(data), dtype=torch.uint8)
-        self.meetings.meet("gather_values", Together.GATHER, given, 1, gathered)
+        self.collectives.run("gather_values", CollectiveKind.GATHER, given, 1, gathered)
         return [row.numpy().tobytes() for row in gathered]
 
 
 def group_bytes(size: int) -> int:
     """Shared memory of a group of so many ranks. Raises UnsupportedFeature where the C++ kernels were not built."""
     library = _library()
-    return int(library.meeting_bytes(size, SLOT_BYTES)) + size * size * int(library.mailbox_bytes())
+    return int(library.collective_bytes(size, SLOT_BYTES)) + size * size * int(library.channel_bytes())
 
 
 def calls_of_ranks(address: int, size: int) -> list[int]:
     """How many calls each rank of a group has begun, by the group's memory, which anybody may look at."""
     library = _library()
-    return [int(library.meeting_calls(address, rank)) for rank in range(size)]
+    return [int(library.collective_calls(address, rank)) for rank in range(size)]
 
 
-def waits_for_mail(address: int, size: int) -> list[tuple[int, int]]:
+def waits_in_channels(address: int, size: int) -> list[tuple[int, int]]:
     """Who of a group waits for whom, to send or to receive, by the group's memory, which anybody may look at."""
     library = _library()
-    first, box_bytes = address + int(library.meeting_bytes(size, SLOT_BYTES)), int(library.mailbox_bytes())
+    first, box_bytes = address + int(library.collective_bytes(size, SLOT_BYTES)), int(library.channel_bytes())
     waits = []
     for number in range(size * size):
         source, destination = divmod(number, size)
-        who = int(library.mail_waits(first + number * box_bytes))
+        who = int(library.channel_waits(first + number * box_bytes))
         if who:
             waits.append((destination, source) if who == 1 else (source, destination))
     return waits
 
 
 def _library() -> Library:
-    library = meetings_library()
+    library = collectives_library()
     if library is None:
         raise UnsupportedFeature(
             "Several ranks on a CPU meet in shared memory through Penstock's C++ kernels, which were not built with "

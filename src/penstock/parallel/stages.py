@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from penstock.errors import UnsupportedFeature
-from penstock.parallel.context import ParallelContext
+from penstock.parallel.state import ParallelState
 
 
-def layers_of_stage(num_layers: int, parallel: ParallelContext) -> range:
+def layers_of_stage(num_layers: int, parallel: ParallelState) -> range:
     """This rank's layers, by number: as many as were asked for, or else about equally many in each stage.
 
     Raises UnsupportedFeature for numbers of layers that do not add up, and for more stages than layers.

@@ -69,7 +69,7 @@ class TorchGroup(ProcessGroup):
         return tensor
 
     def send(self, tensor: Tensor, destination: int) -> None:
-        call, tag = self._mail(tensor, self.rank, destination)
+        call, tag = self._message(tensor, self.rank, destination)
         # gloo sends nothing before the other asks for it.
         copy = tensor.contiguous().clone()
         waiting = self._on_its_way.setdefault(destination, deque())
@@ -83,7 +83,7 @@ class TorchGroup(ProcessGroup):
 
     def start_receiving(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
         assert tensor.is_contiguous(), "it is filled as it lies"
-        call, tag = self._mail(tensor, source, self.rank)
+        call, tag = self._message(tensor, source, self.rank)
         rank = self._ranks[source]
         work = self._connections.start_receiving(call, tag, tensor, rank)
 
@@ -113,22 +113,22 @@ class TorchGroup(ProcessGroup):
         """By place. like: a tensor as each of those."""
         self._num_calls += 1
         call = f"{name} (call {self._num_calls} of its group of {self.size})"
-        tag = self._tag(name, is_mail=False, number=self._num_calls, tensor=like)
+        tag = self._tag(name, is_message=False, number=self._num_calls, tensor=like)
         self._connections.exchange(call, tag, self._by_rank(given), self._by_rank(received))
 
-    def _mail(self, tensor: Tensor, source: int, destination: int) -> tuple[str, int]:
+    def _message(self, tensor: Tensor, source: int, destination: int) -> tuple[str, int]:
         """How a message is called by this rank, and its tag."""
         self._num_sent[source, destination] += 1
         number = self._num_sent[source, destination]
         other = self._ranks[destination if source == self.rank else source]
         call = f"send to rank {other}" if source == self.rank else f"receive from rank {other}"
         call = f"{call} (message {number} of its group of {self.size})"
-        return call, self._tag("mail", is_mail=True, number=number, tensor=tensor)
+        return call, self._tag("message", is_message=True, number=number, tensor=tensor)
 
-    def _tag(self, name: str, *, is_mail: bool, number: int, tensor: Tensor) -> int:
+    def _tag(self, name: str, *, is_message: bool, number: int, tensor: Tensor) -> int:
         """What differs in anything does not come together, and is missed instead."""
         checksum = zlib.crc32(f"{name} {tensor.dtype} {tensor.numel()}".encode()) % (1 << _SUM_BITS)
-        place = (self._number << 1 | is_mail) << _CALL_BITS | number % (1 << _CALL_BITS)
+        place = (self._number << 1 | is_message) << _CALL_BITS | number % (1 << _CALL_BITS)
         return place << _SUM_BITS | checksum
 
     def _others(self) -> list[int]:

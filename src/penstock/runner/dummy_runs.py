@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention import ForwardContext, HiddenTaps, SequenceGeometry, StepGeometry
+from penstock.attention import AuxHiddenStates, ForwardContext, SequenceGeometry, StepGeometry
 from penstock.contract import NewRequestData, SamplingParams
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.frame import Frame
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.model_runner import ModelRunner
@@ -43,7 +43,7 @@ def run_dummy_step(runner: ModelRunner) -> None:
     runner.owners.dummy(run_dummy_batch(runner, num_tokens=1, num_reqs=1))
 
 
-def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelContext) -> list[tuple[int, float]]:
+def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelState) -> list[tuple[int, float]]:
     """The shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits.
 
     The same for all ranks, which call it together: of each stage its slowest rank's, and of all stages the sum.
@@ -85,7 +85,7 @@ def run_prompt(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
     """
     context, positions = _context_of_prompt(runner, len(token_ids))
     if runner.speculator.aux_layers:
-        context = replace(context, taps=HiddenTaps(runner.speculator.aux_layers))
+        context = replace(context, aux=AuxHiddenStates(runner.speculator.aux_layers))
     inputs = runner.model_state.dummy_inputs(runner.device.upload(np.array(token_ids, dtype=np.int32)), positions)
     return runner.executable.forward(runner.model, inputs, context)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from penstock.attention import ForwardContext, HiddenTaps
+from penstock.attention import AuxHiddenStates, ForwardContext
 from penstock.kernels.native.program_step import BoundChoices
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.models.program import ModelPrograms
@@ -38,12 +38,12 @@ class ForwardExecutable(Executable):
 
     def run(self, frame: Frame) -> None:
         wants, context, model = frame.wants, frame.context, frame.model
-        taps = None
+        aux = None
         if wants.aux_layers:
-            taps = HiddenTaps(wants.aux_layers)
-            context = replace(context, taps=taps)
+            aux = AuxHiddenStates(wants.aux_layers)
+            context = replace(context, aux=aux)
         hidden = self.forward(model, frame.inputs, context)
-        frame.aux = frame.aux_received if taps is None else [*frame.aux_received, *taps.states]
+        frame.aux = frame.aux_received if aux is None else [*frame.aux_received, *aux.states]
         frame.all_hidden = hidden if wants.all_rows else None
         frame.hidden = frame.chosen = None
         if wants.logits_rows:

@@ -13,7 +13,7 @@ from penstock.device import Device
 from penstock.errors import RanksDisagree
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
-from penstock.parallel import Group, ParallelContext
+from penstock.parallel import Group, ParallelState
 from penstock.parallel.scattered_rows import parts_between_stages, scattered_rows
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class PipelineStage(Stage):
     def __init__(
         self,
         device: Device,
-        parallel: ParallelContext,
+        parallel: ParallelState,
         max_num_tokens: int,
         hidden_size: int,
         dtype: torch.dtype,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.config import EngineConfig
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.models.interface import LanguageModel
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.async_output import StepOutput
 from penstock.worker.capabilities import require
 from penstock.worker.changes_model import changes_model
@@ -29,7 +29,7 @@ class WorkerBase(ABC):
     # Drafts that its speculator makes for each request after each step, at most; 0 without one.
     num_speculative_tokens: int = 0
 
-    def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelState) -> None:
         self.config = config
         self.parallel = parallel
 

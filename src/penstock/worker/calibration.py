@@ -26,7 +26,7 @@ from penstock.loader.loader import load_model
 from penstock.models.attention_layers import cache_layers, kv_cache_specs
 from penstock.models.causal_lm import CausalLM
 from penstock.observability.units import format_bytes
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.dummy_runs import run_prompt
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.profile import throwaway_kv_cache
@@ -43,7 +43,7 @@ _SHARE_OF_FREE = 4
 
 
 def load_for_device(
-    model_config: ModelConfig, load_config: LoadConfig, parallel: ParallelContext, device: Device, dtype: DtypeChoice
+    model_config: ModelConfig, load_config: LoadConfig, parallel: ParallelState, device: Device, dtype: DtypeChoice
 ) -> CausalLM:
     """The model with its weights as `model_config` asks for; rounded for texts if there are any.
 
@@ -71,7 +71,7 @@ def load_for_device(
     return model
 
 
-def _max_gram_bytes(device: Device, parallel: ParallelContext) -> int:
+def _max_gram_bytes(device: Device, parallel: ParallelState) -> int:
     """The same for all ranks, which read together."""
     free = device.memory_snapshot().free // (_SHARE_OF_FREE * parallel.tensor.size)
     return min(parallel.tensor.gather_values(free))

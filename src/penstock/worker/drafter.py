@@ -26,7 +26,7 @@ from penstock.models.decoder import DecoderForCausalLM
 from penstock.models.draft_head import STORED_NAMES, DraftHead, StoredNames
 from penstock.models.eagle3 import aux_layers_of
 from penstock.models.registry import runs_through_transformers
-from penstock.parallel import ONE_RANK, ParallelContext, layers_of_stage
+from penstock.parallel import ONE_RANK, ParallelState, layers_of_stage
 
 # What begins the names of its layers, among those of the target.
 PREFIX = "draft."
@@ -36,7 +36,7 @@ _MTP_HEADS = {"MiMoForCausalLM": "MiMoMTP"}
 
 
 def load_drafter(
-    config: EngineConfig, target: nn.Module, parallel: ParallelContext, device: Device, dtype: DtypeChoice
+    config: EngineConfig, target: nn.Module, parallel: ParallelState, device: Device, dtype: DtypeChoice
 ) -> CausalLM | None:
     """The drafter, computed in the target's dtype; None for a method without a model, and on all stages but the last.
 
@@ -60,7 +60,7 @@ def load_drafter(
 def load_drafter_without_memory(
     config: EngineConfig,
     target: nn.Module,
-    parallel: ParallelContext,
+    parallel: ParallelState,
     kind: str,
     dtype: DtypeChoice,
     tensors: Iterable[tuple[str, Tensor]] | None,
@@ -84,7 +84,7 @@ def load_drafter_without_memory(
     return _prepared(drafter, target), num_parameters
 
 
-def place_for_drafter(config: EngineConfig, parallel: ParallelContext) -> ParallelContext:
+def place_for_drafter(config: EngineConfig, parallel: ParallelState) -> ParallelState:
     """The place of the target's worker, whose last stage has the embedding where a head has none of its own."""
     if parallel.pipeline.size == 1 or config.speculative.method not in HEAD_METHODS:
         return parallel
@@ -94,7 +94,7 @@ def place_for_drafter(config: EngineConfig, parallel: ParallelContext) -> Parall
     return replace(parallel, embeds_at_end=not has_own)
 
 
-def aux_layers_of_head(config: EngineConfig, target: nn.Module, parallel: ParallelContext) -> tuple[int, ...]:
+def aux_layers_of_head(config: EngineConfig, target: nn.Module, parallel: ParallelState) -> tuple[int, ...]:
     """Before which of the target's layers a head wants hidden states that is on the last stage, and not here."""
     # Other targets are refused by the last stage.
     if config.speculative.method != "eagle3" or not isinstance(target, DecoderForCausalLM) or _is_last_stage(parallel):
@@ -104,7 +104,7 @@ def aux_layers_of_head(config: EngineConfig, target: nn.Module, parallel: Parall
     return aux_layers_of(ConfigFields(head), target.config.num_layers)
 
 
-def layers_of_target(target: nn.Module, parallel: ParallelContext) -> range:
+def layers_of_target(target: nn.Module, parallel: ParallelState) -> range:
     """Those of this stage, where heads can have their hidden states."""
     if not isinstance(target, DecoderForCausalLM):
         return range(0)
@@ -149,11 +149,11 @@ def _drafter_config(config: EngineConfig) -> ModelConfig | None:
     return _head(_named(config), _EAGLE_HEADS[method], length, _stored_names(_named(config), config))
 
 
-def _is_last_stage(parallel: ParallelContext) -> bool:
+def _is_last_stage(parallel: ParallelState) -> bool:
     return parallel.pipeline.rank == parallel.pipeline.size - 1
 
 
-def _without_stages(parallel: ParallelContext) -> ParallelContext:
+def _without_stages(parallel: ParallelState) -> ParallelState:
     """A drafter has all its layers where it is."""
     return replace(parallel, pipeline=ONE_RANK, pipeline_layers=None)
 
@@ -221,7 +221,7 @@ def _stored_names(source: ModelConfig, config: EngineConfig) -> list[str] | None
     if load_config.load_format == "dummy":
         return None
     quiet = replace(load_config, use_tqdm_on_load=False)
-    return [name for name, _ in open_weights(source.folder, quiet, ParallelContext())]
+    return [name for name, _ in open_weights(source.folder, quiet, ParallelState())]
 
 
 def _load_config(config: EngineConfig) -> LoadConfig:

@@ -9,13 +9,13 @@ import torch
 from penstock.config import EngineConfig
 from penstock.device import Device, DtypeChoice, MemorySnapshot
 from penstock.models.attention_layers import most_query_heads
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.stage import num_noted_before, receive_buffer_bytes
 from penstock.worker.drafter import layers_of_target
 from penstock.worker.lighter_weights import saved_by_int8_weights
+from penstock.worker.logits_processor_memory import measure_logits_processors
 from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan
-from penstock.worker.processor_memory import measure_processors
 from penstock.worker.profile import measure_step_memory
 from penstock.worker.resident import resident_step
 from penstock.worker.split_contexts import split_context_bytes
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def plan_memory(
     config: EngineConfig,
-    parallel: ParallelContext,
+    parallel: ParallelState,
     device: Device,
     dtype: DtypeChoice,
     weights: Weights,
@@ -55,7 +55,7 @@ def plan_memory(
         sampling=step.sampling,
         runner_state=step.runner_state,
         requested_kv_cache=cache.kv_cache_memory_bytes,
-        logits_processors=measure_processors(
+        logits_processors=measure_logits_processors(
             config.sampling,
             device,
             max_num_reqs=limits.max_num_reqs,
@@ -79,7 +79,7 @@ def plan_memory(
 
 def _measure_step(
     config: EngineConfig,
-    parallel: ParallelContext,
+    parallel: ParallelState,
     device: Device,
     dtype: DtypeChoice,
     weights: Weights,
@@ -111,7 +111,7 @@ def _measure_step(
 
 
 def _measure_without_memory(
-    config: EngineConfig, parallel: ParallelContext, dtype: DtypeChoice, limits: RunnerLimits
+    config: EngineConfig, parallel: ParallelState, dtype: DtypeChoice, limits: RunnerLimits
 ) -> StepMemory | None:
     """Memory of full steps, which would be long ones on a CPU; None where they must be run."""
     try:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from penstock.config import ProfilerConfig
 from penstock.contract import SchedulerOutput
 from penstock.errors import ConfigError, LifecycleError
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 logger = logging.getLogger(__name__)
 # How many tokens a request had when the worker took it over, by request id; None if the worker does not hold it.
@@ -59,7 +59,7 @@ class TorchProfiler:
     Traces are named by prefix, engine (of several), rank and time.
     """
 
-    def __init__(self, config: ProfilerConfig, parallel: ParallelContext, engine: int | None = None) -> None:
+    def __init__(self, config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> None:
         assert config.profiler_dir is not None
         self._config = config
         self._folder = Path(config.profiler_dir).expanduser()
@@ -144,7 +144,7 @@ class TorchProfiler:
 
 
 def create_profiler(
-    config: ProfilerConfig, parallel: ParallelContext, engine: int | None = None
+    config: ProfilerConfig, parallel: ParallelState, engine: int | None = None
 ) -> NoProfiler | TorchProfiler:
     """The profiler that the options ask for. engine: its number, where there are several."""
     return NoProfiler() if config.profiler_dir is None else TorchProfiler(config, parallel, engine)

@@ -15,7 +15,7 @@ from penstock.loader.loader import build_model
 from penstock.models.attention_layers import attention_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.observability.units import format_bytes
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.worker.calibration import load_for_device
 
 _DIFFERENCES_SHOWN = 4
@@ -40,7 +40,7 @@ def load_replacement(
     current: ModelConfig,
     new: ModelConfig,
     load_config: LoadConfig,
-    parallel: ParallelContext,
+    parallel: ParallelState,
     device: Device,
     dtype: DtypeChoice,
     *,
@@ -72,7 +72,7 @@ def load_replacement(
     return load_for_device(new, load_config, parallel, device, dtype)
 
 
-def _check_same_shape(current: ModelConfig, new: ModelConfig, parallel: ParallelContext) -> None:
+def _check_same_shape(current: ModelConfig, new: ModelConfig, parallel: ParallelState) -> None:
     """Raise ModelError unless both configurations describe models of the same kind, parameters and attention."""
     if new.architecture != current.architecture:
         raise ModelError(

@@ -20,7 +20,7 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer, weights_size_bytes
 from penstock.loader.loader import load_without_memory
 from penstock.models.attention_layers import cache_layers, most_query_heads
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.speculative.create import create_speculator
 from penstock.runner.stage import num_noted_before
@@ -58,7 +58,7 @@ class UnloadedModel:
 
 def measure_unloaded(
     config: EngineConfig,
-    parallel: ParallelContext,
+    parallel: ParallelState,
     kind: str,
     dtype: DtypeChoice,
     limits: RunnerLimits,

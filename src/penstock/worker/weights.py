@@ -22,7 +22,7 @@ from penstock.models.attention_layers import cache_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
 from penstock.observability.units import format_bytes
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.speculative.create import create_speculator
 from penstock.worker.calibration import load_for_device
 from penstock.worker.drafter import attach_drafter, aux_layers_of_head, drafted_specs, load_drafter
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class Weights:
     """Loaded weights. model: the one that serves, which a reload replaces."""
 
-    def __init__(self, config: EngineConfig, parallel: ParallelContext, device: Device, dtype: DtypeChoice) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelState, device: Device, dtype: DtypeChoice) -> None:
         """Load them. Raises what loading raises."""
         self._parallel = parallel
         self._device = device

@@ -19,7 +19,7 @@ from penstock.kernels.native import describe_kernels
 from penstock.loader.loader import find_stored_dtype
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.async_output import StepOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
@@ -32,7 +32,7 @@ from penstock.worker.drafter import layers_of_target, place_for_drafter
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
-from penstock.worker.pages_ahead import PagesAhead
+from penstock.worker.page_prefaulting import PagePrefaulting
 from penstock.worker.profiler import create_profiler
 from penstock.worker.reload import config_of_replacement
 from penstock.worker.update_config import updated_config
@@ -45,7 +45,7 @@ _Part = TypeVar("_Part")
 class Worker(WorkerBase):
     """Owns one device: its memory, the model, the runner."""
 
-    def __init__(self, config: EngineConfig, parallel: ParallelContext) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelState) -> None:
         super().__init__(config, parallel)
         check_options(config)
         wanted = config.parallel
@@ -66,7 +66,7 @@ class Worker(WorkerBase):
         self._start: MemorySnapshot | None = None
         self._weights: Weights | None = None
         self._runner: ModelRunner | None = None
-        self._pages: PagesAhead | None = None
+        self._pages: PagePrefaulting | None = None
         if config.speculative.method is not None:
             self.num_speculative_tokens = config.speculative.num_speculative_tokens
 
@@ -126,7 +126,7 @@ class Worker(WorkerBase):
         run_dummy_step(runner)
         self.device.synchronize()
         if self.device.kind == "cpu":
-            self._pages = PagesAhead(self.device, runner.block_tables, runner.kv_cache)
+            self._pages = PagePrefaulting(self.device, runner.block_tables, runner.kv_cache)
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
         limits = self.runner.limits

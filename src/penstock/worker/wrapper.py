@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, LifecycleError, PenstockError, WaitTimeout, WorkerError
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.worker.capabilities import require
 from penstock.worker.changes_model import CHANGES_MODEL
 from penstock.worker.plugins import load_plugins
@@ -64,7 +64,7 @@ class WorkerWrapperBase:
                 )
             os.environ[name] = value
 
-    def init_worker(self, config: EngineConfig, parallel: ParallelContext | None = None) -> None:
+    def init_worker(self, config: EngineConfig, parallel: ParallelState | None = None) -> None:
         """Load plugins, resolve the worker's class by name, add the extension, construct the worker.
 
         Raises ConfigError when a class does not exist, is no worker, or clashes with its extension.
@@ -74,7 +74,7 @@ class WorkerWrapperBase:
         extension = config.parallel.worker_extension_cls
         if extension is not None:
             worker_class = extend_worker(worker_class, resolve_class(extension, "worker_extension_cls"))
-        parallel = parallel or ParallelContext(world_size=config.parallel.world_size)
+        parallel = parallel or ParallelState(world_size=config.parallel.world_size)
         self._worker = worker_class(config, replace(parallel, rank=self.rpc_rank))
 
     def execute_method(self, method: str | bytes | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

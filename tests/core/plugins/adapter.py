@@ -22,7 +22,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import register_model
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.slot_owners import SlotOwner, StepInput, register_slot_owner
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class AdapterRows(SlotOwner):
 class AdaptedAttention(SelfAttention):
     """Attention whose output, summed over ranks, gets the vector of each token's adapter."""
 
-    def __init__(self, config: DecoderConfig, index: int, parallel: ParallelContext) -> None:
+    def __init__(self, config: DecoderConfig, index: int, parallel: ParallelState) -> None:
         super().__init__(config, index, parallel, qkv_bias=False, output_bias=False)
         self.size, self.index = config.hidden_size, index
 
@@ -96,7 +96,7 @@ class AdaptedAttention(SelfAttention):
 class AdaptedLlamaForCausalLM(DecoderForCausalLM):
     """Llama with adapters."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         config = DecoderConfig.read(ConfigFields(model_config))
 
         def layer(index: int) -> DecoderLayer:

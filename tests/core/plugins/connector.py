@@ -19,7 +19,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import register_model
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owners import SlotOwner, register_slot_owner
 from penstock.scheduler.request import Request
@@ -207,7 +207,7 @@ class ConnectedLayer(DecoderLayer):
 class ConnectedLlamaForCausalLM(DecoderForCausalLM):
     """Llama with a hook of the connector in every layer."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         config = DecoderConfig.read(ConfigFields(model_config))
 
         def layer(index: int) -> DecoderLayer:

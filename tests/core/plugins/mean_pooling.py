@@ -20,7 +20,7 @@ from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel
 from penstock.models.registry import register_model
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.runner.async_output import ReadyOutput
 from penstock.runner.frame import Frame, WantedOutputs
 from penstock.runner.output_heads import HeadParts, OutputHead, register_output_head
@@ -45,7 +45,7 @@ def attend(query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor) -> Tensor:
 class BidirectionalAttention(nn.Module):
     """Attention over the whole prompts of a step, of which nothing is kept."""
 
-    def __init__(self, config: DecoderConfig, parallel: ParallelContext) -> None:
+    def __init__(self, config: DecoderConfig, parallel: ParallelState) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -83,7 +83,7 @@ class BidirectionalAttention(nn.Module):
 class BidirectionalLlama(DecoderForCausalLM):
     """Llama whose tokens see all of their prompt."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         config = DecoderConfig.read(ConfigFields(model_config))
 
         def layer(index: int) -> DecoderLayer:

@@ -23,7 +23,7 @@ from penstock.kernels.rotary import Rotation
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.registry import register_model
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.kv_cache_groups import KVCacheGroup, register_kv_cache_group
 
@@ -138,7 +138,7 @@ class RunningSum(nn.Module):
 class SummingLayer(DecoderLayer):
     """A decoder layer, and a running sum of what comes out of it."""
 
-    def __init__(self, config: DecoderConfig, index: int, parallel: ParallelContext) -> None:
+    def __init__(self, config: DecoderConfig, index: int, parallel: ParallelState) -> None:
         attention = SelfAttention(config, index, parallel, qkv_bias=False, output_bias=False)
         super().__init__(config, attention, parallel)
         self.running_sum = RunningSum(index)
@@ -153,7 +153,7 @@ class SummingLayer(DecoderLayer):
 class RunningSumForCausalLM(DecoderForCausalLM):
     """Llama with a running sum behind its first layer."""
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         config = DecoderConfig.read(ConfigFields(model_config))
 
         def layer(index: int) -> DecoderLayer:

@@ -274,7 +274,7 @@ def describe_kernels() -> str:
     return f"torch's kernels only ({_why_not or 'as asked for'})"
 
 
-def meetings_library() -> Library | None:
+def collectives_library() -> Library | None:
     """The functions that processes of this machine meet by; None where nothing was built."""
     return None if _module is None else Library(_module)
 

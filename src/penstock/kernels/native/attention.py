@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.native.meetings import Meetings
+from penstock.kernels.native.collectives import Collectives
 from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable
 
@@ -69,7 +69,7 @@ NO_REQUESTS = StepRequests((0, 0, 0, 0, 0), ())
 class HeadShape:
     """What a layer computes. sliding_window, soft_cap: None for none.
 
-    meetings: of ranks that keep the positions by turns, `interleave` in a row; None where all are here. block_size: of
+    collectives: decode context parallel ranks, `interleave` positions in a row each; None without. block_size: of
     those positions that are here.
     """
 
@@ -80,7 +80,7 @@ class HeadShape:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
-    meetings: Meetings | None = None
+    collectives: Collectives | None = None
     interleave: int = 1
 
     @cached_property
@@ -99,7 +99,7 @@ class HeadShape:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Who keeps positions, as the library takes it."""
-        return *(_ALONE if self.meetings is None else self.meetings.arguments), self.interleave
+        return *(_ALONE if self.collectives is None else self.collectives.arguments), self.interleave
 
 
 class HeadPreparation(NamedTuple):
@@ -129,7 +129,7 @@ class NativeAttention:
     is the kernels' own matter (`attention_cache.inl`).
 
     Where ranks keep positions by turns, all make the same calls, each with its own heads; whoever attends meets the
-    others, which raises as `Meetings.fail`. Head norms are the same for all ranks' query heads.
+    others, which raises as `Collectives.fail`. Head norms are the same for all ranks' query heads.
     """
 
     def __init__(self, module: Any, instruction_set: int, type_: OperationType) -> None:
@@ -184,7 +184,7 @@ class NativeAttention:
                 raise Untraceable("attention reads something else than projections of the step's tokens")
             cache, positions_T = cache_arguments(kv_cache), preparation.positions_T
             arguments = *cache, *shape.arguments, *preparation.arguments, *shape.ranks
-            return qkv_TX.origin.attend(qkv_TX, width, requests, positions_T, kv_cache, arguments, shape.meetings)
+            return qkv_TX.origin.attend(qkv_TX, width, requests, positions_T, kv_cache, arguments, shape.collectives)
         out_TX = torch.empty(qkv_TX.shape[0], width)
         heads = *_heads_side_by_side(qkv_TX, shape), (out_TX, width)
         phase = _ATTEND if is_written else _BOTH
@@ -253,8 +253,8 @@ class NativeAttention:
             *shape.ranks,
         )
         if status:
-            assert shape.meetings is not None, "no others meet"
-            shape.meetings.fail("attention", torch.float32, [shape.num_heads, shape.head_size], status)
+            assert shape.collectives is not None, "no collectives"
+            shape.collectives.fail("attention", torch.float32, [shape.num_heads, shape.head_size], status)
 
 
 def _rows_of(heads: Tensor) -> tuple[Tensor, int]:

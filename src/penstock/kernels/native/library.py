@@ -13,8 +13,8 @@ _TAKES_NO_ADDRESS = (
     "operation_types",
     "quantized_instruction_sets",
     "quantized_packed_bytes",
-    "meeting_bytes",
-    "mailbox_bytes",
+    "collective_bytes",
+    "channel_bytes",
 )
 
 

@@ -112,10 +112,10 @@ class NativeProgram:
         if failure:  # 0 where tensors have no memory
             index, num_rows, status = failure
             operation = self._operations[index]
-            assert operation.meetings is not None, "no others meet"
+            assert operation.collectives is not None, "no collectives"
             assert operation.type is not None, "the library has run it"
             shape = [num_rows, *(cell.width for cell in operation.all_cells)]
-            operation.meetings.fail(operation.type.name, torch.float32, shape, status)
+            operation.collectives.fail(operation.type.name, torch.float32, shape, status)
 
     def _calls(self, step: StepTokens, context: Any, outputs: Tensor, workspace: Tensor) -> list[Callable[[], None]]:
         """The opaque operations of a step, bound to their rows."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels.native.operation_types import Field, FieldType, OperationType, Scope
 
 if TYPE_CHECKING:
-    from penstock.kernels.native.meetings import Meetings
+    from penstock.kernels.native.collectives import Collectives
     from penstock.kernels.native.operations import NativeOperation
 
 Argument = Tensor | int | float | None
@@ -68,7 +68,7 @@ class Operation:
     cells: the rows that it reads and may change, others that it reads, and those that it makes.
     input: number of the step input that it reads, -1 for none. reads_last: of that input, the elements of last tokens.
     narrows: the rows of last tokens go on alone, where a step asks for no others.
-    meetings: of ranks that run it together. opaque: in place of an operation of the library.
+    collectives: of ranks that run it together. opaque: in place of an operation of the library.
     """
 
     type: OperationType | None
@@ -77,7 +77,7 @@ class Operation:
     input: int = -1
     reads_last: bool = False
     narrows: bool = False
-    meetings: Meetings | None = None
+    collectives: Collectives | None = None
     opaque: Opaque | None = None
 
     @property
@@ -223,10 +223,10 @@ class Trace:
         values = None if largest is None else self.stand_in(Role.ROWS, largest)
         return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED), values
 
-    def merge_choices(self, largest: TracedTensor, first_token: int, meetings: Meetings) -> tuple[Tensor, Tensor]:
+    def merge_choices(self, largest: TracedTensor, first_token: int, collectives: Collectives) -> tuple[Tensor, Tensor]:
         """All ranks' choices become one. first_token: of those that this rank chooses from."""
         cells = self._cell(largest), None, None
-        self._record(self.types["merge_choices"], cells, (*meetings.arguments, first_token), meetings=meetings)
+        self._record(self.types["merge_choices"], cells, (*collectives.arguments, first_token), collectives=collectives)
         return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
 
     def scale(self, x: TracedTensor, factor: float) -> TracedTensor:
@@ -234,10 +234,10 @@ class Trace:
         self._record(self.types["scale"], (self._cell(x), None, None), (factor,))
         return x
 
-    def all_reduce(self, x: TracedTensor, meetings: Meetings) -> TracedTensor:
+    def all_reduce(self, x: TracedTensor, collectives: Collectives) -> TracedTensor:
         """Add up the rows of all ranks, in place."""
         cells = self._cell(x), None, None
-        self._record(self.types["all_reduce"], cells, meetings.arguments, meetings=meetings)
+        self._record(self.types["all_reduce"], cells, collectives.arguments, collectives=collectives)
         return x
 
     def attend(
@@ -248,11 +248,11 @@ class Trace:
         positions_T: Tensor,
         kv_cache: Tensor,
         arguments: Sequence[Argument],
-        meetings: Meetings | None = None,
+        collectives: Collectives | None = None,
     ) -> TracedTensor:
         """Attention from the output of the projections, which it overwrites.
 
-        meetings: of ranks that attend together.
+        collectives: of ranks that attend together.
         """
         if self._is_last:
             raise Untraceable("an attention follows the one that leaves last tokens")
@@ -262,7 +262,9 @@ class Trace:
         qkv_TX.cell = None
         self.keeps_alive.append(kv_cache)
         arguments = (requests.group, requests.is_last, *arguments)
-        self._record(type_, (cell, None, out), arguments, input=number, narrows=requests.is_last, meetings=meetings)
+        self._record(
+            type_, (cell, None, out), arguments, input=number, narrows=requests.is_last, collectives=collectives
+        )
         return self.stand_in(Role.ROWS, out)
 
     def keep_last(self, per_token: TracedTensor) -> TracedTensor:
@@ -330,11 +332,11 @@ class Trace:
         input: int = -1,
         reads_last: bool = False,
         narrows: bool = False,
-        meetings: Meetings | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         """Raises Untraceable where an argument is not as the operation's fields describe it."""
         numbers = tuple(self._number(of_field, value) for of_field, value in zip(type_.fields, arguments, strict=True))
-        self.operations.append(Operation(type_, cells, numbers, input, reads_last, narrows, meetings))
+        self.operations.append(Operation(type_, cells, numbers, input, reads_last, narrows, collectives))
         self._is_last |= narrows
 
     def _number(self, of_field: Field, argument: Argument) -> int | float:

@@ -9,10 +9,10 @@ from torch import nn
 
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 
-def replace_linears(model: nn.Module, parallel: ParallelContext) -> None:
+def replace_linears(model: nn.Module, parallel: ParallelState) -> None:
     """Put a `LinearLayer` with the same parameters in place of every `nn.Linear`; subclasses stay as they are.
 
     An embedding that only looks up its rows is replaced too: its weight may then be kept in a narrower dtype, and held
@@ -52,7 +52,7 @@ def _linear_layer(linear: nn.Linear) -> LinearLayer:
     return layer
 
 
-def _embedding(embedding: nn.Module, parallel: ParallelContext) -> VocabEmbedding:
+def _embedding(embedding: nn.Module, parallel: ParallelState) -> VocabEmbedding:
     weight = embedding.get_parameter("weight")
     with torch.device("meta"):
         layer = VocabEmbedding(*weight.shape, parallel=parallel)

@@ -35,7 +35,7 @@ from penstock.models.transformers_fallback.locality import check_locality
 from penstock.models.transformers_fallback.refusal import CannotRun
 from penstock.models.transformers_fallback.trial import run_trial
 from penstock.models.weights import load_into_slots
-from penstock.parallel import ParallelContext
+from penstock.parallel import ParallelState
 
 
 class TransformersForCausalLM(CausalLM):
@@ -45,7 +45,7 @@ class TransformersForCausalLM(CausalLM):
     configuration and a trial run show, at loading for what only a run with weights shows.
     """
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         super().__init__()
         self._model_config = model_config
         self._slot = ContextSlot()

@@ -11,11 +11,11 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.logits_shaping import keep_tokens
 from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.sampling.slot_lists import SlotLists, token_id_array
-from penstock.runner.sampling.stage import SamplingStage
 
 
-class AllowedTokens(SamplingStage):
+class AllowedTokens(LogitsTransform):
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._lists = SlotLists(device, num_slots)

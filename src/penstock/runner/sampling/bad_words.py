@@ -11,14 +11,14 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.logits_shaping import ends_with_prefix, forbid_tokens
 from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.sampling.slot_lists import SlotLists, token_id_array
-from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.staging import SlotParameter
 
 _NO_TOKEN = -1
 
 
-class BadWords(SamplingStage):
+class BadWords(LogitsTransform):
     """token_ids_SL: the runner's table of tokens. A word counts only if the output has all of it, not the prompt.
 
     Prefixes are kept as wide as the longest of any request so far, since a step compares them all at once.

@@ -14,12 +14,12 @@ from penstock.errors import ConfigError, LogitsProcessorError, is_for_the_progra
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.failures import can_be_drawn
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
-from penstock.runner.sampling.stage import SamplingStage
+from penstock.runner.sampling.logits_transform import LogitsTransform
 
 logger = logging.getLogger(__name__)
 
 
-class CustomProcessors(SamplingStage):
+class CustomProcessors(LogitsTransform):
     """The processors in their order; each sees the rows of the requests that want it.
 
     Raises ConfigError when one cannot be made.

@@ -11,12 +11,12 @@ from penstock.contract import GrammarOutput, SamplingParams
 from penstock.device import Device
 from penstock.kernels.logits_shaping import allow_by_bits
 from penstock.runner.logits_rows import LogitsRows
-from penstock.runner.sampling.stage import SamplingStage
+from penstock.runner.sampling.logits_transform import LogitsTransform
 
 _NOT_MASKED = -1
 
 
-class GrammarMask(SamplingStage):
+class GrammarMask(LogitsTransform):
     """Applies a step's bitmask to the rows of requests that have structured outputs.
 
     Requests without that parameter stay as they are, whatever the bitmask has for them. No state outlives a step.

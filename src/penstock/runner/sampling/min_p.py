@@ -11,11 +11,11 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.sampling import mask_min_p
 from penstock.runner.logits_rows import LogitsRows
-from penstock.runner.sampling.stage import SamplingStage
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
 
 
-class MinP(SamplingStage):
+class MinP(LogitsTransform):
     def __init__(self, device: Device, num_slots: int) -> None:
         self._min_p = SlotParameter(device, num_slots, np.float32, 0.0)
 

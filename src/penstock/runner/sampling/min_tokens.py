@@ -13,8 +13,8 @@ from penstock.device import Device
 from penstock.device.base import PendingCopy
 from penstock.kernels.logits_shaping import forbid_tokens
 from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.sampling.slot_lists import SlotLists, token_id_array
-from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.staging import SlotParameter
 
 
@@ -27,7 +27,7 @@ class _Report:
     is_short: PendingCopy
 
 
-class MinTokens(SamplingStage):
+class MinTokens(LogitsTransform):
     """Goes idle once all requests have passed their minimum. The device says when that is, some steps later."""
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:

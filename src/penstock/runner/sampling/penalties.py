@@ -13,11 +13,11 @@ from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.logits_shaping import IN_PROMPT, penalise
 from penstock.runner.logits_rows import LogitsRows
-from penstock.runner.sampling.stage import SamplingStage
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
 
 
-class Penalties(SamplingStage):
+class Penalties(LogitsTransform):
     """Keeps what has occurred in a table on the device, int32 [slots, vocabulary], made when it is first needed.
 
     A row is written anew for each request with a penalty and advanced after each step, so it never waits for the host.

@@ -26,11 +26,11 @@ from penstock.runner.sampling.grammar_mask import GrammarMask
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.logit_bias import LogitBias
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.sampling.logprobs import Logprobs
 from penstock.runner.sampling.min_p import MinP
 from penstock.runner.sampling.min_tokens import MinTokens
 from penstock.runner.sampling.penalties import Penalties
-from penstock.runner.sampling.stage import SamplingStage
 from penstock.runner.sampling.temperature import Temperature
 from penstock.runner.sampling.top_k_top_p import TopKTopP
 from penstock.runner.sampling.verification import EXACT, Verification
@@ -81,7 +81,7 @@ class Sampler(SlotOwner):
         classes = load_logits_processors(config.logits_processors) if processors is None else processors
         self._custom = CustomProcessors(context, classes)
         self.grammar = GrammarMask(device, num_slots)
-        self.shaping: list[SamplingStage] = [
+        self.shaping: list[LogitsTransform] = [
             AllowedTokens(device, num_slots, vocab_size),
             BadWords(device, num_slots, vocab_size, token_ids_SL),
             MinTokens(device, num_slots, vocab_size),
@@ -90,7 +90,7 @@ class Sampler(SlotOwner):
             self._custom,
             self.grammar,
         ]
-        self.truncating: list[SamplingStage] = [
+        self.truncating: list[LogitsTransform] = [
             Temperature(device, num_slots),
             MinP(device, num_slots),
             TopKTopP(device, num_slots, vocab_size),
@@ -221,7 +221,7 @@ class Sampler(SlotOwner):
         """Nothing: tokens are chosen on the last stage alone."""
 
     @staticmethod
-    def _needed(stages: list[SamplingStage], rows: LogitsRows) -> list[SamplingStage]:
+    def _needed(stages: list[LogitsTransform], rows: LogitsRows) -> list[LogitsTransform]:
         return [stage for stage in stages if stage.is_needed(rows.slots_np)]
 
 

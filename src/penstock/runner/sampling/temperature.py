@@ -10,11 +10,11 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.runner.logits_rows import LogitsRows
-from penstock.runner.sampling.stage import SamplingStage
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
 
 
-class Temperature(SamplingStage):
+class Temperature(LogitsTransform):
     """Divides by the temperature. Greedy requests (temperature 0) keep their logits: only their order matters."""
 
     def __init__(self, device: Device, num_slots: int) -> None:

@@ -11,11 +11,11 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.sampling import mask_top_k_top_p
 from penstock.runner.logits_rows import LogitsRows
-from penstock.runner.sampling.stage import SamplingStage
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
 
 
-class TopKTopP(SamplingStage):
+class TopKTopP(LogitsTransform):
     """One stage for both, since both need the same sort."""
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:

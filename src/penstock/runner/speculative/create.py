@@ -10,9 +10,9 @@ from penstock.models.draft_head import DraftHead
 from penstock.runner.speculative.draft_model import DraftModel
 from penstock.runner.speculative.drafting_head import DraftingHead
 from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
+from penstock.runner.speculative.received_drafts import ReceivedDrafts
 from penstock.runner.speculative.speculator import NO_SPECULATOR, Speculator
 from penstock.runner.speculative.suffix import SuffixSpeculator
-from penstock.runner.speculative.told_drafts import ToldDrafts
 from penstock.runner.speculative.verification import create_verification
 
 
@@ -34,7 +34,7 @@ def create_speculator(
     if drafter is not None:
         speculator = _with_model(drafter, config, vocab_size, device)
     elif config.method in MODEL_METHODS:
-        speculator = ToldDrafts(config, aux_layers)
+        speculator = ReceivedDrafts(config, aux_layers)
     else:
         speculator = _without_model(config, device)
     speculator.verification = create_verification(config, device)

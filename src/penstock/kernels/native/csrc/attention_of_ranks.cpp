@@ -8,13 +8,13 @@ namespace {
 int64_t gather(const Ranks& ranks, const AttentionArgs& own, int64_t num_tokens, float* queries) {
   const int64_t row_bytes = own.num_heads * own.head_size * static_cast<int64_t>(sizeof(float));
   const int64_t stride = own.query_stride * static_cast<int64_t>(sizeof(float));
-  return meet({ranks, static_cast<int64_t>(Together::kGather), own.query, num_tokens * row_bytes, num_tokens, queries,
+  return run_collective({ranks, static_cast<int64_t>(CollectiveKind::kGather), own.query, num_tokens * row_bytes, num_tokens, queries,
                stride});
 }
 
 int64_t merge(const Ranks& ranks, const AttentionArgs& all, int64_t num_tokens, float* out) {
   const int64_t unit = (all.head_size + 1) * static_cast<int64_t>(sizeof(float)), row_bytes = all.num_heads * unit;
-  return meet({ranks, static_cast<int64_t>(Together::kMergeParts), all.out, num_tokens * row_bytes, num_tokens, out, 0,
+  return run_collective({ranks, static_cast<int64_t>(CollectiveKind::kMergeParts), all.out, num_tokens * row_bytes, num_tokens, out, 0,
                unit});
 }
 

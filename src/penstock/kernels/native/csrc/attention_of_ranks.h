@@ -2,14 +2,14 @@
 #pragma once
 
 #include "kernels.h"
-#include "meeting.h"
+#include "collectives.h"
 
 namespace penstock {
 
-// meeting_status: of the meeting that failed; 0 for none.
+// collective_status: of the collective that failed; 0 for none.
 struct AttentionOutcome {
   bool had_memory;
-  int64_t meeting_status;
+  int64_t collective_status;
 };
 
 // As `attention` of all positions does it: queries and output are of this rank's heads, and num_shares and share are not

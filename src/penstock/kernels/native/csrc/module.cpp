@@ -11,7 +11,7 @@
 
 #include "attention_of_ranks.h"
 #include "kernels.h"
-#include "meeting.h"
+#include "collectives.h"
 #include "parallel.h"
 #include "program.h"
 #include "quantized.h"
@@ -204,7 +204,7 @@ PyObject* allow_by_bits(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 #include "module_stored.inl"
 #include "module_quantized.inl"
-#include "module_meeting.inl"
+#include "module_collectives.inl"
 #include "module_program.inl"
 #include "module_attention.inl"
 #include "module_step.inl"
@@ -235,13 +235,13 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(program_buffer),
     PENSTOCK_FUNCTION(program_add),
     PENSTOCK_FUNCTION(program_run),
-    PENSTOCK_FUNCTION(meeting_bytes),
-    PENSTOCK_FUNCTION(meeting_calls),
-    PENSTOCK_FUNCTION(meet),
-    PENSTOCK_FUNCTION(mailbox_bytes),
-    PENSTOCK_FUNCTION(mail_waits),
-    PENSTOCK_FUNCTION(mail_send),
-    PENSTOCK_FUNCTION(mail_receive),
+    PENSTOCK_FUNCTION(collective_bytes),
+    PENSTOCK_FUNCTION(collective_calls),
+    PENSTOCK_FUNCTION(run_collective),
+    PENSTOCK_FUNCTION(channel_bytes),
+    PENSTOCK_FUNCTION(channel_waits),
+    PENSTOCK_FUNCTION(channel_send),
+    PENSTOCK_FUNCTION(channel_receive),
     {nullptr, nullptr, 0, nullptr},
 };
 

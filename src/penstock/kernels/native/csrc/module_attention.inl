@@ -3,7 +3,7 @@
 namespace {
 
 // (number of the operation, instruction set, threads, of queries, keys, values and out address and stride, StepRequests,
-// positions, phase, arguments of the operation) -> the status of the meeting that failed, 0 for none.
+// positions, phase, arguments of the operation) -> the status of the collective that failed, 0 for none.
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   Operation operation = read_type(in);
@@ -21,7 +21,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_BEGIN_ALLOW_THREADS;
   outcome = attention_of_ranks(*kernels, arguments.attention, arguments.ranks);
   Py_END_ALLOW_THREADS;
-  return outcome.had_memory ? PyLong_FromLongLong(outcome.meeting_status) : PyErr_NoMemory();
+  return outcome.had_memory ? PyLong_FromLongLong(outcome.collective_status) : PyErr_NoMemory();
 }
 
 }  // namespace

@@ -151,7 +151,7 @@ PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 // (program, address of [ProgramStep, inputs, StepRequests of groups], first step, step after the last) -> None, or where
-// ranks did not meet (number of the step, of its rows, status of the meeting).
+// ranks did not meet (number of the step, of its rows, status of the collective).
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   StoredArguments in(call.in.pointer<const int64_t>());
@@ -181,9 +181,9 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   outcome = run_program(*call.program, step, static_cast<size_t>(begin), static_cast<size_t>(end));
   Py_END_ALLOW_THREADS;
   if (!outcome.had_memory) return PyErr_NoMemory();
-  if (outcome.meeting_status != 0)
+  if (outcome.collective_status != 0)
     return Py_BuildValue("LLL", static_cast<long long>(outcome.step), static_cast<long long>(outcome.num_rows),
-                         static_cast<long long>(outcome.meeting_status));
+                         static_cast<long long>(outcome.collective_status));
   Py_RETURN_NONE;
 }
 

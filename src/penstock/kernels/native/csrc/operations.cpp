@@ -190,7 +190,7 @@ Result argmax(const Operation&, const Call& call) {
 
 Result all_reduce(const Operation& operation, const Call& call) {
   const int64_t num_bytes = call.num_rows * call.x.stride * static_cast<int64_t>(sizeof(float));
-  return {true, meet({operation.get<RanksArguments>().ranks, static_cast<int64_t>(Together::kSum), call.x.at, num_bytes, 1, call.x.at})};
+  return {true, run_collective({operation.get<RanksArguments>().ranks, static_cast<int64_t>(CollectiveKind::kSum), call.x.at, num_bytes, 1, call.x.at})};
 }
 
 // A rank's choice for a row.
@@ -217,7 +217,7 @@ Result merge_choices(const Operation& operation, const Call& call) {
   for (int64_t i = 0; i < num_rows; ++i)
     own[i] = {call.x.at[i], static_cast<int32_t>(call.index[i] + arguments.first_index)};
   const int64_t num_bytes = num_rows * static_cast<int64_t>(sizeof(Choice));
-  const int64_t status = meet({arguments.ranks, static_cast<int64_t>(Together::kGather), own, num_bytes, 1, all});
+  const int64_t status = run_collective({arguments.ranks, static_cast<int64_t>(CollectiveKind::kGather), own, num_bytes, 1, all});
   if (status != 0) return {true, status};
   for (int64_t i = 0; i < num_rows; ++i) {
     Choice best = all[i];
@@ -250,7 +250,7 @@ Result narrow(const Operation& operation, const Call& call) {
 
 Result attend(const AttentionArguments& arguments, const Kernels& kernels, const AttentionArgs& args) {
   const AttentionOutcome outcome = attention_of_ranks(kernels, args, arguments.ranks);
-  return {outcome.had_memory, outcome.meeting_status};
+  return {outcome.had_memory, outcome.collective_status};
 }
 
 // Rows of padding become zero. Where the step asks for last tokens alone, the keys and values of all tokens are written,

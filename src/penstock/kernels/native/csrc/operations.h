@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "kernels.h"
-#include "meeting.h"
+#include "collectives.h"
 #include "quantized.h"
 
 namespace penstock {

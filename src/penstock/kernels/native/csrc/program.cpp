@@ -14,7 +14,7 @@ class Runner {
   Runner(const Program& program, const ProgramStep& step, ProgramOutcome& outcome)
       : program_(program), step_(step), outcome_(outcome), num_rows_(step.num_rows) {}
 
-  // False where one could not be done: the outcome says which meeting it was, if it was one.
+  // False where one could not be done: the outcome says which collective it was, if it was one.
   bool run(size_t begin, size_t end) {
     const auto& steps = program_.steps;
     for (size_t i = 0; i < begin; ++i) narrow(steps[i]);
@@ -110,7 +110,7 @@ struct Run {
 void run_on_crew(void* data) {
   auto* run = static_cast<Run*>(data);
   const bool is_done = Runner(run->program, run->step, run->outcome).run(run->begin, run->end);
-  run->outcome.had_memory = is_done || run->outcome.meeting_status != 0;
+  run->outcome.had_memory = is_done || run->outcome.collective_status != 0;
 }
 
 }  // namespace

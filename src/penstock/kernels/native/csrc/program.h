@@ -79,11 +79,11 @@ struct ProgramStep {
   const StepRequests* groups;
 };
 
-// How far a program came. had_memory: false when a kernel found no memory to work in. meeting_status: of the meeting
+// How far a program came. had_memory: false when a kernel found no memory to work in. collective_status: of the collective
 // that failed, 0 for none; its step of the program, and of how many rows it was. The output is undefined in both cases.
 struct ProgramOutcome {
   bool had_memory;
-  int64_t meeting_status, step, num_rows;
+  int64_t collective_status, step, num_rows;
 };
 
 // Runs the steps from `begin` to `end` of the program, after those before them.

@@ -20,7 +20,7 @@ from penstock.config import DeviceConfig
 from penstock.device import Device, create_device
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
-from penstock.worker.pages_ahead import PagesAhead
+from penstock.worker.page_prefaulting import PagePrefaulting
 from support.checkpoints import tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 from support.runners import LAYER, kv_cache_config
@@ -97,7 +97,7 @@ def test_an_eighth_of_the_cache_is_ready_beyond_what_is_used(
     device: Device, threads: Callable[[], list[threading.Thread]]
 ) -> None:
     tables, cache = new_cache(device)
-    pages = PagesAhead(device, tables, cache)
+    pages = PagePrefaulting(device, tables, cache)
     try:
         wait_for(lambda: pages.num_ready == NUM_BLOCKS // 8 + 1)
         assert share_handed_out(next(cache.memory_of_blocks(0, NUM_BLOCKS // 8))) == 1
@@ -138,7 +138,7 @@ def test_nothing_is_done_beside_a_step(
     monkeypatch.setattr(device, "make_pages_ready", begin_step_at_the_third)
     tables, cache = new_cache(device)
     tables.extend(0, ([NUM_BLOCKS // 2],))
-    pages = PagesAhead(device, tables, cache)
+    pages = PagePrefaulting(device, tables, cache)
     try:
         wait_for(lambda: len(asked) >= 3)
         (thread,) = threads()
@@ -156,7 +156,7 @@ def test_a_system_without_it_is_asked_once(
 ) -> None:
     asked: list[Tensor] = []
     monkeypatch.setattr(device, "make_pages_ready", lambda memory: bool(asked.append(memory)))
-    pages = PagesAhead(device, *new_cache(device))
+    pages = PagePrefaulting(device, *new_cache(device))
     wait_for(lambda: not threads())
     assert len(asked) == 1
     pages.end_step()
@@ -165,7 +165,7 @@ def test_a_system_without_it_is_asked_once(
 
 def test_the_thread_does_not_keep_the_cache(device: Device, threads: Callable[[], list[threading.Thread]]) -> None:
     tables, cache = new_cache(device)
-    pages = PagesAhead(device, tables, cache)
+    pages = PagePrefaulting(device, tables, cache)
     gone = weakref.ref(cache)
     assert len(threads()) == 1
     del pages, cache

@@ -13,7 +13,7 @@ from penstock.runner.frame import Frame
 from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
 
 
-class ToldDrafts(Speculator):
+class ReceivedDrafts(Speculator):
     """Guesses nothing: what the last stage has guessed comes into the same rows here.
 
     aux_layers: those that the model there wants.

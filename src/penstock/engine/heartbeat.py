@@ -6,7 +6,7 @@ from __future__ import annotations
 LONGEST_WAIT_S = 0.25
 
 
-class Silence:
+class Heartbeat:
     """For how long a core that owes something has said nothing, while somebody listened.
 
     Time in which nobody did, such as while this process was stopped or busy, is not the core's silence: what it has

@@ -8,7 +8,7 @@ from penstock.engine.messages import EngineRequest
 from penstock.scheduler.outputs import EngineCoreOutput
 
 
-class KeptRequest:
+class ResumableRequest:
     """A request, and what has been heard of it so far.
 
     To its reader it stays one request: tokens and log-probabilities are told once, since the next core goes on behind

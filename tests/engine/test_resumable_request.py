@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import LogprobsLists, SamplingParams
-from penstock.engine.kept_request import KeptRequest
 from penstock.engine.messages import EngineRequest
+from penstock.engine.resumable_request import ResumableRequest
 from penstock.scheduler.outputs import EngineCoreOutput
 
 _known = st.lists(st.integers(0, 99), max_size=3)
@@ -35,7 +35,7 @@ def test_nothing_is_lost_or_told_twice(known: list[int], lives: list[tuple[int, 
         cache_salt="salt",
         output_token_ids=known,
     )
-    kept = KeptRequest(request)
+    kept = ResumableRequest(request)
     told: list[int] = []
     histories = []
     given = request
@@ -67,6 +67,6 @@ def test_nothing_is_lost_or_told_twice(known: list[int], lives: list[tuple[int, 
 def test_what_was_told_is_not_kept_but_for_its_tokens() -> None:
     rows = LogprobsLists(logprob_token_ids=[[1]], logprobs=[[-1.0]], sampled_token_ranks=[1])
     before = sys.getrefcount(rows)
-    kept = KeptRequest(EngineRequest(req_id="a", prompt_token_ids=[1, 2], sampling_params=SamplingParams(seed=3)))
+    kept = ResumableRequest(EngineRequest(req_id="a", prompt_token_ids=[1, 2], sampling_params=SamplingParams(seed=3)))
     kept.take(EngineCoreOutput(req_id="a", new_token_ids=[5], prompt_logprobs=rows, first_scheduled_time=1.0))
     assert sys.getrefcount(rows) == before

@@ -1,7 +1,7 @@
 // Every rank writes a piece of what it gives into a place of its own, counts up its arrivals, waits until the others
 // have arrived as often, and reads theirs. There are two places per rank, used in turn: whoever has seen all arrive at
 // the next piece knows that all have read the one before, so that a piece takes one wait.
-#include "meeting.h"
+#include "collectives.h"
 
 #include <atomic>
 #include <chrono>
@@ -25,10 +25,10 @@ using std::chrono::microseconds;
 
 // What a rank tells the others of a piece: if theirs is another, they are not in the same call.
 struct Announcement {
-  int64_t together, num_bytes, rows;
+  int64_t kind, num_bytes, rows;
 
   bool operator==(const Announcement& other) const {
-    return together == other.together && num_bytes == other.num_bytes && rows == other.rows;
+    return kind == other.kind && num_bytes == other.num_bytes && rows == other.rows;
   }
 };
 
@@ -110,9 +110,9 @@ void each_row(int64_t width, int64_t start, int64_t count, Use use) {
   }
 }
 
-class Meeting {
+class Collective {
  public:
-  explicit Meeting(const MeetingArgs& args)
+  explicit Collective(const CollectiveArgs& args)
       : args_(args),
         ranks_(args.ranks),
         places_(static_cast<Place*>(ranks_.memory)),
@@ -142,14 +142,14 @@ class Meeting {
  private:
   char* slot(int64_t rank) const { return slots_ + (2 * rank + turn_) * ranks_.slot_bytes; }
 
-  bool is(Together together) const { return args_.together == static_cast<int64_t>(together); }
+  bool is(CollectiveKind kind) const { return args_.kind == static_cast<int64_t>(kind); }
 
   // Every rank takes a share of its own, for which there is a part of each slot.
-  bool is_scattered() const { return is(Together::kSumScattered) || is(Together::kMergeParts); }
+  bool is_scattered() const { return is(CollectiveKind::kSumScattered) || is(CollectiveKind::kMergeParts); }
 
-  bool is_broadcast() const { return args_.together >= static_cast<int64_t>(Together::kBroadcast); }
+  bool is_broadcast() const { return args_.kind >= static_cast<int64_t>(CollectiveKind::kBroadcast); }
 
-  int64_t source() const { return args_.together - static_cast<int64_t>(Together::kBroadcast); }
+  int64_t source() const { return args_.kind - static_cast<int64_t>(CollectiveKind::kBroadcast); }
 
   // Puts the bytes from start on of each share into this rank's slot.
   void give(int64_t start, int64_t count) {
@@ -168,7 +168,7 @@ class Meeting {
     const uint32_t arrival = own.arrivals.load(std::memory_order_relaxed) + 1;
     turn_ = arrival & 1;
     if (!is_broadcast() || source() == ranks_.rank) give(start, count);
-    const Announcement announcement{args_.together, args_.num_bytes, args_.rows};
+    const Announcement announcement{args_.kind, args_.num_bytes, args_.rows};
     own.announcements[turn_] = announcement;
     own.arrivals.store(arrival);
     if (own.sleepers.load() != 0) wake_all(own.arrivals);
@@ -184,9 +184,9 @@ class Meeting {
     char* out = static_cast<char*>(args_.out);
     if (is_broadcast()) {
       std::memcpy(out + start, slot(source()), count);
-    } else if (is(Together::kMergeParts)) {
+    } else if (is(CollectiveKind::kMergeParts)) {
       merge_parts(reinterpret_cast<float*>(out) + start / args_.unit * (args_.unit / kFloat - 1), count / args_.unit);
-    } else if (is(Together::kGather)) {
+    } else if (is(CollectiveKind::kGather)) {
       for (int64_t rank = 0; rank < ranks_.size; ++rank) scatter(rank, start, count);
     } else {
       sum(reinterpret_cast<float*>(out + start), count / kFloat);
@@ -234,7 +234,7 @@ class Meeting {
 
   static constexpr int64_t kFloat = sizeof(float);
 
-  const MeetingArgs& args_;
+  const CollectiveArgs& args_;
   const Ranks& ranks_;
   Place* places_;
   char* slots_;
@@ -243,7 +243,7 @@ class Meeting {
   uint32_t turn_ = 0;
 };
 
-constexpr uint32_t kMailPieces = 8;
+constexpr uint32_t kChannelPieces = 8;
 constexpr int64_t kPieceBytes = 64 << 10;
 
 struct alignas(128) Piece {
@@ -252,9 +252,9 @@ struct alignas(128) Piece {
 };
 
 // One who sends counts up `sent`, one who receives `received`; there is room for what is between.
-struct Mailbox {
+struct Channel {
   Place sent, received;
-  Piece pieces[kMailPieces];
+  Piece pieces[kChannelPieces];
 };
 
 void arrive(Place& place, uint32_t arrival) {
@@ -264,14 +264,14 @@ void arrive(Place& place, uint32_t arrival) {
 
 // use: given a piece, where its bytes begin in the message, and how many they are; says whether to go on.
 template <class Use>
-int64_t each_piece(const MailArgs& args, Place& own, Place& other, uint32_t ahead, Use use) {
-  Mailbox& box = *static_cast<Mailbox*>(args.memory);
+int64_t each_piece(const ChannelArgs& args, Place& own, Place& other, uint32_t ahead, Use use) {
+  Channel& box = *static_cast<Channel*>(args.memory);
   int64_t start = 0;
   do {
     const int64_t left = args.num_bytes - start, count = left < kPieceBytes ? left : kPieceBytes;
     const uint32_t arrival = own.arrivals.load(std::memory_order_relaxed) + 1;
     if (!wait_until(other, arrival - ahead, args.timeout_us, args.spin_us)) return 1;
-    if (!use(box.pieces[(arrival - 1) % kMailPieces], start, count)) return -1;
+    if (!use(box.pieces[(arrival - 1) % kChannelPieces], start, count)) return -1;
     arrive(own, arrival);
     start += count;
   } while (start < args.num_bytes);
@@ -280,27 +280,27 @@ int64_t each_piece(const MailArgs& args, Place& own, Place& other, uint32_t ahea
 
 }  // namespace
 
-int64_t mailbox_bytes() { return static_cast<int64_t>(sizeof(Mailbox)); }
+int64_t channel_bytes() { return static_cast<int64_t>(sizeof(Channel)); }
 
-int64_t mail_waits(const void* memory) {
-  const Mailbox& box = *static_cast<const Mailbox*>(memory);
+int64_t channel_waits(const void* memory) {
+  const Channel& box = *static_cast<const Channel*>(memory);
   const uint32_t on_their_way = box.sent.arrivals.load() - box.received.arrivals.load();
   // One who is stopped sleeps on when what it has slept for is done.
   if (box.sent.sleepers.load() != 0 && on_their_way == 0) return 1;
-  return box.received.sleepers.load() != 0 && on_their_way == kMailPieces ? 2 : 0;
+  return box.received.sleepers.load() != 0 && on_their_way == kChannelPieces ? 2 : 0;
 }
 
-int64_t mail_send(const MailArgs& args) {
-  Mailbox& box = *static_cast<Mailbox*>(args.memory);
-  return each_piece(args, box.sent, box.received, kMailPieces, [&](Piece& piece, int64_t start, int64_t count) {
+int64_t channel_send(const ChannelArgs& args) {
+  Channel& box = *static_cast<Channel*>(args.memory);
+  return each_piece(args, box.sent, box.received, kChannelPieces, [&](Piece& piece, int64_t start, int64_t count) {
     piece.message_bytes = args.num_bytes;
     std::memcpy(piece.bytes, static_cast<const char*>(args.data) + start, count);
     return true;
   });
 }
 
-int64_t mail_receive(const MailArgs& args) {
-  Mailbox& box = *static_cast<Mailbox*>(args.memory);
+int64_t channel_receive(const ChannelArgs& args) {
+  Channel& box = *static_cast<Channel*>(args.memory);
   return each_piece(args, box.received, box.sent, 0, [&](Piece& piece, int64_t start, int64_t count) {
     if (piece.message_bytes != args.num_bytes) return false;
     std::memcpy(static_cast<char*>(args.data) + start, piece.bytes, count);
@@ -308,12 +308,12 @@ int64_t mail_receive(const MailArgs& args) {
   });
 }
 
-int64_t meeting_bytes(int64_t size, int64_t slot_bytes) {
+int64_t collective_bytes(int64_t size, int64_t slot_bytes) {
   return size * (static_cast<int64_t>(sizeof(Place)) + 2 * slot_bytes);
 }
 
-int64_t meet(const MeetingArgs& args) { return Meeting(args).run(); }
+int64_t run_collective(const CollectiveArgs& args) { return Collective(args).run(); }
 
-int64_t meeting_calls(const void* memory, int64_t rank) { return static_cast<const Place*>(memory)[rank].calls; }
+int64_t collective_calls(const void* memory, int64_t rank) { return static_cast<const Place*>(memory)[rank].calls; }
 
 }  // namespace penstock

@@ -15,7 +15,7 @@ from penstock.config import EngineConfig
 from penstock.contract import encode
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
-from penstock.engine.kept_request import KeptRequest
+from penstock.engine.heartbeat import Heartbeat
 from penstock.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -31,7 +31,7 @@ from penstock.engine.messages import (
 )
 from penstock.engine.quarantine import Quarantine
 from penstock.engine.restarts import FailuresInARow, pause_before_restart
-from penstock.engine.silence import Silence
+from penstock.engine.resumable_request import ResumableRequest
 from penstock.errors import (
     EngineDead,
     InvalidRequest,
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 # How long whoever brings a request waits to hear that it is refused.
 REFUSAL_TIMEOUT_S = 1.0
 # Those of workers in processes of their own, each of which has a limit.
-_NUM_START_STAGES = 6
+_NUM_START_PHASES = 6
 
 
 class _State(enum.Enum):
@@ -88,7 +88,7 @@ class Call:
         return self.lost if data is None else error_from_data(data)
 
 
-class Replica:
+class EngineSupervisor:
     """One engine of several, or the only one; not for several threads at once.
 
     It has a process that can die, and keeps what a process after that one needs: the requests with their tokens, and
@@ -113,7 +113,7 @@ class Replica:
         self.name = name
         self.config = config
         self.config_updates: list[Any] = []
-        self.kept: dict[str, KeptRequest] = {}
+        self.kept: dict[str, ResumableRequest] = {}
         self._load_core = load_core
         self._starter = starter
         self._deliver = deliver
@@ -122,9 +122,9 @@ class Replica:
         # A core that drives workers finds out by itself which of them hangs.
         its_own_s = 0.0 if parallel.executor == "uni" else parallel.longest_step_s
         self._step_timeout_s = its_own_s + parallel.step_timeout_s
-        num_stages = 1 if parallel.executor == "uni" else _NUM_START_STAGES
-        self._replacement_timeout_s = min(start_timeout_s, num_stages * parallel.longest_start_stage_s)
-        self._silence = Silence(start_timeout_s)
+        num_stages = 1 if parallel.executor == "uni" else _NUM_START_PHASES
+        self._replacement_timeout_s = min(start_timeout_s, num_stages * parallel.longest_start_phase_s)
+        self._heartbeat = Heartbeat(start_timeout_s)
         self._call_ids = itertools.count(1)
         self._calls: dict[int, Call] = {}
         # Requests whose end the core has not confirmed: what it still tells of them is dropped.
@@ -147,7 +147,7 @@ class Replica:
     @property
     def is_prompt(self) -> bool:
         """Whether it runs, and answers as soon as a step allows, as far as is known."""
-        return self.is_running and self._silence.lasts_s < REFUSAL_TIMEOUT_S
+        return self.is_running and self._heartbeat.lasts_s < REFUSAL_TIMEOUT_S
 
     @property
     def pid(self) -> int:
@@ -170,7 +170,7 @@ class Replica:
                 _encoded(AddRequest(call_id=0, request=request))
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(f"Request {request.req_id!r} cannot be sent to {self.name}: {error}.") from error
-        self.kept[request.req_id] = KeptRequest(request)
+        self.kept[request.req_id] = ResumableRequest(request)
         return call
 
     def abort(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
@@ -199,7 +199,7 @@ class Replica:
 
     def take(self, message: SaidByCore | None) -> list[EngineCoreOutput] | None:
         """Take in what its process has said, or its end (None). Returns what a step brought, if it was that."""
-        self._silence.end()
+        self._heartbeat.end()
         if message is None:
             return self._lose()
         if isinstance(message, StepOutputs):
@@ -221,16 +221,16 @@ class Replica:
                 except OSError as error:
                     self._begin_anew(ProcessLost(f"{self._who} could not be replaced: {error}."))
         elif self._state is _State.STARTING or self._calls or self.kept:
-            if self._silence.go_on(waited_s):
-                self._silence.end()
+            if self._heartbeat.go_on(waited_s):
+                self._heartbeat.end()
                 what = "step" if self.is_running else "start"
                 self._kill(self.timed_out(next((call.name for call in self._calls.values()), what)))
         else:
-            self._silence.end()
+            self._heartbeat.end()
 
     def timed_out(self, name: str, timeout_s: float | None = None) -> WaitTimeout:
         """The error for a wait of that long; None for as long as a core is waited for."""
-        limit_s = self._silence.limit_s if timeout_s is None else timeout_s
+        limit_s = self._heartbeat.limit_s if timeout_s is None else timeout_s
         return WaitTimeout(
             f"Process {os.getpid()} waited {limit_s:g} s in {name} for {self.name} in process {self.pid}, which hangs "
             "or is overloaded."
@@ -267,7 +267,7 @@ class Replica:
     def _start(self) -> CoreProcess:
         """Begin to start a process, which says when its core has started."""
         self._state = _State.STARTING
-        self._silence = Silence(self._start_timeout_s if self.started is None else self._replacement_timeout_s)
+        self._heartbeat = Heartbeat(self._start_timeout_s if self.started is None else self._replacement_timeout_s)
         self._end = None
         config = self.config
         if self.started is not None:
@@ -280,7 +280,7 @@ class Replica:
         """Give a core that has started what there is to go on with."""
         self._state = _State.RUNNING
         self._losses.note_start()
-        self._silence = Silence(self._step_timeout_s)
+        self._heartbeat = Heartbeat(self._step_timeout_s)
         if self.started is None:
             self.started = started
             return

@@ -22,7 +22,7 @@ _IDLE_S = 0.05
 _PIECE_BYTES = 2 << 20
 
 
-class PagesAhead:
+class PagePrefaulting:
     """Keeps pages ready for the blocks beyond the highest one that was used; blocks are used from the lowest on."""
 
     def __init__(self, device: Device, block_tables: BlockTables, kv_cache: PagedKVCache) -> None:
@@ -89,7 +89,7 @@ class PagesAhead:
         return False
 
 
-def _work(pages: weakref.ref[PagesAhead], wanted: threading.Event) -> None:
+def _work(pages: weakref.ref[PagePrefaulting], wanted: threading.Event) -> None:
     while True:
         wanted.wait()
         wanted.clear()

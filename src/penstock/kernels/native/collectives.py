@@ -1,4 +1,4 @@
-"""What processes of one machine do together, in memory that all of them have: `csrc/meeting.h`."""
+"""Collectives and point-to-point channels of processes of one machine, in shared memory: `csrc/collectives.h`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FAILED_BEFORE = -(1 << 63)
 _GENERIC = 2
 
 
-class Together(IntEnum):
-    """What a meeting is for, in the library's numbers. That of the rank whose bytes all get is added to BROADCAST."""
+class CollectiveKind(IntEnum):
+    """Kinds of collectives, as numbered by the library. The source rank is added to BROADCAST."""
 
     GATHER = 0
     SUM = 1
@@ -29,7 +29,7 @@ class Together(IntEnum):
     BROADCAST = 4
 
 
-class Meetings:
+class Collectives:
     """The library's functions for one rank of a group.
 
     address: of the shared memory, which begins with zeros. slot_bytes: what a rank gives at a time; a multiple of 8.
@@ -51,7 +51,7 @@ class Meetings:
         """The sum of all ranks' tensors, in place: float32, contiguous. Raises as `fail`."""
         if isinstance(tensor, TracedTensor):
             return tensor.origin.all_reduce(tensor, self)
-        self.meet("all_reduce", Together.SUM, tensor, 1, tensor)
+        self.run("all_reduce", CollectiveKind.SUM, tensor, 1, tensor)
         return tensor
 
     def merge_choices(self, values_L: Tensor, token_ids_L: Tensor, first_token: int) -> tuple[Tensor, Tensor]:
@@ -70,22 +70,22 @@ class Meetings:
             self.fail("merge_choices", values_L.dtype, values_L.shape, status)
         return token_ids_L, failed_L
 
-    def meet(self, name: str, together: int, given: Tensor, rows: int, result: Tensor) -> None:
+    def run(self, name: str, kind: int, given: Tensor, rows: int, result: Tensor) -> None:
         """Exchange bytes with all other ranks, which make the same call. given, result: contiguous. Raises as `fail`.
 
         name: of the call, for messages.
         """
-        status: int = self._module.meet(*self.arguments, together, given, given.nbytes, rows, result)
+        status: int = self._module.run_collective(*self.arguments, kind, given, given.nbytes, rows, result)
         if status:
             self.fail(name, given.dtype, given.shape, status)
 
     def fail(self, name: str, dtype: torch.dtype, shape: Sequence[int], status: int) -> None:
-        """Raise what a meeting's status stands for: WaitTimeout for a rank that did not come, RanksDisagree for one
+        """Raise the error for a status: WaitTimeout for a rank that did not come, RanksDisagree for one
         that made another call, or where the group is of no use any more after one of these.
         """
         if status == _FAILED_BEFORE:
             raise RanksDisagree(f"Rank {self._rank} cannot go on in {name}, since {self._failed_in} failed before.")
-        num_calls = self._module.meeting_calls(self._address, self._rank)
+        num_calls = self._module.collective_calls(self._address, self._rank)
         step = "" if self.step_id is None else f", step {self.step_id}"
         call = self._failed_in = f"{name} (call {num_calls} of its group of {self._size}{step})"
         if status > 0:
@@ -99,10 +99,10 @@ class Meetings:
         )
 
 
-class Mailboxes:
+class Channels:
     """What one rank sends to another, which waits for it: the same shared memory for both.
 
-    address: of `size` x `size` boxes, a row for each who sends, which begin with zeros. The rest as in `Meetings`.
+    address: of `size` x `size` boxes, a row for each who sends, which begin with zeros. The rest as in `Collectives`.
     """
 
     def __init__(self, module: Any, address: int, rank: int, size: int, *, timeout_s: float, spin_us: int) -> None:
@@ -113,20 +113,20 @@ class Mailboxes:
 
     def send(self, tensor: Tensor, destination: int) -> None:
         """tensor: contiguous. Raises WaitTimeout where nobody makes room, RanksDisagree after a failure."""
-        status = self._call(self._module.mail_send, "send", self._rank, destination, tensor)
+        status = self._call(self._module.channel_send, "send", self._rank, destination, tensor)
         if status:
             self._fail(f"send to rank {destination}", destination, tensor, status)
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill this tensor, contiguous. Raises WaitTimeout where nothing comes, RanksDisagree for another size."""
-        status = self._call(self._module.mail_receive, "receive", source, self._rank, tensor)
+        status = self._call(self._module.channel_receive, "receive", source, self._rank, tensor)
         if status:
             self._fail(f"receive from rank {source}", source, tensor, status)
 
     def _call(self, function: Any, name: str, source: int, destination: int, tensor: Tensor) -> int:
         if self._failed_in is not None:
             raise RanksDisagree(f"Rank {self._rank} cannot go on in {name}, since {self._failed_in} failed before.")
-        box = self._address + (source * self._size + destination) * int(self._module.mailbox_bytes())
+        box = self._address + (source * self._size + destination) * int(self._module.channel_bytes())
         timeout_us = int(self._timeout_s * 1e6)
         status: int = function(box, tensor, tensor.nbytes, timeout_us, self._spin_us)
         return status

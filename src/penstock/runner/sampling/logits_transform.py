@@ -13,7 +13,7 @@ from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.logits_rows import LogitsRows
 
 
-class SamplingStage(ABC):
+class LogitsTransform(ABC):
     """A stage holds its own parameters by slot and is skipped when no request of the step needs it."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from penstock.parallel.group import ONE_RANK, Group
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelContext:
+class ParallelState:
     """One rank of all, and the groups that it belongs to. A single worker is alone in each.
 
     tensor: ranks that have the same layers, each a part of every one. pipeline: ranks with layers of their own.

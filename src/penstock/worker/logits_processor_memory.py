@@ -12,7 +12,7 @@ from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.thinking_budget import ThinkingBudget
 
 
-def measure_processors(
+def measure_logits_processors(
     sampling: SamplingConfig, device: Device, *, max_num_reqs: int, max_model_len: int, vocab_size: int
 ) -> int:
     """Bytes of the tensors that an engine's custom logits processors make with themselves.
