@@ -18,7 +18,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.errors import ConfigError, ContextTooLong, UnsupportedFeature
 from penstock.llm import LLM
-from support.checkpoints import VOCAB_SIZE
+from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import add, make_core, random_prompts
 
 PROMPTS = random_prompts((5, 37, 1, 40, 13, 22, 60, 3), VOCAB_SIZE, seed=3)
@@ -114,6 +114,24 @@ def test_a_prompt_that_no_step_runs_whole_is_refused(folder: Path) -> None:
     core.close()
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_prompts_in_chunks_are_pooled_as_whole_ones(tmp_path: Path, async_scheduling: bool) -> None:
+    mean_pooling.register()
+    tiny_checkpoint(tmp_path)
+    found = []
+    for max_num_batched_tokens in (512, 16):
+        core = make_core(
+            tmp_path,
+            dtype="float32",
+            output_head=mean_pooling.LAST_TOKEN_HEAD,
+            async_scheduling=async_scheduling,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        found.append([vector.tobytes() for vector in pool(core, PROMPTS)])
+        core.close()
+    assert found[0] == found[1]
+
+
 def test_ranks_of_a_tensor_parallel_group_pool_alike(
     weights: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,5 +148,5 @@ def test_what_does_not_go_together_is_refused_at_start(folder: Path) -> None:
         LLM(str(folder), **OPTIONS)
     with pytest.raises(ConfigError, match="enable_chunked_prefill=False is not valid for a model that generates"):
         make_core(folder, enable_chunked_prefill=False)
-    with pytest.raises(ConfigError, match="output_head='median' is not known. Known: generate, mean"):
+    with pytest.raises(ConfigError, match="output_head='median' is not known. Known: generate, last_token, mean"):
         make_core(folder, **{**OPTIONS, "output_head": "median"})

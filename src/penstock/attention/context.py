@@ -113,14 +113,18 @@ class ForwardContext:
     def opaque(
         self, function: Callable[..., Sequence[Tensor]], *rows: Tensor, widths: Sequence[int]
     ) -> Sequence[Tensor]:
-        """Call a declared opaque operation: `function(context, *rows)` gives rows of these widths, [T, width] each.
+        """Call a declared opaque operation: `function(context, *rows)` returns rows of these widths, [T, width] each.
 
         A recorded program stops for the call and goes on after it. Layers whose computation is no kernel of the library
-        call it so; without the declaration the whole model runs without a program.
+        call it so; without the declaration the whole model runs without a program. The function reads at least one
+        tensor of rows. Raises ValueError without one, and where results differ from the declaration in number, shape
+        or dtype.
         """
-        called = partial(_call, function, asks_for_last=self.last is not None)
+        if not rows:
+            raise ValueError(f"opaque operation {function}: pass it at least one tensor of rows, [T, width].")
+        called = partial(_call, function, tuple(widths), asks_for_last=self.last is not None)
         traced = trace_opaque(called, rows, widths)
-        return function(self, *rows) if traced is None else traced
+        return called(self, *rows) if traced is None else traced
 
     def cache_of(self, name: str) -> tuple[Tensor, AttentionMetadata]:
         """A layer's cache, and what its group's backend made of this step."""
@@ -156,7 +160,20 @@ class ForwardContext:
 
 
 def _call(
-    function: Callable[..., Sequence[Tensor]], context: ForwardContext, *rows: Tensor, asks_for_last: bool
+    function: Callable[..., Sequence[Tensor]],
+    widths: tuple[int, ...],
+    context: ForwardContext,
+    *rows: Tensor,
+    asks_for_last: bool,
 ) -> Sequence[Tensor]:
-    """An opaque operation of a layer in a step. asks_for_last: the layer is the one that leaves last tokens alone."""
-    return function(context if asks_for_last else context.of_all_tokens(), *rows)
+    """Call an opaque operation of a layer and check its results.
+
+    asks_for_last: the layer is the last one, after which only last tokens go on.
+    """
+    results = function(context if asks_for_last else context.of_all_tokens(), *rows)
+    dtype, expected = rows[0].dtype, [(len(rows[0]), width) for width in widths]
+    if [tuple(x.shape) for x in results] != expected or any(x.dtype is not dtype for x in results):
+        found = ", ".join(f"{list(x.shape)} {x.dtype}" for x in results) or "nothing"
+        wanted = ", ".join(f"{list(shape)} {dtype}" for shape in expected) or "nothing"
+        raise ValueError(f"opaque operation {function} returned {found}; declared are {wanted}.")
+    return results

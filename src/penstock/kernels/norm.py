@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
+from penstock.kernels.native.operations import have_same_shape
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -35,7 +36,7 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
     Overwrites x, which becomes the new residual; `residual_TD` is left as it is, since it may be the caller's input.
     """
-    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and residual_TD.is_contiguous():
+    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and _native_adds(x_TD, residual_TD):
         return NATIVE.rms_norm(x_TD, weight_D, eps, residual_TD), x_TD
     residual_TD = x_TD.add_(residual_TD)
     return rms_norm(residual_TD, weight_D, eps), residual_TD
@@ -65,6 +66,10 @@ def add_rms_norm_rounded_last(
 
 def _shifted(weight_D: Tensor, offset: float) -> Tensor:
     return weight_D if offset == 0 else weight_D + offset
+
+
+def _native_adds(x: Tensor, residual: Tensor) -> bool:
+    return residual.dtype is x.dtype and residual.is_contiguous() and have_same_shape(x, residual)
 
 
 def _native_takes(x: Tensor, weight: Tensor) -> bool:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
+from penstock.kernels.native.operations import have_same_shape
 
 
 def sum_rows(x_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
     """x + residual, or x where there is no residual: new [T, D]."""
-    if NATIVE is not None and NATIVE.runs(x_TD) and _are_contiguous(x_TD, residual_TD):
+    if NATIVE is not None and NATIVE.runs(x_TD) and _are_contiguous(x_TD, residual_TD) and _fits(x_TD, residual_TD):
         return NATIVE.sum_rows(x_TD, residual_TD)
     return x_TD.clone() if residual_TD is None else x_TD + residual_TD
 
@@ -20,6 +21,10 @@ def concatenate_rows(first_TD: Tensor, second_TD: Tensor) -> Tensor:
     if NATIVE is not None and NATIVE.runs(first_TD) and _are_contiguous(first_TD, second_TD):
         return NATIVE.concatenate_rows(first_TD, second_TD)
     return torch.cat((first_TD, second_TD), dim=-1)
+
+
+def _fits(x: Tensor, residual: Tensor | None) -> bool:
+    return residual is None or have_same_shape(x, residual)
 
 
 def _are_contiguous(*rows: Tensor | None) -> bool:

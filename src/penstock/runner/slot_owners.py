@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from penstock.contract import NewRequestData, Part, Parts, SchedulerOutput
+from penstock.contract.registration import register_once
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import LanguageModel
@@ -106,13 +107,18 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
 # Makes an owner for the runner of this model, None where the model needs none: (device, slots, model).
 SlotOwnerFactory: TypeAlias = Callable[[Device, int, LanguageModel], SlotOwner | None]
 
+# Names of `ModelInputs`, which programs know as step inputs, too.
+MODEL_INPUT_NAMES = frozenset({"token_ids", "positions", "inputs_embeds", "hidden_states"})
+
 _registered: list[SlotOwnerFactory] = []
 
 
 def register_slot_owner(factory: SlotOwnerFactory) -> None:
-    """Let every worker's runner have such an owner. Called by plugins, once per process; again, it changes nothing."""
-    if factory not in _registered:
-        _registered.append(factory)
+    """Let every worker's runner have such an owner. Plugins register functions or classes of their modules.
+
+    Raises ConfigError for a lambda or a nested function.
+    """
+    register_once(_registered, factory)
 
 
 def registered_slot_owners() -> Sequence[SlotOwnerFactory]:
@@ -138,12 +144,15 @@ class SlotOwners:
 
     @property
     def step_inputs(self) -> list[StepInput]:
-        """All that are declared. Raises ValueError for a name that two owners declare."""
+        """All declared step inputs. Raises ValueError for a name that two owners or the model's own inputs have."""
         inputs = [step_input for owner in self.with_inputs for step_input in owner.step_inputs]
         names = [step_input.name for step_input in inputs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"step inputs that several owners declare: {', '.join(twice)}. Names must be different.")
+        reserved = sorted(MODEL_INPUT_NAMES.intersection(names))
+        if reserved:
+            raise ValueError(f"step inputs with names of the model's own inputs: {', '.join(reserved)}. Choose others.")
         return inputs
 
     def apply(self, output: SchedulerOutput, *, repeats: bool = False) -> dict[str, str]:

@@ -248,6 +248,10 @@ class KVCacheManager:
         blocks = self._holds[req_id, holder] = _last_first(held.groups)
         self.pool.touch(blocks)
 
+    def is_transferring(self, req_id: str) -> bool:
+        """Whether `hold_blocks` keeps blocks of a request of this id, which may have ended."""
+        return any(held_id == req_id for held_id, _ in self._holds)
+
     def release_blocks(self, req_id: str, holder: str) -> None:
         """Let go of what `hold_blocks` kept. Raises LifecycleError when that is nothing."""
         blocks = self._holds.pop((req_id, holder), None)

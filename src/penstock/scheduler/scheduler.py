@@ -161,9 +161,17 @@ class Scheduler:
         if not self._runs_chunks:
             check_chunks(request, self._max_num_batched_tokens)
         check_fits(request, self.kv_cache, max_model_len=self.max_model_len)
+        if self.kv_cache.is_transferring(request.req_id):
+            raise InvalidRequest(
+                f"Blocks of an earlier request {request.req_id!r} are being transferred. Give this one another id."
+            )
         self._requests.add(request)
-        for feature in self._features:
-            feature.request_added(request)
+        try:
+            for feature in self._features:
+                feature.request_added(request)
+        except BaseException:
+            self._requests.finish(request)
+            raise
 
     def finish_requests(
         self, req_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.contract import ModelRunnerOutput, Part, SchedulerOutput
+from penstock.contract.registration import register_once
 
 if TYPE_CHECKING:
     from penstock.scheduler.request import Request
@@ -43,9 +44,12 @@ _registered: list[StepFeatureFactory] = []
 
 
 def register_step_feature(factory: StepFeatureFactory) -> None:
-    """Let every scheduler that is made from now on in this process have the feature. A plugin may call it again."""
-    if factory not in _registered:
-        _registered.append(factory)
+    """Let every scheduler that is made from now on in this process have the feature. Plugins register functions or
+    classes of their modules.
+
+    Raises ConfigError for a lambda or a nested function.
+    """
+    register_once(_registered, factory)
 
 
 def registered_step_features() -> tuple[StepFeatureFactory, ...]:

@@ -6,6 +6,7 @@ Suffixes: T tokens of the step, S tokens of one prompt, H heads, K KV heads, D h
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,20 +14,18 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.contract import PooledOutput
-from penstock.contract.array_bytes import ArrayBytes
 from penstock.kernels.rotary import Rotation
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.runner.async_output import ReadyOutput
 from penstock.runner.frame import Frame, WantedOutputs
-from penstock.runner.output_heads import HeadParts, OutputHead, register_output_head
+from penstock.runner.output_heads import PoolingHead, register_output_head
 
 ARCHITECTURE = "BidirectionalLlama"
 HEAD = "mean"
+LAST_TOKEN_HEAD = "last_token"
 # A score falls by this much for each position between query and key.
 SLOPE = 0.1
 
@@ -93,28 +92,31 @@ class BidirectionalLlama(DecoderForCausalLM):
         super().__init__(config, parallel, DecoderModel(config, parallel, layer))
 
 
-class MeanPooling(OutputHead):
+class MeanPooling(PoolingHead):
     """The mean of a prompt's last hidden states."""
-
-    def __init__(self, parts: HeadParts) -> None:
-        self._owners = parts.owners
 
     def wants(self, frame: Frame) -> WantedOutputs:
         return WantedOutputs(all_rows=True)
 
-    def finish(self, frame: Frame) -> ReadyOutput:
-        pooled: list[ArrayBytes | None] = []
-        if frame.has_tokens:
-            assert frame.all_hidden is not None, "all rows were wanted"
-            starts = frame.batch.layout.query_start_loc_np[: len(frame.req_ids) + 1].tolist()
-            for begin, end in itertools.pairwise(starts):
-                pooled.append(ArrayBytes.of(frame.all_hidden[begin:end].mean(0).numpy()))
-        frame.drop_outputs()
-        return ReadyOutput(
-            PooledOutput(step_id=frame.step_id, req_ids=frame.req_ids, pooled=pooled, errors=frame.errors)
-        )
+    def pool(self, frame: Frame, is_complete: Sequence[bool]) -> list[Tensor]:
+        assert frame.all_hidden is not None, "all rows were wanted"
+        assert all(is_complete), "prompts come whole"
+        starts = frame.batch.layout.query_start_loc_np[: len(frame.req_ids) + 1].tolist()
+        return [frame.all_hidden[begin:end].mean(0) for begin, end in itertools.pairwise(starts)]
+
+
+class LastTokenPooling(PoolingHead):
+    """The last hidden state of a prompt, which may come in chunks."""
+
+    def wants(self, frame: Frame) -> WantedOutputs:
+        return WantedOutputs(logits_rows=True)
+
+    def pool(self, frame: Frame, is_complete: Sequence[bool]) -> list[Tensor | None]:
+        assert frame.hidden is not None, "rows of last tokens were wanted"
+        return [row if complete else None for row, complete in zip(frame.hidden, is_complete, strict=True)]
 
 
 def register() -> None:
     register_model(ARCHITECTURE, BidirectionalLlama)
     register_output_head(HEAD, MeanPooling)
+    register_output_head(LAST_TOKEN_HEAD, LastTokenPooling)

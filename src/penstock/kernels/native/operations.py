@@ -21,6 +21,13 @@ def row_width(x: Tensor) -> int:
     return x.stride(0) if type(x) is TracedTensor else x.shape[1]
 
 
+def have_same_shape(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape; for the rows of a trace, the same width."""
+    if type(x) is TracedTensor or type(other) is TracedTensor:
+        return type(x) is type(other) and x.dim() == other.dim() and x.stride(0) == other.stride(0)
+    return x.shape == other.shape
+
+
 def _row_stride(x: Tensor) -> int:
     """Elements from one row to the next, which are the row's own where the rows are contiguous, a single one too."""
     return x.stride(0) if x.shape[0] != 1 else x.shape[-1]
@@ -45,6 +52,8 @@ class NativeOperation:
         num_rows = x.shape[0]
         out, threads = torch.empty(num_rows, width), torch.get_num_threads()
         if self._has_second:
+            if second is not None and second.shape[0] != num_rows:
+                raise ValueError(f"{self.type.name}: {num_rows} rows, and {second.shape[0]} of the second operand.")
             second_stride = 0 if second is None else _row_stride(second)
             self._run(num_rows, threads, x, _row_stride(x), second, second_stride, out, width, *arguments)
         else:

@@ -17,7 +17,13 @@ _factories: dict[str, HeadFactory] = {GENERATE: Generation}
 
 
 def register_output_head(name: str, factory: HeadFactory) -> None:
-    """Make a head known by its name. Called by plugins; of several calls with a name, the last one counts."""
+    """Make an output head known by its name. A plugin may call it again; `factory` is a function or class of a module.
+
+    Raises ConfigError for a name that another head has.
+    """
+    known = _factories.setdefault(name, factory)
+    if (known.__module__, known.__qualname__) != (factory.__module__, factory.__qualname__):
+        raise ConfigError(f"Two output heads are named {name!r}: {known} and {factory}.")
     _factories[name] = factory
 
 
