@@ -1,7 +1,7 @@
 """What constraining outputs costs beside a step of the 60M Llama: bitmasks, matchers, and applying the masks.
 
     python -m benchmarks.structured [--requests 32] [--steps 100] [--turns 5] [--threads 2]
-        [--backend llguidance|xgrammar] [--output FOLDER]
+        [--output FOLDER]
 
 Requests that are constrained and requests that are not, with the same prompts and drawn at temperature 1, take turns in
 one engine. The tokens are those of a vocabulary of 32,000 that is learned from Python's own library first, so that they
@@ -24,11 +24,9 @@ from benchmarks.machine import described, machine, save
 from benchmarks.peers.checkpoints import make
 from benchmarks.peers.shapes import SHAPES
 from penstock.config import EngineConfig
-from penstock.config.structured import BACKENDS, LLGUIDANCE
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.engine.session import Session
-from penstock.structured.backend import load_backend
-from penstock.structured.ending import EndingMatcher
+from penstock.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 
 _VOCAB_SIZE = 32_000
 # Prefills, and a few steps for caches to settle.
@@ -113,18 +111,18 @@ def run(session: Session, requests: list[SamplingParams], steps: int) -> list[di
 @contextmanager
 def timed_masks(times: list[float]) -> Iterator[None]:
     """Note how long each request's mask takes."""
-    original: Callable[..., None] = EndingMatcher.fill
+    original: Callable[..., None] = LLGuidanceMatcher.fill
 
-    def fill(matcher: EndingMatcher, words: Any) -> None:
+    def fill(matcher: LLGuidanceMatcher, words: Any) -> None:
         begin = time.perf_counter()
         original(matcher, words)
         times.append(time.perf_counter() - begin)
 
-    EndingMatcher.fill = fill  # type: ignore[method-assign]
+    LLGuidanceMatcher.fill = fill  # type: ignore[method-assign]
     try:
         yield
     finally:
-        EndingMatcher.fill = original  # type: ignore[method-assign]
+        LLGuidanceMatcher.fill = original  # type: ignore[method-assign]
 
 
 def measure(session: Session, num_requests: int, steps: int, turns: int) -> dict[str, Any]:
@@ -156,9 +154,9 @@ def measure(session: Session, num_requests: int, steps: int, turns: int) -> dict
     }
 
 
-def compile_times(folder: Path, name: str, repeats: int = 7) -> dict[str, float]:
+def compile_times(folder: Path, repeats: int = 7) -> dict[str, float]:
     """Milliseconds that a backend takes, the median of a few."""
-    backend = load_backend(name, (folder / "tokenizer.json").read_text(), _VOCAB_SIZE, [2])
+    backend = LLGuidanceBackend((folder / "tokenizer.json").read_text(), _VOCAB_SIZE, [2])
     result = {}
     for name, schema in SCHEMAS.items():
         times = []
@@ -190,7 +188,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--backend", choices=BACKENDS, default=LLGUIDANCE)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work_dir:
@@ -201,12 +198,11 @@ def main() -> None:
             num_threads=arguments.threads,
             max_num_seqs=arguments.requests,
             device="cpu",
-            structured_outputs_backend=arguments.backend,
         )
         session = Session(config)
         report = measure(session, arguments.requests, arguments.steps, arguments.turns)
         session.close()
-        report["milliseconds to compile"] = compile_times(folder, arguments.backend)
+        report["milliseconds to compile"] = compile_times(folder)
     report["machine"] = machine(arguments.threads)
     print(as_markdown(report))
     if arguments.output is not None:

@@ -1,6 +1,6 @@
 """Compare the enforcement of JSON schemas with their instances, over files of schemas.
 
-    python tools/check_schemas.py FILE.jsonl.gz [...] [--outputs N] [--backend xgrammar] [--show]
+    python tools/check_schemas.py FILE.jsonl.gz [...] [--outputs N] [--show]
 
 Each line of a file has a "schema", a "name" (or "file" and "description"), and "tests": instances ("data") that are
 "valid" or not. Every instance goes through the matcher token by token. No invalid one may pass; a valid one that does
@@ -28,11 +28,11 @@ import jsonschema
 import numpy as np
 
 from penstock.config import ModelConfig
-from penstock.config.structured import BACKENDS, LLGUIDANCE
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter
-from penstock.structured.backend import Matcher, MatcherError, load_backend
+from penstock.structured.backend import Matcher, MatcherError
+from penstock.structured.llguidance_backend import LLGuidanceBackend
 from penstock.structured.schema_check import NotEnforced
 
 _NUM_ORDERS = 50
@@ -43,12 +43,12 @@ _SLOW_S = 1.0
 class Check:
     """Runs schemas through a backend, and counts what comes of it."""
 
-    def __init__(self, *, num_outputs: int, shows: bool, backend: str = LLGUIDANCE) -> None:
+    def __init__(self, *, num_outputs: int, shows: bool) -> None:
         model = ModelConfig.load("demo")
         self.tokenizer: Tokenizer = load_tokenizer(model.tokenizer_folder)
         self.end = min(model.eos_token_ids)
         self.vocab_size = model.vocab_size
-        self.backend = load_backend(backend, self.tokenizer.as_json() or "", model.vocab_size, model.eos_token_ids)
+        self.backend = LLGuidanceBackend(self.tokenizer.as_json() or "", model.vocab_size, model.eos_token_ids)
         self.num_outputs = num_outputs
         self.shows = shows
         self.counts: Counter[str] = Counter()
@@ -191,7 +191,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--outputs", type=int, default=0, help="outputs to draw per schema")
-    parser.add_argument("--backend", choices=BACKENDS, default=LLGUIDANCE, help="the library that enforces them")
     parser.add_argument("--show", action="store_true", help="name the schemas behind the numbers")
     options = parser.parse_args()
     check = Check(num_outputs=options.outputs, shows=options.show, backend=options.backend)

@@ -18,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # What a build and an installation themselves take.
 INSTALLERS = ("pip", "setuptools")
-# Extras that no development environment has: these bring triton.
-NOT_PINNED = {"gpu", "xgrammar"}
+# Extras that no development environment has: this one brings triton.
+NOT_PINNED = {"gpu"}
 _HEADER = """\
 # Every package, as the tests passed with it last. `make upgrade` renews this file; pyproject.toml has the ranges that
 # are supported.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.config import StructuredOutputsConfig
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.constraint_check import check_constraint, check_read
@@ -38,7 +40,6 @@ NUMBER = 'root ::= sign? [0-9]+\nsign ::= "-" | "+"\n'
         ({"json": {"type": "array"}, "whitespace_pattern": "\t?"}, ["[1,\t2]", "[1,2]"], ["[1, 2]", "[1,\t\t2]"]),
     ],
 )
-@pytest.mark.usefixtures("backend")
 def test_each_kind_of_constraint_is_followed(fields: dict[str, Any], right: list[str], wrong: list[str]) -> None:
     matcher = matcher_for(**fields)
     assert [allows(matcher, text) for text in right] == [True] * len(right)
@@ -63,7 +64,6 @@ def test_a_grammar_in_larks_notation_is_followed(grammar: str, right: str, wrong
     assert not allows(matcher, wrong)
 
 
-@pytest.mark.usefixtures("backend")
 def test_whitespace_is_bounded_unless_a_pattern_says_otherwise() -> None:
     matcher = schema_matcher({"type": "array"})
     assert allows(matcher, "[ 1,\n  2 ]")
@@ -75,7 +75,6 @@ def test_whitespace_is_bounded_unless_a_pattern_says_otherwise() -> None:
         assert not allows(matcher, text)
 
 
-@pytest.mark.usefixtures("backend")
 def test_a_structural_tag_constrains_what_stands_behind_its_triggers_and_nothing_else() -> None:
     tag = {
         "structures": [
@@ -91,7 +90,6 @@ def test_a_structural_tag_constrains_what_stands_behind_its_triggers_and_nothing
         assert not allows(matcher, text), text
 
 
-@pytest.mark.usefixtures("backend")
 def test_where_the_output_is_complete_the_end_alone_may_come() -> None:
     matcher = matcher_for(regex="ab?")
     assert allowed_tokens(matcher) != [END]
@@ -109,7 +107,6 @@ def test_where_the_output_is_complete_the_end_alone_may_come() -> None:
     assert matcher.accept([a]) == 0
 
 
-@pytest.mark.usefixtures("backend")
 def test_the_end_may_not_come_before_the_output_is_complete() -> None:
     matcher = matcher_for(regex="ab")
     assert END not in allowed_tokens(matcher)
@@ -117,7 +114,6 @@ def test_the_end_may_not_come_before_the_output_is_complete() -> None:
     assert allows(matcher, "ab")
 
 
-@pytest.mark.usefixtures("backend")
 def test_a_bitmask_allows_what_is_accepted_and_nothing_else() -> None:
     matcher = schema_matcher({"type": "object", "properties": {"ab": {"type": "integer"}}, "required": ["ab"]})
     for token_id in [*encode('{"ab": 12}'), END]:
@@ -130,7 +126,6 @@ def test_a_bitmask_allows_what_is_accepted_and_nothing_else() -> None:
         assert matcher.accept([token_id]) == 1
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("num_tokens", [1, 3, 7])
 def test_what_is_taken_back_leaves_no_trace(num_tokens: int) -> None:
     matcher = schema_matcher({"type": "array", "items": {"type": "integer"}})
@@ -147,14 +142,12 @@ def test_what_is_taken_back_leaves_no_trace(num_tokens: int) -> None:
     assert allowed_tokens(matcher) == states[0]
 
 
-@pytest.mark.usefixtures("backend")
 def test_what_is_not_accepted_leaves_no_trace() -> None:
     matcher = matcher_for(regex="[0-9]{3}")
     assert matcher.accept([*encode("1"), *encode("x"), *encode("2")]) == 1
     assert allows(matcher, "23")
 
 
-@pytest.mark.usefixtures("backend")
 def test_matchers_of_one_grammar_know_nothing_of_each_other() -> None:
     grammar = demo_backend().compile(StructuredOutputsParams(regex="[0-9]x"))
     first, second = grammar.start(), grammar.start()
@@ -220,7 +213,6 @@ def test_what_cannot_be_compiled_is_an_error_that_says_so(fields: dict[str, Any]
     assert said in str(refused.value)
 
 
-@pytest.mark.usefixtures("backend")
 def test_words_beyond_the_tokens_of_the_grammar_are_cleared() -> None:
     matcher = matcher_for(choice=["a"])
     words = np.full(NUM_WORDS, -1, np.int32)
@@ -228,7 +220,6 @@ def test_words_beyond_the_tokens_of_the_grammar_are_cleared() -> None:
     assert sum(int(word).bit_count() for word in words.view(np.uint32)) == 1
 
 
-@pytest.mark.usefixtures("backend")
 def test_a_large_schema_is_compiled_and_followed() -> None:
     properties = {f"property_{index}": {"enum": [f"value_{index}", None]} for index in range(1000)}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
@@ -259,3 +250,22 @@ def test_definitions_that_contain_each_other_do_not_grow_without_bound() -> None
         }
     with pytest.raises(InvalidParameter, match="oneOf"):
         schema_matcher({"$defs": definitions, "$ref": "#/$defs/0"})
+
+
+@pytest.mark.parametrize("name", ["auto", "guidance", "xgrammar"])
+def test_other_backends_of_vllm_mean_llguidance_and_the_log_says_so(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock")
+    config = StructuredOutputsConfig(structured_outputs_backend=name)
+    assert dataclasses.replace(config).structured_outputs_backend == "llguidance"
+    (record,) = caplog.records
+    said = f"structured_outputs_backend='{name}' is taken as 'llguidance', the only backend of structured outputs."
+    assert record.getMessage() == said
+
+
+def test_nothing_but_end_tokens_may_follow_an_end_token() -> None:
+    matcher = matcher_for(regex="[0-9]+")
+    assert matcher.accept([*encode("1"), END]) == 2
+    assert matcher.accept(encode("2")) == 0
+    assert matcher.accept([END]) == 1

@@ -42,7 +42,7 @@ def test_long_constraints_are_read_in_linear_time(name: str) -> None:
 
 def test_a_long_constraint_is_not_read_where_it_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
-    monkeypatch.setattr(constraint_check, "check_read", lambda params, backend: read.append(params))
+    monkeypatch.setattr(constraint_check, "check_read", lambda params: read.append(params))
     check_constraint(StructuredOutputsParams(regex="a" * 5000), 1 << 20)
     assert read == []
     check_constraint(StructuredOutputsParams(regex="a" * 4000), 1 << 20)

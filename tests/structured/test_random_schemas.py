@@ -80,7 +80,6 @@ class Maker:
         return rng.choice(kinds if depth < 2 else kinds[:5])()
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_passes_that_is_not_valid(seed: int) -> None:
     maker, generator = Maker(seed), np.random.default_rng(seed)

@@ -95,7 +95,6 @@ def constrained(token_ids: Sequence[int]) -> list[int]:
     return allowed_tokens(matcher) if matcher.accept(token_ids) == len(token_ids) else []
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("markers", KINDS, ids=str)
 @pytest.mark.parametrize("opened", [None, "", "so 1", "so </think 11"], ids=repr)
 @pytest.mark.one_case_quick

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from penstock.config.resolve import resolve_model_folder
-from penstock.config.structured import LLGUIDANCE
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
-from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher, load_backend
+from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 from penstock.structured.compiler import GrammarCompiler
+from penstock.structured.llguidance_backend import LLGuidanceBackend
 
 END = 2
 VOCAB_SIZE = 1536
 NUM_WORDS = VOCAB_SIZE // 32
-_chosen = [LLGUIDANCE]
 
 
 @functools.cache
@@ -28,25 +25,11 @@ def demo_tokenizer() -> Tokenizer:
     return load_tokenizer(resolve_model_folder("demo"))
 
 
-@contextmanager
-def constrained_by(backend: str) -> Iterator[None]:
-    """Let the matchers of this module come from a backend of this name."""
-    before, _chosen[0] = _chosen[0], backend
-    try:
-        yield
-    finally:
-        _chosen[0] = before
-
-
-def demo_backend() -> GrammarBackend:
-    return _demo_backend(_chosen[0])
-
-
 @functools.cache
-def _demo_backend(name: str) -> GrammarBackend:
+def demo_backend() -> GrammarBackend:
     as_json = demo_tokenizer().as_json()
     assert as_json is not None
-    return load_backend(name, as_json, VOCAB_SIZE, [END])
+    return LLGuidanceBackend(as_json, VOCAB_SIZE, [END])
 
 
 def compiled_beside(**fields: Any) -> CompiledGrammar:

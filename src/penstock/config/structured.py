@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from penstock.config.checks import check_choice, check_flag, check_integer, check_seconds
 from penstock.config.reasoning import CUSTOM, REASONING_PARSERS
-from penstock.errors import ConfigError, UnsupportedArgument
+from penstock.errors import UnsupportedArgument
 
-LLGUIDANCE, XGRAMMAR = "llguidance", "xgrammar"
-BACKENDS = (LLGUIDANCE, XGRAMMAR)
-# Of vLLM's; what each enforces would have to be found out keyword by keyword, as it was for ours.
-_BACKENDS_NOT_HERE = ("outlines", "lm-format-enforcer")
+_LLGUIDANCE = "llguidance"
+# Backends of vLLM that llguidance stands in for, and those it does not.
+_REPLACED_BACKENDS = ("auto", "guidance", "xgrammar")
+_REFUSED_BACKENDS = ("outlines", "lm-format-enforcer")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
-    """structured_outputs_backend: the library that compiles and follows constraints. xgrammar, an extra, enforces less.
+    """structured_outputs_backend: library that enforces constraints. auto, guidance and xgrammar mean llguidance too.
     max_grammar_compile_s: seconds that compiling one may take; its requests end with an error then.
     max_grammar_bytes: of a constraint as text.
     max_cached_grammars: constraints that are kept compiled.
@@ -34,17 +33,15 @@ class StructuredOutputsConfig:
     enable_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
-        if self.structured_outputs_backend in _BACKENDS_NOT_HERE:
+        if self.structured_outputs_backend in _REFUSED_BACKENDS:
             raise UnsupportedArgument(
-                f"structured_outputs_backend={self.structured_outputs_backend!r} is not supported, and no extra "
-                f"installs it. Leave it out: {LLGUIDANCE} enforces every kind of constraint."
+                f"structured_outputs_backend={self.structured_outputs_backend!r} is not supported. Leave it out: "
+                f"{_LLGUIDANCE} enforces every kind of constraint."
             )
-        check_choice("structured_outputs_backend", self.structured_outputs_backend, BACKENDS)
-        if self.structured_outputs_backend == XGRAMMAR and find_spec(XGRAMMAR) is None:
-            raise ConfigError(
-                "structured_outputs_backend='xgrammar' needs a package that is not installed. Install it with "
-                f"pip install 'penstock[xgrammar]', or leave it out: {LLGUIDANCE} comes with penstock."
-            )
+        if self.structured_outputs_backend in _REPLACED_BACKENDS:
+            _log_replacement(self.structured_outputs_backend)
+            object.__setattr__(self, "structured_outputs_backend", _LLGUIDANCE)
+        check_choice("structured_outputs_backend", self.structured_outputs_backend, (_LLGUIDANCE,))
         check_seconds("max_grammar_compile_s", self.max_grammar_compile_s)
         check_integer("max_grammar_bytes", self.max_grammar_bytes, 1)
         check_integer("max_cached_grammars", self.max_cached_grammars, 1)
@@ -53,3 +50,13 @@ class StructuredOutputsConfig:
         if self.reasoning_parser is not None:
             check_choice("reasoning_parser", self.reasoning_parser, (*REASONING_PARSERS, CUSTOM))
         check_flag("enable_in_reasoning", self.enable_in_reasoning)
+
+
+def _log_replacement(backend: str) -> None:
+    import logging
+
+    logging.getLogger(__name__).info(
+        "structured_outputs_backend='%s' is taken as '%s', the only backend of structured outputs.",
+        backend,
+        _LLGUIDANCE,
+    )

@@ -96,7 +96,7 @@ class ParamsProcessor:
         # Only who constrains outputs pays for the import.
         from penstock.structured.constraint_check import check_constraint
 
-        check_constraint(constraint, self._structured.max_grammar_bytes, self._structured.structured_outputs_backend)
+        check_constraint(constraint, self._structured.max_grammar_bytes)
         self._last_checked = constraint
 
     def _check_num_logprobs(self, name: str, asked: int | None) -> None:

@@ -17,7 +17,7 @@ from penstock.engine.messages import EngineRequest
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import GrammarError, UnsupportedFeature
 from penstock.scheduler.outputs import EngineCoreOutput
-from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher, load_backend
+from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 from penstock.structured.compiler import Compiled, GrammarCompiler
 from penstock.structured.reasoning import ReasoningBackend, ReasoningTokens, other_spellings
 
@@ -76,7 +76,7 @@ class StructuredGrammar:
         self._compiled: deque[tuple[StructuredOutputsParams, Compiled]] = deque()
         self._failures: deque[GrammarError] = deque()
         self._compiler = GrammarCompiler(
-            make_backend or (lambda: _backend_for(model, config.structured_outputs_backend, reasoning)),
+            make_backend or (lambda: _backend_for(model, reasoning)),
             timeout_s=config.max_grammar_compile_s,
             max_cached=config.max_cached_grammars,
         )
@@ -243,14 +243,16 @@ def _failure(cause: Exception, req_ids: list[str]) -> GrammarError:
     return error
 
 
-def _backend_for(model: ModelConfig, name: str, reasoning: ReasoningMarkers | None) -> GrammarBackend:
+def _backend_for(model: ModelConfig, reasoning: ReasoningMarkers | None) -> GrammarBackend:
     """Reads the tokenizer anew: the core has none, and may be in a process of its own."""
+    from penstock.structured.llguidance_backend import LLGuidanceBackend
+
     tokenizer = load_tokenizer(model.tokenizer_folder)
     as_json = tokenizer.as_json()
     if as_json is None:
         raise UnsupportedFeature("The model's tokenizer has no fast version, which structured outputs need.")
     eos_token_ids = model.eos_token_ids | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
-    backend = load_backend(name, as_json, model.vocab_size, eos_token_ids)
+    backend = LLGuidanceBackend(as_json, model.vocab_size, eos_token_ids)
     if reasoning is None:
         return backend
     tokens = reasoning_tokens(tokenizer, reasoning)

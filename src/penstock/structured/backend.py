@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from penstock.config.structured import XGRAMMAR
 from penstock.contract import StructuredOutputsParams
 
 
@@ -48,14 +47,3 @@ class GrammarBackend(Protocol):
 
 class MatcherError(RuntimeError):
     """A matcher that cannot go on, such as at a limit of its library."""
-
-
-def load_backend(name: str, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> GrammarBackend:
-    """The backend of a name, for a tokenizer of the `tokenizers` library. eos_token_ids: each ends an output."""
-    if name == XGRAMMAR:
-        from penstock.structured.xgrammar_backend import XGrammarBackend
-
-        return XGrammarBackend(tokenizer_json, vocab_size, eos_token_ids)
-    from penstock.structured.llguidance_backend import LLGuidanceBackend
-
-    return LLGuidanceBackend(tokenizer_json, vocab_size, eos_token_ids)

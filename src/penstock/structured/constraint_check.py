@@ -7,23 +7,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.structured import LLGUIDANCE, XGRAMMAR
 from penstock.contract import StructuredOutputsParams
 from penstock.contract.structured_outputs import MAX_READ_AT_INTAKE, parsed
 from penstock.errors import InvalidParameter
-from penstock.structured.gbnf import is_gbnf
 from penstock.structured.grammar_text import as_lark
 from penstock.structured.patterns import PatternError, translate_full_match
-from penstock.structured.schema_check import Narrow, NotEnforced, enforceable
-from penstock.structured.xgrammar_patterns import as_rule
-from penstock.structured.xgrammar_schema import narrowed
+from penstock.structured.schema_check import NotEnforced, enforceable
 
 # A space, or a line's end and up to 20 spaces. So JSON can be written in one line or indented, and a model that likes
 # to write spaces still gets on.
 DEFAULT_WHITESPACE = r"[ ]|\x{a}[ ]{0,20}"
 _TAG_FIELDS = {"type", "structures", "triggers"}
-# What a backend that enforces less makes of a schema.
-_NARROW: dict[str, Narrow | None] = {LLGUIDANCE: None, XGRAMMAR: narrowed}
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 
 
@@ -37,13 +31,13 @@ class TaggedPart:
     end: str
 
 
-def check_constraint(params: StructuredOutputsParams, max_bytes: int, backend: str = LLGUIDANCE) -> None:
+def check_constraint(params: StructuredOutputsParams, max_bytes: int) -> None:
     """Refuse what cannot be enforced, as far as that can be known by reading.
 
     Constraints longer than `MAX_READ_AT_INTAKE` are only measured: reading one takes time that grows with its length,
     so the threads that compile do it (`check_read`), and the request ends with the error.
 
-    max_bytes: of the constraint as text. backend: that is to enforce it, by its name.
+    max_bytes: of the constraint as text.
     Raises InvalidParameter.
     """
     name = params.constraint
@@ -56,41 +50,33 @@ def check_constraint(params: StructuredOutputsParams, max_bytes: int, backend: s
             f"the engine with max_grammar_bytes={size}."
         )
     if size <= MAX_READ_AT_INTAKE:
-        check_read(params, backend)
+        check_read(params)
 
 
-def check_read(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> None:
+def check_read(params: StructuredOutputsParams) -> None:
     """Refuse what reading a constraint of any length shows. Raises InvalidParameter."""
     if params.whitespace_pattern is not None:
         whitespace(params.whitespace_pattern)
-    if backend == XGRAMMAR and params.grammar is not None and not is_gbnf(params.grammar):
-        raise InvalidParameter(
-            "structured_outputs.grammar is in Lark's notation, which structured_outputs_backend='xgrammar' does not "
-            "have. Allowed with it: GBNF."
-        )
     if params.json is not None:
-        schema_of(params, backend)
+        schema_of(params)
     elif params.regex is not None:
-        translated("regex", params.regex, backend)
+        translated("regex", params.regex)
     elif params.grammar is not None:
         as_lark(params.grammar)
     elif params.structural_tag is not None:
-        tagged_parts(params, backend)
+        tagged_parts(params)
 
 
-def schema_of(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> Any:
+def schema_of(params: StructuredOutputsParams) -> Any:
     """The schema of `json` or `json_object`, in what backends enforce. Raises InvalidParameter."""
     schema = {"type": "object"} if params.json is None else parsed("json", params.json)
-    return enforceable(schema, narrow=_NARROW[backend])
+    return enforceable(schema)
 
 
-def translated(name: str, pattern: str, backend: str = LLGUIDANCE) -> str:
+def translated(name: str, pattern: str) -> str:
     """A pattern that a whole text matches, as a backend takes it. Raises InvalidParameter."""
     try:
-        translation = translate_full_match(pattern)
-        if backend == XGRAMMAR:
-            as_rule(translation)
-        return translation
+        return translate_full_match(pattern)
     except PatternError as error:
         raise InvalidParameter(f"structured_outputs.{name}: {error}.") from error
 
@@ -115,7 +101,7 @@ def whitespace_of(params: StructuredOutputsParams) -> str:
     return DEFAULT_WHITESPACE if params.whitespace_pattern is None else whitespace(params.whitespace_pattern)
 
 
-def tagged_parts(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> list[TaggedPart]:
+def tagged_parts(params: StructuredOutputsParams) -> list[TaggedPart]:
     """The parts of a structural tag. Raises InvalidParameter."""
     tag = parsed("structural_tag", params.structural_tag or "{}")
     _check_fields("", tag, _TAG_FIELDS)
@@ -124,10 +110,10 @@ def tagged_parts(params: StructuredOutputsParams, backend: str = LLGUIDANCE) -> 
         raise _invalid_tag("/structures", structures, "a list of parts, each with begin, schema and end")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
         raise _invalid_tag("/triggers", triggers, "a list of texts, none of them empty")
-    return [_tagged_part(part, f"/structures/{index}", triggers, backend) for index, part in enumerate(structures)]
+    return [_tagged_part(part, f"/structures/{index}", triggers) for index, part in enumerate(structures)]
 
 
-def _tagged_part(part: Any, at: str, triggers: list[str], backend: str) -> TaggedPart:
+def _tagged_part(part: Any, at: str, triggers: list[str]) -> TaggedPart:
     if not isinstance(part, dict):
         raise _invalid_tag(at, part, "a dictionary with begin, schema and end")
     _check_fields(at, part, _STRUCTURE_FIELDS)
@@ -138,7 +124,7 @@ def _tagged_part(part: Any, at: str, triggers: list[str], backend: str) -> Tagge
     if trigger is None:
         raise _invalid_tag(f"{at}/begin", begin, f"a text that begins with a trigger ({', '.join(triggers)})")
     try:
-        schema = enforceable(part.get("schema", True), narrow=_NARROW[backend])
+        schema = enforceable(part.get("schema", True))
     except NotEnforced as error:
         raise InvalidParameter(f"structured_outputs.structural_tag{at}/schema: {error}") from error
     return TaggedPart(trigger, begin, schema, end)

@@ -14,7 +14,6 @@ from penstock.contract.structured_outputs import CONSTRAINTS_BY_SCHEMA, Structur
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import MatcherError
 from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace_of
-from penstock.structured.ending import EndingMatcher, end_mask
 from penstock.structured.grammar_text import as_lark
 from penstock.structured.pattern_names import without_empty_patterns
 from penstock.structured.schema_narrowing import narrowed
@@ -60,7 +59,7 @@ class LLGuidanceBackend:
                 LLTokenizer.general_slices()[-1],
             ],
         )
-        self._end_words = end_mask(vocab_size, self._eos_token_ids)
+        self._end_words = _end_mask(vocab_size, self._eos_token_ids)
         self._special_ids = {
             token["content"]: token["id"]
             for token in json.loads(tokenizer_json).get("added_tokens") or ()
@@ -81,7 +80,7 @@ class LLGuidanceBackend:
         if matcher is None or '"oneOf"' in whole:
             checked = self._matcher(whole)
             if checked.is_error():
-                raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_said(checked)}.")
+                raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_reason(checked)}.")
             matcher = matcher or checked
         return LLGuidanceGrammar(matcher, self._eos_token_ids, self._end_words)
 
@@ -157,38 +156,66 @@ class LLGuidanceGrammar:
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._end_words)
 
 
-class LLGuidanceMatcher(EndingMatcher):
-    """Follows an output."""
+class LLGuidanceMatcher:
+    """Matcher of one output. llguidance knows nothing of end tokens: they are counted here, to be rolled back like any
+    token.
+
+    end_words: bitmask of the end tokens alone, as `_end_mask` makes it.
+    """
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], end_words: np.ndarray) -> None:
-        super().__init__(eos_token_ids, end_words)
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._end_words = end_words
+        self._num_end_tokens = 0
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        if self._eos_token_ids.isdisjoint(token_ids):
+            return 0 if self._num_end_tokens else self._accept_text(token_ids)
+        for num_accepted, token_id in enumerate(token_ids):
+            if not (self._accept_end() if token_id in self._eos_token_ids else self.accept([token_id])):
+                return num_accepted
+        return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        num_end_tokens = min(num_tokens, self._num_end_tokens)
+        self._num_end_tokens -= num_end_tokens
+        if num_tokens > num_end_tokens:
+            self._matcher.rollback(num_tokens - num_end_tokens)
+            self._check()
+
+    def fill(self, words: np.ndarray) -> None:
+        if self._num_end_tokens:
+            words[:] = self._end_words
+            return
+        _fill(self._matcher, words)
+        self._check()
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._num_end_tokens > 0 or bool(self._matcher.is_stopped())
 
     def _accept_text(self, token_ids: Sequence[int]) -> int:
         num_accepted: int = self._matcher.try_consume_tokens(list(token_ids))
         self._check()
         return num_accepted
 
-    def _rollback_text(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-        self._check()
-
-    def _fill_text(self, words: np.ndarray) -> None:
-        _fill(self._matcher, words)
-        if self._matcher.is_error():
-            raise MatcherError(_said(self._matcher))
-
-    def _may_end(self) -> bool:
-        may_end: bool = self._matcher.is_accepting()
-        return may_end
-
-    def _has_nothing_left(self) -> bool:
-        is_stopped: bool = self._matcher.is_stopped()
-        return is_stopped
+    def _accept_end(self) -> bool:
+        has_ended = self._num_end_tokens > 0 or bool(self._matcher.is_accepting())
+        self._num_end_tokens += has_ended
+        return has_ended
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise MatcherError(_said(self._matcher))
+            raise MatcherError(_reason(self._matcher))
+
+
+def _end_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> np.ndarray:
+    """Bitmask that allows these tokens alone: int32 [ceil(vocabulary / 32)]."""
+    words = np.zeros((vocab_size + 31) // 32, np.int32)
+    for token_id in eos_token_ids:
+        words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words
 
 
 def _fill(matcher: LLMatcher, words: np.ndarray) -> None:
@@ -200,8 +227,8 @@ def _lark_of_regex(pattern: str) -> str:
     return lark
 
 
-def _said(matcher: LLMatcher) -> str:
-    """What is wrong, in a line."""
+def _reason(matcher: LLMatcher) -> str:
+    """First line of the error of a matcher."""
     error = matcher.get_error().strip().removesuffix("<non-verbose/>").strip()
     for begin, meaning in _ERRORS.items():
         if begin in error:

@@ -6,8 +6,8 @@ neither a keyword that a backend does not know, nor one that it is known to get 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from penstock.errors import InvalidParameter
 from penstock.structured import schema_arrays, schema_combinations, schema_objects, schema_values
@@ -33,14 +33,10 @@ class NotEnforced(InvalidParameter):
         self.keywords = list(keywords)
 
 
-Narrow: TypeAlias = Callable[[Any, Walk], Any]
-
-
-def enforceable(schema: Any, *, narrow: Narrow | None = None) -> dict[str, Any]:
+def enforceable(schema: Any) -> dict[str, Any]:
     """The same schema in the keywords that backends enforce: an instance is valid for both or for neither.
 
     Two things are narrower: `format` is enforced, and names are written without escapes by number.
-    narrow: writes the result once more for a backend that enforces less, and has the walk refuse what that does not.
     Raises NotEnforced, which names what cannot be enforced by its JSON pointer.
     """
     walk = Walk(schema, _HANDLERS)
@@ -56,13 +52,9 @@ def enforceable(schema: Any, *, narrow: Narrow | None = None) -> dict[str, Any]:
         for pointer in walk.references.endless():
             walk.refuse(pointer, "nothing finite is valid for it")
     rewritten: Any = {} if result is True else result
-    if not walk.refusals:
-        rewritten = walk.references.with_definitions(rewritten)
-        if narrow is not None:
-            rewritten = narrow(rewritten, walk)
     if walk.refusals:
         raise _not_enforced(walk.refusals)
-    whole: dict[str, Any] = rewritten
+    whole: dict[str, Any] = walk.references.with_definitions(rewritten)
     return whole
 
 
