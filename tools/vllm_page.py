@@ -1,4 +1,4 @@
-"""Writes docs/vllm.md from the table that the engine itself asks: src/penstock/config/vllm.toml.
+"""Write docs/vllm.md from src/penstock/config/vllm.toml.
 
 python tools/vllm_page.py
 """
@@ -21,7 +21,7 @@ _HEAD = """\
 
 <!-- Written by tools/vllm_page.py. -->
 
-Programs written for vLLM 0.32 run with another import, as far as Penstock has what they ask for:
+Programs written for vLLM 0.32 run with another import, as far as Penstock has the features that they use:
 
 ```python
 from penstock import LLM, SamplingParams
@@ -33,19 +33,19 @@ with LLM("demo", gpu_memory_utilization=0.5, dtype="half", enforce_eager=True) a
 
 Every argument is one of three kinds:
 
-- *ours*, perhaps by another name or with other values;
-- accepted, since the value asks for nothing, or only for another speed of something that is not there;
-- refused, with the name of the feature that is missing and what to do instead.
+- supported, perhaps by another name or with other values;
+- accepted without an effect: the value is a default, or the option is in the list at the end;
+- refused, with the name of the missing feature and what to do instead.
 
-What is refused raises `UnsupportedFeature`, and is besides what one would catch there: options of engines and commands
-are `ConfigError` too, parameters of requests `InvalidParameter`, methods `AttributeError` (so `hasattr` says no), and
-names of the package `ImportError`. A name that is in no list is a typing mistake, and the error says what it may have
-meant.
+A refusal raises `UnsupportedFeature`, which is also the exception that a caller would catch there: options of engines
+and commands raise a `ConfigError`, parameters of requests an `InvalidParameter`, methods an `AttributeError` (so
+`hasattr` is false), and names of the package an `ImportError`. A name in no list here is refused as unknown
+(`UnknownOption` for options of engines), with the closest known name.
 
-`None`, and an empty text or collection, ask for nothing of what is not built. For a command line, `max_num_seqs=4` is
+`None`, and an empty text or collection, ask for no feature. On the command line, `max_num_seqs=4` is
 `--max-num-seqs 4`, and `enable_lora=True` is `--enable-lora`. Sizes in bytes may be texts such as `1GiB`.
 
-Three habits differ. An engine is closed: use it in a `with` block, or call `close()`, or `shutdown()` of an
+Three habits differ. Close an engine: use it in a `with` block, or call `close()`, or `shutdown()` of an
 `AsyncEngine`. All names are in `penstock` itself: `from penstock import TokensPrompt`, not `from penstock.inputs`.
 `AsyncLLM` is another name of `AsyncEngine`, and `EngineArgs(...)` gives a configuration, for
 `AsyncEngine.from_engine_args`.
@@ -64,9 +64,9 @@ def render(table: Mapping[str, Any]) -> str:
         _rows(("vLLM", "Penstock"), _renamed(table)),
         "## Not built\n",
         _rows(("feature", "planned", "what asks for it", "instead"), map(_refused_row, refused)),
-        "## Accepted, and changes nothing\n",
-        "These change how something runs that is not there, or that Penstock decides by itself.\n",
-        _rows(("of", "arguments"), ((one["name"], _names(_tuning(one))) for one in features if _tuning(one))),
+        "## Accepted without an effect\n",
+        "Any value is accepted; the log names those that were given.\n",
+        *_ignored(table["ignored"]),
     ]
     return "\n".join(sections)
 
@@ -79,8 +79,18 @@ def _same(same: Mapping[str, list[str]]) -> list[str]:
         "names": "Names of the package",
         "commands": "Commands",
     }
-    paragraphs = (f"{titles[kind]}: {_names(names)}." for kind, names in same.items())
-    return [textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n" for text in paragraphs]
+    return _paragraphs((titles[kind], names) for kind, names in same.items())
+
+
+def _ignored(ignored: Mapping[str, list[str]]) -> list[str]:
+    titles = {"parameters": "`SamplingParams`", "arguments": "Arguments of methods"}
+    options = ("Options of engines", [*ignored["flags"], *ignored["options"]])
+    return _paragraphs([options, *((title, ignored[kind]) for kind, title in titles.items())])
+
+
+def _paragraphs(lists: Iterable[tuple[str, list[str]]]) -> list[str]:
+    texts = (f"{title}: {_names(names)}." for title, names in lists)
+    return [textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n" for text in texts]
 
 
 def _renamed(table: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -101,7 +111,7 @@ def _refused_row(feature: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _asking(feature: Mapping[str, Any]) -> list[str]:
-    """What asks for a feature: names, each with the values that ask for nothing, if it has any."""
+    """Names that ask for a feature, each with the values that do not."""
     names = [*feature.get("options", ()), *(f"{name}=True" for name in feature.get("flags", ()))]
     asking = [_names(names)] if names else []
     for key in ("defaults", "parameters", "arguments"):
@@ -119,12 +129,6 @@ def _asking(feature: Mapping[str, Any]) -> list[str]:
     asking += [_names(feature["names"])] if "names" in feature else []
     asking += [_names(f"penstock {name}" for name in feature["commands"])] if "commands" in feature else []
     return asking
-
-
-def _tuning(feature: Mapping[str, Any]) -> list[str]:
-    keys = ("tuning", "tuning_flags", "tuning_parameters", "tuning_arguments")
-    names = dict.fromkeys(name for key in keys for name in feature.get(key, ()))
-    return [name for name in names if not name.startswith("_")]
 
 
 def _names(names: Iterable[str]) -> str:

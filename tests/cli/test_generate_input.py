@@ -63,7 +63,7 @@ BAD_LINES = pytest.mark.parametrize(
         (b'{"prompt": "a", "temprature": 1}', "There is no field temprature (given: 1). Did you mean temperature?"),
         (b'{"prompt": "a", "temperature": -1}', "temperature=-1 is not valid. Allowed: 0 (greedy) to 10000."),
         (b'{"prompt": "a", "logprobs": 21}', "logprobs=21"),
-        (b'{"prompt": "a", "watermarking": true}', "watermarking=True asks for watermarked texts"),
+        (b'{"prompt": "a", "watermarking": true}', "watermarking=True asks for watermarking"),
         (b'{"prompt": "a", "zebra": 1}', "There is no field zebra (given: 1). Allowed: prompt, prompt_token_ids,"),
         (b'{"prompt": 7}', "prompt=7 is a int"),
         (b'{"prompt_token_ids": [400]}', "token id 400"),

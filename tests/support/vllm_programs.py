@@ -440,13 +440,13 @@ REFUSED = {
         LLM(model="demo").sleep(level=1)
         """,
     ],
-    "several devices, processes or machines": [
+    "expert parallelism, several nodes and external load balancers": [
         """
         from vllm import LLM
         LLM(model="demo", data_parallel_size=2, enable_expert_parallel=True)
         """,
     ],
-    "other kinds of quantization while loading": [
+    "other quantization methods": [
         """
         from vllm import LLM
         LLM(model="demo", quantization="fp8")
@@ -463,13 +463,13 @@ REFUSED = {
         LLM(model="demo", kv_cache_dtype="fp8", calculate_kv_scales=True)
         """,
     ],
-    "other formats and ways of loading": [
+    "other load formats": [
         """
         from vllm import LLM
         LLM(model="demo", load_format="gguf")
         """,
     ],
-    "weights or KV cache in the host's memory": [
+    "CPU offloading of weights or KV cache": [
         """
         from vllm import LLM
         LLM(model="demo", cpu_offload_gb=10)
@@ -492,50 +492,50 @@ REFUSED = {
         LLM(model="demo").chat([{"role": "user", "content": content}])
         """,
     ],
-    "embeddings as prompts": [
+    "prompt embeddings": [
         """
         import torch
         from vllm import LLM
         LLM(model="demo").generate({"prompt_embeds": torch.zeros(4, 64)})
         """,
     ],
-    "models with an encoder": [
+    "encoder-decoder models": [
         """
         from vllm import LLM
         LLM(model="demo").generate({"encoder_prompt": "A", "decoder_prompt": "B"})
         """,
     ],
-    "the best of more outputs": [
+    "best_of": [
         """
         from vllm import SamplingParams
         SamplingParams(n=1, best_of=4)
         """,
     ],
-    "beam search among the sampling parameters": [
+    "beam search in SamplingParams": [
         """
         from vllm import SamplingParams
         SamplingParams(n=4, use_beam_search=True, temperature=0, early_stopping=True)
         """,
     ],
-    "logits processors that come with a request": [
+    "logits processors per request": [
         """
         from vllm import SamplingParams
         SamplingParams(logits_processors=[lambda token_ids, logits: logits])
         """,
     ],
-    "traces of requests, and further metrics": [
+    "request tracing and further metrics": [
         """
         from vllm import LLM
         LLM(model="demo", otlp_traces_endpoint="grpc://localhost:4317")
         """,
     ],
-    "an engine of steps": [
+    "LLMEngine and its steps": [
         """
         from vllm import EngineArgs, LLMEngine, SamplingParams
         engine = LLMEngine.from_engine_args(EngineArgs(model="demo"))
         """,
     ],
-    "transfer of keys and values between engines": [
+    "KV transfer between engines": [
         """
         from vllm import LLM
         LLM(model="demo", kv_transfer_config={"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"})
@@ -554,11 +554,11 @@ COMMANDS = {
     "vllm run-batch -i in.jsonl -o out.jsonl --model demo": "asks for the HTTP server",
     "vllm complete --quick Hello": "asks for the HTTP server",
     "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",
-    "vllm bench latency --model demo --nnodes 2": "several devices, processes or machines",
+    "vllm bench latency --model demo --nnodes 2": "expert parallelism, several nodes and external load balancers",
     "vllm bench throughput --model demo --enable-lora": "asks for LoRA adapters",
     "vllm bench serve --model demo": "asks for the HTTP server",
-    "vllm bench throughput --model demo --dataset-name sharegpt": "asks for benchmarks with texts of a dataset",
-    "vllm bench latency --model demo --request-rate 4": "asks for benchmarks of a server",
+    "vllm bench throughput --model demo --dataset-name sharegpt": "asks for benchmarks on datasets",
+    "vllm bench latency --model demo --request-rate 4": "asks for server benchmarks",
     "vllm collect-env": "Penstock",
     "vllm --version": "penstock",
     "vllm bench throughput --model demo --dataset-name random --random-input-len 8 --random-output-len 4"

@@ -176,6 +176,8 @@ def option_is_flag(name: str) -> bool | None:
     own_name = vllm.table().other_names["options"].get(name, name)
     if own_name in option_names():
         return types.get(own_name, "str").startswith("bool")
+    if name in vllm.table().ignored["options"] or name in vllm.table().ignored["flags"]:
+        return name in vllm.table().ignored["flags"]
     entry = vllm.table().entries["options"].get(name)
     return None if entry is None else entry.is_flag
 

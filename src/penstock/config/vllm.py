@@ -1,6 +1,6 @@
-"""What programs written for vLLM say, and what Penstock makes of it: the table in vllm.toml, and whatever asks it.
+"""vLLM's names and values in Penstock's: renamed, ignored or refused, by the table in vllm.toml.
 
-The table is read where a name or a value is not our own, so that those who write for Penstock do not pay for it.
+The table is read where a name or a value is not Penstock's own, so that other programs do not pay for it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,6 @@ _TABLE = Path(__file__).with_suffix(".toml")
 _KINDS = ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts")
 # Keys of a feature with names that ask for it, and the kind of those names.
 _ASKING = {**{kind: kind for kind in _KINDS}, "flags": "options", "defaults": "options"}
-# Keys of which any value is accepted.
-_TUNING = {
-    "tuning": "options",
-    "tuning_flags": "options",
-    "tuning_parameters": "parameters",
-    "tuning_arguments": "arguments",
-}
 _MAX_SHOWN = 80
 
 _Params = ParamSpec("_Params")
@@ -38,28 +31,28 @@ _Result = TypeVar("_Result")
 
 
 class Feature(NamedTuple):
-    """Something that Penstock does not have, or that it does by itself. instead: what to do, as a sentence."""
+    """Feature that Penstock does not have. instead: what to do, as a sentence."""
 
     name: str
     planned: bool
     instead: str
 
     def refusal(self, said: str) -> str:
-        """What to tell somebody who said something that asks for it."""
+        """Message that refuses an argument which asks for the feature."""
         planned = "planned" if self.planned else "not planned"
         return f"{said} asks for {self.name}, which Penstock does not have ({planned}). {self.instead}"
 
 
 class Entry(NamedTuple):
-    """A name that belongs to a feature. harmless: the values that ask for nothing, besides None; None means any."""
+    """Name that asks for a feature. harmless: values that ask for nothing, besides None and what is empty."""
 
     feature: Feature
-    harmless: tuple[Any, ...] | None
+    harmless: tuple[Any, ...]
     is_flag: bool
 
     def asks_for_nothing(self, value: Any) -> bool:
         value = _plain(value)
-        if self.harmless is None or value is None:
+        if value is None:
             return True
         if isinstance(value, (str, int, float)):
             return value == "" or value in self.harmless
@@ -67,14 +60,16 @@ class Entry(NamedTuple):
 
 
 class Table(NamedTuple):
-    """same, other_names: our names, by kind of name. values: ours, by option and vLLM's value.
+    """same, other_names: Penstock's names, by kind of name. values: Penstock's, by option and vLLM's value.
+    ignored: names without an effect, by kind ("options", "flags", "parameters", "arguments").
     entries: by kind of name ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts").
-    refused_values: by option of ours.
+    refused_values: by option of Penstock's.
     """
 
     same: Mapping[str, list[str]]
     other_names: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
+    ignored: Mapping[str, list[str]]
     features: list[Feature]
     entries: Mapping[str, Mapping[str, Entry]]
     refused_values: Mapping[str, Mapping[str, Feature]]
@@ -82,7 +77,7 @@ class Table(NamedTuple):
 
 @functools.cache
 def table() -> Table:
-    """The table, as it lies in vllm.toml."""
+    """Table of vllm.toml."""
     import tomllib
 
     content = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
@@ -96,19 +91,19 @@ def table() -> Table:
             for name, values in _named(group.get(key, ()), (False,) if key == "flags" else ()):
                 is_flag = bool(values) and all(isinstance(value, bool) for value in values)
                 entries[kind][name] = Entry(feature, values, is_flag)
-        for key, kind in _TUNING.items():
-            for name in group.get(key, ()):
-                entries[kind][name] = Entry(feature, None, key == "tuning_flags")
         for option, values in group.get("values", {}).items():
             refused.setdefault(option, {}).update(dict.fromkeys(values, feature))
-    return Table(content["same"], content["other_names"], content["values"], features, entries, refused)
+    return Table(
+        content["same"], content["other_names"], content["values"], content["ignored"], features, entries, refused
+    )
 
 
 def options_as_ours(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Engine options by our names and with our values, without those that ask for nothing. Unknown ones stay.
+    """Engine options by Penstock's names and with its values, without those that ask for nothing. Unknown ones stay.
 
-    known: our names. Raises UnsupportedArgument, naming the feature, for what Penstock does not have.
+    known: Penstock's names. Raises UnsupportedArgument, naming the feature, for what Penstock does not have.
     """
+    ignored = {*table().ignored["options"], *table().ignored["flags"]}
     ours = {}
     for name, value in options.items():
         own_name = table().other_names["options"].get(name, name)
@@ -117,19 +112,20 @@ def options_as_ours(options: Mapping[str, Any], known: Iterable[str]) -> dict[st
             # vLLM's None takes the default, as does an option that is not given.
             if own_value is not None:
                 ours[own_name] = own_value
+        elif name in ignored:
+            if value:
+                _log(f"{_said(name, value)} is an option of vLLM's that has no effect here.")
         elif (entry := table().entries["options"].get(name)) is None:
             ours[name] = value
         elif not entry.asks_for_nothing(value):
             raise UnsupportedArgument(entry.feature.refusal(_said(name, value)))
-        elif entry.harmless is None and value:
-            _log(f"{_said(name, value)} is accepted, and changes nothing: it is for {entry.feature.name}.")
     return ours
 
 
 def parameters_as_ours(parameters: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Parameters of a request by our names, without those that ask for nothing; unknown ones stay.
+    """Parameters of a request by Penstock's names, without those that ask for nothing; unknown ones stay.
 
-    known: our names. Raises UnsupportedParameter, naming the feature, for what Penstock does not have, and
+    known: Penstock's names. Raises UnsupportedParameter, naming the feature, for what Penstock does not have, and
     InvalidParameter for a parameter that is given by several names.
     """
     other_names = table().other_names["parameters"]
@@ -150,23 +146,20 @@ def parameters_as_ours(parameters: Mapping[str, Any], known: Iterable[str]) -> d
 
 
 def fields_as_ours(prompt: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """A prompt's fields, otherwise as `parameters_as_ours`."""
+    """Fields of a prompt by Penstock's names; see `parameters_as_ours`."""
     return _without_harmless("fields", prompt, known)
 
 
 def check_kind_of_part(name: str, kind: Any) -> None:
-    """Raises UnsupportedParameter if parts of messages of this type ask for a feature.
-
-    name: what errors call the part.
-    """
+    """Raise UnsupportedParameter if parts of messages of this type ask for a feature. name: of the part, in errors."""
     if isinstance(kind, str) and (entry := table().entries["parts"].get(kind)) is not None:
         raise UnsupportedParameter(entry.feature.refusal(f"{name} of type {kind!r}"))
 
 
 def also_from_vllm(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Let a method take the arguments that vLLM's has and ours has not, where they ask for nothing.
+    """Decorator of a method that accepts vLLM's further arguments where they ask for nothing.
 
-    The method then raises UnsupportedParameter, naming the feature, for others.
+    The method raises UnsupportedParameter, naming the feature, for values that ask for one.
     """
     code = method.__code__
     known = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
@@ -186,7 +179,7 @@ def also_from_vllm(method: Callable[_Params, _Result]) -> Callable[_Params, _Res
 
 
 class RefusesMethods:
-    """For classes whose users look for methods of vLLM's: those that are not there are refused by feature."""
+    """Base class that refuses methods of vLLM's which Penstock does not have, by feature."""
 
     if not TYPE_CHECKING:
 
@@ -202,7 +195,7 @@ class RefusesMethods:
 
 
 def name_as_ours(name: str) -> str | None:
-    """Our name for something that vLLM's package exports; None for what it does not have either.
+    """Penstock's name for a name of vLLM's package; None for a name of neither.
 
     Raises UnsupportedName for what Penstock does not have.
     """
@@ -212,30 +205,33 @@ def name_as_ours(name: str) -> str | None:
 
 
 def command_as_ours(name: str) -> str:
-    """Our name of a command; raises UnsupportedArgument for one that Penstock does not have."""
+    """Penstock's name of a command. Raises UnsupportedArgument for one that Penstock does not have."""
     if (entry := table().entries["commands"].get(name)) is not None:
         raise UnsupportedArgument(entry.feature.refusal(f"The command {name}"))
     return table().other_names["commands"].get(name, name)
 
 
 def log_variables(names: Iterable[str]) -> None:
-    """Say that these variables of vLLM's change nothing here, and what does, if there are any."""
+    """Log which environment variables of vLLM's have no effect, and which options replace them."""
     ours = table().other_names["environment"]
     said = [f"{name} (here: {ours[name]})" if name in ours else name for name in names]
     if said:
-        _log(f"Variables that are set for vLLM change nothing here: {', '.join(said)}.")
+        _log(f"Environment variables of vLLM's have no effect here: {', '.join(said)}.")
 
 
 def _named(names: Any, harmless: tuple[Any, ...]) -> list[tuple[str, tuple[Any, ...]]]:
-    """The names under a key, each with the values that ask for nothing: those that it says, or else `harmless`."""
+    """Names under a key of the table, each with the values that ask for nothing. harmless: for names without values."""
     if not isinstance(names, dict):
         return [(name, harmless) for name in names]
     return [(name, tuple(value) if isinstance(value, list) else (value,)) for name, value in names.items()]
 
 
 def _without_harmless(kind: str, given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    ignored = table().ignored.get(kind, ())
     ours = {}
     for name, value in given.items():
+        if name in ignored and name not in known:
+            continue
         entry = None if name in known else table().entries[kind].get(name)
         if entry is None:
             ours[name] = value
@@ -261,10 +257,10 @@ def _log(message: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as people write it: members of enums and torch's dtypes by name."""
+    """Value in plain types: members of enums and torch's dtypes by name."""
     if isinstance(value, enum.Enum):
         return value.name
-    # Who has a dtype has imported torch; we have not.
+    # Without an import of torch: a caller that has a dtype has imported it.
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 
