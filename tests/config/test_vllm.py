@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import penstock
 from penstock import LLM, AsyncEngine, BeamSearchParams, EngineConfig, SamplingParams
 from penstock.cli.app import app
-from penstock.cli.engine_flags import read_engine_flags
+from penstock.cli.flags import read_engine_flags
 from penstock.cli.options import parse_options
 from penstock.config import env, vllm
 from penstock.config.engine import option_is_flag, option_names

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncEngine, EngineConfig, SamplingParams
-from penstock.cli.sampling import with_defaults
+from penstock.cli.options import with_defaults
 from penstock.engine.default_sampling import default_sampling_params
 from penstock.errors import ConfigError, InvalidParameter, ModelError
 from support.fake_engine import FakeCore, install_fake_core, write_model

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import LLM, EngineConfig, SamplingParams
 from penstock.cli.generate import generate
-from penstock.cli.sampling import with_defaults
+from penstock.cli.options import with_defaults
 from penstock.config.engine import option_names
 from support.fake_engine import write_model
 

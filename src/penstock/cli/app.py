@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli.bench import bench
 from penstock.cli.chat import chat
-from penstock.cli.engine_flags import CommandGroup, EngineCommand
 from penstock.cli.env import env
-from penstock.cli.flags import with_dashes
+from penstock.cli.failures import readable_errors
+from penstock.cli.flags import EngineCommand, with_dashes
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
+
+
+class CommandGroup(TyperGroup):
+    """Commands, of which those that vLLM has and Penstock has not are refused by feature."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None:
+            with readable_errors():
+                from penstock.config import vllm
+
+                args = [vllm.command_as_ours(with_dashes(args[0])), *args[1:]]
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="penstock",

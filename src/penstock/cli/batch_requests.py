@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from penstock.cli.batch_results import BatchFormat, Endpoint
-from penstock.cli.response_format import take_response_format
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field, with_parameters
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
@@ -48,6 +47,17 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
 }
+
+_RESPONSE_FORMAT = "response_format"
+# By type: the fields beside it, all of which are needed. None: those of a structural tag, which are checked with it.
+_FORMAT_FIELDS: dict[str, tuple[str, ...] | None] = {
+    "text": (),
+    "json_object": (),
+    "json_schema": ("json_schema",),
+    "grammar": ("grammar",),
+    "structural_tag": None,
+}
+_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
 def read_batch_lines(
@@ -110,7 +120,7 @@ class _Reader:
         else:
             prompt = {**_take_prompt(body), "cache_salt": cache_salt}
             params = {"logprobs": body.pop("logprobs", None)}
-        params |= take_response_format(body)
+        params |= _take_response_format(body)
         known = _SAMPLING_FIELDS | params.keys()
         return prompt, with_parameters(self._defaults, {**body, **params}, known, _FIELDS[endpoint]), priority
 
@@ -216,3 +226,48 @@ def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
             raise check.invalid("top_logprobs", most, "only with logprobs=true")
     params["logprobs"] = (most or 0) if wants else None
     return params
+
+
+def _take_response_format(body: dict[str, Any]) -> dict[str, Any]:
+    """Take `response_format` out of a body, as parameters of ours; none if it has none.
+
+    The type "text" asks for no form, whatever the command line says. Raises InvalidParameter.
+    """
+    if _RESPONSE_FORMAT not in body:
+        return {}
+    given = body.pop(_RESPONSE_FORMAT)
+    if "structured_outputs" in body:
+        raise InvalidParameter(f"There are {_RESPONSE_FORMAT} and structured_outputs. Give one of them.")
+    return {"structured_outputs": _constraint(given)}
+
+
+def _constraint(given: Any) -> dict[str, Any] | None:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
+        types = ", ".join(map(repr, _FORMAT_FIELDS))
+        raise InvalidParameter(
+            f"{_RESPONSE_FORMAT}={given!r} is not available. Allowed: an object whose type is one of {types}."
+        )
+    fields = _FORMAT_FIELDS[kind]
+    if fields is not None:
+        _check_fields(_RESPONSE_FORMAT, given, ("type", *fields), fields)
+    if kind == "json_schema":
+        schema = given["json_schema"]
+        _check_fields(f"{_RESPONSE_FORMAT}.json_schema", schema, _SCHEMA_FIELDS, ("schema",))
+        return {"json": schema["schema"]}
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "grammar":
+        return {"grammar": given["grammar"]}
+    return {"structural_tag": given} if kind == "structural_tag" else None
+
+
+def _check_fields(name: str, given: Any, allowed: tuple[str, ...], needed: tuple[str, ...]) -> None:
+    if not isinstance(given, dict):
+        raise InvalidParameter(f"{name}={given!r} is not valid. Allowed: an object with {', '.join(allowed)}.")
+    for field in given:
+        if field not in allowed:
+            raise InvalidParameter(f"{name} has a field {field!r}. Allowed: {', '.join(allowed)}.")
+    for field in needed:
+        if given.get(field) is None:
+            raise InvalidParameter(f"{name}.{field} is missing. Give it, beside {', '.join(allowed)}.")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.collector import begin_collection
 from penstock.cli.failures import file_named
+from penstock.cli.process import begin_collection
 
 if TYPE_CHECKING:
     from penstock.bench.long_context import StepBytes
@@ -128,7 +128,7 @@ def _check_writable(path: Path) -> None:
 def _write(path: Path, settings: Settings, model: str, engine: dict[str, Any], results: Any) -> None:
     import dataclasses
 
-    from penstock.cli.environment import collect
+    from penstock.cli.env import collect
 
     report = {
         "workload": settings.workload,

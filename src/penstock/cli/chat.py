@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.collector import begin_collection
 from penstock.cli.failures import file_named
-from penstock.cli.sampling import with_defaults
+from penstock.cli.process import begin_collection
 
 
 @options.engine_command(without=("revision", "block_size", "max_num_seqs", "max_num_batched_tokens"))
@@ -47,7 +46,7 @@ def chat(
         "min_p": min_p,
         "seed": seed,
     }
-    params = SamplingParams(**with_defaults(flags, model, engine, max_tokens=512, temperature=0.7))
+    params = SamplingParams(**options.with_defaults(flags, model, engine, max_tokens=512, temperature=0.7))
     template = None if chat_template is None else _read_template(chat_template)
     config = EngineConfig.create(model, **{"max_num_seqs": 1, **engine})
     from penstock.cli.chat_terminal import ChatTerminal

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import NoReturn
 
 from penstock.cli.flags import Flags
-from penstock.cli.main import EXIT_INTERRUPTED, leave_at_once
+from penstock.cli.process import EXIT_INTERRUPTED, leave_at_once
 from penstock.config import env
 from penstock.errors import ConfigError, InvalidRequest, ModelNotFound, PenstockError
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.collector import begin_collection
 from penstock.cli.failures import EXIT_FAILURE, OutputClosed, discard_output
-from penstock.cli.sampling import with_defaults
+from penstock.cli.process import begin_collection
 from penstock.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def generate(
         "ignore_eos": ignore_eos,
         "structured_outputs": _structured_outputs(json_schema, regex, choice, grammar),
     }
-    sampling = with_defaults(sampling, model, engine, max_tokens=128)
+    sampling = options.with_defaults(sampling, model, engine, max_tokens=128)
     work = _read_work(prompt, input, output, sampling, model)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
     if resume and output is None:

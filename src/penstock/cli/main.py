@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from types import FrameType
 
-from penstock.cli.collector import postpone_collection
+from penstock.cli.process import leave_at_once, postpone_collection
 from penstock.observability.standard_streams import occupy_standard_descriptors, open_standard_error
-
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
@@ -22,8 +18,3 @@ def main() -> None:
     from penstock.cli.app import app
 
     app(prog_name="penstock")
-
-
-def leave_at_once(number: int, _frame: FrameType | None) -> None:
-    """A signal handler for where nothing has to be cleaned up."""
-    os._exit(128 + number)
