@@ -119,7 +119,9 @@ def test_texts_without_a_use_or_a_file_are_refused(few_texts: Path, tmp_path: Pa
     for quantization in (None, "int8"):
         with pytest.raises(ConfigError, match=no_use):
             EngineConfig.create("demo", quantization=quantization, quantization_calibration=str(few_texts))
-    with pytest.raises(ConfigError, match=r"is not a file\. Allowed: a JSONL file of texts, 'auto' or 'none'"):
+    with pytest.raises(
+        ConfigError, match=r"is not a file\. Allowed: a JSONL file of calibration data, 'auto' or 'none'"
+    ):
         EngineConfig.create("demo", quantization="int4", quantization_calibration=str(tmp_path / "nowhere.jsonl"))
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text("{")

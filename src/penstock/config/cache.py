@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, and how it is cut into blocks."""
+"""Options of the KV cache: memory, block size, dtype, prefix caching."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """block_size: positions per block.
+    """block_size: tokens per block.
     memory_fraction: share of the device's memory that weights, activations and KV cache may take together;
-        None bounds the KV cache alone by a default (0.9 of a GPU, half of what a process may use of a CPU machine), and
-        all together by 0.9 of what is free, as does a share of a CPU machine that is not free.
-    kv_cache_memory_bytes: size of the KV cache in bytes, or as a text such as "1GiB", instead of what
+        None bounds the KV cache by a default (0.9 of a GPU, half of the CPU memory that a process may use), and all
+        together by 0.9 of the free memory, as does a share of a CPU machine that is not free.
+    kv_cache_memory_bytes: size of the KV cache in bytes, or as a text such as "1GiB"; None takes what
         `memory_fraction` leaves.
-    enable_prefix_caching: reuse the KV of prompts that begin alike.
-    kv_cache_dtype: what keys and values are kept in; "auto" is what the model computes in.
+    enable_prefix_caching: reuse the KV cache of common prompt prefixes.
+    kv_cache_dtype: dtype of the KV cache; "auto" is the model's; "int8" is quantised, one scale per token and head.
     """
 
     block_size: int = 16

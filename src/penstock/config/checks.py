@@ -1,4 +1,4 @@
-"""The checks that all option files share, each with the house's kind of message."""
+"""Checks of option values, and their error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def as_plain(value: Any, depth: int = 2) -> Any:
-    """A value with Python's numbers for numpy's scalars, also in lists, tuples and dictionaries of such a depth."""
+    """Return a value with numpy's scalars as Python's numbers, also in lists, tuples and dictionaries up to a depth."""
     kind = type(value)
     if depth and (kind is list or kind is tuple):
         return kind(as_plain(one, depth - 1) for one in value)
@@ -53,7 +53,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 3) -> str:
-    """A sentence with the names that look like this one, `most` at most, after a space; empty where there are none."""
+    """Sentence with up to `most` names that are close to this one, after a space; empty if there are none."""
     close = difflib.get_close_matches(name, dict.fromkeys(known), n=most)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-# Of these, max_position_embeddings is the length before the scaling. With "llama3" and "longrope" it is that behind it.
+# Scalings with max_position_embeddings before the scaling. With "llama3" and "longrope" it is after the scaling.
 _STRETCHING = ("linear", "dynamic", "yarn")
 _LARGEST = 2**53
 # Families that scale the rotary embedding of some layers only, and count that in max_position_embeddings.
@@ -18,15 +18,15 @@ def rope_settings(hf_config: Mapping[str, Any]) -> Any:
 
 
 def rope_type_of(settings: Mapping[str, Any]) -> Any:
-    """The kind of scaling; "default" for none."""
+    """Rotary scaling type; "default" for none."""
     return settings.get("rope_type") or settings.get("type") or "default"
 
 
 def stretched_context(hf_config: Mapping[str, Any], num_positions: int) -> int:
-    """`num_positions`, or what the rotary scaling makes of them where that is more, as in vLLM.
+    """Return the longest context with rotary scaling, at least `num_positions`, as in vLLM.
 
-    "yarn" stretches the length of pretraining, which may be another than `num_positions`. Settings that make no sense
-    stretch nothing: reading the rotary embedding refuses them by name.
+    "yarn" scales the length of pretraining, which may differ from `num_positions`. Invalid settings scale nothing: the
+    rotary embedding refuses them by name.
     """
     settings = rope_settings(hf_config)
     if not isinstance(settings, Mapping) or str(hf_config.get("model_type", "")).startswith(_COUNTED_ALREADY):

@@ -1,4 +1,4 @@
-"""Which device runs the model."""
+"""Options of the device: its kind, CPU threads, attention backend."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """device: "auto" takes CUDA where there is one, else the CPU.
+    """device: "auto" takes CUDA if available, else the CPU.
     num_threads: CPU threads for the model; None takes one per physical core that this process may use.
-    attention_backend: cpu_native, cpu_paged, torch_varlen or reference; None takes the best that works on the device.
+    attention_backend: cpu_native, cpu_paged, torch_varlen or reference; None takes the fastest that works.
     """
 
     device: str = "auto"

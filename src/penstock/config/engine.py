@@ -24,18 +24,18 @@ from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
 from penstock.errors import ConfigError, UnknownOption
 
-# An option of its own, which is a dictionary of options.
+# Option whose value is a dictionary of options.
 _SPECULATIVE_CONFIG = "speculative_config"
 _STEP_SIZE = "max_num_batched_tokens"
-# Of steps that stages pass on: the first stage has nothing to do in the last of them, and the last one in the first.
+# Token budget with pipeline parallelism: shorter steps make a smaller pipeline bubble.
 _STAGED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Composes one options object per concern. Derived decisions are not stored here but in plans.
+    """Configuration of an engine, one dataclass per concern. Derived decisions are in plans, not here.
 
-    replaces_lost_core: no option: this engine takes the place of one that is gone, with the KV cache that it had.
+    replaces_lost_core: not an option: the engine replaces a lost core, and takes over the size of its KV cache.
     """
 
     model: ModelConfig
@@ -57,14 +57,14 @@ class EngineConfig:
             if text not in (known, getattr(defaults, name)):
                 raise ConfigError(
                     f"{name}={text!r} is not valid with reasoning_parser={self.structured.reasoning_parser!r}, which "
-                    f"has {known!r}. Leave it out, or say reasoning_parser='custom'."
+                    f"has {known!r}. Leave it out, or use reasoning_parser='custom'."
                 )
 
         if not self.scheduler.enable_chunked_prefill and not self.model.pools:
             raise ConfigError(
                 "enable_chunked_prefill=False is not valid for a model that generates text, whose requests could grow "
-                "beyond what a step runs. Leave it out, and set max_num_batched_tokens to the length of the longest "
-                "prompt instead."
+                "beyond the token budget of a step. Leave it out, and set max_num_batched_tokens to the length of the "
+                "longest prompt instead."
             )
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
@@ -72,11 +72,11 @@ class EngineConfig:
                 f"cp_kv_cache_interleave_size={interleave} is not valid with block_size={block_size}. "
                 "Allowed: its divisors."
             )
-        self._check_mail()
+        self._check_messages()
 
     @property
     def reasoning_markers(self) -> ReasoningMarkers:
-        """Between which texts the model reasons, if it does."""
+        """Markers around the model's reasoning."""
         sampling = self.sampling
         return reasoning_markers(
             self.structured.reasoning_parser, sampling.reasoning_start_str, sampling.reasoning_end_str
@@ -84,38 +84,40 @@ class EngineConfig:
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that workers have use for at once, one for each stage; those with drafts go one at a time.
+        """Steps in flight: one per pipeline stage, or one with speculative decoding.
 
-        No more than those of which a channel holds what was sampled, so that the last stage never waits to tell it.
+        Bounded by the sampled tokens that a channel between stages holds, so that the last stage never waits to send.
         """
         if self.speculative.method is not None or self.parallel.pipeline_parallel_size == 1:
             return 1
-        return min(self.parallel.pipeline_parallel_size, _MAIL_PIECES // self._mail_pieces(self.scheduler.max_num_seqs))
+        return min(
+            self.parallel.pipeline_parallel_size, _CHANNEL_PIECES // self._message_pieces(self.scheduler.max_num_seqs)
+        )
 
-    def _mail_pieces(self, num_reqs: int) -> int:
-        """What the last stage tells another one of a step with so many requests."""
+    def _message_pieces(self, num_reqs: int) -> int:
+        """Pieces of the message with the outcome of a step, from the last stage to another."""
         outcome = _OUTCOME_BYTES + self.speculative.num_speculative_tokens * _TOKEN_BYTES
-        # Of a model on the last stage; other drafts each stage makes itself.
+        # Drafts of a model on the last stage; each stage computes other drafts itself.
         drafts = self.speculative.num_lookahead_tokens * _DRAFT_BYTES
-        return sum(1 + -(-num_reqs * size // _MAIL_PIECE_BYTES) for size in (outcome, drafts) if size)
+        return sum(1 + -(-num_reqs * size // _PIECE_BYTES) for size in (outcome, drafts) if size)
 
-    def _check_mail(self) -> None:
-        """The others hear of a step when the next one begins, and the last stage cannot wait for that."""
+    def _check_messages(self) -> None:
+        """Refuse more requests than a message between stages holds: it is read when the next step begins."""
         wanted = self.scheduler.max_num_seqs
-        if self.parallel.pipeline_parallel_size == 1 or self._mail_pieces(wanted) <= _MAIL_PIECES:
+        if self.parallel.pipeline_parallel_size == 1 or self._message_pieces(wanted) <= _CHANNEL_PIECES:
             return
         drafts = self.speculative.num_speculative_tokens
-        with_drafts = f", with num_speculative_tokens={drafts} for each" if drafts else ""
-        allowed = next((size for size in range(wanted, 0, -1) if self._mail_pieces(size) <= _MAIL_PIECES), 0)
+        with_drafts = f", num_speculative_tokens={drafts}" if drafts else ""
+        allowed = next((size for size in range(wanted, 0, -1) if self._message_pieces(size) <= _CHANNEL_PIECES), 0)
         raise ConfigError(
-            f"max_num_seqs={wanted} is more than stages can tell each other of in a step "
+            f"max_num_seqs={wanted} is more than a message between pipeline stages holds "
             f"(pipeline_parallel_size={self.parallel.pipeline_parallel_size}{with_drafts}). "
-            f"Allowed: up to {allowed}{', or fewer drafts' if drafts else ''}."
+            f"Allowed: up to {allowed}{', or a shorter draft length' if drafts else ''}."
         )
 
     @property
     def constraints_wait_for(self) -> ReasoningMarkers | None:
-        """The reasoning behind which constraints begin; None where they begin with the output."""
+        """Markers of the reasoning behind which constraints begin; None if they begin with the output."""
         has_reasoning = self.structured.reasoning_parser is not None and not self.structured.enable_in_reasoning
         return self.reasoning_markers if has_reasoning else None
 
@@ -123,15 +125,15 @@ class EngineConfig:
     def create(cls, model: str | Path, **options: Any) -> EngineConfig:
         """Sort flat options, as the API and the command line take them, into their concerns.
 
-        Raises UnknownOption for a name that no concern has, ConfigError for a value that is not allowed, and
-        UnsupportedArgument (both a ConfigError and an UnsupportedFeature) for what vLLM has and Penstock has not.
+        Raises UnknownOption for an unknown name, ConfigError for a value that is not allowed, and UnsupportedArgument
+        (both a ConfigError and an UnsupportedFeature) for arguments of vLLM's that Penstock does not have.
         """
         if variables := env.variables_of_vllm():
             vllm.log_variables(variables)
         options = {name: as_plain(value) for name, value in options.items()}
         with suppress(ConfigError):
             return cls._sorted(model, options)
-        # What is not right here may be how vLLM says it.
+        # The options may be vLLM's.
         return cls._sorted(model, vllm.options_as_ours(options, option_names()))
 
     @classmethod
@@ -147,9 +149,9 @@ class EngineConfig:
         )
 
 
-# What ranks have room for between them (`csrc/collectives.cpp`), and what is told of a request in a step: one token and
-# three numbers, a token for each draft that it verified, and those that were drafted. A step's number takes a piece.
-_MAIL_PIECES, _MAIL_PIECE_BYTES = 8, 64 << 10
+# Size of a channel between ranks (`csrc/collectives.cpp`), and of a request's outcome in a step: one token and three
+# numbers, a token per verified draft, and the new drafts. The number of the step takes a piece of its own.
+_CHANNEL_PIECES, _PIECE_BYTES = 8, 64 << 10
 _OUTCOME_BYTES, _TOKEN_BYTES, _DRAFT_BYTES = 32, 8, 4
 
 _CONCERNS: dict[str, type[Any]] = {
@@ -165,12 +167,12 @@ _CONCERNS: dict[str, type[Any]] = {
 
 
 def option_names() -> list[str]:
-    """Names of all options that `EngineConfig.create` takes, besides the model."""
+    """Names of all engine options, besides the model."""
     return [*MODEL_OPTIONS, _SPECULATIVE_CONFIG, *(name for config in _CONCERNS.values() for name in _fields(config))]
 
 
 def option_is_flag(name: str) -> bool | None:
-    """Whether an option, of ours or of vLLM's, is True or False; None for a name that is neither."""
+    """Whether an option, of Penstock's or of vLLM's, is a flag; None for an unknown name."""
     concerns: list[type[Any]] = [ModelConfig, *_CONCERNS.values()]
     types = {field.name: str(field.type) for config in concerns for field in dataclasses.fields(config)}
     own_name = vllm.table().other_names["options"].get(name, name)
@@ -199,5 +201,5 @@ def _refuse_unknown(options: Mapping[str, Any], known: list[str]) -> None:
             )
 
 
-# As vLLM calls arguments that are kept until an engine is made of them: AsyncEngine.from_engine_args(EngineArgs(...)).
+# vLLM's name: AsyncEngine.from_engine_args(EngineArgs(...)).
 EngineArgs = EngineConfig.create

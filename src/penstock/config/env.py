@@ -5,8 +5,8 @@
 | PENSTOCK_LOG_LEVEL | level of Penstock's log: debug, info (default), warning, error |
 | PENSTOCK_PLUGINS | comma-separated names of the entry points to load as plugins; unset loads all, empty none |
 | PENSTOCK_CPU_KERNELS | kernels on the CPU: auto (default), torch, or an instruction set: avx512, avx2, generic |
-| PENSTOCK_CPU_PRODUCTS | matrix products on the CPU: auto (default), or torch for its own beside our other kernels |
-| GLOO_SOCKET_IFNAME | network interface by which ranks of several machines talk; unset takes the one to the first |
+| PENSTOCK_CPU_PRODUCTS | matrix products on the CPU: auto (default), or torch, with Penstock's other kernels |
+| GLOO_SOCKET_IFNAME | network interface of ranks on several machines; unset takes the one that reaches rank 0 |
 | RAY_ADDRESS | Ray cluster to connect to; unset takes the one that runs on this machine, or starts one |
 | RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and others | set by torchrun for external_launcher |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1 forbids the network: models come from the local cache only |
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from penstock.config.rank_variables import SET_BEFORE_TORCH, LauncherPlace, for_another_machine, place_from_launcher
 from penstock.errors import ConfigError
 
-# What tells people how an engine was run, and cannot be a secret.
+# Variables in bug reports: they say how an engine was run, and cannot be secrets.
 _REPORTED = (
     "PENSTOCK_LOG_LEVEL",
     "PENSTOCK_PLUGINS",
@@ -49,7 +49,7 @@ def cpu_kernels() -> str:
 
 
 def uses_torch_products() -> bool:
-    """Raises ConfigError for a value that means nothing."""
+    """Whether PENSTOCK_CPU_PRODUCTS chooses torch. Raises ConfigError for an invalid value."""
     value = os.environ.get("PENSTOCK_CPU_PRODUCTS", "auto").lower()
     if value not in ("auto", "torch"):
         raise ConfigError(f"PENSTOCK_CPU_PRODUCTS={value!r} is not valid. Allowed: auto, torch.")
@@ -70,27 +70,27 @@ def hub_is_offline() -> bool:
 
 
 def variables_of_vllm() -> list[str]:
-    """Names of the variables that are set for vLLM; nothing here reads them."""
+    """Names of vLLM's variables that are set; none is read."""
     return sorted(name for name in os.environ if name.startswith("VLLM_"))
 
 
 def with_changes(changes: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment, for a process that is to have it with these changes."""
+    """Environment of this process with changes, for a child process."""
     return {**os.environ, **changes}
 
 
 def launcher_place() -> LauncherPlace:
-    """What torchrun has told this process. Raises ConfigError where it has not."""
+    """Rank and rendezvous of this process, from torchrun's variables. Raises ConfigError."""
     return place_from_launcher(os.environ)
 
 
 def variables_for_another_machine() -> dict[str, str]:
-    """What a rank takes over that this process starts there."""
+    """Variables that a rank on another machine inherits from this process."""
     return for_another_machine(os.environ)
 
 
 def prepare_rank(variables: Mapping[str, str]) -> None:
-    """Set these, and what every rank needs; to be called before torch is imported."""
+    """Set these variables, and those of every rank; to be called before torch is imported."""
     wanted = {**variables, **SET_BEFORE_TORCH}
     for name in wanted:
         os.environ.pop(name, None)
@@ -98,15 +98,15 @@ def prepare_rank(variables: Mapping[str, str]) -> None:
 
 
 def gloo_interface() -> str | None:
-    """Name of the network interface by which ranks are to talk, where the user has said one."""
+    """Network interface for Gloo; None if unset."""
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def ray_address() -> str | None:
-    """Address of the Ray cluster to connect to, where the user has named one."""
+    """Address of the Ray cluster; None if unset."""
     return os.environ.get("RAY_ADDRESS")
 
 
 def reported_variables() -> dict[str, str]:
-    """The variables that a report of a bug should show, as far as they are set."""
+    """Variables of a bug report that are set."""
     return {name: os.environ[name] for name in _REPORTED if name in os.environ}

@@ -1,4 +1,4 @@
-"""Where the sampling parameters of requests that bring none come from: a `generation_config.json`."""
+"""Default sampling parameters from `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.errors import ConfigError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 AUTO_GENERATION_CONFIG = "auto"
-# No file's sampling parameters; the second name is one that people bring from another engine.
+# Values that read no file; the second is vLLM's.
 NO_GENERATION_CONFIG = ("none", "vllm")
 DO_SAMPLE = "do_sample"
-# The fields that are read, and what sampling parameters call them.
+# Fields that are read, and the sampling parameters that they set.
 SAMPLING_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -27,10 +27,10 @@ SAMPLING_FIELDS = {
 
 
 def generation_config_folder(option: Any, model_folder: Path) -> Path:
-    """The folder whose file is read: another than the model's where the option names it.
+    """Folder of the `generation_config.json` that is read: the model's, or the one that the option names.
 
-    Without the file's sampling parameters its end tokens still count, so "none" is the model's folder, too.
-    Raises ConfigError for anything else, or a folder without the file.
+    "none" gives the model's folder too, since the file's end tokens still count.
+    Raises ConfigError for another value, or a folder without the file.
     """
     if option == AUTO_GENERATION_CONFIG or option in NO_GENERATION_CONFIG:
         return model_folder
@@ -40,7 +40,7 @@ def generation_config_folder(option: Any, model_folder: Path) -> Path:
     folder = Path(option).expanduser()
     if not (folder / GENERATION_CONFIG_FILE).is_file():
         raise ConfigError(
-            f"generation_config={os.fspath(option)!r} is not valid: there is no {GENERATION_CONFIG_FILE} in such a "
+            f"generation_config={os.fspath(option)!r} is not valid: there is no {GENERATION_CONFIG_FILE} in that "
             f"folder. Allowed: {allowed}."
         )
     return folder

@@ -1,4 +1,4 @@
-"""Reader of a model folder's JSON files, and the check that a file there is one that can be read to its end.
+"""Reader of the JSON files of a model folder.
 
 A folder may be hostile: a file may be a pipe, larger than memory, or nested deeper than Python's stack.
 """
@@ -15,14 +15,14 @@ from typing import Any
 
 from penstock.errors import PenstockError
 
-# The largest that are known, indices and tokenizers, take 35 MB. Read, the worst text takes 25 times as much memory.
+# The largest known files, indices and tokenizers, take 35 MB. The worst text takes 25 times its size when it is read.
 MAX_JSON_BYTES = 64 * 2**20
 # Levels of lists and objects; no known file has ten.
 MAX_DEPTH = 64
-# Any such integer is a number of floating point, too.
+# Integers of so many digits fit a float, too.
 MAX_DIGITS = 300
 _SHOWN = 200
-# Of a JSON text: strings, and what opens and closes lists and objects.
+# Tokens of a JSON text: strings, and brackets.
 _PARTS = re.compile(r'"(?:[^"\\]++|\\.)*+"|[][{}]')
 _KINDS = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
@@ -32,9 +32,9 @@ class _LongInteger(str):
 
 
 def read_json_object(path: Path, error: type[PenstockError], *, is_optional: bool = False) -> dict[str, Any]:
-    """The object that a JSON file holds. is_optional: a file that is not there counts as an empty one.
+    """Read the object of a JSON file. is_optional: a missing file counts as an empty object.
 
-    Raises `error`, naming the file and the field, for anything that cannot be read, or be used as text and numbers.
+    Raises `error`, naming the file and the field, for an unreadable file, and for text and numbers that are invalid.
     """
     if is_optional and not os.path.lexists(path):
         return {}
@@ -63,7 +63,7 @@ def read_json_object(path: Path, error: type[PenstockError], *, is_optional: boo
 
 
 def check_regular_file(path: Path, error: type[PenstockError], max_bytes: int | None = None) -> None:
-    """Raise `error` for a file that is not there, or larger, or a pipe, socket or device, whose reading may not end."""
+    """Raise `error` for a missing file, one above max_bytes, or a pipe, socket or device, whose reading may not end."""
     try:
         status = path.stat()
     except (OSError, ValueError) as cause:
@@ -75,9 +75,9 @@ def check_regular_file(path: Path, error: type[PenstockError], max_bytes: int | 
 
 
 def check_files(folder: Path, error: type[PenstockError], max_bytes: int, limited: tuple[str, ...]) -> None:
-    """Raise `error` for a file of a folder whose reading may not end, before a library reads what it likes of it.
+    """Raise `error` for a file of a folder whose reading may not end, before a library reads the folder.
 
-    max_bytes: of files whose names end with one of `limited`.
+    max_bytes: limit of files whose names end with one of `limited`.
     """
     for path in folder.iterdir():
         try:
@@ -89,7 +89,7 @@ def check_files(folder: Path, error: type[PenstockError], max_bytes: int, limite
 
 
 def unreadable(path: Path, cause: Exception, error: type[PenstockError]) -> PenstockError:
-    """The error to raise for a file that the operating system does not open."""
+    """Error for a file that the operating system does not open."""
     reason = (cause.strerror if isinstance(cause, OSError) else None) or str(cause)
     return error(f"{clipped(str(path))} cannot be read: {reason}.")
 
@@ -97,9 +97,9 @@ def unreadable(path: Path, cause: Exception, error: type[PenstockError]) -> Pens
 def typed_field(
     content: Mapping[str, Any], name: str, kinds: tuple[type, ...], path: Path, error: type[PenstockError]
 ) -> Any:
-    """A field of a file's object, None where it is absent or null.
+    """Return a field of a file's object; None if it is absent or null.
 
-    Raises `error`, naming file and field, for a value of none of these kinds, which are those of JSON.
+    Raises `error`, naming file and field, for a value of another kind. kinds: Python types of JSON values.
     """
     value = content.get(name)
     if value is None or type(value) in kinds:
@@ -132,7 +132,7 @@ def _integer(digits: str) -> int | _LongInteger:
 
 
 def _unusable(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Fields of a file that are too deep, too long or no text, and what is wrong with each."""
+    """Yield fields that are too deep, too long or no valid text, each with its complaint."""
     waiting: list[tuple[Any, str, int]] = [(content, "", 0)]
     while waiting:
         value, field, depth = waiting.pop()
@@ -155,7 +155,7 @@ def _unusable(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _deep_field(text: str) -> str:
-    """The field of the outermost object that is nested too deep for a parser."""
+    """Name of the outermost object's field that is nested too deep for a parser."""
     depth, field = 0, "it"
     for part in _PARTS.finditer(text):
         token = part[0]

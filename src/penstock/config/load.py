@@ -1,4 +1,4 @@
-"""Where weights come from."""
+"""Options of weight loading: format, progress bar."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LOAD_FORMATS = ("auto", "safetensors", "pt", SHARDED_STATE, "dummy")
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """load_format: "auto" takes safetensors, else PyTorch `.bin` files; "sharded_state" takes what
-        `save_sharded_state` wrote; "dummy" takes random weights.
+    """load_format: "auto" takes safetensors, else PyTorch `.bin` files; "sharded_state" takes the
+        files of `save_sharded_state`; "dummy" takes random weights.
     use_tqdm_on_load: show a progress bar when standard error is a terminal.
-    model_loader_extra_config: what one format alone has; "sharded_state" has `pattern`, the names of its files.
+    model_loader_extra_config: options of one load format; "sharded_state" has `pattern`, for the names of its files.
     """
 
     load_format: str = "auto"
@@ -51,7 +51,7 @@ class LoadConfig:
 
 
 def check_sharded_state_pattern(pattern: Any) -> None:
-    """Raise ConfigError unless file names made from the pattern tell ranks and parts apart."""
+    """Raise ConfigError unless the pattern makes file names that differ by rank and part."""
     try:
         fields = sorted(field for _, field, _, _ in string.Formatter().parse(pattern) if field is not None)
         is_valid = fields == ["part", "rank"] and Path(pattern).name == pattern and pattern.endswith(".safetensors")

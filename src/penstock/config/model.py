@@ -1,4 +1,4 @@
-"""Which model, and what its `config.json` says."""
+"""Options of the model, and its `config.json`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from penstock.config.size_limits import MAX_POSITIONS, check_sizes
 from penstock.errors import ConfigError, ModelError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# The output head of this project's own.
+# Built-in output head.
 GENERATE = "generate"
 MODEL_IMPLS = ("auto", "penstock", "transformers")
 QUANTIZATIONS = ("int8", "int4")
 AUTO_LENGTH = "auto"
 AUTO_CALIBRATION = "auto"
 NO_CALIBRATION = "none"
-# What "auto" takes, from the model's folder.
+# File of the model's folder that "auto" takes.
 CALIBRATION_FILE = "calibration.jsonl"
-# What models call the number of positions that they were made for.
+# Fields of the longest context, by architecture.
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
-# And the width of what goes from layer to layer.
+# Fields of the hidden size, by architecture.
 _HIDDEN_FIELDS = ("hidden_size", "n_embd")
 # Token ids are 32-bit integers.
 _MAX_TOKENS = 2**31
@@ -41,19 +41,19 @@ _MAX_TOKENS = 2**31
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """model: the name that the user gave. folder, tokenizer_folder: where its files lie.
-    hf_config: `config.json` as it is. hf_generation_config: `generation_config.json`, or empty.
-    dtype: of the weights, and on a GPU of what is computed; "auto" is the checkpoint's own.
-    max_model_len: longest context in tokens; None takes the model's own, "auto" what fits into memory.
-    seed: makes the seeds of requests that have none.
-    model_impl: whose implementation runs; "auto" takes this project's own where there is one, else Transformers'.
-    output_head: what becomes of hidden states: "generate" samples tokens; others pool, and are registered by plugins.
-    quantization: what the weights of linear layers are rounded to at loading; None keeps them as they are.
-    quantization_calibration: the file of texts that "int4" rounds for; "auto" is the one in the model's folder, if it
-    has one, and "none" rounds each weight for itself.
-    generation_config: whose `generation_config.json` gives sampling parameters to requests that bring none: "auto" for
-    the model's, another folder, or "none" (also "vllm") for this project's own defaults.
-    override_generation_config: fields of such a file that count instead of its own; None for none.
+    """model: name as the user gave it. folder, tokenizer_folder: folders of its files.
+    hf_config: content of `config.json`. hf_generation_config: content of `generation_config.json`, or empty.
+    dtype: dtype of the weights, and on a GPU of activations; "auto" is the checkpoint's.
+    max_model_len: longest context in tokens; None takes the model's, "auto" what fits into memory.
+    seed: base of the seeds of requests without one.
+    model_impl: implementation of the model; "auto" takes Penstock's if the architecture has one, else Transformers'.
+    output_head: use of the hidden states: "generate" samples tokens; others pool, and are registered by plugins.
+    quantization: weight-only quantisation of linear layers while loading; None keeps the checkpoint's weights.
+    quantization_calibration: calibration data for GPTQ with quantization "int4", a JSONL file; "auto" is
+    calibration.jsonl of the model's folder, if it has one; "none" rounds to nearest.
+    generation_config: source of default sampling parameters: "auto" for `generation_config.json` of the model,
+    another folder, or "none" (also "vllm") for Penstock's defaults.
+    override_generation_config: fields that replace those of `generation_config.json`; None for none.
     """
 
     model: str
@@ -77,10 +77,10 @@ class ModelConfig:
         if not isinstance(self.output_head, str):
             raise ConfigError(f"output_head={self.output_head!r} is not valid. Allowed: a name, such as {GENERATE!r}.")
         check_sizes(self.hf_config, self.model)
-        _ = self.eos_token_ids  # raises for what are no token ids
+        _ = self.eos_token_ids  # raises for invalid token ids
         quantized = self.hf_config.get("quantization_config")
         if isinstance(quantized, Mapping) and self.quantization == quantized.get("quant_method"):
-            # What the checkpoint says itself.
+            # The option repeats the checkpoint's own method.
             object.__setattr__(self, "quantization", None)
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
@@ -100,7 +100,7 @@ class ModelConfig:
                 f"max_model_len={self.max_model_len!r} is not valid. Allowed: a positive integer, or 'auto'."
             )
         check_integer("max_model_len", self.max_model_len, 1)
-        # A kind of model that has no such field is refused for what it is, and by who knows kinds of models.
+        # A model without such a field is refused by the model registry, which knows the architectures.
         if self._context_field is not None and self.max_model_len > self.longest_context:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} is more than the {self.longest_context} positions that "
@@ -118,7 +118,7 @@ class ModelConfig:
     ) -> ModelConfig:
         """Find the model's folder and read its configuration.
 
-        tokenizer: a folder or hub id whose tokenizer is taken instead of the model's own.
+        tokenizer: folder or hub id of another tokenizer than the model's own.
         revision: branch, tag or commit of a hub id.
 
         options: the fields from `dtype` on.
@@ -128,7 +128,7 @@ class ModelConfig:
         folder = resolve_model_folder(model, revision)
         generation = generation_config_folder(options.get("generation_config", AUTO_GENERATION_CONFIG), folder)
         return cls(
-            # Not the name of another: ./demo is not the shipped "demo".
+            # An absolute path: ./demo is not the shipped "demo".
             model=model if isinstance(model, str) else str(folder.absolute()),
             folder=folder,
             tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer, option="tokenizer"),
@@ -139,12 +139,12 @@ class ModelConfig:
 
     @property
     def pools(self) -> bool:
-        """Whether requests end with pooled hidden states of their prompts, and have no tokens of their own."""
+        """Whether requests end with pooled hidden states, without sampling tokens."""
         return self.output_head != GENERATE
 
     @property
     def calibration_file(self) -> Path | None:
-        """The texts that weights are rounded for; None where they are not."""
+        """File of the calibration data for GPTQ; None for quantisation without it."""
         if self.quantization != "int4" or self.quantization_calibration == NO_CALIBRATION:
             return None
         if self.quantization_calibration != AUTO_CALIBRATION:
@@ -172,7 +172,7 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Positions that the model was made for, with the scaling of its rotary embedding."""
+        """Longest context of the model in tokens, with rotary scaling."""
         name = self._context_field or _CONTEXT_FIELDS[0]
         context = stretched_context(self.hf_config, self.require_int(name))
         if context > MAX_POSITIONS:
@@ -185,7 +185,7 @@ class ModelConfig:
 
     @property
     def context_source(self) -> str:
-        """The fields of `config.json` that `longest_context` follows from, for messages."""
+        """Fields of `config.json` that give `longest_context`, for messages."""
         name = self._context_field or _CONTEXT_FIELDS[0]
         positions = self.require_int(name)
         if self.longest_context == positions:
@@ -195,7 +195,7 @@ class ModelConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Values of a token between two layers."""
+        """Width of the residual stream."""
         return self.require_int(self._first_of(_HIDDEN_FIELDS) or _HIDDEN_FIELDS[0])
 
     @property
@@ -203,18 +203,18 @@ class ModelConfig:
         return self._first_of(_CONTEXT_FIELDS)
 
     def _first_of(self, names: Sequence[str]) -> str | None:
-        """Of several names of a field of `config.json`, the one that it has."""
+        """First of several field names that `config.json` has."""
         return next((name for name in names if self.hf_config.get(name) is not None), None)
 
     @property
     def checkpoint_dtype(self) -> str:
-        """The dtype that the checkpoint was saved in."""
+        """Dtype of the checkpoint."""
         value = self.hf_config.get("dtype") or self.hf_config.get("torch_dtype") or "float32"
         return str(value).removeprefix("torch.")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text, of generation_config.json if it names any, else of config.json."""
+        """End-of-sequence token ids, of generation_config.json if it names any, else of config.json."""
         return _end_tokens(self.hf_generation_config, f"{GENERATION_CONFIG_FILE} of {self.model}") or _end_tokens(
             self.hf_config, f"config.json of {self.model}"
         )
@@ -230,7 +230,7 @@ class ModelConfig:
             )
         if not Path(given).expanduser().is_file():
             raise ConfigError(
-                f"quantization_calibration={given!r} is not a file. Allowed: a JSONL file of texts, "
+                f"quantization_calibration={given!r} is not a file. Allowed: a JSONL file of calibration data, "
                 f"{AUTO_CALIBRATION!r} or {NO_CALIBRATION!r}."
             )
 
@@ -249,7 +249,7 @@ class ModelConfig:
         return value
 
 
-# What `ModelConfig.load` takes besides the model.
+# Options of `ModelConfig.load`, besides the model.
 MODEL_OPTIONS = ("tokenizer", "revision", *(one.name for one in fields(ModelConfig) if one.default is not MISSING))
 
 

@@ -1,4 +1,4 @@
-"""How many workers there are, and which class they run."""
+"""Options of parallelism, executors and workers."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from penstock.errors import ConfigError
 EXECUTORS = ("uni", "mp", "ray", "external_launcher")
 RAY_PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 DEFAULT_WORKER = "penstock.worker.worker.Worker"
-# How many times a limit for those who make no progress may be taken by those who compute.
+# Timeout of workers that compute, as a multiple of the timeout of workers without progress.
 BUSY_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """tensor_parallel_size: workers that have a part of every layer each, on one CPU machine so far.
-    pipeline_parallel_size: stages, which are workers (`tensor_parallel_size` each) that have layers of their own.
-    pipeline_layers: how many layers each stage has, such as (10, 12, 10), or "10,12,10"; None for about equally many.
-    decode_context_parallel_size: of the workers that have the same KV heads, how many keep their positions by turns
-        instead of all of them; divides tensor_parallel_size.
-    cp_kv_cache_interleave_size: positions in a row that each of them keeps; divides block_size.
-    enable_sp: whether workers that share layers keep some tokens each of what is between the layers, in long steps.
-    sp_min_token_num: tokens of a step from which on they do.
-    data_parallel_size: engines with the whole model each, which share the requests; each has that many workers.
-    data_parallel_size_local: how many of these are on this machine, and share its cores and its memory; None for all.
-    data_parallel_rank: start only the engine of this number, for a balancer of one's own; None starts all of them.
-    data_parallel_rank_local: its number among those on this machine; None for the rank modulo data_parallel_size_local.
-    enable_multiprocessing: whether the engine core runs in a process of its own, which is replaced when it dies; None
-        for that with `AsyncEngine`, and where there are several engines.
-    distributed_executor_backend: "uni" runs the worker in this process, "mp" each in a process of its own, "ray" each
-        in an actor of a Ray cluster; "external_launcher" makes this process, which torchrun has started, one of them.
-        None takes "mp" for several workers.
-    ray_placement: how Ray spreads the stages over its nodes, or the workers where a stage fits no node.
+    """tensor_parallel_size: workers that share every layer of a stage.
+    pipeline_parallel_size: pipeline stages, of `tensor_parallel_size` workers each.
+    pipeline_layers: layers of each stage, such as (10, 12, 10), or "10,12,10"; None divides them about equally.
+    decode_context_parallel_size: workers with the same KV heads that shard the KV cache along the sequence (decode
+        context parallel); divides tensor_parallel_size.
+    cp_kv_cache_interleave_size: consecutive tokens of the KV cache per context-parallel rank; divides block_size.
+    enable_sp: sequence parallelism: shard norms and residual additions along the tokens of long steps.
+    sp_min_token_num: minimum tokens of a step for sequence parallelism.
+    data_parallel_size: engine replicas with the whole model each, behind one load balancer.
+    data_parallel_size_local: replicas on this machine, which share its cores and memory; None for all of them.
+    data_parallel_rank: start only this replica, for an external load balancer; None starts all of them.
+    data_parallel_rank_local: rank among the replicas on this machine; None for the rank modulo
+        data_parallel_size_local.
+    enable_multiprocessing: run the engine core in a process of its own, which is restarted when it dies; None does so
+        with `AsyncEngine`, and with several replicas.
+    distributed_executor_backend: "uni" runs one worker in this process, "mp" a process per worker, "ray" a Ray actor
+        per worker; "external_launcher" makes this process, started by torchrun, one of the workers. None takes "mp"
+        for several workers, else "uni".
+    ray_placement: placement strategy of Ray for the stages, or for the workers of a stage that fits no node.
     worker_cls: qualified name of the worker class.
     worker_extension_cls: qualified name of a class whose methods become callable on the worker.
-    max_restarts: how often a failed worker, or core, is replaced without progress before the engine gives up.
-    step_timeout_s: seconds of a step in which no worker computes; then all are replaced, since they hang. A step in
-        which they compute may take four times as long. Of workers in processes of their own, and of cores, which are
-        given longer where their workers are in processes of their own.
-    start_timeout_s: the same for each stage of the start of workers in processes of their own, such as loading the
-        model; then the start fails. The limit of a core that takes the place of a lost one follows from it.
+    max_restarts: restarts of a failed worker, or core, without progress before the engine gives up.
+    step_timeout_s: seconds of a step without computation after which hanging workers are restarted. A step that
+        computes may take four times as long. For workers and cores in processes of their own; a core with worker
+        processes has a longer timeout.
+    start_timeout_s: timeout of each phase of a worker process's start, such as loading the model; then the start
+        fails. The timeout of a restarted core follows from it.
 
-    Raises ConfigError for what is not allowed, and for what would have no effect with the others.
+    Raises ConfigError for values that are not allowed, or have no effect together with the others.
     """
 
     tensor_parallel_size: int = 1
@@ -111,51 +112,51 @@ class ParallelConfig:
 
     @property
     def rank_with_results(self) -> int:
-        """The first of the last stage, which samples."""
+        """First rank of the last stage, which samples."""
         return self.world_size - self.tensor_parallel_size
 
     @property
     def longest_step_s(self) -> float:
-        """What a step may take in which workers compute."""
+        """Timeout of a step in which workers compute, in seconds."""
         return BUSY_FACTOR * self.step_timeout_s
 
     @property
     def longest_start_phase_s(self) -> float:
-        """The same for a stage of their start."""
+        """Timeout of a phase of start-up in which workers compute, in seconds."""
         return BUSY_FACTOR * self.start_timeout_s
 
     @property
     def must_agree_on_time(self) -> bool:
-        """Whether nothing may depend on how long anything takes, since every rank has an engine."""
+        """Whether decisions may not depend on time, since every rank has an engine of its own."""
         return self.executor == "external_launcher"
 
     @property
     def executor(self) -> str:
-        """Of `EXECUTORS`, the one that is meant."""
+        """Effective `distributed_executor_backend`."""
         return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
 
     @property
     def num_engines_here(self) -> int:
-        """Engines that are started with these options."""
+        """Engine replicas that are started with these options."""
         return self.data_parallel_size if self.data_parallel_rank is None else 1
 
     @property
     def engine_number(self) -> int | None:
-        """Of this engine among several; None where it is the only one."""
+        """Data parallel rank of this engine; None for a single engine."""
         return None if self.data_parallel_size == 1 else self.data_parallel_rank
 
     @property
     def has_core_process(self) -> bool:
-        """Whether cores run in processes of their own; for an `AsyncEngine`, once that has decided it."""
+        """Whether engine cores run in processes of their own. `AsyncEngine` sets `enable_multiprocessing` first."""
         return self.num_engines_here > 1 if self.enable_multiprocessing is None else self.enable_multiprocessing
 
     def of_engine(self, index: int) -> ParallelConfig:
-        """The same for one of the engines that are started with these options, in a process of its own."""
+        """Configuration of one engine replica, in a process of its own."""
         rank = index if self.data_parallel_rank is None else self.data_parallel_rank
         return replace(self, data_parallel_rank=rank, enable_multiprocessing=False)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Of a worker: its number among all workers of all engines on this machine, and how many these are."""
+        """Return a worker's number among all workers of all engines on this machine, and their count."""
         num_engines = self.data_parallel_size_local or self.data_parallel_size
         engine = self.data_parallel_rank_local
         if engine is None:
@@ -163,18 +164,18 @@ class ParallelConfig:
         return engine * self.world_size + rank, num_engines * self.world_size
 
     def _check_effects(self) -> None:
-        """Refuse what would be ignored, since nothing here goes by it."""
+        """Refuse options that would have no effect."""
         executor = f"distributed_executor_backend={self.executor!r}"
-        by_launcher = f"{executor}, where the launcher says which processes a machine has"
+        by_launcher = f"{executor}, where the launcher places the processes"
         for name, has_effect, where in (
             ("pipeline_layers", self.pipeline_parallel_size > 1, "pipeline_parallel_size=1: one stage has all layers"),
             ("cp_kv_cache_interleave_size", self.decode_context_parallel_size > 1, "decode_context_parallel_size=1"),
-            ("enable_sp", self.tensor_parallel_size > 1, "tensor_parallel_size=1: one worker keeps all tokens"),
+            ("enable_sp", self.tensor_parallel_size > 1, "tensor_parallel_size=1"),
             ("sp_min_token_num", self.enable_sp, "enable_sp=False"),
             ("data_parallel_size_local", not self.must_agree_on_time, by_launcher),
             ("data_parallel_rank_local", not self.must_agree_on_time, by_launcher),
             ("ray_placement", self.executor == "ray", executor),
-            ("start_timeout_s", not self.must_agree_on_time, f"{executor}, whose start nobody watches"),
+            ("start_timeout_s", not self.must_agree_on_time, f"{executor}, whose start has no watchdog"),
         ):
             value = getattr(self, name)
             if not has_effect and value != _DEFAULTS[name]:
@@ -190,8 +191,8 @@ class ParallelConfig:
         elif local not in (None, size):
             raise ConfigError(
                 f"data_parallel_size_local={local} is not valid with data_parallel_size={size} and no "
-                f"data_parallel_rank: all engines are started on this machine. Leave it out, or start each engine by "
-                "itself, with its data_parallel_rank."
+                f"data_parallel_rank: all engines are started on this machine. Leave it out, or start each engine "
+                "separately, with its data_parallel_rank."
             )
         if self.data_parallel_rank_local is not None:
             if rank is None:
@@ -205,7 +206,7 @@ class ParallelConfig:
             check_flag("enable_multiprocessing", self.enable_multiprocessing)
         if self.enable_multiprocessing is False and self.num_engines_here > 1:
             raise ConfigError(
-                f"enable_multiprocessing=False is not valid with data_parallel_size={size}: several engines are in "
+                f"enable_multiprocessing=False is not valid with data_parallel_size={size}: several engines run in "
                 "processes of their own. Leave it out, or start one engine, with its data_parallel_rank."
             )
 

@@ -1,4 +1,4 @@
-"""What a profile of the worker records, and where its traces go."""
+"""Options of the worker's profiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class ProfilerConfig:
     """profiler_dir: folder for traces; None forbids profiling.
-    profiler_use_gzip: compress the traces, to about a tenth.
+    profiler_use_gzip: compress the traces (to about a tenth).
     profiler_record_shapes, profiler_with_memory, profiler_with_stack: record tensor shapes, allocations, and Python
         source lines too. Each makes the profiled steps slower.
     """

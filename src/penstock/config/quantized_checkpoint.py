@@ -1,4 +1,4 @@
-"""What `config.json` says about a checkpoint whose weights are integers already.
+"""Quantisation settings of a quantised checkpoint, from `config.json`.
 
 Formats, as their own tools write them: compressed-tensors (https://github.com/vllm-project/compressed-tensors), GPTQ
 (https://github.com/ModelCloud/GPTQModel), AWQ (https://github.com/casper-hansen/AutoAWQ) and torchao
@@ -24,16 +24,16 @@ GPTQ_V2 = "gptq_v2"
 # torchao's configurations whose weights are plain 8-bit integers, and those that hold 4 bits in such.
 _TORCHAO_INT8 = ("Int8DynamicActivationInt8WeightConfig", "Int8WeightOnlyConfig")
 _TORCHAO_INTX = ("Int8DynamicActivationIntxWeightConfig", "IntxWeightOnlyConfig")
-# The kernels take groups in runs of so many inputs.
+# Group sizes that the kernels take are multiples of this.
 _GROUP_MULTIPLE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """method: whose tool wrote it. layout: how its integers lie, where a method has several ways.
+    """method: quantisation method. layout: packing of the integers, where a method has several.
 
-    bits: 8 or 4. group_size: inputs that share a scale; None for all of an output. is_symmetric: there are no zero
-    points. is_reordered: the inputs of a group do not lie side by side, and a tensor says which they are.
+    bits: 8 or 4. group_size: inputs that share a scale; None for one scale per output channel. is_symmetric: without
+    zero points. is_reordered: with activation order (desc_act): a tensor gives the group of each input.
     """
 
     method: str
@@ -45,9 +45,9 @@ class QuantizedCheckpoint:
 
 
 def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> QuantizedCheckpoint | None:
-    """None for a checkpoint in floating point.
+    """Read the quantisation settings; None for a checkpoint in floating point.
 
-    Raises UnsupportedFeature, naming the field, for what cannot be loaded, and ModelError for what makes no sense.
+    Raises UnsupportedFeature, naming the field, for settings that cannot be loaded, and ModelError for invalid ones.
     """
     content = hf_config.get("quantization_config")
     if content is None:
@@ -66,13 +66,13 @@ def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Quant
 
 
 def quantization_of_checkpoint(hf_config: Mapping[str, Any]) -> str | None:
-    """The method that `config.json` says its weights are quantized by; None for a checkpoint in floating point."""
+    """Quantisation method of a checkpoint; None for a checkpoint in floating point."""
     content = hf_config.get("quantization_config")
     return str(content.get("quant_method")) if isinstance(content, Mapping) else None
 
 
 def refuse_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> None:
-    """Raises UnsupportedFeature for a checkpoint of integers: models that run through Transformers take none."""
+    """Raise UnsupportedFeature for a quantised checkpoint: models that run through Transformers take none."""
     content = hf_config.get("quantization_config")
     if content is None:
         return
@@ -86,7 +86,7 @@ def refuse_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """An object of quantization_config; path: its place in it, for messages."""
+    """Object within quantization_config. path: its place, for messages."""
 
     content: Mapping[str, Any]
     model: str
@@ -108,7 +108,7 @@ class _Fields:
         return _Fields(value, self.model, f"{self.path}{name}.")
 
     def require(self, name: str, *allowed: Any, default: Any = None) -> Any:
-        """The field's value, which must be one of these."""
+        """Return the field's value, which must be one of `allowed`."""
         value = self.get(name, default)
         if not any(value == one and type(value) is type(one) for one in allowed):
             raise self.unsupported(name, value, " or ".join(str(one) for one in allowed))
@@ -150,7 +150,7 @@ def _read_awq(fields: _Fields) -> QuantizedCheckpoint:
 
 
 def _read_torchao(fields: _Fields) -> QuantizedCheckpoint:
-    """The tensors say how large groups are."""
+    """Settings of torchao. The group size is read from the tensors."""
     types = fields.section("quant_type")
     default = None if types is None else types.section("default")
     if types is None or default is None or set(types.content) != {"default"}:

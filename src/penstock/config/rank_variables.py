@@ -1,7 +1,4 @@
-"""Environment variables of processes that are ranks: what they must have or must not have, and take from elsewhere.
-
-Everything here is about dictionaries; `config/env.py` reads and sets the variables.
-"""
+"""Environment variables of ranks, as dictionaries; `config/env.py` reads and sets them."""
 
 from __future__ import annotations
 
@@ -10,23 +7,23 @@ from dataclasses import dataclass
 
 from penstock.errors import ConfigError
 
-# What torch and NCCL must find before torch is imported; None is nothing at all.
+# Variables that torch and NCCL must find before torch is imported; None unsets one.
 SET_BEFORE_TORCH: dict[str, str | None] = {
-    # Ray sets the first. Threads of torch's then end the process after a failure, and break the recording of graphs;
-    # whoever waits for a step finds out as well.
+    # Ray sets the first. Torch's watchdog threads would end the process after a failure, and break CUDA graph capture;
+    # the step timeout finds failures as well.
     "NCCL_ASYNC_ERROR_HANDLING": None,
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # The host would wait for every exchange.
+    # The host would wait for every collective.
     "NCCL_BLOCKING_WAIT": None,
     "TORCH_NCCL_BLOCKING_WAIT": None,
-    # Tensors of recorded graphs would be noted down for other streams, which cannot be recorded.
+    # record_stream() cannot be captured in CUDA graphs.
     "TORCH_NCCL_AVOID_RECORD_STREAMS": None,
 }
 
 _COPIED_PREFIXES = ("PENSTOCK_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_")
 _COPIED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
-# Of these, what is true of one machine only.
+# Copied by prefix otherwise, but valid on one machine only.
 _NODE_LOCAL = (
     "OMP_NUM_THREADS",
     "OMP_PLACES",
@@ -42,7 +39,7 @@ _NODE_LOCAL = (
 
 
 def for_another_machine(variables: Mapping[str, str]) -> dict[str, str]:
-    """What a rank on another machine takes over from the process that starts it: how to compute, not where."""
+    """Variables that a rank on another machine inherits: how to compute, not where."""
     return {
         name: value
         for name, value in variables.items()
@@ -52,9 +49,9 @@ def for_another_machine(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LauncherPlace:
-    """What `torchrun` tells each process. host, port: of the store by which they find each other.
+    """Rank and rendezvous of a process that `torchrun` started. host, port: address of the rendezvous store.
 
-    has_store: whether torchrun keeps that store itself. attempt: how often it has started them all again.
+    has_store: whether torchrun serves the store itself. attempt: restarts of the group so far.
     """
 
     rank: int
@@ -68,7 +65,7 @@ class LauncherPlace:
 
 
 def place_from_launcher(variables: Mapping[str, str]) -> LauncherPlace:
-    """Raises ConfigError, with the variables that are missing, or are no numbers that fit."""
+    """Read torchrun's variables. Raises ConfigError for missing and invalid ones."""
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not variables.get(name)]
     if missing:

@@ -1,4 +1,4 @@
-"""Between which texts models reason, by the names that vLLM has for its reasoning parsers."""
+"""Reasoning markers of models, by the names of vLLM's reasoning parsers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ CUSTOM = "custom"
 
 
 class ReasoningMarkers(NamedTuple):
-    """start, end: the texts around reasoning.
-    starts_in_reasoning: whether a model reasons from the first token on without saying so, unless its prompt has
-        ended that. Others begin with `start`, in the prompt or in the output, or do not reason.
-    implied_ends: texts that end reasoning as well where what follows it may begin with them, such as a tool call.
+    """start, end: texts around the reasoning.
+    starts_in_reasoning: whether the output begins within reasoning, without a start marker, unless the prompt has ended
+        it. Other models write `start` in the prompt or in the output, or do not reason.
+    implied_ends: texts that end reasoning too where the constraint behind it may begin with them, such as a tool call.
     """
 
     start: str
@@ -33,5 +33,5 @@ REASONING_PARSERS = {
 
 
 def reasoning_markers(parser: str | None, start: str, end: str) -> ReasoningMarkers:
-    """Of a parser; start, end: what the options say, for a model that has none of these parsers."""
+    """Markers of a parser. start, end: markers of a model without one of these parsers."""
     return REASONING_PARSERS.get(parser or CUSTOM, ReasoningMarkers(start, end))

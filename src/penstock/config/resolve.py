@@ -1,4 +1,4 @@
-"""From a model's name to a folder on this machine."""
+"""Resolution of model names to local folders, with downloads from the hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.config import env
 from penstock.errors import ModelNotFound
 
 SHIPPED_MODELS = ("demo",)
-# By the shipped model that it drafts for: an EAGLE-3 head.
+# EAGLE-3 heads that ship, by their target model.
 SHIPPED_HEADS = {"demo": "demo-eagle3"}
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _METADATA_FILES = ["*.json"]
@@ -18,26 +18,25 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinj
 
 
 def resolve_model_folder(model: str | Path, revision: str | None = None, *, option: str = "model") -> Path:
-    """The folder that holds `model`: a shipped model's name, a local folder, or a hub id. A Path is a folder.
+    """Return the folder of a shipped model, a local folder, or a hub id. A Path is a folder.
 
-    Hub ids are downloaded (or found in the local cache, when the network is forbidden or gone).
-    option: what errors call it. Raises ModelNotFound when there is no such thing.
+    Hub ids are downloaded, or found in the local cache without a network.
+    option: name in errors. Raises ModelNotFound.
     """
     return _local_folder(model, option) or _download(str(model), revision, _WANTED_FILES, option)
 
 
 def resolve_metadata_folder(model: str | Path, revision: str | None = None) -> tuple[Path, bool]:
-    """The folder that holds a model's configuration, and whether it is the local copy of a hub id.
+    """Return the folder of a model's configuration, and whether it is the local copy of a hub id.
 
-    Of a hub id no weights are downloaded; those that are in the local cache are in the folder.
-    Raises ModelNotFound when there is no such thing.
+    No weights are downloaded; those in the local cache are in the folder. Raises ModelNotFound.
     """
     folder = _local_folder(model, "model")
     return (folder, False) if folder is not None else (_download(str(model), revision, _METADATA_FILES, "model"), True)
 
 
 def _local_folder(model: Any, option: str) -> Path | None:
-    """The folder of a shipped or local model, None for what may be a hub id."""
+    """Folder of a shipped or local model; None for a possible hub id."""
     if not isinstance(model, (str, os.PathLike)):
         raise ModelNotFound(
             f"{option}={model!r} is a {type(model).__name__}. Allowed: {', '.join(SHIPPED_MODELS)}, a folder, or a hub "

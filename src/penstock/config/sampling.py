@@ -1,4 +1,4 @@
-"""What requests may ask of the sampler, and what takes part in it."""
+"""Options of the sampler."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from penstock.config.checks import check_choice, check_integer
 from penstock.errors import ConfigError
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-# Installed packages name their logits processors in this group of entry points.
+# Entry points of logits processors in installed packages.
 LOGITS_PROCESSORS_GROUP = "penstock.logits_processors"
 _WHOLE_VOCABULARY = -1
-# Logits that are worked on at once, by kind of device: 8 or 32 MiB of them, beside which stages hold several times as
-# much. On the CPU fewer at once are faster, too: 8 MiB took 0.54 to 0.97 of the time of 32 MiB (top-p, two cores, 64 to
-# 256 rows, vocabularies of 32,000 to 152,000). A GPU wants much to do at once.
+# Logits that are processed at once, by kind of device: 8 or 32 MiB of them; temporaries take several times as much.
+# On the CPU fewer at once are faster, too: 8 MiB took 0.54 to 0.97 of the time of 32 MiB (top-p, two cores, 64 to 256
+# rows, vocabularies of 32,000 to 152,000). A GPU needs large batches.
 _MAX_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 23}
 _MAX_ROWS = 1024
-# Log-probabilities of a step's prompts that the device holds at once.
+# Prompt log-probabilities of a step that the device holds at once.
 MAX_PROMPT_RESULTS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """max_logprobs: most log-probabilities per token that a request may ask for; -1 for the whole vocabulary.
-    logprobs_mode: what is returned as log-probabilities: "raw_logprobs" (of the logits as the model gave them),
-        "processed_logprobs" (after penalties, masks, temperature and truncation), or the "raw_logits" or
-        "processed_logits" themselves. Those of prompts are always raw log-probabilities.
+    logprobs_mode: "raw_logprobs" are of the model's logits, "processed_logprobs" after penalties, masks, temperature
+        and truncation; "raw_logits" and "processed_logits" return logits. Prompts have raw log-probabilities always.
     logits_processors: custom logits processors, as classes or as their qualified names ("module:Class").
-    reasoning_start_str, reasoning_end_str: the texts between which a model thinks, for `thinking_token_budget` and
-        where `reasoning_parser` is "custom". Other parsers know theirs.
+    reasoning_start_str, reasoning_end_str: markers around the reasoning, for `thinking_token_budget` and
+        `reasoning_parser` "custom". Other parsers have their own.
     """
 
     max_logprobs: int = 20
@@ -48,15 +47,12 @@ class SamplingConfig:
                 raise ConfigError(f"{name}={value!r} is not valid. Allowed: a text that is not empty.")
 
     def most_logprobs(self, vocab_size: int) -> int:
-        """Most likely tokens per position that a request may ask for."""
+        """Maximum log-probabilities per position of a request."""
         return vocab_size if self.max_logprobs == _WHOLE_VOCABULARY else min(self.max_logprobs, vocab_size)
 
 
 def rows_at_once(vocab_size: int, device: str) -> int:
-    """Rows of logits that are sampled or reduced at once: memory is bounded whatever the batch and the vocabulary.
-
-    device: its kind.
-    """
+    """Rows of logits that are sampled or reduced at once, which bounds memory. device: kind of the device."""
     return max(1, min(_MAX_ROWS, _MAX_LOGITS[device] // vocab_size))
 
 

@@ -1,4 +1,4 @@
-"""What may run together in one step."""
+"""Options of the scheduler."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FAST_PATHS = ("auto", "off")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """max_num_seqs: requests that run at once.
-    max_num_batched_tokens: tokens of one step, over all requests; None takes 2048, or 512 with stages.
-    enable_chunked_prefill: whether a step may run a part of a prompt; off for models with attention in both directions.
-        Prompts that are longer than max_num_batched_tokens are refused then.
+    """max_num_seqs: maximum number of running requests.
+    max_num_batched_tokens: token budget of a step; None takes 2048, or 512 with pipeline parallelism.
+    enable_chunked_prefill: split prompts over steps; off for models with bidirectional attention, where prompts longer
+        than max_num_batched_tokens are refused.
     policy: "fcfs" serves in order of arrival; "priority" serves lower `priority` numbers first.
-    async_scheduling: schedule a step before the previous one's tokens are known; None follows the device
-        (on where the device overlaps with the host).
-    fast_paths: "off" runs every step as if nothing were known of the one before: slower, with the same tokens and bits.
+    async_scheduling: schedule a step before the tokens of the previous one are on the host; None turns it on where the
+        device overlaps with the host.
+    fast_paths: "off" turns off the reuse of the previous step's batch: slower, with the same tokens and bits.
     """
 
     max_num_seqs: int = 256

@@ -1,4 +1,4 @@
-"""Upper limits of the sizes in a model's `config.json`: far above any model's, so that nothing is built for more."""
+"""Upper limits of the sizes in a model's `config.json`, far above those of any model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from penstock.config.json_file import clipped, shown
 from penstock.errors import ModelError
 
-# Positions of a context; the longest known has a tenth.
+# Tokens of a context; the longest known has a tenth.
 MAX_POSITIONS = 2**27
-# By the end of a field's name: modules that are made one by one, and sides of matrices.
+# Limits by the end of a field's name: numbers of modules, and dimensions of matrices.
 _LIMITS = (
     (re.compile(r"(^|_)(layers?|blocks?)$"), 2_000),
     (re.compile(r"(^|_)experts$"), 10_000),
@@ -20,7 +20,7 @@ _LIMITS = (
 
 
 def check_sizes(hf_config: Mapping[str, Any], model: str) -> None:
-    """Raise ModelError for a size that no model has, in nested configurations, too."""
+    """Raise ModelError for a size above the limits, in nested configurations too."""
     for field, value, limit in _sizes(hf_config):
         if value > limit:
             raise ModelError(
@@ -35,7 +35,7 @@ def describe_sizes(hf_config: Mapping[str, Any]) -> str:
 
 
 def _sizes(hf_config: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
-    """Fields that are sizes, with their values and limits."""
+    """Yield the fields that are sizes, with their values and limits."""
     waiting: list[tuple[Mapping[str, Any], str]] = [(hf_config, "")]
     while waiting:
         fields, prefix = waiting.pop()

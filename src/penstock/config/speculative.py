@@ -1,4 +1,4 @@
-"""Who guesses tokens ahead, how many, and what it takes for a guess to be kept."""
+"""Options of speculative decoding: method, draft length, rejection rule."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.config.checks import check_choice, check_flag, check_integer, did_
 from penstock.errors import ConfigError
 
 HOST_METHODS = ("ngram", "suffix")
-# Heads on the hidden states of the model that they draft for.
+# Draft heads on the hidden states of the target model.
 HEAD_METHODS = ("eagle", "eagle3", "mtp")
 MODEL_METHODS = ("draft_model", *HEAD_METHODS)
 METHODS = HOST_METHODS + MODEL_METHODS
 REJECTION_SAMPLE_METHODS = ("exact", "standard", "synthetic")
-# Without a number, as many as usually pay. For "suffix" it is the depth of the tree.
+# Default draft lengths. For "suffix" it is the depth of the tree.
 _DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "eagle": 3, "eagle3": 3, "mtp": 1}
 _DEFAULT_LOOKUP = 5
 _DEFAULT_TREE_DEPTH = 24
@@ -25,24 +25,24 @@ _DEFAULT_TREE_DEPTH = 24
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Speculative decoding, by the names that users of vLLM know; without `method` there is none.
+    """Options of speculative decoding, by vLLM's names; off without `method`.
 
-    method: one of `METHODS`. model: folder or hub id of the drafter, for those that have a model; "mtp"
-        takes the target's own, and "eagle3" the head that ships with the demo model.
-    num_speculative_tokens: drafts of a request in a step, at most.
-    adaptive: draft as many as are measured to pay, down to none; False always drafts num_speculative_tokens.
-    prompt_lookup_min, prompt_lookup_max: "ngram" looks for an earlier place in the request's own tokens that agrees
-        with its last ones: at least so many, and no more than so many count.
-    suffix_decoding_max_tree_depth: tokens of a suffix, and of what follows it, that "suffix" remembers.
-    suffix_decoding_max_cached_requests: outputs of earlier requests that it remembers; 0 for the request's own only.
-    suffix_decoding_max_spec_factor: drafts for each token that agrees.
-    suffix_decoding_min_token_prob: a draft is made only if the drafts up to it have followed at least so often.
-    rejection_sample_method: when a draft is kept. "exact": if it is the token that would have been drawn without it, so
-        that no token ever changes. "standard": by the rejection rule of Leviathan et al., which keeps the distribution
-        and not the tokens. "synthetic": as often as the next two say, whatever it is: a load test, with
-        tokens that mean nothing.
-    synthetic_acceptance_rates: how often a draft is kept, by its position.
-    synthetic_acceptance_length: instead of them, the mean number of tokens of a step.
+    method: one of `METHODS`. model: folder or hub id of the draft model or head; "mtp" uses the target's layers, and
+        "eagle3" defaults to the head that ships with the demo model.
+    num_speculative_tokens: maximum draft length of a request in a step.
+    adaptive: adaptive draft length, by measured acceptance and step times, down to 0; False always drafts
+        num_speculative_tokens.
+    prompt_lookup_min, prompt_lookup_max: minimum and maximum length of the n-gram that "ngram" matches in the request's
+        tokens.
+    suffix_decoding_max_tree_depth: depth of the suffix tree of "suffix", in tokens.
+    suffix_decoding_max_cached_requests: earlier outputs in the suffix tree; 0 for the request's own tokens only.
+    suffix_decoding_max_spec_factor: draft tokens per matched token.
+    suffix_decoding_min_token_prob: minimum estimated probability of a draft, given the drafts before it.
+    rejection_sample_method: "exact" keeps a draft that equals the token sampled without it, so that no token changes.
+        "standard" is the rejection sampling of Leviathan et al., which preserves the distribution, not the tokens.
+        "synthetic" keeps drafts at the rates below, for load tests; its tokens are meaningless.
+    synthetic_acceptance_rates: acceptance rate of a draft, by its position.
+    synthetic_acceptance_length: mean number of tokens per step, instead of the rates.
     """
 
     method: str | None = None
@@ -61,9 +61,9 @@ class SpeculativeConfig:
 
     @classmethod
     def from_option(cls, given: Any) -> Self:
-        """From the option `speculative_config`: None, or a dictionary; nothing in it is passed over.
+        """Read the option `speculative_config`: None, or a dictionary.
 
-        Raises ConfigError for an unknown key, a bad value, and what does not belong together.
+        Raises ConfigError for an unknown key, an invalid value, and keys that exclude each other.
         """
         if given is None:
             return cls()
@@ -103,12 +103,12 @@ class SpeculativeConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Positions behind a step's that the drafter's own layers may write to."""
+        """Positions beyond those of a step that the draft model's layers may write to."""
         return self.num_speculative_tokens if self.method in MODEL_METHODS else 0
 
     @property
     def reads_next_token(self) -> bool:
-        """Whether what the drafter's own layers keep at a position depends on the token after it."""
+        """Whether the draft layers' KV cache at a position depends on the next token."""
         return self.method in HEAD_METHODS
 
     def _check_model(self) -> None:
@@ -120,8 +120,8 @@ class SpeculativeConfig:
             )
         if self.method in HOST_METHODS:
             raise ConfigError(
-                f"speculative_config has model={self.model!r}, but the method {self.method!r} has no model. Leave it "
-                "out, or choose another method."
+                f"speculative_config has model={self.model!r}, but the method {self.method!r} has no draft model. "
+                "Leave it out, or choose another method."
             )
 
     def _check_lookup(self) -> None:
@@ -144,13 +144,13 @@ class SpeculativeConfig:
         if self.rejection_sample_method != "synthetic":
             if rates is not None or length is not None:
                 raise ConfigError(
-                    "speculative_config has a synthetic acceptance, which takes rejection_sample_method='synthetic', "
+                    "speculative_config has a synthetic acceptance, which needs rejection_sample_method='synthetic', "
                     f"not {self.rejection_sample_method!r}."
                 )
             return
         if (rates is None) is (length is None):
             raise ConfigError(
-                "rejection_sample_method='synthetic' takes one of synthetic_acceptance_rates and "
+                "rejection_sample_method='synthetic' needs one of synthetic_acceptance_rates and "
                 "synthetic_acceptance_length."
             )
         if length is not None:
@@ -171,9 +171,9 @@ class SpeculativeConfig:
 
 
 def _as_ours(given: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The dictionary without vLLM's ways to say the same: a method as the model, no method, the ranks of the drafter.
+    """Translate vLLM's forms: a method given as the model, a missing method, the ranks of the draft model.
 
-    Raises ConfigError for a drafter with ranks of its own.
+    Raises ConfigError for a draft model with ranks of its own.
     """
     options = dict(given)
     num_ranks = options.pop("draft_tensor_parallel_size", None)

@@ -1,4 +1,4 @@
-"""How outputs are constrained, and what a constraint may cost."""
+"""Options of structured outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _REFUSED_BACKENDS = ("outlines", "lm-format-enforcer")
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
     """structured_outputs_backend: library that enforces constraints. auto, guidance and xgrammar mean llguidance too.
-    max_grammar_compile_s: seconds that compiling one may take; its requests end with an error then.
-    max_grammar_bytes: of a constraint as text.
-    max_cached_grammars: constraints that are kept compiled.
-    reasoning_parser: how the model reasons: a constraint begins behind that. "custom" is for reasoning between
-        `reasoning_start_str` and `reasoning_end_str`. None for models that do not reason.
-    enable_in_reasoning: constrain reasoning too.
+    max_grammar_compile_s: timeout of compiling a grammar, in seconds; its requests end with an error.
+    max_grammar_bytes: maximum size of a constraint as text.
+    max_cached_grammars: size of the cache of compiled grammars.
+    reasoning_parser: format of the model's reasoning, behind which constraints begin. "custom" is reasoning between
+        `reasoning_start_str` and `reasoning_end_str`. None for models without reasoning.
+    enable_in_reasoning: constrain the reasoning too.
     """
 
     structured_outputs_backend: str = "llguidance"
