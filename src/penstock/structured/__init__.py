@@ -1,1 +1,1 @@
-"""What constrains an output's form: schemas checked keyword by keyword, and grammars compiled off the step loop."""
+"""Structured outputs: schemas checked keyword by keyword, and grammars compiled outside the step loop."""

@@ -1,4 +1,4 @@
-"""What a library that constrains outputs must be able to do. One of them is chosen per engine."""
+"""Interface of grammars and matchers, which llguidance and reasoning implement."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from penstock.contract import StructuredOutputsParams
 
 
 class Matcher(Protocol):
-    """Follows one output, token by token, and says what may come next."""
+    """State of one output within its grammar, advanced token by token."""
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Take in tokens up to the first that may not come; how many were taken. Raises MatcherError."""
+        """Accept tokens up to the first that is not allowed; return their number. Raises MatcherError."""
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
+        """Undo the last tokens."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Write what may come next: int32 [ceil(vocabulary / 32)], a set bit allows the token. Raises MatcherError.
+        """Write the bitmask of the next token: int32 [ceil(vocabulary / 32)], a set bit allows it. Raises MatcherError.
 
-        Where the output may end, the end tokens are among them.
+        End tokens are allowed where the output may end.
         """
 
     @property
     def is_terminated(self) -> bool:
-        """Whether nothing but an end token may come, or one has come."""
+        """Whether only end tokens are allowed, or one was accepted."""
 
 
 class CompiledGrammar(Protocol):
-    """A constraint that is ready to be followed, by any number of matchers, from any thread."""
+    """Compiled constraint, for any number of matchers in any thread."""
 
     def start(self, prompt_token_ids: Sequence[int] = ()) -> Matcher:
-        """A matcher at the begin of an output. prompt_token_ids: what the output follows, which may decide what counts
-        as its begin."""
+        """Return a matcher at the start of an output. prompt_token_ids: the prompt, which may have begun reasoning."""
 
 
 class GrammarBackend(Protocol):
-    """Compiles constraints for one vocabulary. Called from several threads."""
+    """Compiler of constraints for one vocabulary, called from several threads."""
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Raises InvalidParameter for what cannot be compiled or followed."""
+        """Compile a constraint. Raises InvalidParameter for one that cannot be enforced."""
 
 
 class MatcherError(RuntimeError):
-    """A matcher that cannot go on, such as at a limit of its library."""
+    """Failure of a matcher, such as at a limit of its library."""

@@ -1,4 +1,4 @@
-"""Compiles constraints beside the step loop, each once."""
+"""Threads that compile grammars outside the step loop, with a cache."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from penstock.structured.backend import CompiledGrammar, GrammarBackend
 
 logger = logging.getLogger(__name__)
 
-# What a constraint came to: its grammar, or why there is none.
+# Result of a compilation: a grammar, or the error.
 Compiled: TypeAlias = CompiledGrammar | Exception
 _NUM_THREADS = 4
 _CLOSE_TIMEOUT_S = 1.0
-# Libraries follow rules and definitions by calling themselves. llguidance stops at 50,000 parts of a schema, for which
-# 256 MiB were enough, and 64 MiB for 10,000 rules of a grammar; memory is taken for what is used of it.
+# llguidance recurses over rules and definitions. It stops at 50,000 parts of a schema, which took less than 256 MiB of
+# stack, and 10,000 rules of a grammar took less than 64 MiB. Unused stack takes no memory.
 _STACK_BYTES = 512 << 20
 
 
 class _Job(NamedTuple):
     params: StructuredOutputsParams
-    tell: Callable[[StructuredOutputsParams, Compiled], None]
+    on_result: Callable[[StructuredOutputsParams, Compiled], None]
 
 
 class GrammarCompiler:
-    """make_backend: called once, by a thread, when the first constraint comes. timeout_s: per constraint.
-    max_cached: constraints whose grammars are kept; the least recently used go first.
+    """Compiler of grammars with a least-recently-used cache.
 
-    Libraries cannot be interrupted. A compilation that takes too long is left alone: it goes on in a thread of its own,
-    which keeps no others waiting, and the end of the program no longer than timeout_s.
+    make_backend: called once, in a thread, with the first constraint. timeout_s: timeout of one compilation.
+    max_cached: size of the cache, in grammars.
+
+    Compilations cannot be interrupted. After its timeout one goes on in a thread of its own, which blocks no other
+    compilation, and the exit of the interpreter for timeout_s at most.
     """
 
     def __init__(self, make_backend: Callable[[], GrammarBackend], *, timeout_s: float, max_cached: int) -> None:
@@ -50,13 +52,13 @@ class GrammarCompiler:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
-        # Threads within a library.
+        # Threads that are compiling.
         self._compiling: set[threading.Thread] = set()
-        # Called at the end of the program.
+        # Called at the exit of the interpreter.
         weakref.finalize(self, _end, self._closed, self._compiling, timeout_s)
 
     def find(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
-        """The grammar of a constraint, if it is there."""
+        """Return the cached grammar of a constraint; None if there is none."""
         with self._lock:
             grammar = self._cache.get(params)
             if grammar is not None:
@@ -64,18 +66,18 @@ class GrammarCompiler:
             return grammar
 
     def compile(
-        self, params: StructuredOutputsParams, tell: Callable[[StructuredOutputsParams, Compiled], None]
+        self, params: StructuredOutputsParams, on_result: Callable[[StructuredOutputsParams, Compiled], None]
     ) -> None:
-        """Compile a constraint; `tell` is called with what it came to, from another thread, unless this is closed."""
+        """Compile a constraint. `on_result` is called in another thread, unless the compiler is closed."""
         with self._lock:
             if not self._threads:
                 self._threads = [self._thread(self._serve, f"grammars-{index}") for index in range(_NUM_THREADS)]
                 for thread in self._threads:
                     thread.start()
-        self._jobs.put(_Job(params, tell))
+        self._jobs.put(_Job(params, on_result))
 
     def close(self) -> None:
-        """Let the threads end. Nobody is told anything any more."""
+        """Stop the threads. Later results are dropped."""
         with self._lock:
             self._closed.set()
             threads, self._threads = self._threads, []
@@ -95,7 +97,7 @@ class GrammarCompiler:
                     self._cache[job.params] = result
                     if len(self._cache) > self._max_cached:
                         self._cache.popitem(last=False)
-            job.tell(job.params, result)
+            job.on_result(job.params, result)
 
     def _result_in_time(self, params: StructuredOutputsParams) -> Compiled:
         results: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
@@ -147,10 +149,10 @@ class GrammarCompiler:
 
 
 def _end(closed: threading.Event, compiling: set[threading.Thread], timeout_s: float) -> None:
-    """Report no result any more, and wait for what is being compiled.
+    """Drop later results, and wait for compilations.
 
-    Python before 3.14 ends a thread that comes back from a library while the interpreter is finalised; the frames of
-    the library that are unwound then end the process with SIGSEGV.
+    Python before 3.14 exits a thread that returns from C code during finalisation; unwinding the library's frames then
+    ends the process with SIGSEGV.
     """
     closed.set()
     deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""What can be known of a constraint before it is compiled; called where requests are accepted."""
+"""Checks of constraints before they are compiled, at request intake."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from penstock.structured.grammar_text import as_lark
 from penstock.structured.patterns import PatternError, translate_full_match
 from penstock.structured.schema_check import NotEnforced, enforceable
 
-# A space, or a line's end and up to 20 spaces. So JSON can be written in one line or indented, and a model that likes
-# to write spaces still gets on.
+# A space, or a newline and up to 20 spaces: JSON in one line or indented, and no endless whitespace.
 DEFAULT_WHITESPACE = r"[ ]|\x{a}[ ]{0,20}"
 _TAG_FIELDS = {"type", "structures", "triggers"}
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
@@ -23,7 +22,7 @@ _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 
 @dataclass(frozen=True, slots=True)
 class TaggedPart:
-    """Part of a text that follows a schema: behind `begin`, which begins with `trigger`, and before `end`."""
+    """Structure of a structural tag: JSON by a schema between `begin`, which starts with `trigger`, and `end`."""
 
     trigger: str
     begin: str
@@ -32,12 +31,12 @@ class TaggedPart:
 
 
 def check_constraint(params: StructuredOutputsParams, max_bytes: int) -> None:
-    """Refuse what cannot be enforced, as far as that can be known by reading.
+    """Refuse a constraint that cannot be enforced, as far as it shows without compiling.
 
-    Constraints longer than `MAX_READ_AT_INTAKE` are only measured: reading one takes time that grows with its length,
-    so the threads that compile do it (`check_read`), and the request ends with the error.
+    Constraints longer than `MAX_READ_AT_INTAKE` are only measured: reading takes time that grows with the length, so
+    the compiling threads do it (`check_read`), and the request ends with the error.
 
-    max_bytes: of the constraint as text.
+    max_bytes: maximum size of the constraint as text.
     Raises InvalidParameter.
     """
     name = params.constraint
@@ -54,7 +53,7 @@ def check_constraint(params: StructuredOutputsParams, max_bytes: int) -> None:
 
 
 def check_read(params: StructuredOutputsParams) -> None:
-    """Refuse what reading a constraint of any length shows. Raises InvalidParameter."""
+    """Refuse a constraint of any length that cannot be enforced, without compiling. Raises InvalidParameter."""
     if params.whitespace_pattern is not None:
         whitespace(params.whitespace_pattern)
     if params.json is not None:
@@ -68,13 +67,13 @@ def check_read(params: StructuredOutputsParams) -> None:
 
 
 def schema_of(params: StructuredOutputsParams) -> Any:
-    """The schema of `json` or `json_object`, in what backends enforce. Raises InvalidParameter."""
+    """Return the schema of `json` or `json_object` in enforced keywords. Raises InvalidParameter."""
     schema = {"type": "object"} if params.json is None else parsed("json", params.json)
     return enforceable(schema)
 
 
 def translated(name: str, pattern: str) -> str:
-    """A pattern that a whole text matches, as a backend takes it. Raises InvalidParameter."""
+    """Translate a regular expression for the whole text. name: of the parameter. Raises InvalidParameter."""
     try:
         return translate_full_match(pattern)
     except PatternError as error:
@@ -82,7 +81,7 @@ def translated(name: str, pattern: str) -> str:
 
 
 def whitespace(pattern: str) -> str:
-    """A pattern of JSON's whitespace, as backends take it. Raises InvalidParameter for any other."""
+    """Translate a pattern of JSON's whitespace. Raises InvalidParameter for any other pattern."""
     found = translated("whitespace_pattern", pattern)
     for part in (r"\\x\{(20|9|a|d)\}", r"\{\d+(,\d*)?\}", r"\(\?:|[()|*+?]|\[(?!\^)|\]"):
         found = re.sub(part, "", found)
@@ -95,14 +94,14 @@ def whitespace(pattern: str) -> str:
 
 
 def whitespace_of(params: StructuredOutputsParams) -> str:
-    """The pattern of what may stand where JSON may have whitespace, if anything does. Empty where nothing may."""
+    """Pattern of the allowed whitespace between JSON tokens; empty for none."""
     if params.disable_any_whitespace:
         return ""
     return DEFAULT_WHITESPACE if params.whitespace_pattern is None else whitespace(params.whitespace_pattern)
 
 
 def tagged_parts(params: StructuredOutputsParams) -> list[TaggedPart]:
-    """The parts of a structural tag. Raises InvalidParameter."""
+    """Read the structures of a structural tag. Raises InvalidParameter."""
     tag = parsed("structural_tag", params.structural_tag or "{}")
     _check_fields("", tag, _TAG_FIELDS)
     structures, triggers = tag.get("structures"), tag.get("triggers")

@@ -1,4 +1,4 @@
-"""Least fixpoint over alternatives: which symbols of a grammar, or parts of a schema, derive something finite."""
+"""Least fixpoint of productive symbols, in grammars and schemas."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Symbol = TypeVar("Symbol", bound=Hashable)
 
 
 def productive(alternatives: Iterable[tuple[Symbol, Sequence[Symbol]]]) -> set[Symbol]:
-    """The symbols that derive something finite.
+    """Return the symbols that derive a finite text.
 
-    alternatives: a symbol, and the symbols that one of its alternatives consists of, any number of times each symbol.
-    A symbol is productive if all symbols of one of its alternatives are. Takes time linear in the size of all of them
+    alternatives: pairs of a symbol and the symbols of one of its alternatives. A symbol is productive if all symbols of
+    one of its alternatives are. Linear in the total size
     (W. F. Dowling and J. H. Gallier, Linear-time algorithms for testing the satisfiability of propositional Horn
     formulae, 1984).
     """

@@ -1,4 +1,4 @@
-"""Definitions that nothing finite is valid for, since each instance would have to contain another one."""
+"""Detection of definitions without finite instances, since each would contain another one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 from penstock.structured.derivations import productive
 
 _CONTAINERS = {"object", "array"}
-# A definition by its name, or a part of one by its number.
+# Definitions by name, and their parts by number.
 _Part: TypeAlias = str | int
 
 
 def endless(definitions: Mapping[str, Any]) -> list[str]:
-    """The names of the definitions that have no finite instance, among schemas as they are written anew."""
+    """Names of the definitions without a finite instance. definitions: as rewritten by the walk."""
     parts = _Parts()
     for name, schema in definitions.items():
         parts.alternatives.append((name, [parts.schema(schema)]))
@@ -22,14 +22,14 @@ def endless(definitions: Mapping[str, Any]) -> list[str]:
 
 
 class _Parts:
-    """The parts of schemas, each with its alternatives: what else must have finite instances for it to have one."""
+    """Parts of schemas, each with its alternatives: the parts that must have finite instances for it to have one."""
 
     def __init__(self) -> None:
         self.alternatives: list[tuple[_Part, list[_Part]]] = []
         self._num_parts = 0
 
     def schema(self, schema: Any) -> int:
-        """The part that a schema is."""
+        """Return the part of a schema."""
         if not isinstance(schema, dict):
             return self._any_of([]) if schema is False else self._all_of([])
         needed: list[_Part] = [self.schema(branch) for branch in schema.get("allOf", ())]

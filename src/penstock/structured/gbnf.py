@@ -1,6 +1,6 @@
-"""Grammars in GBNF, as llama.cpp reads it, and the same in Lark's notation.
+"""Reader of GBNF grammars as llama.cpp has them, and their translation to Lark's notation.
 
-Beyond llama.cpp, an alternative may begin on a line of its own, and any punctuation may be escaped.
+Unlike in llama.cpp, an alternative may begin on a line of its own, and any punctuation may be escaped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARKS = {
     ".": Kind.TERMINAL,
 }
 _QUANTIFIERS = (Kind.ZERO_OR_MORE, Kind.REPEAT)
-# What may end a repetition's operand.
+# Kinds of tokens at the end of a repetition's operand.
 _OPERAND_ENDS = (Kind.NAME, Kind.TERMINAL, Kind.CLOSE)
 _CHARACTER = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([nrt])|([!-/:-@\[-`{-~]))|([^\\])", re.DOTALL
@@ -47,14 +47,14 @@ _DIGITS = 9
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Whether a grammar has rules as GBNF writes them."""
+    """Whether a grammar is in GBNF."""
     return re.search(r"^[ \t]*+[\w-]++[ \t]*+::=", grammar, re.MULTILINE) is not None
 
 
 def gbnf_rules(text: str) -> dict[str, list[BodyToken]]:
-    """The rules of a grammar; the texts of their terminals are in Lark's notation by then.
+    """Read the rules of a grammar, with terminals in Lark's notation.
 
-    Raises GrammarTextError for what is no GBNF: with a part that means nothing, a rule twice, a name without a rule.
+    Raises GrammarTextError for invalid GBNF: syntax errors, duplicate rules, undefined names.
     """
     rules: dict[str, list[BodyToken]] = {}
     at = _skip_lines(text, 0)
@@ -78,7 +78,7 @@ def gbnf_rules(text: str) -> dict[str, list[BodyToken]]:
 
 
 def as_lark_text(rules: Mapping[str, list[BodyToken]]) -> str:
-    """Rules in Lark's notation. A rule without recursion becomes a terminal, which is matched as one expression."""
+    """Write rules in Lark's notation. A rule without recursion becomes a terminal, matched as one expression."""
     terminals = productive((name, names_in(body)) for name, body in rules.items())
     names = _lark_names(rules, terminals)
     lines = [f"{_START}: {names[_ROOT]}"] if _ROOT in terminals else []
@@ -89,13 +89,13 @@ def as_lark_text(rules: Mapping[str, list[BodyToken]]) -> str:
 
 
 def _lark_names(rules: Mapping[str, list[BodyToken]], terminals: set[str]) -> dict[str, str]:
-    """The names of rules in Lark's notation, which has capitals for terminals and none for others."""
+    """Map names to Lark's notation, where terminals have capitals and rules have none."""
     names = {} if _ROOT in terminals else {_ROOT: _START}
     taken = {_START}
     for name in [name for name in rules if name not in names]:
         plain = re.sub("[^a-z0-9_]", "_", name.lower())
         base = plain if plain[0].isalpha() else f"r{plain}"
-        # Numbered without a search, so that many names that become equal cost no more than others.
+        # Numbered without a search, so that many colliding names stay cheap.
         lark = base if base not in taken else f"{base}_{len(taken)}"
         while lark in taken:
             lark += "_"
@@ -105,7 +105,7 @@ def _lark_names(rules: Mapping[str, list[BodyToken]], terminals: set[str]) -> di
 
 
 def _skip_lines(text: str, at: int) -> int:
-    """The place of the next thing that is neither blank nor comment."""
+    """Position behind blanks and comments."""
     while at < len(text):
         found = _TOKEN.match(text, at)
         assert found is not None, "its last alternative matches any character"
@@ -116,7 +116,7 @@ def _skip_lines(text: str, at: int) -> int:
 
 
 class _Body:
-    """Reads the body of a rule. at: the place behind what has been read."""
+    """Reader of a rule's body. at: current position."""
 
     def __init__(self, text: str, at: int) -> None:
         self._text = text
@@ -145,7 +145,7 @@ class _Body:
             raise self._error("a '(' that is not closed", open_at[-1])
 
     def _next(self, *, is_nested: bool) -> BodyToken | None:
-        """The next token; None where the rule ends. is_nested: whether lines may end here without ending the rule."""
+        """Return the next token; None at the end of the rule. is_nested: within a group, where lines may end."""
         while self.at < len(self._text):
             begin = self.at
             found = _TOKEN.match(self._text, begin)
@@ -186,7 +186,7 @@ class _Body:
         return BodyToken(kind, f"{{{at_least}{f',{most}' if comma else ''}}}")
 
     def _class(self, begin: int, end: int) -> str:
-        """A class of characters as a regular expression."""
+        """Read a character class as a regular expression."""
         negated = self._text[begin + 1] == "^"
         at = begin + 1 + negated
         if at == end - 1:
@@ -213,7 +213,7 @@ class _Body:
             yield char
 
     def _character(self, at: int) -> tuple[str, int]:
-        """The character at a place, which may be escaped, and the place behind it."""
+        """Read a character, which may be escaped; return it and the position behind it."""
         found = _CHARACTER.match(self._text, at)
         if found is None:
             raise self._error(f"{self._text[at : at + 2]!r}, an escape that is not known,", at)

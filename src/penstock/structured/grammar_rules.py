@@ -1,4 +1,4 @@
-"""Rules of context-free grammars as tokens, whatever notation they come from, and which of them never end."""
+"""Rules of context-free grammars as tokens, and detection of rules that never end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.structured.derivations import productive
 
 
 class Kind(Enum):
-    """Kind of a token in a rule's body. OPTION: an optional group, in brackets; ZERO_OR_MORE: any quantifier with which
-    what stands before it may be left out; REPEAT: one with which it may not.
+    """Kind of a token in a rule's body. OPTION: optional group, in brackets; ZERO_OR_MORE: quantifier with an optional
+    operand; REPEAT: quantifier with a required one.
     """
 
     NAME = auto()
@@ -27,21 +27,21 @@ class Kind(Enum):
 
 
 class BodyToken(NamedTuple):
-    """Part of a rule's body. text: as it stands in the grammar."""
+    """Token of a rule's body. text: as in the grammar."""
 
     kind: Kind
     text: str
 
 
-# Bodies by rule.
+# Bodies by name.
 Rules: TypeAlias = Mapping[str, Sequence[BodyToken]]
-# A rule by its name, or a group by its number.
+# Rules by name, and groups by number.
 _Symbol: TypeAlias = str | int
 
 
 @dataclass
 class _Group:
-    """A group that is open. sequence: of its present alternative; None stands for what is no symbol."""
+    """Open group. sequence: symbols of its current alternative; None for a terminal."""
 
     symbol: _Symbol
     is_option: bool = False
@@ -49,7 +49,7 @@ class _Group:
 
 
 def never_ending(rules: Rules, start: str) -> list[str]:
-    """The rules that `start` leads to and that match no finite text. Names without a rule are taken to match some."""
+    """Names of the rules reachable from `start` that match no finite text. Undefined names count as finite."""
     alternatives: list[tuple[_Symbol, list[_Symbol]]] = []
     num_groups = 0
     for name, body in rules.items():
@@ -63,14 +63,14 @@ def never_ending(rules: Rules, start: str) -> list[str]:
 
 
 def names_in(body: Iterable[BodyToken]) -> list[str]:
-    """The names that a body has, each once."""
+    """Names in a body, without duplicates."""
     return list(dict.fromkeys(token.text for token in body if token.kind is Kind.NAME))
 
 
 def _add_alternatives(
     name: str, body: Iterable[BodyToken], alternatives: list[tuple[_Symbol, list[_Symbol]]], num_groups: int
 ) -> int:
-    """Add the alternatives of a rule and of the groups in it. Returns how many groups there are by now."""
+    """Add the alternatives of a rule and of its groups. Returns the number of groups so far."""
 
     def end_alternative(group: _Group) -> None:
         alternatives.append((group.symbol, [symbol for symbol in group.sequence if symbol is not None]))
@@ -99,7 +99,7 @@ def _add_alternatives(
 
 
 def _reached(rules: Rules, start: str) -> set[str]:
-    """The rules that one leads to, itself included."""
+    """Rules reachable from a rule, including itself."""
     reached: set[str] = set()
     left = [start]
     while left:

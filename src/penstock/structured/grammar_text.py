@@ -1,4 +1,4 @@
-"""Context-free grammars as users write them: Lark's notation, or GBNF, which is turned into Lark's."""
+"""Checks of context-free grammars in Lark's notation or GBNF, and translation to Lark's."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from penstock.structured.grammar_rules import Kind, Rules, never_ending
 from penstock.structured.lark_text import GrammarTextError, LarkToken, lark_rules, lark_tokens
 from penstock.structured.schema_check import NotEnforced, enforceable
 
-# Of a grammar. Libraries follow rules by calling themselves, so a long chain of them takes a deep stack.
+# Limit of a grammar's rules: llguidance recurses over them, so a long chain takes a deep stack.
 MAX_RULES = 1000
 MAX_GROUPS = 3000
 _MAX_NAMED = 5
-# What would pass over the checks of this engine; and attributes of rules that cannot be taken back, or are none of a
-# constraint.
+# Directives that would bypass the checks here, and rule attributes that cannot be rolled back or constrain nothing.
 _REFUSED_KEYWORD = "%llguidance"
 _REFUSED_ATTRIBUTES = ("max_tokens", "stop", "temperature")
 
 
 def as_lark(grammar: str, write_schema: Callable[[dict[str, Any]], str] = json.dumps) -> str:
-    """A grammar in Lark's notation; the schemas in it (`%json`) in keywords that are enforced.
+    """Return a grammar in Lark's notation, with its schemas (`%json`) rewritten to enforced keywords.
 
-    write_schema: such a schema as text, with what it is compiled with.
+    write_schema: writes such a schema as text, with llguidance's options.
     Raises InvalidParameter.
     """
     is_lark = not is_gbnf(grammar)
@@ -60,7 +59,7 @@ def _check_tokens(tokens: Sequence[LarkToken]) -> None:
 
 
 def _check(grammars: Iterable[Rules], start: str) -> None:
-    """Refuse too many rules or groups, and rules that never end. grammars: one, and those within it."""
+    """Refuse too many rules or groups, and rules that never end. grammars: a grammar and its inner ones."""
     for rules in grammars:
         num_groups = sum(token.kind in (Kind.OPEN, Kind.OPEN_OPTION) for body in rules.values() for token in body)
         for count, limit, what in ((len(rules), MAX_RULES, "rules"), (num_groups, MAX_GROUPS, "groups")):
@@ -79,7 +78,7 @@ def _check(grammars: Iterable[Rules], start: str) -> None:
 
 
 def _schema_text(token: LarkToken, write_schema: Callable[[dict[str, Any]], str]) -> str:
-    """A schema in the grammar, in keywords that are enforced."""
+    """Write a schema of the grammar in enforced keywords."""
     try:
         return write_schema(enforceable(token.value))
     except NotEnforced as error:

@@ -1,10 +1,10 @@
-"""The keywords of JSON Schema, all drafts of it, as far as they are told apart here."""
+"""Keywords of JSON Schema, of all drafts: enforced, refused, annotations."""
 
 from __future__ import annotations
 
 import difflib
 
-# Keywords that say nothing about which instances are valid. `format` is not among them: it is enforced or refused.
+# Annotations: keywords that do not validate. `format` is not among them: it is enforced or refused.
 ANNOTATIONS = frozenset(
     {
         "$anchor",
@@ -31,7 +31,7 @@ ANNOTATIONS = frozenset(
     }
 )
 
-# What is refused wherever it stands, and what may be done instead.
+# Keywords that are always refused, with what to do instead.
 REFUSED = {
     "$dynamicRef": "dynamic references are not followed; use $ref",
     "$recursiveRef": "recursive references are not followed; use $ref",
@@ -49,7 +49,7 @@ REFUSED = {
     "then": "conditions cannot be enforced; use anyOf with one branch for each case",
 }
 
-# What is enforced, at least in some forms.
+# Keywords that are enforced, at least in some forms.
 ENFORCED = frozenset(
     {
         "$ref",
@@ -94,9 +94,9 @@ _SIMILARITY = 0.85
 
 
 def meant_instead_of(name: str) -> str | None:
-    """What an unknown keyword looks like a misspelling of, if that says which instances are valid; else None.
+    """Return the validating keyword that an unknown one misspells; None if there is none.
 
-    All others are annotations, as drafts have it, and so are those that begin with "x-" or an underscore.
+    Other unknown keywords are annotations, and so are those that begin with "x-" or an underscore.
     """
     if name.startswith(("x-", "_")):
         return None

@@ -1,4 +1,4 @@
-"""Grammars in Lark's notation, as llguidance reads it: their tokens, and from these their rules."""
+"""Tokeniser and reader of grammars in Lark's notation, as llguidance has it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from penstock.structured.grammar_rules import BodyToken, Kind
 
-# The longest match wins, and of equal ones the first. Quantifiers are possessive: nothing is tried twice.
+# Possessive quantifiers: no backtracking.
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t]++|(?:\#|//)[^\n]*+)
     |(?P<newline>(?:\r?\n)++[ \t]*+)
@@ -24,7 +24,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _BLANKS = re.compile(r"[ \t\r\n]*+")
-# What JSON stands behind.
+# Directives with a JSON argument.
 _BEFORE_JSON = ("%json", "%regex", "%llguidance")
 _MARKS = {
     "(": Kind.OPEN,
@@ -40,7 +40,7 @@ _TERMINALS = ("string", "regex", "special", "json")
 
 
 class LarkToken(NamedTuple):
-    """Token at a place of the text. kind: a name of the groups of `_TOKEN`, or "json". value: of JSON, its data."""
+    """Token at a position of the text. kind: group name of `_TOKEN`, or "json". value: data of JSON."""
 
     kind: str
     text: str
@@ -49,19 +49,19 @@ class LarkToken(NamedTuple):
 
 
 class GrammarTextError(ValueError):
-    """Text that is no grammar. what: is wrong. at: the place of it in the text; None where it is no single place."""
+    """Invalid grammar. what: what is wrong. at: position in the text; None for no single position."""
 
     def __init__(self, what: str, text: str, at: int | None) -> None:
         super().__init__(what if at is None else f"{what} at {position(text, at)}")
 
 
 def position(text: str, at: int) -> str:
-    """A place in a text, for people."""
+    """Line and column of a position, for messages."""
     return f"line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}"
 
 
 def lark_tokens(text: str) -> Iterator[LarkToken]:
-    """The tokens of a grammar, apart from blanks and comments. Raises GrammarTextError."""
+    """Tokenise a grammar, without blanks and comments. Raises GrammarTextError."""
     at = 0
     while at < len(text):
         found = _TOKEN.match(text, at)
@@ -88,16 +88,16 @@ def lark_tokens(text: str) -> Iterator[LarkToken]:
 
 
 def lark_rules(tokens: Sequence[LarkToken]) -> list[dict[str, list[BodyToken]]]:
-    """The rules of a grammar, and those of each grammar within it (`%lark {…}`).
+    """Read the rules of a grammar, and those of each inner grammar (`%lark {…}`).
 
-    What llguidance will refuse is read in some way or other. Conditions of parametric rules are passed over.
+    Grammars that llguidance refuses are read somehow. Conditions of parametric rules are ignored.
     """
     whole, inner = _without_inner(tokens)
     return [_rules(whole), *(rules for part in inner for rules in lark_rules(part))]
 
 
 def _without_inner(tokens: Sequence[LarkToken]) -> tuple[list[LarkToken], list[list[LarkToken]]]:
-    """Tokens with each grammar within the grammar as one terminal, and the tokens of those."""
+    """Replace each inner grammar by one terminal; return the tokens, and those of the inner grammars."""
     whole: list[LarkToken] = []
     inner: list[list[LarkToken]] = []
     depth = 0
@@ -127,7 +127,7 @@ def _rules(tokens: list[LarkToken]) -> dict[str, list[BodyToken]]:
 
 
 def _items(tokens: list[LarkToken]) -> Iterator[list[LarkToken]]:
-    """Rules and statements: each ends with its line, unless the next one goes on with `|`."""
+    """Split into rules and statements: each ends with its line, unless the next line begins with `|`."""
     item: list[LarkToken] = []
     has_ended = False
     for token in tokens:
@@ -150,7 +150,7 @@ def _body(tokens: list[LarkToken]) -> Iterator[BodyToken]:
         following = tokens[number + 1] if number + 1 < len(tokens) else None
         number += 1
         if token.text in ("->", "%if"):
-            # An alias, or a condition: neither is a part of what is matched.
+            # Aliases and conditions match nothing.
             number = _first(tokens, number, lambda other: other.text == "|")
         elif (
             token.text in ("{", "~") and following is not None and (following.kind == "number" or following.text == ",")
@@ -168,5 +168,5 @@ def _body(tokens: list[LarkToken]) -> Iterator[BodyToken]:
 
 
 def _first(tokens: list[LarkToken], begin: int, is_meant: Callable[[LarkToken], bool]) -> int:
-    """The number of the first such token from one on; how many tokens there are if there is none."""
+    """Index of the first such token from an index on; the number of tokens if there is none."""
     return next((number for number in range(begin, len(tokens)) if is_meant(tokens[number])), len(tokens))

@@ -1,4 +1,4 @@
-"""Constraints through llguidance: an Earley parser over lexemes, whose masks are made token by token on the host."""
+"""Grammar backend llguidance: an Earley parser over lexemes, with bitmasks computed per token on the host."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from penstock.structured.grammar_text import as_lark
 from penstock.structured.pattern_names import without_empty_patterns
 from penstock.structured.schema_narrowing import narrowed
 
-# Escapes of characters by number are left out: they would be second spellings of a property's name.
+# Without \u escapes, which would be second spellings of a property's name.
 _ALLOWED_ESCAPES = 'nrbtf\\"'
-# Tokens that masks take in at once where all of them may come, as in names, words and addresses.
+# Token slice of names and words: its tokens are allowed at once where the grammar allows all of them.
 _LETTERS_AND_DIGITS = "[a-zA-Z0-9]+"
-# The same for strings with a bound, which tokens longer than the library's own slices would be tried in one by one.
+# Slice for bounded strings, beyond the length of llguidance's own slices.
 _UP_TO_100 = r'[^"\\\x00-\x1F\x7F]{1,100}'
 Rewrite: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-# With forcing, a mask has the tokenizer's own choice alone where a text is forced: less than the matcher accepts, and
-# for the name of a special token that token, which the matcher does not accept as text.
+# Forced tokens would restrict a mask to the tokenizer's own spelling of a forced text, which is less than the matcher
+# accepts; for the name of a special token they are that token, which the matcher does not accept as text.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _LIMITS = LLParserLimits(verbose_errors=False)
 _ERRORS = {
@@ -44,7 +44,7 @@ def _as_it_is(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class LLGuidanceBackend:
-    """tokenizer_json: of the `tokenizers` library. eos_token_ids: each ends an output."""
+    """Compiler of constraints for one tokenizer. tokenizer_json: of the `tokenizers` library."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -66,7 +66,7 @@ class LLGuidanceBackend:
             if token["id"] < vocab_size and self._tokenizer.is_special_token(token["id"])
         }
         longest_first = sorted(self._special_ids, key=len, reverse=True)
-        # Without special tokens, what matches nowhere.
+        # Matches nothing if there are no special tokens.
         self._special_tokens = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceGrammar:
@@ -76,7 +76,7 @@ class LLGuidanceBackend:
         if params.disable_additional_properties and name in CONSTRAINTS_BY_SCHEMA:
             narrow = self._matcher(self._source(params, narrowed))
             matcher = None if narrow.is_error() else narrow
-        # That branches of a oneOf exclude each other is known of the schema itself only.
+        # llguidance sees whether branches of a oneOf exclude each other in the schema before narrowing only.
         if matcher is None or '"oneOf"' in whole:
             checked = self._matcher(whole)
             if checked.is_error():
@@ -85,17 +85,17 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(matcher, self._eos_token_ids, self._end_words)
 
     def _matcher(self, source: str) -> LLMatcher:
-        """A matcher at the begin of an output; in an error state where a grammar leaves nothing to begin with."""
+        """Matcher at the start of an output; in an error state if no token is allowed."""
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             return matcher
-        # The first mask is the dearest, and the first to show that there is nothing to begin with.
+        # The first mask is the most expensive one, and shows whether any token is allowed.
         first = matcher.deep_copy()
         _fill(first, np.zeros_like(self._end_words))
         return first if first.is_error() else matcher
 
     def _source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
-        """The constraint in Lark's notation. rewrite: what becomes of its schemas."""
+        """Write the constraint in Lark's notation. rewrite: applied to its schemas."""
         if params.regex is not None:
             return _lark_of_regex(translated("regex", params.regex)) + _NO_FORCING
         if params.choice is not None:
@@ -108,8 +108,8 @@ class LLGuidanceBackend:
 
     def _json_text(self, schema: Any, params: StructuredOutputsParams, rewrite: Rewrite = _as_it_is) -> str:
         options = self._json_options(params)
-        # Options come last: llguidance takes them out by putting the last keyword in their place, and the order of
-        # keywords is that of properties.
+        # Options come last: llguidance moves the last keyword to their place, which must not change the order of
+        # properties.
         return json.dumps({**rewrite(without_empty_patterns(schema, _ALLOWED_ESCAPES)), "x-guidance": options})
 
     def _json_options(self, params: StructuredOutputsParams) -> Any:
@@ -118,9 +118,9 @@ class LLGuidanceBackend:
         return {**options, "whitespace_pattern": pattern} if pattern else {**options, "whitespace_flexible": False}
 
     def _tag_source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
-        """Any text, in which what begins with a trigger goes on as its parts do.
+        """Write a grammar of free text, where each trigger is followed by one of its structures.
 
-        Special tokens that a part names are those tokens. A trigger triggers when ordinary tokens spell it, too.
+        Special tokens in begin and end are matched as such tokens. A trigger also matches in ordinary tokens.
         """
         rules, tags = [r"TEXT: /(.|\n)*/"], []
         for index, part in enumerate(tagged_parts(params)):
@@ -135,7 +135,7 @@ class LLGuidanceBackend:
         return "\n".join([f"start: ({' | '.join(tags)})* TEXT", *rules])
 
     def _terms(self, text: str) -> list[str]:
-        """A text as terms of a rule: the special tokens in it by their ids, and the rest as it is spelt."""
+        """Terms of a rule for a text: special tokens by their ids, the rest as strings."""
         pieces = self._special_tokens.split(text)
         return [
             f"<[{self._special_ids[piece]}]>" if number % 2 else json.dumps(piece)
@@ -145,7 +145,7 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceGrammar:
-    """A compiled constraint."""
+    """Compiled constraint, as a matcher at the start of an output."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], end_words: np.ndarray) -> None:
         self._matcher = matcher
@@ -157,8 +157,7 @@ class LLGuidanceGrammar:
 
 
 class LLGuidanceMatcher:
-    """Matcher of one output. llguidance knows nothing of end tokens: they are counted here, to be rolled back like any
-    token.
+    """Matcher of one output. llguidance has no end tokens: they are counted here, and rolled back like any token.
 
     end_words: bitmask of the end tokens alone, as `_end_mask` makes it.
     """

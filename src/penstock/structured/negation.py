@@ -1,11 +1,11 @@
-"""The complement of a schema, where it is a schema itself."""
+"""Complement of a schema."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
-# By the keyword: whose type it is about, and how the instances of that type that break it are described.
+# By keyword: its type, and the schema of the instances of that type that violate it.
 _BOUNDS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -19,7 +19,7 @@ _BOUNDS = {
 
 
 def negated(schema: Any) -> Any:
-    """A schema for exactly the instances that are not valid for this one; None where that is not known."""
+    """Return the schema of exactly the instances that are invalid for this one; None if it is unknown."""
     if isinstance(schema, bool):
         return not schema
     if len(schema) > 1:
@@ -46,7 +46,7 @@ def negated(schema: Any) -> Any:
 
 
 def _any_of(branches: list[Any]) -> Any:
-    """None where one of the branches is not known."""
+    """Union of branches; None if one of them is unknown."""
     if None in branches:
         return None
     return {"anyOf": branches} if branches else False
@@ -55,7 +55,7 @@ def _any_of(branches: list[Any]) -> Any:
 def _not_of_types(types: str | list[str]) -> Any:
     unwanted = {types} if isinstance(types, str) else set(types)
     if "integer" in unwanted:
-        # What is a number and no integer cannot be told by types.
+        # Types cannot tell a number that is no integer.
         return None
     rest = [name for name in _TYPES if name not in unwanted]
     return {"type": rest} if rest else False

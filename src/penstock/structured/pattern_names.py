@@ -1,7 +1,7 @@
-"""Patterns that leave nothing to write: of names that are listed anyway, or of characters that JSON escapes by number.
+"""Removal of patternProperties that match no further name: listed names only, or characters that JSON must escape.
 
-A listed property has its own schema and those of the patterns that its name matches, and llguidance takes its name out
-of these patterns. It does not notice that nothing remains of one, and a comma could then not be followed by anything.
+llguidance removes listed names from the patterns that match them, and does not notice if no name remains: then nothing
+could follow a comma.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Of a pattern that matches any number of texts, as translations of patterns are written.
+# Parts of translated patterns that match any number of texts.
 _UNBOUNDED = re.compile(r"[*+]|\{\d+,\}")
 _CONTROL = re.compile(r"\\x\{(?:1?[0-9a-f]|7f)\}")
 _NOT_A_STRING = {"type": ["null", "boolean", "number", "array", "object"]}
@@ -23,15 +23,15 @@ _LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 _SINGLE = {"items", "additionalProperties"}
 _QUOTE, _BRACE, _BACKSLASH = b'"{\\'
 _NUM_BYTES = 256
-# In JSON a character may have a backslash before it.
+# Characters may be escaped in JSON.
 _BYTES_PER_BYTE = 2
 
 
 def without_empty_patterns(schema: dict[str, Any], allowed_escapes: str) -> dict[str, Any]:
-    """Schema with the same meaning, in which each pattern leaves something to write.
+    """Return an equivalent schema in which each pattern matches further names.
 
-    A pattern that matches listed names only becomes those properties, and one that matches nothing goes.
-    schema: as `enforceable` writes it. allowed_escapes: characters that may stand behind a backslash in a text.
+    A pattern that matches listed names only becomes those properties; one that matches nothing is removed.
+    schema: as `enforceable` returns it. allowed_escapes: characters that may follow a backslash in a string.
     """
     names = {name for part in _parts(schema) for name in (*part.get("properties", ()), *part.get("required", ()))}
     if not any(part.keys() & {"pattern", "patternProperties"} for part in _parts(schema)):
@@ -41,7 +41,7 @@ def without_empty_patterns(schema: dict[str, Any], allowed_escapes: str) -> dict
 
 
 class _Settling:
-    """Rewriting of one schema. names: of all its properties."""
+    """Rewriting of one schema. names: names of all its properties."""
 
     def __init__(self, names: Collection[str], allowed_escapes: str) -> None:
         self._names = names
@@ -73,7 +73,7 @@ class _Settling:
         return out
 
     def _listed(self, of_names: dict[str, Any]) -> list[str] | None:
-        """The names that the properties of a schema may have, if all are listed; None for patterns not enforced."""
+        """Names that the properties of a schema may have, if all are listed; None for refused patterns."""
         try:
             word = self._probe.word(of_names)
             if word is None:
@@ -86,11 +86,11 @@ class _Settling:
 
 
 class _NotEnforced(ValueError):
-    """A schema that llguidance refuses, which its compilation will tell."""
+    """Schema that llguidance refuses; compiling the constraint raises the error."""
 
 
 class _Probe:
-    """Answers of llguidance about the names of an object's properties. longest: of those asked for, in bytes."""
+    """Probe of the property names that llguidance allows. longest: length of the longest probed name, in bytes."""
 
     def __init__(self, allowed_escapes: str, longest: int) -> None:
         self._tokenizer = LLTokenizer("byte")
@@ -99,9 +99,7 @@ class _Probe:
         self._words = np.zeros((self._tokenizer.vocab_size + 31) // 32, np.int32)
 
     def word(self, of_names: dict[str, Any], excluded: Collection[str] = ()) -> str | None:
-        """A name that an object may have, which may be cut off where it is too long to be asked for; None if it has
-        none.
-        """
+        """Return a name that the object may have, cut off at the longest probed length; None if it has none."""
         matcher = self._matcher({**of_names, "properties": dict.fromkeys(excluded, False)})
         written: list[int] = []
         is_escaped = False
@@ -120,7 +118,7 @@ class _Probe:
         return bytes(written[1:]).decode(errors="replace") if written else None
 
     def matching(self, of_names: dict[str, Any], names: Collection[str]) -> list[str]:
-        """Names of a list that an object may have."""
+        """Return the names of a list that the object may have."""
         matcher, found = self._matcher(of_names), []
         for name in names:
             token_ids = list(json.dumps(name, ensure_ascii=False).encode())
@@ -131,7 +129,7 @@ class _Probe:
         return found
 
     def _matcher(self, of_names: dict[str, Any]) -> LLMatcher:
-        """A matcher behind the brace that opens an object. Raises _NotEnforced."""
+        """Matcher behind the opening brace of an object. Raises _NotEnforced."""
         schema = {"additionalProperties": False, **of_names, "type": "object", "minProperties": 1}
         source = f"start: %json {json.dumps({**schema, 'x-guidance': self._options})}"
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
@@ -140,7 +138,7 @@ class _Probe:
         return matcher
 
     def _allowed(self, matcher: LLMatcher) -> list[int]:
-        """The bytes that may come."""
+        """Allowed next bytes."""
         matcher.unsafe_compute_mask_ptr(self._words.__array_interface__["data"][0], self._words.nbytes)
         if matcher.is_error():
             return []
@@ -150,14 +148,14 @@ class _Probe:
 
 
 def _add_properties(out: dict[str, Any], names: Iterable[str], item: Any) -> None:
-    """Let properties follow one more schema."""
+    """Add a schema to properties."""
     for name in names:
         properties = out.setdefault("properties", {})
         properties[name] = {"allOf": [properties[name], item]} if name in properties else item
 
 
 def _with_parts(schema: dict[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
-    """A schema with other ones in place of those below its keywords."""
+    """Copy a schema with its subschemas replaced."""
     out = dict(schema)
     for name in _BY_NAME & schema.keys():
         out[name] = {key: write(item) for key, item in schema[name].items()}
@@ -169,7 +167,7 @@ def _with_parts(schema: dict[str, Any], write: Callable[[Any], Any]) -> dict[str
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A schema and all below it."""
+    """Yield a schema and all its subschemas."""
     left: list[Any] = [schema]
     while left:
         part = left.pop()

@@ -1,7 +1,7 @@
-"""Regular expressions as JSON Schema and Python write them, in the form that backends take.
+"""Translation of regular expressions of JSON Schema and Python to llguidance's dialect.
 
-The dialects differ: in what a dot, `\\w` or `\\s` matches, and in what is special inside brackets. What comes out
-matches no more than all of them agree on; what they read in different ways, and what no automaton can do, is refused.
+The dialects differ: in what a dot, `\\w` or `\\s` matches, and in what is special inside brackets. A translation
+matches no more than all of them agree on; ambiguous patterns, and those that no automaton can match, are refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LOOKAROUNDS = {
     "(?<=": "a lookbehind",
     "(?<!": "a negative lookbehind",
 }
-# Members of classes, to be used inside brackets. For \s and \S: what all dialects take for a space, or for none.
+# Members of character classes. For \s and \S: characters that all dialects, or no dialect, take for a space.
 _SPACES = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _PERHAPS_SPACES = _SPACES + r"\x{1c}-\x{1f}\x{85}\x{feff}"
 _DIGITS, _WORD = "0-9", "0-9A-Za-z_"
 _PERHAPS_DIGITS, _PERHAPS_WORD = r"\p{N}", r"_\p{Alphabetic}\p{M}\p{N}\p{Pc}"
-# By the letter: what it surely matches, and what it perhaps matches.
+# By letter: the characters that all dialects match, and those that some do.
 _CLASSES = {"d": (_DIGITS, _PERHAPS_DIGITS), "w": (_WORD, _PERHAPS_WORD), "s": (_SPACES, _PERHAPS_SPACES)}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _MAX_DEPTH = 50
@@ -34,10 +34,7 @@ _MAX_SHOWN = 40
 
 
 class PatternError(ValueError):
-    """A pattern that is not enforced; the message says what in it, at which position, and what may be done.
-
-    what: the first part of the message. advice: the rest.
-    """
+    """Pattern that cannot be enforced. what: what is wrong, and its position. advice: what to do."""
 
     def __init__(self, what: str, advice: str = "Allowed: patterns without it") -> None:
         super().__init__(f"{what}. {advice}")
@@ -46,18 +43,12 @@ class PatternError(ValueError):
 
 
 def translate_search(pattern: str) -> str:
-    """A pattern that must be found somewhere in a text, as in a schema. Anchors stay.
-
-    Raises PatternError.
-    """
+    """Translate a pattern that is searched in a text, as in a schema. Raises PatternError."""
     return _Translation(pattern).run()
 
 
 def translate_full_match(pattern: str) -> str:
-    """A pattern that the whole text must match; anchors at its ends say nothing then, and go.
-
-    Raises PatternError.
-    """
+    """Translate a pattern that the whole text must match, without anchors at its ends. Raises PatternError."""
     return _Translation(pattern, is_full_match=True).run()
 
 
@@ -66,9 +57,9 @@ class _Translation:
     pattern: str
     is_full_match: bool = False
     at: int = 0
-    # Positions of the groups that are open.
+    # Positions of open groups.
     open_at: list[int] = field(default_factory=list)
-    # Whether what was written last may be repeated.
+    # Whether the last part may be repeated.
     has_atom: bool = False
     parts: list[str] = field(default_factory=list)
 
@@ -142,7 +133,7 @@ class _Translation:
         if not self.has_atom:
             raise self._error(f"{text!r} with nothing to repeat", f"Put what it repeats before it, or write '\\{char}'")
         self._write(text, len(text), is_atom=False)
-        # Whether the shortest match is preferred says nothing about which texts match.
+        # Lazy quantifiers match the same texts.
         if self.pattern[self.at : self.at + 1] == "?":
             self.at += 1
 
@@ -171,7 +162,7 @@ class _Translation:
         return self.pattern[self.at + 1]
 
     def _escaped_character(self, letter: str) -> int:
-        """The code point of an escaped character; goes on behind it."""
+        """Read the code point of an escaped character."""
         if letter in _SPECIAL_LETTERS and not (letter == "0" and self.pattern[self.at + 2 : self.at + 3].isdigit()):
             self.at += 2
             return _SPECIAL_LETTERS[letter]
@@ -226,7 +217,7 @@ class _Translation:
         return f"{_literal(first)}-{_literal(last)}"
 
     def _one_of_brackets(self, negated: bool) -> str | int:
-        """A code point, or the members of a class; goes on behind it."""
+        """Read a code point, or the members of a class."""
         char = self.pattern[self.at]
         if char != "\\":
             self.at += 1

@@ -1,4 +1,4 @@
-"""Constraints that begin behind reasoning: until its end marker has come, an output is free of them."""
+"""Constraints that begin behind the model's reasoning, which is unconstrained up to its end marker."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from penstock.contract import StructuredOutputsParams
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 
-# What a chat template writes behind the end of reasoning is no longer than that.
+# Limit of the blank tokens that a chat template writes behind the end of reasoning.
 _MOST_BLANK_TOKENS = 16
 
 
-class _Stage(Enum):
-    """Where a prompt leaves its output: it may begin to reason, reasons, or is constrained."""
+class _State(Enum):
+    """State of an output at its start: it may begin to reason, reasons, or is constrained."""
 
     MAY_REASON = auto()
     REASONS = auto()
@@ -26,10 +26,12 @@ class _Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTokens:
-    """start, end: the markers, one token or several. starts_in_reasoning: as `ReasoningMarkers` has it.
-    decode: tokens as text, special ones included. implied_ends: markers that end reasoning where a constraint may begin
-    with them; they are the first that it is asked for. other_starts, other_ends: the markers with what stands around
-    them, as `other_spellings` has it.
+    """Token ids of reasoning markers.
+
+    start, end: the markers, of one token or several. starts_in_reasoning: as in `ReasoningMarkers`.
+    decode: detokenises, with special tokens. implied_ends: markers that end the reasoning if the constraint may begin
+    with them; they are part of the constrained text. other_starts, other_ends: other spellings of the markers, by
+    `other_spellings`.
     """
 
     start: tuple[int, ...]
@@ -44,33 +46,33 @@ class ReasoningTokens:
     def ends(self) -> tuple[tuple[int, ...], ...]:
         return (self.end, *self.other_ends)
 
-    def stage_after(self, prompt_token_ids: Sequence[int]) -> tuple[_Stage, tuple[int, ...]]:
-        """Where a prompt leaves its output, and the last tokens of the reasoning that it began.
+    def state_after(self, prompt_token_ids: Sequence[int]) -> tuple[_State, tuple[int, ...]]:
+        """Return the state of an output behind a prompt, and the last prompt tokens of reasoning that has begun.
 
-        An end marker with text behind it is of an earlier answer: it says nothing of this one.
+        An end marker with text behind it belongs to an earlier answer, and does not count.
         """
         reasons_from, ended_at, implied_at = (
             max((after_last(prompt_token_ids, marker) for marker in markers), default=-1)
             for markers in ((self.start, *self.other_starts), self.ends, self.implied_ends)
         )
         if reasons_from > max(ended_at, implied_at):
-            return _Stage.REASONS, tuple(
+            return _State.REASONS, tuple(
                 prompt_token_ids[max(reasons_from, len(prompt_token_ids) - max(map(len, self.ends))) :]
             )
         if ended_at > implied_at and self._is_blank(prompt_token_ids[ended_at:]):
-            return _Stage.CONSTRAINED, ()
-        return (_Stage.REASONS if self.starts_in_reasoning else _Stage.MAY_REASON), ()
+            return _State.CONSTRAINED, ()
+        return (_State.REASONS if self.starts_in_reasoning else _State.MAY_REASON), ()
 
     def reasons_after(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether an output reasons from its first token on."""
-        return self.stage_after(prompt_token_ids)[0] is _Stage.REASONS
+        return self.state_after(prompt_token_ids)[0] is _State.REASONS
 
     def _is_blank(self, token_ids: Sequence[int]) -> bool:
         return len(token_ids) <= _MOST_BLANK_TOKENS and not self.decode(token_ids).strip()
 
 
 class ReasoningBackend:
-    """A backend whose constraints begin behind reasoning. eos_token_ids: reasoning does not end an output."""
+    """Grammar backend whose constraints begin behind reasoning. eos_token_ids: not allowed within reasoning."""
 
     def __init__(
         self, backend: GrammarBackend, tokens: ReasoningTokens, vocab_size: int, eos_token_ids: Iterable[int]
@@ -88,7 +90,7 @@ class ReasoningBackend:
 
 
 class ReasoningGrammar:
-    """A compiled constraint that begins behind reasoning."""
+    """Compiled constraint that begins behind reasoning."""
 
     def __init__(
         self,
@@ -108,11 +110,10 @@ class ReasoningGrammar:
 
 
 class ReasoningMatcher:
-    """Follows an output through its reasoning, and then through its constraint.
+    """Matcher of an output through its reasoning, and then through its constraint.
 
-    While an output may still begin to reason, it is the start marker or a part of it, and may be the constraint's
-    as well: what comes next decides. All that is known follows from the prompt and the output, so that drafts are taken
-    back as they came.
+    An output that may still begin to reason is a prefix of the start marker, and may fit the constraint as well: the
+    next tokens decide. All state follows from the prompt and the output, so that draft tokens can be rolled back.
     """
 
     def __init__(
@@ -128,12 +129,11 @@ class ReasoningMatcher:
         self._longest_end = max(map(len, self._ends))
         self._eos_token_ids = eos_token_ids
         self._free_words = free_words
-        stage, self._before = tokens.stage_after(prompt_token_ids)
+        state, self._before = tokens.state_after(prompt_token_ids)
         self._output: list[int] = []
-        # Numbers of output tokens: from which on it reasons, from which on it is constrained, and by which that was
-        # known.
-        self._reasons_from = 0 if stage is _Stage.REASONS else None
-        self._constrained_from = 0 if stage is _Stage.CONSTRAINED else None
+        # Output positions: start of the reasoning, start of the constraint, and where the latter was decided.
+        self._reasons_from = 0 if state is _State.REASONS else None
+        self._constrained_from = 0 if state is _State.CONSTRAINED else None
         self._decided_at = 0
 
     def accept(self, token_ids: Sequence[int]) -> int:
@@ -160,7 +160,7 @@ class ReasoningMatcher:
         return True
 
     def _end_if_implied(self, token_id: int) -> None:
-        """Let the constraint begin with a marker that a token makes whole, if it may."""
+        """Begin the constraint with a marker that a token completes, if it allows the marker."""
         assert self._reasons_from is not None, "only reasoning can be ended"
         for marker in self._implied_ends:
             begin = len(self._output) + 1 - len(marker)
@@ -173,7 +173,7 @@ class ReasoningMatcher:
             self._matcher.rollback(num_accepted)
 
     def _begin(self, token_id: int) -> bool:
-        """Take in a token while the output is a part of the start marker."""
+        """Accept a token while the output is a prefix of the start marker."""
         num_known = len(self._output)
         if token_id == self._start[num_known]:
             if num_known + 1 == len(self._start):
@@ -207,7 +207,7 @@ class ReasoningMatcher:
             self._fill_either(words)
 
     def _fill_either(self, words: np.ndarray) -> None:
-        """What goes on with the start marker, or with the constraint."""
+        """Allow the tokens that continue the start marker or the constraint."""
         words[:] = 0
         num_accepted = self._matcher.accept(self._output)
         if num_accepted == len(self._output):
@@ -222,9 +222,9 @@ class ReasoningMatcher:
 
 
 def other_spellings(encode: Callable[[str], Sequence[int]], marker: str) -> tuple[tuple[int, ...], ...]:
-    """The tokens of a marker together with a character before it and whitespace behind it, where these share a token.
+    """Token ids of a marker whose first or last token includes a character before it or whitespace behind it.
 
-    A marker that is no token of its own may be spelt so. encode: a text as tokens.
+    Only markers that are not special tokens have them. encode: tokenises a text.
     """
     found = {tuple(encode(marker)): None}
     for before in ("", *string.punctuation, " ", "\n"):
@@ -236,7 +236,7 @@ def other_spellings(encode: Callable[[str], Sequence[int]], marker: str) -> tupl
 
 
 def after_last(token_ids: Sequence[int], marker: Sequence[int]) -> int:
-    """The position after the marker's last occurrence; -1 if there is none."""
+    """Return the position behind the last occurrence of a marker; -1 if there is none."""
     wanted = list(marker)
     for position in range(len(token_ids), len(wanted) - 1, -1):
         if token_ids[position - 1] == wanted[-1] and list(token_ids[position - len(wanted) : position]) == wanted:

@@ -1,4 +1,4 @@
-"""Items of arrays."""
+"""Keywords of arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _prefix_items(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _additional_items(walk: Walk, _: Any, place: Place) -> None:
-    """Beside a list under items it is taken in with that; beside anything else it says nothing."""
+    """Check additionalItems: it belongs to a list under items, and is ignored otherwise."""
     if walk.draft == NEWEST_DRAFT:
         walk.refuse(place.at, "additionalItems belongs to older drafts; use items beside prefixItems")
     elif "prefixItems" in place.schema:

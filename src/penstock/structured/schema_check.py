@@ -1,7 +1,7 @@
-"""Decides, keyword by keyword, what of a JSON schema is enforced, and refuses the rest by name.
+"""Rewriting of JSON schemas to enforced keywords; other keywords are refused by name.
 
-A schema is written anew from what is understood in it, and from nothing else. So nothing is passed over in silence:
-neither a keyword that a backend does not know, nor one that it is known to get wrong.
+The rewritten schema holds only what was understood, so that llguidance sees neither keywords that it ignores nor those
+that it gets wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ assert _HANDLERS.keys() == ENFORCED
 
 
 class NotEnforced(InvalidParameter):
-    """A schema with what cannot be enforced. pointers: JSON pointers to it; keywords: that are to blame, for each."""
+    """Schema that cannot be enforced. pointers, keywords: JSON pointer and keyword of each refusal."""
 
     def __init__(self, message: str, *, pointers: Sequence[str] = (), keywords: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -34,10 +34,10 @@ class NotEnforced(InvalidParameter):
 
 
 def enforceable(schema: Any) -> dict[str, Any]:
-    """The same schema in the keywords that backends enforce: an instance is valid for both or for neither.
+    """Return an equivalent schema in enforced keywords.
 
-    Two things are narrower: `format` is enforced, and names are written without escapes by number.
-    Raises NotEnforced, which names what cannot be enforced by its JSON pointer.
+    It is narrower in two respects: `format` is enforced, and names have no escapes by number.
+    Raises NotEnforced, with the JSON pointers of what cannot be enforced.
     """
     walk = Walk(schema, _HANDLERS)
     try:

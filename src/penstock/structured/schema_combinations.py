@@ -1,4 +1,4 @@
-"""References, types, constants, and schemas made of schemas."""
+"""Keywords of references, types, constants and combinations."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _branches(walk: Walk, value: Any, place: Place) -> None:
     elif place.name == "anyOf":
         place.out["anyOf"] = branches
     else:
-        # Whether branches exclude each other is seen in what they refer to.
+        # Branches are inlined, to see whether they exclude each other.
         place.out["oneOf"] = [walk.references.inlined(branch) for branch in branches]
 
 
 def _not(walk: Walk, value: Any, place: Place) -> None:
     asserted = {name for name in value if name not in ANNOTATIONS} if isinstance(value, dict) else set()
-    # An enforced format excludes more than a validator may; its complement would let more in.
+    # An enforced format excludes more than a validator may; its complement would allow more.
     walk.num_negations += 1
     is_double = asserted == {"not"}
     complement = walk.inner(value["not"], place, "not") if is_double else negated(walk.inner(value, place))

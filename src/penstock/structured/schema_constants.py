@@ -1,4 +1,4 @@
-"""Which values of a schema stay what they are on the way through a backend."""
+"""Constants that llguidance represents exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_binary_fraction(value: float) -> bool:
 
 
 def check_constants(values: Iterable[Any]) -> str:
-    """Why one of these values cannot be enforced, or an empty text."""
+    """Return why one of these values cannot be enforced; empty if all can."""
     return next(filter(None, map(_why_not, values)), "")
 
 

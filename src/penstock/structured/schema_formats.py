@@ -1,6 +1,6 @@
-"""Formats of texts that are enforced, as schemas.
+"""Schemas of the enforced string formats.
 
-A validator may take format for an annotation. Here it is enforced, so that an output is valid either way.
+A validator may treat format as an annotation. Here it is enforced, so that an output is valid either way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _DAY_OF_YEAR = (
 )
 _DATE = f"(?:{_YEAR}-{_DAY_OF_YEAR}|{_LEAP_YEAR}-02-29)"
 _HOUR, _MINUTE, _FRACTION = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]", r"(?:\.[0-9]+)?"
-# A leap second is one at midnight in Greenwich; those that other places have at another hour are left out.
+# Leap seconds at midnight UTC only, not in other time zones.
 _TIME = (
     f"(?:{_HOUR}:{_MINUTE}:{_MINUTE}{_FRACTION}(?:[Zz]|[+-]{_HOUR}:{_MINUTE})|23:59:60{_FRACTION}(?:[Zz]|[+-]00:00))"
 )
-# Labels whose third and fourth characters are hyphens are those of other scripts, which have rules of their own.
+# Without labels whose third and fourth characters are hyphens: internationalised names have rules of their own.
 _LABEL = (
     "[0-9A-Za-z](?:[0-9A-Za-z]"
     "|[0-9A-Za-z-][0-9A-Za-z](?:[0-9A-Za-z-]{0,59}[0-9A-Za-z])?"
@@ -61,6 +61,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "ipv6": {"pattern": translate_search(f"^(?:{_IPV6})$")},
     "json-pointer": {"pattern": translate_search(f"^{_POINTER}$")},
     "relative-json-pointer": {"pattern": translate_search(f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$")},
-    # These backends know, and get right.
+    # Formats that llguidance enforces itself.
     **{name: {"format": name} for name in ("duration", "email", "uri", "uuid")},
 }

@@ -1,8 +1,8 @@
-"""Closed objects and default bounds, for schemas that say nothing of further properties or of sizes.
+"""Closed objects and default bounds, for schemas without additionalProperties or sizes.
 
 JSON Schema leaves objects open and strings, arrays and numbers without bounds, so that an output may never end. Each
-place of a narrowed schema has a subset of the instances that are valid there. Schemas that apply to the same instance
-(allOf, anyOf, $ref) see each other's properties and bounds.
+place of a narrowed schema allows a subset of the instances that are valid there. Schemas that apply to the same
+instance (allOf, anyOf, $ref) see each other's properties and bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_PROPERTIES = 256
 MAX_NAME_LENGTH = 256
 MAX_DIGITS = 15
 MAX_FRACTION_DIGITS = 10
-# Schemas that apply to one instance. Beyond that many it stays as it is.
+# Limit of schemas that apply to one instance; beyond it a schema is not narrowed.
 _MAX_PARTS = 1000
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _TYPES = {"array", "number", "object", "string"}
@@ -28,16 +28,16 @@ _OPEN = "-open"
 
 
 def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with closed objects and with bounds.
+    """Return the schema with closed objects and bounds.
 
-    schema: as `enforceable` writes it. A oneOf becomes an anyOf, since closed objects would seem to exclude each other:
-    that its branches do is to be known of the schema itself.
+    schema: as `enforceable` returns it. A oneOf becomes an anyOf, since closed branches always exclude each other:
+    the caller checks the oneOf of the schema itself.
     """
     return _Narrowing(schema.get("$defs", {})).whole(schema)
 
 
 class _Narrowing:
-    """definitions: of the schema, by name. A definition that applies beside other schemas is kept open in a copy."""
+    """State of narrowing. definitions: by name; one that applies beside other schemas has an open copy."""
 
     def __init__(self, definitions: dict[str, Any]) -> None:
         self._definitions = definitions
@@ -63,7 +63,7 @@ class _Narrowing:
         return {"$ref": f"#/$defs/{name}"}
 
     def _place(self, schema: Any) -> Any:
-        """A schema that alone says what an instance is."""
+        """Narrow a schema that applies alone to its instance."""
         if schema is False:
             return schema
         if schema is True or not schema:
@@ -84,7 +84,7 @@ class _Narrowing:
         return _with_short_names({**limits, **part, **({"properties": properties} if properties else {})})
 
     def _choice(self, schema: dict[str, Any], name: str) -> dict[str, Any]:
-        """Branches, each narrowed together with what stands beside them."""
+        """Narrow branches, each together with the schemas beside them."""
         rest = {key: value for key, value in schema.items() if key != name}
         kept = {"type": rest["type"]} if "type" in rest else {}
         if rest == kept:
@@ -92,7 +92,7 @@ class _Narrowing:
         return {"anyOf": [self._place({"allOf": [rest, branch]}) for branch in schema[name]]}
 
     def _part(self, schema: Any) -> Any:
-        """A schema to which others are added: it stays open, and what lies within it is narrowed."""
+        """Narrow a schema that applies beside others: it stays open, and its subschemas are narrowed."""
         if not isinstance(schema, dict):
             return schema
         out: dict[str, Any] = {}
@@ -116,7 +116,7 @@ class _Narrowing:
         return out
 
     def _parts(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """The schemas that apply to the same instance, this one first."""
+        """Schemas that apply to the same instance, this one first."""
         if not isinstance(schema, dict):
             return
         yield schema
@@ -130,7 +130,7 @@ class _Narrowing:
 
 
 def _limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Keywords to be added to schemas that apply to the same instance. Constants are finite without them."""
+    """Default bounds of schemas that apply to the same instance; none beside constants."""
     said = set(itertools.chain.from_iterable(parts))
     if not said.isdisjoint({"const", "enum"}):
         return {}
@@ -151,7 +151,7 @@ def _limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _number_limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Bounds. One of the schema that lies beyond the default ones stays the only one."""
+    """Default bounds of numbers. A bound of the schema beyond them replaces both."""
     limits: dict[str, Any] = {}
     lows, highs = (
         [*_values(parts, inclusive), *_values(parts, exclusive)]
@@ -165,7 +165,7 @@ def _number_limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _object_limits(parts: Sequence[dict[str, Any]], said: set[str]) -> dict[str, Any]:
-    """No other properties where some are named. Where any may come, a bound of their number."""
+    """Default bounds of objects: no further properties beside named ones, else a maximum number."""
     listed = {name: True for part in parts for name, item in part.get("properties", {}).items() if item is not False}
     required = dict.fromkeys(name for part in parts for name in part.get("required", ()))
     patterns = {pattern: True for part in parts for pattern in part.get("patternProperties", {})}
@@ -178,14 +178,14 @@ def _object_limits(parts: Sequence[dict[str, Any]], said: set[str]) -> dict[str,
         if patterns:
             limits["patternProperties"] = patterns
         limits["additionalProperties"] = False if names or patterns else _ANYTHING
-    # Beside properties that may be left out, llguidance does not count.
+    # llguidance does not count properties beside optional ones.
     if "maxProperties" not in said and names.keys() <= required.keys():
         limits["maxProperties"] = len(required) + max([MAX_PROPERTIES, *_values(parts, "minProperties")])
     return limits
 
 
 def _with_short_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """Properties of any name become those of a name that has an end."""
+    """Bound the length of property names."""
     rest = schema.get("additionalProperties", False)
     if rest is False or any(schema.get(name) for name in ("properties", "patternProperties", "required")):
         return schema

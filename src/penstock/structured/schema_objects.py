@@ -1,4 +1,4 @@
-"""Properties of objects."""
+"""Keywords of objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.structured.schema_walk import (
     unevaluated,
 )
 
-# Of names, in a schema. llguidance compares each with each other: 100 take 0.1 s, 200 take 1.6 s, and 300 take 21 s.
+# Limit of name patterns in a schema. llguidance compares all pairs: 100 take 0.1 s, 200 1.6 s, and 300 21 s.
 _MAX_PATTERNS = 200
 _CANNOT_BE_WRITTEN = "a name with control characters cannot be written"
 
@@ -59,14 +59,14 @@ def _unevaluated_properties(walk: Walk, value: Any, place: Place) -> None:
     if "additionalProperties" in place.schema:
         return
     if value is True or value == {}:
-        # What says that others may come is kept: without it objects are closed.
+        # Kept, since objects without additionalProperties are closed.
         place.out["additionalProperties"] = True
     else:
         unevaluated(walk, value, place, "additionalProperties", also="propertyNames")
 
 
 def _property_names(walk: Walk, value: Any, place: Place) -> None:
-    """Names that match a pattern, or are listed, are properties of which there are no others."""
+    """Rewrite propertyNames with a pattern or an enum as the only allowed properties."""
     names = walk.inner(value, place)
     rest = walk.inner(place.schema.get("additionalProperties", True), place)
     if isinstance(names, dict) and names.get("type") == "string":
@@ -95,7 +95,7 @@ def _required(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _min_properties(walk: Walk, value: Any, place: Place) -> None:
-    """A name that an output writes twice would be counted twice, so no more than one can be counted."""
+    """Check minProperties: a duplicate name would be counted twice, so only 0 and 1 can be counted."""
     if not count(walk, value, place.at):
         return
     num_required = len(_names_required(place))
@@ -112,7 +112,7 @@ def _max_properties(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _dependencies(walk: Walk, value: Any, place: Place) -> None:
-    """What depends on a property that is always there is always there, too."""
+    """Rewrite dependencies of required properties as required properties."""
     if not isinstance(value, dict):
         walk.refuse(place.at, f"{shown(value)} is no dictionary")
         return
@@ -127,7 +127,7 @@ def _dependencies(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _names_required(place: Place) -> set[str]:
-    """The names that every object has. Other instances have no properties, and nothing is asked of them."""
+    """Names required in all objects."""
     required = place.schema.get("required", [])
     return set(required) if is_list_of_texts(required) else set()
 

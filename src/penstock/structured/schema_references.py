@@ -1,4 +1,4 @@
-"""What a schema's references lead to. They become references to definitions that are numbered as they are met."""
+"""References of a schema, rewritten to numbered definitions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.structured.finite import endless
 
 _IDS = ("$id", "id")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
-# Under these lie schemas by name; under the rest of the keywords, schemas or data.
+# Keywords with schemas by name; other keywords have schemas or data.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _INDEX = re.compile("[0-9]{1,9}")
 _MAX_OPEN = 16
@@ -21,7 +21,7 @@ _DATA = ("const", "enum", "default", "examples", "example")
 
 
 class References:
-    """References within one document: to JSON pointers, anchors, and the document's own address."""
+    """References within one document: JSON pointers, anchors, and the document's own $id."""
 
     def __init__(self, root: Any) -> None:
         self.root = root if isinstance(root, dict) else {}
@@ -30,7 +30,7 @@ class References:
         self._num_open = 0
         self._put_off: list[str] = []
         self._circular: dict[str, bool] = {}
-        # Characters of the definitions that stand in other places, too.
+        # Size of inlined definitions, in characters.
         self._num_inlined = 0
         self._anchors: dict[str, str] = {}
         self._inner_address: str | None = None
@@ -39,7 +39,7 @@ class References:
         self._collect(self.root, "")
 
     def resolve(self, reference: Any) -> tuple[str | None, str]:
-        """The JSON pointer that a reference leads to; or None, and why not."""
+        """Resolve a reference to a JSON pointer; or None and the reason."""
         if not isinstance(reference, str):
             return None, f"{reference!r} is no reference"
         address, _, fragment = reference.partition("#")
@@ -55,10 +55,10 @@ class References:
         return (pointer, "") if self._find(pointer) is not None else (None, f"{reference!r} leads nowhere")
 
     def define(self, pointer: str, walk: Callable[[Any, str], Any]) -> str:
-        """The reference to the definition made of what lies at a pointer, which is walked when it is first met.
+        """Return a reference to the definition of the schema at a pointer, which is walked at its first use.
 
-        Where many of them lead to each other, it is put off until `finish`, since each takes some of the stack.
-        walk: given what lies there, and the pointer.
+        Long chains of definitions are deferred to `finish`, to bound the depth of the stack. walk: called with the
+        schema and its pointer.
         """
         if pointer not in self._names:
             self._names[pointer] = f"d{len(self._names)}"
@@ -71,17 +71,16 @@ class References:
         return f"#/$defs/{self._names[pointer]}"
 
     def finish(self, walk: Callable[[Any, str], Any]) -> None:
-        """Walk the definitions that were put off."""
+        """Walk the deferred definitions."""
         while self._put_off:
             pointer = self._put_off.pop()
             self._definitions[self._names[pointer]] = walk(self._find(pointer), pointer)
 
     def is_circular(self, pointer: str) -> bool:
-        """Whether a schema leads back to itself, or to one that does, on the same instance: through references and
+        """Whether a schema refers to itself on the same instance, or to a schema that does, through references and
         combinations alone.
         """
-        # Depth first, without calls, since chains may be long. Those that are open have no answer yet; coming back to
-        # one of them closes a circle.
+        # Depth-first search without recursion, since chains may be long. An open node that is met again closes a cycle.
         open_pointers: dict[str, Iterator[str]] = {}
         if pointer not in self._circular:
             open_pointers[pointer] = iter(self._applied_by(pointer))
@@ -99,9 +98,9 @@ class References:
         return self._circular[pointer]
 
     def inlined(self, schema: Any) -> Any:
-        """What a reference that stands alone refers to, as far as it has been walked; else the schema as it is.
+        """Return the target of a schema that is only a reference, if it was walked; else the schema.
 
-        Copies within copies grow fast, so after a while references stay what they are.
+        Nested copies grow fast, so references stay beyond a total size.
         """
         seen = set()
         while isinstance(schema, dict) and schema.keys() == {"$ref"} and schema["$ref"] not in seen:
@@ -114,16 +113,16 @@ class References:
         return schema
 
     def endless(self) -> list[str]:
-        """The pointers to the definitions that nothing finite is valid for."""
+        """JSON pointers of the definitions without a finite instance."""
         names = set(endless(self._definitions))
         return [pointer for pointer, name in self._names.items() if name in names]
 
     def with_definitions(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A schema with the definitions that it refers to."""
+        """Return a schema together with the definitions that it refers to."""
         return {"$defs": self._definitions, **schema} if self._definitions else schema
 
     def _applied_by(self, pointer: str) -> list[str]:
-        """Targets of a schema's references that apply to the same instance as the schema."""
+        """Targets of a schema's references on the same instance."""
         found, left = [], [self._find(pointer)]
         while left:
             schema = left.pop()
@@ -147,7 +146,7 @@ class References:
         return found if isinstance(found, (dict, bool)) else None
 
     def _collect(self, node: Any, at: str, *, is_schema: bool = True, depth: int = 0) -> None:
-        """Note anchors, and parts that have an address of their own."""
+        """Collect anchors, and subschemas with an $id."""
         if depth > 200:
             return
         if isinstance(node, list):

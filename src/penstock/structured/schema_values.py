@@ -1,4 +1,4 @@
-"""Texts and numbers."""
+"""Keywords of strings and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.structured.schema_walk import OLDEST_DRAFT, Handler, Place, Walk, 
 
 
 def count(walk: Walk, value: Any, at: str) -> bool:
-    """Whether a value is a number of things; refuses it if not."""
+    """Whether a value is a valid count; refuses it otherwise."""
     if is_number(value) and 0 <= value <= LARGEST_INTEGER and value == int(value):
         return True
     walk.refuse(at, f"{shown(value)} is no number of things")
@@ -19,7 +19,7 @@ def count(walk: Walk, value: Any, at: str) -> bool:
 
 
 def translated(walk: Walk, pattern: Any, at: str) -> str:
-    """A regular expression as backends take it; refuses what they cannot enforce."""
+    """Translate a regular expression for llguidance; refuse one that cannot be enforced."""
     if not isinstance(pattern, str):
         walk.refuse(at, f"{shown(pattern)} is no regular expression")
         return ""
@@ -64,7 +64,7 @@ def _bound(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _old_exclusive_bound(walk: Walk, value: bool, place: Place) -> None:
-    """True and False belong to draft 4; what they are about is another keyword, which is written as they say."""
+    """Check a boolean exclusiveMinimum or exclusiveMaximum of draft 4, which is rewritten with its bound."""
     inclusive = place.name.removeprefix("exclusive").lower()
     if walk.draft not in (None, OLDEST_DRAFT):
         walk.refuse(place.at, f"{place.name} is a number, as {inclusive} is; true and false belong to draft 4")

@@ -1,4 +1,4 @@
-"""The walk through a JSON schema, which writes it anew from what is understood in it."""
+"""Walk through a JSON schema that rewrites it to enforced keywords."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from penstock.structured.schema_references import References
 MAX_DEPTH = 64
 NEWEST_DRAFT = "draft/2020-12"
 OLDEST_DRAFT = "draft-04"
-# In these a reference hides whatever stands beside it.
+# Drafts in which $ref overrides all keywords beside it.
 OLD_DRAFTS = (OLDEST_DRAFT, "draft-06", "draft-07")
 _DRAFTS = (*OLD_DRAFTS, "draft/2019-09", NEWEST_DRAFT)
-# Keywords that apply other schemas to the same instance.
+# Keywords that apply subschemas to the same instance.
 APPLIED_IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a keyword stands. schema: whose it is; out: the same, as far as it is written anew; at: JSON pointer."""
+    """Place of a keyword. schema: its schema; out: the rewritten schema so far; at: JSON pointer."""
 
     schema: dict[str, Any]
     out: dict[str, Any]
@@ -31,26 +31,26 @@ class Place:
 
 
 class Walk:
-    """One schema's walk. What cannot be enforced is noted in `refusals`, by its pointer, and the walk goes on.
+    """Walk of one schema. Unenforceable parts are collected in `refusals`, by JSON pointer.
 
-    draft: that the schema says it is of; None where it does not say, and then old forms mean what they meant.
-    handlers: by keyword, what writes it anew.
+    draft: declared by the schema; None if undeclared, when old forms have their old meaning.
+    handlers: rewriting functions, by keyword.
     """
 
     def __init__(self, root: Any, handlers: Mapping[str, Handler]) -> None:
         self.refusals: list[tuple[str, str]] = []
-        # Of each schema that was written anew, by its identity: itself, where it stands, and what it was.
+        # Rewritten schemas by identity: the schema, its pointer, and the original.
         self.places: dict[int, tuple[Any, str, dict[str, Any]]] = {}
-        # How many times `not` stands around the present place.
+        # Nesting depth of `not`.
         self.num_negations = 0
-        # Of names of properties, so far.
+        # Name patterns so far.
         self.num_patterns = 0
         self.references = References(root)
         self.handlers = handlers
         self.draft = self._find_draft(root)
 
     def schema(self, schema: Any, at: str, depth: int) -> Any:
-        """A schema written anew."""
+        """Rewrite a schema."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -70,11 +70,11 @@ class Walk:
         return out
 
     def definition(self, schema: Any, at: str) -> Any:
-        """What a reference leads to, written anew."""
+        """Rewrite the target of a reference."""
         return self.schema(schema, at, 0)
 
     def inner(self, value: Any, place: Place, *path: str | int) -> Any:
-        """A schema below a keyword, written anew."""
+        """Rewrite the subschema of a keyword."""
         return self.schema(value, "/".join([place.at, *(escaped(str(part)) for part in path)]), place.depth + 1)
 
     def refuse(self, at: str, why: str) -> None:
@@ -90,7 +90,7 @@ class Walk:
         return draft
 
     def _check_other(self, name: str, value: Any, schema: dict[str, Any], at: str) -> None:
-        """Refuse a keyword that is not enforced, unless it says nothing about which instances are valid."""
+        """Refuse a keyword that is not enforced, unless it is an annotation."""
         if name in REFUSED:
             if "if" in schema or name not in ("then", "else"):
                 self.refuse(at, f"{name}: {REFUSED[name]}")
@@ -120,7 +120,7 @@ def can_be_written(text: str) -> bool:
 
 
 def escaped(name: str) -> str:
-    """A part of a JSON pointer."""
+    """Escape a token of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
@@ -134,8 +134,9 @@ def _draft_of(declared: Any) -> str | None:
 
 
 def unevaluated(walk: Walk, value: Any, place: Place, instead: str, *, also: str) -> None:
-    """What a keyword says of the rest that others have not judged: without schemas that are applied in place, the same
-    as `instead`. also: what else it cannot be together with.
+    """Rewrite an unevaluated* keyword as `instead`, which is equivalent without in-place applicators.
+
+    also: another keyword that it cannot be combined with.
     """
     if value is True or value == {}:
         return
