@@ -1,4 +1,4 @@
-"""A process that starts an engine and says when it had its first token: `python -m penstock.bench.first_token JSON`."""
+"""Process that measures start-up up to the first token: `python -m penstock.bench.first_token JSON`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from typing import Any
 
 
 def main(arguments: dict[str, Any]) -> dict[str, float]:
-    """Moments of the monotonic clock: before the imports, after them, with the model loaded, at the first token.
-
-    Raises what creating the engine and generating raises.
-    """
+    """Print times of the monotonic clock: before the imports, after them, with the model loaded, at the first token."""
     started = time.monotonic()
     from penstock.bench.runs import run
     from penstock.config import EngineConfig

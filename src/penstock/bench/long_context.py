@@ -1,4 +1,4 @@
-"""Decoding behind long contexts, beside what reading weights, keys and values once per step allows."""
+"""Decode speed with long contexts, compared with the memory bandwidth that weights and KV cache need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.engine.session import Session
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a decode step reads. weights: of all its matrices. kv_per_token: keys and values of a position."""
+    """Bytes that a decode step reads. weights: of all matrices. kv_per_token: KV cache of a token."""
 
     weights: int
     kv_per_token: int
@@ -26,9 +26,9 @@ class StepBytes:
 
 
 def cases(settings: Settings, max_model_len: int) -> list[tuple[int, int]]:
-    """(context, batch size): what was asked for, else the usual ones that fit, else the longest that does.
+    """Return pairs of context length and batch size: those of the settings, else the usual ones that fit.
 
-    Raises ContextTooLong when what was asked for does not fit.
+    Raises ContextTooLong if the settings do not fit.
     """
     assert settings.output_len is not None
     longest = max_model_len - settings.output_len
@@ -45,7 +45,7 @@ def cases(settings: Settings, max_model_len: int) -> list[tuple[int, int]]:
 def measure(
     session: Session, prompts: Prompts, settings: Settings, step_bytes: StepBytes | None, tick: Tick
 ) -> list[dict[str, Any]]:
-    """Figures by context and batch size. step_bytes: None leaves out the comparison with the memory's speed."""
+    """Measure by context length and batch size. step_bytes: None leaves out the comparison with memory bandwidth."""
     rows = []
     for context, batch_size in cases(settings, session.max_model_len):
         runs = repeat(settings, tick, partial(_measure_case, session, prompts, context, batch_size, settings))
@@ -56,7 +56,7 @@ def measure(
 def _measure_case(
     session: Session, prompts: Prompts, context: int, batch_size: int, settings: Settings
 ) -> dict[str, float]:
-    """Prefills, then asks for the same prompts again: with their KV cached, all requests decode together."""
+    """Prefill, then repeat the prompts: with prefix-cache hits, all requests decode together."""
     assert settings.output_len is not None
     requests = prompts.many(batch_size, context)
     prefill = run(session, requests, 1)

@@ -1,4 +1,4 @@
-"""How fast memory can be read, to compare decoding with: a decode step reads all weights and keys and values once."""
+"""Memory bandwidth, the limit of decoding: a decode step reads all weights and the KV cache once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PASSES = 9
 
 
 def read_speed(num_threads: int | None = None) -> float:
-    """Bytes per second of reading main memory with torch's threads: the best of a few sums over 256 MiB."""
+    """Measure the read bandwidth of memory in bytes/s with torch's threads: the best of a few sums over 256 MiB."""
     import torch
 
     former = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Latency, throughput, prefill and shared prefixes."""
+"""Benchmarks of latency, throughput, prefill and prefix caching."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 
 def measure(session: Session, prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
-    """Figures of one of this module's workloads; `seconds` of each measured run among them."""
+    """Measure one of these workloads. The result has `seconds` of each measured run."""
     if settings.workload == "prefix":
         return _measure_prefix(session, prompts, settings, tick)
     input_len, output_len = settings.input_len, settings.output_len or 1
@@ -24,7 +24,7 @@ def measure(session: Session, prompts: Prompts, settings: Settings, tick: Tick) 
 
 
 def _measure_prefix(session: Session, prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
-    """Every run has a new prefix, whose requests come at once; then new requests with the prefix that is known."""
+    """Measure requests with a new shared prefix, then new requests with the same, cached prefix."""
     prefix_len, input_len, output_len = settings.prefix_len, settings.input_len, settings.output_len
     assert prefix_len is not None
     assert input_len is not None
@@ -66,7 +66,7 @@ def _of_runs(runs: list[Run]) -> dict[str, Any]:
 
 
 def _rates(runs: list[Run], num_input_tokens: int) -> dict[str, Any]:
-    """Tokens per second over whole runs, input and output each for itself."""
+    """Input and output tokens per second over whole runs."""
     return {
         "input_tokens_per_run": num_input_tokens,
         "output_tokens_per_run": runs[0].num_output_tokens,

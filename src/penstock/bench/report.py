@@ -1,4 +1,4 @@
-"""The figures of a benchmark as tables for people."""
+"""Tables of benchmark results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.bench.workloads import Settings
 
 
 def tables(settings: Settings, results: Any) -> list[Table]:
-    """What to print for a workload's results, with medians first."""
+    """Return the tables of a workload's results, with medians first."""
     if settings.workload == "long-context":
         return [_long_context_table(results)]
     if settings.workload == "startup":
@@ -42,7 +42,7 @@ def _title(settings: Settings) -> str:
 
 
 def _caption(results: dict[str, Any]) -> str | None:
-    """What became of drafts, if there were any."""
+    """Return the draft acceptance, if there are drafts."""
     drafts = results.get("speculation")
     if drafts is None:
         return None
@@ -54,7 +54,7 @@ def _caption(results: dict[str, Any]) -> str | None:
 
 
 def _rows(results: dict[str, Any], *rates: str) -> list[tuple[str, dict[str, Any], float, str]]:
-    """(name, summary, factor, unit)."""
+    """Return rows of name, summary, factor, unit."""
     rows = [(_RATE_NAMES[name], results[name], 1.0, _RATE_UNITS[name]) for name in rates]
     rows.append(("all requests", results["latency_s"], 1.0, "s"))
     rows.append(("time to first token", results["time_to_first_token_s"], 1e3, "ms"))
@@ -104,5 +104,5 @@ def _long_context_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _number(value: float) -> str:
-    """Three significant digits or more."""
+    """Format with at least three significant digits."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"

@@ -1,4 +1,4 @@
-"""One timed run of requests through an engine."""
+"""Timed runs of requests through an engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.errors import ContextTooLong, PenstockError
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 _Measured = TypeVar("_Measured")
-# Told about each run that is over.
+# Called after each run.
 Tick = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: from the first request's admission to the last one's end. outputs: in the prompts' order."""
+    """Results of a run. seconds: from the first admission to the last finish. outputs: in the order of the prompts."""
 
     seconds: float
     outputs: list[RequestOutput]
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def spec_decode_metrics(self) -> SpecDecodeMetrics:
-        """What became of the drafts."""
+        """Speculative decoding metrics of the run."""
         total = SpecDecodeMetrics()
         for output in self.outputs:
             total.add(output.metrics.spec_decode_metrics)
@@ -50,13 +50,13 @@ class Run:
 
     @property
     def first_token_seconds(self) -> list[float]:
-        """Per request, from its arrival."""
+        """Time to first token of each request, in seconds."""
         times = [output.metrics.time_to_first_token_s for output in self.outputs]
         return [value for value in times if value is not None]
 
     @property
     def per_token_seconds(self) -> list[float]:
-        """Per request of two tokens or more, the mean time between its tokens."""
+        """Time per output token of each request with two tokens or more, in seconds."""
         times = [output.metrics.time_per_output_token_s for output in self.outputs]
         return [value for value in times if value is not None]
 
@@ -64,7 +64,7 @@ class Run:
 def run(session: Session, prompts: Sequence[list[int]], output_len: int) -> Run:
     """Generate `output_len` tokens for each prompt, all requests at once.
 
-    Raises ContextTooLong when a prompt and its output do not fit, PenstockError when a request fails.
+    Raises ContextTooLong if a prompt and its output do not fit, PenstockError if a request fails.
     """
     longest = max(map(len, prompts))
     if longest + output_len > session.max_model_len:
@@ -85,7 +85,7 @@ def run(session: Session, prompts: Sequence[list[int]], output_len: int) -> Run:
 
 
 def repeat(settings: Settings, tick: Tick, measure: Callable[[], _Measured]) -> list[_Measured]:
-    """What is measured after the runs for warming up."""
+    """Return the results of the measured runs, after warm-up runs."""
     runs = []
     for _ in range(settings.num_iters_warmup + settings.num_iters):
         runs.append(measure())
@@ -94,7 +94,7 @@ def repeat(settings: Settings, tick: Tick, measure: Callable[[], _Measured]) -> 
 
 
 def too_long(prompt_len: int, output_len: int, max_model_len: int) -> ContextTooLong:
-    """The error to raise for prompts that do not fit with their output."""
+    """Error for prompts that do not fit together with their output."""
     return ContextTooLong(
         f"Prompts of {prompt_len:,} tokens and {output_len:,} to generate do not fit into a context of "
         f"{max_model_len:,} tokens. Ask for less, or for a longer context (--max-model-len)."
@@ -102,7 +102,7 @@ def too_long(prompt_len: int, output_len: int, max_model_len: int) -> ContextToo
 
 
 class Prompts:
-    """Random token ids; equal seeds give equal sequences of prompts, and no two prompts begin alike."""
+    """Prompts of random token ids. Equal seeds give equal sequences; no two prompts share a prefix."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Seconds from a process's start to its first token."""
+"""Benchmark of start-up: seconds from a process's start to its first token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STAGES = ("python", "imports", "engine", "first token")
 
 
 def measure(model: str, options: dict[str, Any], prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
-    """A fresh process for each run. Raises EngineDead when one fails, with its last words."""
+    """Start a process for each run. Raises EngineDead with its last output if one fails."""
     input_len = settings.input_len
     assert input_len is not None
     runs = repeat(settings, tick, lambda: _start(model, options, prompts.one(input_len)))

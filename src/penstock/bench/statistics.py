@@ -1,4 +1,4 @@
-"""Figures from repeated measurements."""
+"""Statistics of repeated measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, median, extremes, percentiles, and spread: (largest - smallest) / median."""
+    """Return mean, median, extremes, percentiles, and spread: (largest - smallest) / median."""
     median = statistics.median(values)
     return {
         "mean": statistics.fmean(values),

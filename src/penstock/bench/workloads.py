@@ -1,4 +1,4 @@
-"""The workloads: what each is, which of the settings it has, and their defaults."""
+"""Workloads, their settings and defaults."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _COMMON = {"num_iters": 5, "num_iters_warmup": 1}
 
 @dataclass(frozen=True)
 class Settings:
-    """All lengths in tokens. A setting that the workload does not have is None.
+    """Settings of a workload. Lengths are in tokens; None if the workload does not have the setting.
 
-    input_len: of a prompt; for "prefix" its own part. output_len: tokens to generate for each prompt.
-    prefix_len: shared by all prompts, before their own part. batch_size, num_prompts: requests at once.
-    num_iters, num_iters_warmup: measured runs, and runs before them. seed: from it come the prompts.
+    input_len: prompt length; for "prefix" without the prefix. output_len: output length.
+    prefix_len: length of the shared prefix. batch_size, num_prompts: concurrent requests.
+    num_iters, num_iters_warmup: measured and warm-up runs. seed: of the prompts.
     """
 
     workload: str
@@ -37,7 +37,7 @@ class Settings:
         return self.batch_size or self.num_prompts or 1
 
 
-# By workload: the settings that it has. None: it has it, and several values when none is given.
+# Settings by workload, with defaults. None: several values by default.
 WORKLOADS: dict[str, dict[str, int | None]] = {
     "latency": {"input_len": 32, "output_len": 128, "batch_size": 8, **_COMMON},
     "throughput": {"input_len": 128, "output_len": 128, "num_prompts": 32, **_COMMON},
@@ -50,7 +50,7 @@ _LEAST = {"num_iters_warmup": 0}
 
 
 def make_settings(workload: str, seed: int, **given: int | None) -> Settings:
-    """The workload's defaults, replaced by what is given and not None.
+    """Return the workload's settings: given values that are not None, else its defaults.
 
     Raises ConfigError for an unknown workload, a setting that it does not have, or a value that is not allowed.
     """
@@ -77,5 +77,5 @@ def make_settings(workload: str, seed: int, **given: int | None) -> Settings:
 
 
 def option(name: str) -> str:
-    """A setting as the command line spells it."""
+    """Flag of a setting."""
     return f"--{name.replace('_', '-')}"

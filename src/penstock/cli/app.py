@@ -18,7 +18,7 @@ from penstock.cli.plan import plan
 
 
 class CommandGroup(TyperGroup):
-    """Commands, of which those that vLLM has and Penstock has not are refused by feature."""
+    """Group of the commands. Commands of vLLM's that Penstock does not have are refused by feature."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and self.get_command(ctx, args[0]) is None:

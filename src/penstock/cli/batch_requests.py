@@ -1,4 +1,4 @@
-"""Lines of OpenAI's batch format: a request as it would be sent to a server, with a name for its answer."""
+"""Reader of OpenAI's batch format."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from penstock.errors import InvalidParameter, InvalidRequest
 logger = logging.getLogger(__name__)
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
-# One of which a request of our own kind has.
+# A request in Penstock's own format has one of these.
 _OWN_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _URLS = {endpoint.value: endpoint for endpoint in Endpoint}
-# Parameters of ours that mean the same in a body. The others have names or meanings of their own there, or none.
+# Sampling parameters with the same meaning in a body. The others have other names or meanings there, or none.
 _SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__) - {
     "logprobs",
     "prompt_logprobs",
@@ -35,11 +35,11 @@ _FIELDS = {
     endpoint: ("model", *own, "logprobs", "response_format", "cache_salt", "priority", *sorted(_SAMPLING_FIELDS))
     for endpoint, own in ((Endpoint.CHAT, _CHAT_FIELDS), (Endpoint.COMPLETION, ("prompt",)))
 }
-# What servers are told about the client, and what changes no answer here.
+# Fields without an effect on the answer.
 _WITHOUT_EFFECT = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 )
-# Fields that have one meaning here, with the values that ask for it.
+# Fields with a single supported behaviour, and the values that ask for it.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "echo": (False,),
@@ -49,7 +49,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 _RESPONSE_FORMAT = "response_format"
-# By type: the fields beside it, all of which are needed. None: those of a structural tag, which are checked with it.
+# Required fields of response_format, by type. None: a structural tag, whose fields are checked with it.
 _FORMAT_FIELDS: dict[str, tuple[str, ...] | None] = {
     "text": (),
     "json_object": (),
@@ -66,14 +66,13 @@ def read_batch_lines(
     defaults: SamplingParams,
     model: str,
 ) -> dict[str, Work]:
-    """The requests of those lines that are of this format, and of the broken ones beside them.
+    """Read the requests of lines in this format, and of broken lines beside them.
 
-    lines: where each one is, as errors call it, and its fields, or why it has none. names: the custom_id of lines that
-    have no fields, where it could be read. defaults: of parameters that a body
-    does not name. model: the one that runs. A file made for one other model is answered by it, with a warning; among
-    several names only that of the running model is right.
+    lines: place of each line, for errors, and its fields, or why it has none. names: custom_id of lines without fields,
+    if it could be read. defaults: of parameters that a body does not have. model: the running model. A file for
+    one other model is answered by it, with a warning; among several names only the running model's is accepted.
 
-    Returns them by where they are. What is wrong with one is kept in its `Work.error`.
+    Returns the requests by place; errors are in their `Work.error`.
     """
     if not names and not any(_is_batch_line(fields) for _, fields in lines):
         return {}
@@ -82,7 +81,7 @@ def read_batch_lines(
 
 
 class _Reader:
-    """named: the models that the file's requests name."""
+    """Reader of the lines of a file. named: models of its requests."""
 
     def __init__(self, defaults: SamplingParams, names: Mapping[str, str], model: str, named: set[Any]) -> None:
         self._defaults = defaults
@@ -156,7 +155,7 @@ def _is_batch_line(fields: dict[str, Any] | InvalidRequest) -> bool:
 
 
 def _is_ours(fields: dict[str, Any] | InvalidRequest) -> bool:
-    """Whether a line of a file with batch lines is answered like them: all but requests of our own kind."""
+    """Whether a line is answered in the batch format: all but requests in Penstock's own format."""
     return isinstance(fields, InvalidRequest) or _is_batch_line(fields) or fields.keys().isdisjoint(_OWN_FIELDS)
 
 
@@ -170,7 +169,7 @@ def _text(value: Any) -> str:
 
 
 def _whole_body(body: dict[str, Any]) -> dict[str, Any]:
-    """A body with the fields of its `extra_body`, which clients put beside the others before they send them."""
+    """Merge the fields of `extra_body` into a body, as clients do."""
     extra = body.get("extra_body")
     if extra is None:
         return body
@@ -180,7 +179,7 @@ def _whole_body(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_only(body: dict[str, Any]) -> None:
-    """Take out what has no effect, and raise InvalidParameter for what asks for more than there is."""
+    """Remove fields without an effect. Raises InvalidParameter for unsupported values."""
     for key in _WITHOUT_EFFECT & body.keys():
         del body[key]
     for key in _ONLY.keys() & body.keys():
@@ -199,7 +198,7 @@ def _take_messages(body: dict[str, Any], cache_salt: Any, *, with_tools: bool) -
 
 
 def _take_prompt(body: dict[str, Any]) -> dict[str, Any]:
-    """One prompt, of text or token ids, which may be the only one of a list."""
+    """Take the prompt, text or token ids, or a list of one."""
     prompt = body.pop("prompt", None)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         (prompt,) = prompt
@@ -213,7 +212,7 @@ def _take_prompt(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
-    """Take out what a chat calls otherwise, as our parameters."""
+    """Take the fields that are named differently in a chat, as sampling parameters."""
     params: dict[str, Any] = {}
     if "max_completion_tokens" in body:
         params["max_tokens"] = body.pop("max_completion_tokens")
@@ -229,9 +228,9 @@ def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_response_format(body: dict[str, Any]) -> dict[str, Any]:
-    """Take `response_format` out of a body, as parameters of ours; none if it has none.
+    """Take `response_format` out of a body, as sampling parameters; empty if it has none.
 
-    The type "text" asks for no form, whatever the command line says. Raises InvalidParameter.
+    The type "text" removes the command line's constraint. Raises InvalidParameter.
     """
     if _RESPONSE_FORMAT not in body:
         return {}

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's batch format: what a server would have sent, behind the request's name."""
+"""Writer of OpenAI's batch format."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
-# What stands for the log-probability of a token that cannot come, JSON having no infinity.
+# Log-probability of an impossible token, since JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0
 _BAD_REQUEST = 400
 _SERVER_ERROR = 500
-# Behind which an answer's id has the hash of its request.
+# Prefix of an answer's id, before the hash of its request.
 ID_PREFIX = "batch_req_"
 
 
 class Endpoint(Enum):
-    """What a request is for, by its url."""
+    """Endpoint of a request, by its url."""
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
@@ -29,7 +29,7 @@ class Endpoint(Enum):
 class BatchFormat(msgspec.Struct, frozen=True):
     """One line per request, with all its outputs as choices.
 
-    custom_id: the request's name. model: the one that answered. num_logprobs: likeliest tokens to list per token.
+    custom_id: name of the request. model: that answered. num_logprobs: top log-probabilities per token.
     """
 
     custom_id: Any
@@ -115,14 +115,14 @@ class BatchFormat(msgspec.Struct, frozen=True):
         }
 
     def _likeliest(self, row: dict[int, Logprob]) -> list[Logprob]:
-        """As many as were asked for; the sampled token is in a row besides."""
+        """Top log-probabilities of a row, as many as requested; a row has the sampled token too."""
         ranked = sorted(row.values(), key=lambda entry: entry.rank)
         most = self.num_logprobs or 0
         return ranked if most < 0 else [entry for entry in ranked if entry.rank <= most]
 
 
 def _sampled(completion: CompletionOutput) -> list[tuple[Logprob, dict[int, Logprob]]]:
-    """Each token's own entry, with its row."""
+    """Yield the sampled token's entry of each row, and the row."""
     rows = completion.logprobs or []
     return [(row[token_id], row) for token_id, row in zip(completion.token_ids, rows, strict=True)]
 

@@ -1,4 +1,4 @@
-"""`penstock bench`: how fast an engine is with a model, on this machine."""
+"""`penstock bench`: benchmarks of an engine on this machine."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _NAMES = "latency, throughput, prefill, prefix, startup, long-context"
 def bench(
     workload: Annotated[str, typer.Argument(help=_NAMES, metavar="WORKLOAD")],
     input_len: Annotated[
-        int | None, typer.Option("--input-len", "--random-input-len", help="Tokens of a prompt")
+        int | None, typer.Option("--input-len", "--random-input-len", help="Prompt length in tokens")
     ] = None,
     output_len: Annotated[
-        int | None, typer.Option("--output-len", "--random-output-len", help="Tokens to generate for each")
+        int | None, typer.Option("--output-len", "--random-output-len", help="Output length in tokens")
     ] = None,
     prefix_len: Annotated[
         int | None,
-        typer.Option("--prefix-len", "--random-prefix-len", help="Tokens that all prompts share (prefix)"),
+        typer.Option("--prefix-len", "--random-prefix-len", help="Length of the shared prefix in tokens (prefix)"),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Requests at once (latency, long-context)")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="The same, for the other workloads")] = None,
-    num_iters: Annotated[int | None, typer.Option(help="Measured runs")] = None,
-    num_iters_warmup: Annotated[int | None, typer.Option(help="Runs before them")] = None,
-    seed: Annotated[int, typer.Option(help="Makes the prompts")] = 0,
+    batch_size: Annotated[int | None, typer.Option(help="Batch size (latency, long-context)")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Number of prompts (other workloads)")] = None,
+    num_iters: Annotated[int | None, typer.Option(help="Measured iterations")] = None,
+    num_iters_warmup: Annotated[int | None, typer.Option(help="Warm-up iterations")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts")] = 0,
     output_json: Annotated[Path | None, typer.Option("--output-json", "-o", help="Write all figures here")] = None,
     model: options.Model = "demo",
     *,
@@ -96,7 +96,7 @@ def _measure(settings: Settings, model: str, engine: dict[str, Any], config: Eng
 
 
 def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes:
-    """What a decode step reads, from the plan."""
+    """Bytes that a decode step reads, from the plan."""
     from penstock.bench.long_context import StepBytes
     from penstock.engine.plan import plan_engine
 
@@ -112,7 +112,7 @@ def _show(settings: Settings, results: Any) -> None:
 
     out = standard_output(as_json=False)
     console = Console(file=out, highlight=False)
-    # `write` prints the text, since rich ends the process in its own way when the pipe is closed.
+    # `write` prints the text, since rich exits in its own way when the pipe is closed.
     with console.capture() as capture:
         for table in tables(settings, results):
             console.print(table)
@@ -120,7 +120,7 @@ def _show(settings: Settings, results: Any) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """A bad path shows before minutes are spent."""
+    """Refuse a path that cannot be written, before the measurement."""
     with file_named("--output-json", path), path.open("a"):
         pass
 

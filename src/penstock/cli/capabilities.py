@@ -1,4 +1,4 @@
-"""`penstock env --capabilities`: the table that refusals are made from, for people and for programs."""
+"""`penstock env --capabilities`: features by parallelism and device, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.worker.capabilities import (
 )
 from penstock.worker.capabilities.arrangements import MEANINGS
 
-# By device, feature and arrangement: True, or why not and what to do instead.
+# By device, feature and arrangement: True, or the refusal.
 Cells: TypeAlias = dict[str, dict[str, dict[str, bool | str]]]
 _WIDTH = 150
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTable:
-    """columns: by group, arrangements that the device has. marks: "yes" or the number of a reason, by feature and
-    arrangement. absent: arrangements that it does not have, with such a number. reasons: the first is number 1.
+    """Capabilities of one device. columns: its arrangements, by group. marks: "yes" or the number of a reason, by
+    feature and arrangement. absent: arrangements without support, with such a number. reasons: numbered from 1.
     """
 
     columns: dict[str, list[str]]
@@ -35,7 +35,7 @@ class DeviceTable:
 
 
 def cells() -> Cells:
-    """All of it, as data."""
+    """Return all capabilities as data."""
 
     def of_feature(feature: Feature, device: str) -> dict[str, bool | str]:
         return {arrangement.name: _cell(feature, arrangement, device) for arrangement in ARRANGEMENTS}
@@ -45,7 +45,7 @@ def cells() -> Cells:
 
 
 def table_of(device: str) -> DeviceTable:
-    """What a person reads of a device."""
+    """Return the table of a device."""
     of_device = cells()[device]
     reasons: list[str] = []
 
@@ -70,7 +70,7 @@ def table_of(device: str) -> DeviceTable:
 
 
 def as_text() -> str:
-    """The tables for people."""
+    """Return all tables as text."""
     from rich.console import Console
     from rich.table import Table
 

@@ -15,12 +15,12 @@ from penstock.cli.process import begin_collection
 
 @options.engine_command(without=("revision", "block_size", "max_num_seqs", "max_num_batched_tokens"))
 def chat(
-    system: Annotated[str | None, typer.Option("--system", "-s", help="What the model is told beforehand")] = None,
+    system: Annotated[str | None, typer.Option("--system", "-s", help="System message")] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="A file with a Jinja template, instead of the model's")
+        Path | None, typer.Option(help="File of a Jinja chat template, instead of the model's")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most  [default: 512]")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token  [default: 0.7]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer  [default: 512]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy  [default: 0.7]")] = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
@@ -29,11 +29,10 @@ def chat(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    Answers come as they are generated; Ctrl-C stops one, Ctrl-D leaves, and /help lists the commands. Lines from a
-    file or a pipe are taken as messages, one per line.
-    Defaults of sampling are the model's, where it has its own (generation_config.json).
+    Answers are streamed; Ctrl-C stops one, Ctrl-D leaves, and /help lists the commands. Lines from a file or a pipe are
+    messages, one per line. Sampling defaults are the model's (generation_config.json), if it has any.
     """
     from penstock.config import EngineConfig
     from penstock.contract import SamplingParams

@@ -1,4 +1,4 @@
-"""The terminal's side of `penstock chat`: lines in, answers out, and the commands."""
+"""Terminal of `penstock chat`: input lines, streamed answers, commands."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PROMPT = "> "
 _MORE = "... "
 _BLOCK = '"""'
 _DEFAULT = "default"
-# By the name of a model that ships: what it was taught to answer.
+# Example prompts of shipped models.
 EXAMPLES = {"demo": ("What is 47 + 38?", "Reverse this list: apple, river, stone", "Who are you?")}
-# Characters that would let a model's text command the terminal.
+# Control characters, which a model's text may not send to the terminal.
 _UNPRINTABLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class ChatTerminal:
-    """Reads messages and commands until there are no more."""
+    """Loop over messages and commands."""
 
     def __init__(self, conversation: Conversation, model: str) -> None:
         self._conversation = conversation
@@ -38,11 +38,11 @@ class ChatTerminal:
         self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "/help": ("", "this list", self._help),
-            "/reset": ("", "forget what was said", self._reset),
-            "/system": ("[TEXT]", "show or set what the model is told beforehand; - for nothing", self._system),
+            "/reset": ("", "forget the conversation", self._reset),
+            "/system": ("[TEXT]", "show or set the system message; - removes it", self._system),
             "/retry": ("", "another answer to the last message", self._retry),
             "/undo": ("", "take back the last message and its answer", self._undo),
-            "/history": ("", "show what was said", self._history),
+            "/history": ("", "show the conversation", self._history),
             "/set": (
                 "[NAME VALUE]",
                 "show or set a sampling parameter, such as temperature; default undoes it",
@@ -53,7 +53,7 @@ class ChatTerminal:
         self._has_quit = False
 
     def run(self) -> None:
-        """Talk until the input ends or /quit. Ctrl-C stops an answer, or clears the line."""
+        """Run until the input ends or /quit. Ctrl-C stops an answer, or clears the line."""
         self._out = out = standard_output(as_json=False)
         with _interrupts_raised():
             if self._is_interactive:
@@ -81,7 +81,7 @@ class ChatTerminal:
             self._note("This small model has a few simple skills. Try: " + " | ".join(EXAMPLES[self._model]))
 
     def _read(self) -> str | None:
-        """The next message, of several lines if it begins with three quotation marks; None at the end."""
+        """Read a message, of several lines if it begins with three quotation marks; None at the end."""
         line = self._read_line(PROMPT)
         if line is None or not line.lstrip().startswith(_BLOCK):
             return line
@@ -136,7 +136,7 @@ class ChatTerminal:
         self._explain(num_forgotten)
 
     def _explain(self, num_forgotten: int) -> None:
-        """Say what an answer does not show."""
+        """Print notes about an answer: forgotten messages, failure, cut-off."""
         conversation = self._conversation
         if conversation.num_forgotten > num_forgotten:
             num_new = conversation.num_forgotten - num_forgotten
@@ -209,7 +209,7 @@ def _interrupts_raised() -> Iterator[None]:
 
 
 def _edit_lines(commands: list[str]) -> None:
-    """Line editing, the history of lines, and completion of commands, where this Python has them."""
+    """Enable line editing, history and completion, if this Python has readline."""
     try:
         import readline
     except ImportError:

@@ -16,7 +16,7 @@ from penstock.engine.prompts import PromptDict
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 
-# Parameters that are of no use to a chat, with the reason.
+# Sampling parameters that a chat refuses, with the reason.
 _MEANINGLESS = {
     "n": "a conversation goes on from one answer",
     "logprobs": "a chat shows no log-probabilities; penstock generate --logprobs does",
@@ -28,19 +28,19 @@ _MEANINGLESS = {
     "output_kind": "an answer is shown as it comes",
 }
 
-# Tokens that an answer should have room for before the oldest messages are forgotten for it.
+# Tokens of the context that are kept free for an answer, by forgetting the oldest messages.
 _ROOM_FOR_ANSWER = 64
 
 
 class Conversation:
-    """What was said, and what is to be said next.
+    """Messages of a conversation, and generation of the next answer.
 
-    system: what the model is told beforehand. chat_template: a Jinja template instead of the model's own.
-    messages: with the system's first, if there is one.
-    num_forgotten: messages that no longer fitted into the context, and were left out for good.
-    params: of the next answer; at first, and for a parameter that is unset, those that were given.
+    system: system message. chat_template: Jinja template instead of the model's own.
+    messages: all messages, with the system message first.
+    num_forgotten: messages that were dropped since they no longer fitted into the context.
+    params: sampling parameters of the next answer.
 
-    Raises InvalidRequest when there is no template.
+    Raises InvalidRequest without a chat template.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Conversation:
         self._session = session
         self._template = chat_template
         self.system = system
-        # What is slow to load, or missing, shows now.
+        # Loads the template, or fails, before the first message.
         self._render([{"role": "user", "content": "Hello"}])
 
     @property
@@ -69,13 +69,13 @@ class Conversation:
             self.messages.insert(0, {"role": "system", "content": text})
 
     def reset(self) -> None:
-        """Forget what was said, but for the system's message."""
+        """Forget all messages except the system message."""
         self.messages = self.messages[: self._has_system()]
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Say something, and take the answer as it comes. A generator that is closed early stops the answer there.
+        """Add a message and stream the answer. Closing the generator stops the answer.
 
-        Raises InvalidRequest, and forgets what was said, when there can be no answer.
+        Raises InvalidRequest, and drops the message, if it cannot be answered.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -86,21 +86,21 @@ class Conversation:
         yield from self._answer(request)
 
     def undo(self) -> str | None:
-        """Take back the last message and its answer; returns the message."""
+        """Remove the last message and its answer; return the message."""
         if not self._is_answered():
             return None
         self.messages.pop()
         return self.messages.pop()["content"]
 
     def set_parameter(self, name: str, value: Any) -> None:
-        """Change a sampling parameter. Raises InvalidParameter if it cannot be, or not with the others."""
+        """Change a sampling parameter. Raises InvalidParameter if it is invalid, also together with the others."""
         _check_known(name, value)
         if name in _MEANINGLESS:
             raise InvalidParameter(f"{name} cannot be set: {_MEANINGLESS[name]}.")
         self.params = msgspec.structs.replace(self.params, **{name: value})
 
     def unset_parameter(self, name: str) -> None:
-        """Change a sampling parameter back to what it was at first. Raises InvalidParameter."""
+        """Reset a sampling parameter to its initial value. Raises InvalidParameter."""
         _check_known(name, "default")
         self.params = msgspec.structs.replace(self.params, **{name: getattr(self._first_params, name)})
 
@@ -119,7 +119,7 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
     def _accept(self) -> AcceptedRequest:
-        """The request for the next answer, forgetting the oldest exchanges if need be."""
+        """Create the request of the next answer, forgetting the oldest messages if it does not fit."""
         room = min(self.params.max_tokens or 1, _ROOM_FOR_ANSWER)
         while True:
             prompt = self._render(self.messages)
@@ -130,7 +130,7 @@ class Conversation:
 
     def _forget_oldest(self) -> bool:
         first = self._has_system()
-        # The last message is the one to be answered.
+        # The last message is to be answered.
         if len(self.messages) - first < 3:
             return False
         del self.messages[first : first + 2]
@@ -149,6 +149,6 @@ class Conversation:
 
 def _check_known(name: str, value: Any) -> None:
     if name not in SamplingParams.__struct_fields__:
-        # It knows what may have been meant.
+        # Raises with a suggestion for a known misspelling.
         SamplingParams.from_dict({name: value})
         raise InvalidParameter(f"{name}={value!r} changes nothing: there is no such parameter.")

@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.cli.failures import readable_errors
 from penstock.config.env import reported_variables
 
-# Facts by name, under the names of their sections.
+# Facts by section and name.
 Sections: TypeAlias = dict[str, dict[str, str]]
 _PACKAGES = (
     "torch",
@@ -31,7 +31,7 @@ _PACKAGES = (
     "typer",
     "rich",
 )
-# Those that decide which kernels run.
+# CPU features that choose the kernels.
 _CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
 
 
@@ -61,7 +61,7 @@ def _capabilities(*, as_json: bool) -> str:
 
 
 def collect() -> Sections:
-    """All facts. A part that cannot be found out says why, instead of failing the report."""
+    """Collect all facts. A section that fails holds the error instead."""
     return {
         "Penstock": _guarded(_penstock),
         "Machine": _guarded(_machine),
@@ -74,7 +74,7 @@ def collect() -> Sections:
 
 
 def as_text(sections: Sections) -> str:
-    """The report for people."""
+    """Format the report as text."""
     width = max(len(name) for facts in sections.values() for name in facts) + 2
     lines = []
     for title, facts in sections.items():
@@ -86,7 +86,7 @@ def as_text(sections: Sections) -> str:
 def _guarded(facts: Callable[[], dict[str, str]]) -> dict[str, str]:
     try:
         return facts()
-    except Exception as error:  # a broken installation is what the report is for
+    except Exception as error:  # the report must work with a broken installation
         return {"unknown": _one_line(error)}
 
 
@@ -163,7 +163,7 @@ def _packages() -> dict[str, str]:
 
 
 def _extras() -> dict[str, str]:
-    """For each optional group of dependencies, what is installed of it."""
+    """Installed packages of each extra."""
     try:
         requirements = metadata.requires("penstock") or []
     except metadata.PackageNotFoundError:
@@ -184,7 +184,7 @@ def _version(name: str) -> str:
 
 
 def _cpu() -> tuple[str, list[str]]:
-    """The model's name, and which of the instructions that matter it has."""
+    """CPU model, and its features that choose kernels."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -214,6 +214,6 @@ def _yes(value: Any) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The error without the paths of this machine."""
+    """First line of an error, without paths of this machine."""
     text = re.sub(r"(/[\w.+-]+)+/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""How a command ends when something goes wrong: one readable message on standard error, and an exit code.
+"""Errors of commands: one message on standard error, and an exit code.
 
 | exit code | meaning |
 | --- | --- |
@@ -6,7 +6,7 @@
 | 1 | the engine or a request failed |
 | 2 | bad input: an option, a prompt, a file |
 | 130 | Ctrl-C |
-| 141 | nobody reads the output any more |
+| 141 | standard output was closed by its reader |
 | 143 | SIGTERM |
 """
 
@@ -35,13 +35,13 @@ _BAD_INPUT = (ConfigError, InvalidRequest, ModelNotFound)
 
 
 class OutputClosed(Exception):
-    """Whoever read our standard output has gone."""
+    """Standard output was closed by its reader."""
 
 
 class _Interrupts:
-    """Remembers Ctrl-C and SIGTERM, which a library may turn into an error of its own.
+    """Signal handler that remembers Ctrl-C and SIGTERM, which a library may turn into an error of its own.
 
-    Within an import it leaves at once: libraries also go on after whatever one of their imports raised.
+    Within an import it exits at once, since libraries catch errors of their imports.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class _Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _is_importing(frame):
             leave_at_once(number, frame)
-        # The second one does not wait for an orderly end.
+        # A second signal ends the process at once.
         signal.signal(number, signal.SIG_DFL)
         if number == signal.SIGTERM:
             self.exit_code = EXIT_TERMINATED
@@ -69,10 +69,10 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def readable_errors(*, debug: bool = False, flags: Flags | None = None) -> Iterator[None]:
-    """Run a command's body; turn whatever it raises into a message and an exit code.
+    """Turn exceptions of a command's body into a message and an exit code.
 
-    flags: the command's, by which messages then call options. debug: print the traceback as well, as
-    PENSTOCK_LOG_LEVEL=debug does.
+    flags: the command's flags, which replace option names in messages. debug: print the traceback too, as with
+    PENSTOCK_LOG_LEVEL=debug.
     """
     interrupts = _Interrupts()
     former_handlers = {number: signal.signal(number, interrupts) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -122,5 +122,5 @@ def _message(error: BaseException, flags: Flags | None) -> str:
 
 
 def discard_output() -> None:
-    """Python flushes standard output once more at its end, and would complain about the closed pipe."""
+    """Redirect standard output to nowhere, since Python flushes it at exit, and would report the closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

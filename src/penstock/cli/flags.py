@@ -16,9 +16,9 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-# A list, a dictionary, a text, or what there is up to the next space or the end of a sentence.
+# A list, a dictionary, a string, or a word.
 _VALUE = r"""\[[^\]]*\]|\{[^}]*\}|'[^']*'|"[^"]*"|[^\s()]*[^\s().,;:]"""
-# Names after it are to choose from, and not advice.
+# Option names behind it stay as they are.
 _LIST = "Known options:"
 _REFUSED = re.compile(r"^(?P<name>\w+)=(?P<value>.+?)(?= asks for )")
 # Flags of commands whose outputs may be constrained.
@@ -27,13 +27,13 @@ _IN_A_FILE = re.compile(r"^[^\n]+, line \d+: ")
 
 
 def with_dashes(name: str) -> str:
-    """How options are spelled here, which people also write with underscores."""
+    """Spell an option with dashes."""
     return name.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """A command's flags by what they are in Python. engine: options of the engine; own: everything else.
+    """Flags of a command, by option name. engine: options of the engine; own: other parameters.
 
     Every other option of the engine is a flag of the same name (`EngineCommand`).
     """
@@ -42,11 +42,11 @@ class Flags:
     own: Mapping[str, str] = field(default_factory=dict)
 
     def of_engine(self, message: str) -> str:
-        """A message about the engine and its options, or about one of vLLM's that it has not."""
+        """Rename options in a message about the engine, or about a refused option of vLLM's."""
         return _REFUSED.sub(_refused_flag, _in_flags(message, self._engine_flags()))
 
     def of_request(self, message: str) -> str:
-        """A message about a request, whose parameters are flags unless a file has them."""
+        """Rename parameters in a message about a request, unless they come from a file."""
         engine = {name: flag for name, flag in self._engine_flags().items() if name not in self.own}
         return _in_flags(message, engine if _IN_A_FILE.match(message) else {**engine, **self.own})
 
@@ -58,12 +58,12 @@ class Flags:
 
 
 def _in_flags(message: str, flags: Mapping[str, str]) -> str:
-    if message.startswith("--"):  # it is the command line's own
+    if message.startswith("--"):  # the command line's own message
         return message
 
     def flag(match: re.Match[str]) -> str:
         name, value = match["name"], match["value"]
-        # What is not given has no flag; and without a value, an ordinary word is no option.
+        # None has no flag; and an ordinary word without a value is no option.
         if value == "None" or (value is None and "_" not in name and not match["said"]):
             return match[0]
         if value is None or value == "True":
@@ -73,7 +73,7 @@ def _in_flags(message: str, flags: Mapping[str, str]) -> str:
     names = "|".join(flags)
     pattern = rf"""(?<![\w'"./-])(?P<said>the option )?(?P<name>{names})(?:=(?P<value>{_VALUE}))?(?![\w/=]|\.\w)"""
     told, heading, names_to_choose = message.partition(_LIST)
-    # Lines of a table stay as wide as they are.
+    # Lines of a table keep their width.
     lines = [line if line.startswith("  ") else re.sub(pattern, flag, line) for line in told.split("\n")]
     return "\n".join(lines) + heading + names_to_choose
 
@@ -82,14 +82,14 @@ def _refused_flag(match: re.Match[str]) -> str:
     flag, value = with_dashes(match["name"]), match["value"]
     if value == "False":
         return f"--no-{flag}"
-    # A dictionary reads otherwise in Python than what was typed.
+    # A dictionary in Python differs from what was typed.
     if value == "True" or value[0] in "{[":
         return f"--{flag}"
     return f"--{flag} {shlex.quote(_plain(value))}"
 
 
 def _plain(value: str) -> str:
-    """A value of Python as the command line takes it."""
+    """Write a Python value as the command line takes it."""
     if value[0] in "[{":
         try:
             return json.dumps(ast.literal_eval(value))
@@ -101,7 +101,7 @@ def _plain(value: str) -> str:
 
 
 class EngineCommand(TyperCommand):
-    """A command that takes any engine option as a flag: what it does not have itself becomes `--option NAME=VALUE`."""
+    """Command that takes any engine option as a flag: unlisted ones become `--option NAME=VALUE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own: dict[str, bool] = {}
@@ -114,9 +114,9 @@ class EngineCommand(TyperCommand):
 
 
 def read_engine_flags(ctx: Any, args: list[str], own: dict[str, bool]) -> list[str]:
-    """Arguments in which flags of engine options have become `--option NAME=VALUE`.
+    """Rewrite flags of engine options to `--option NAME=VALUE`.
 
-    own: the command's own options, and whether each takes a value; they stay, and so does what they take.
+    own: the command's own options, and whether each takes a value; they are kept with their values.
     """
     rewritten = []
     rest = iter(args)
@@ -139,7 +139,7 @@ def read_engine_flags(ctx: Any, args: list[str], own: dict[str, bool]) -> list[s
 
 
 def _engine_option(flag: str) -> tuple[str, str | None] | None:
-    """The engine option that a flag means, and the value that it has by itself; None if it means none."""
+    """Return the engine option of a flag, and its implied value; None for another flag."""
     if not flag.startswith("-") or flag == "-":
         return None
     from penstock.config import vllm
@@ -168,7 +168,7 @@ def _refuse(ctx: Any, flag: str, own: dict[str, bool]) -> None:
 
 
 def _as_option(name: str, value: str | None) -> list[str]:
-    """Empty without a value. `--name.key value` is how vLLM's command line gives one entry of a dictionary."""
+    """Write an option as arguments; none without a value. `--name.key value` sets an entry of a dictionary."""
     name, _, key = name.partition(".")
     if value is None:
         return []

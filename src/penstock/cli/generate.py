@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 @options.engine_command(without=("revision", "block_size"))
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - or nothing reads standard input")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; - or none reads standard input")] = None,
     input: Annotated[
         Path | None, typer.Option("--input", "-i", help="JSONL, a request per line; - reads standard input")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSONL here")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep what an earlier run answered")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSONL to this file")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the answers of an earlier run")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSONL instead of text")] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate at most  [default: 128]")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token  [default: 1.0]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens to generate  [default: 128]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy  [default: 1.0]")] = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every request")] = None,
     n: Annotated[int, typer.Option("--n", help="Outputs per prompt; several imply --json")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; repeatable")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to report; implies --json")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Generate nothing if a line is bad")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Log-probabilities to report; implies --json")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-sequence token")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Generate nothing if a line is invalid")] = False,
     json_schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The output is JSON that this schema allows")
+        Path | None, typer.Option(metavar="FILE", help="Constrain the output to JSON of this schema")
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="The output matches this regular expression")] = None,
-    choice: Annotated[list[str] | None, typer.Option(help="The output is one of these; repeatable")] = None,
+    regex: Annotated[str | None, typer.Option(help="Constrain the output to this pattern")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="Constrain to one of these; repeatable")] = None,
     grammar: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The output follows this grammar: Lark or GBNF")
+        Path | None, typer.Option(metavar="FILE", help="Constrain to this grammar: Lark or GBNF")
     ] = None,
     model: options.Model = "demo",
     *,
@@ -55,8 +55,8 @@ def generate(
 ) -> None:
     """Generate text that continues a prompt.
 
-    One prompt is answered with text as it comes. JSONL has a request per line, ours ("prompt" or
-    "messages", parameters) or OpenAI's batch format. Results are in OUTPUT.partial until complete.
+    One prompt is streamed. JSONL has a request per line, in Penstock's format ("prompt" or "messages",
+    parameters) or OpenAI's. Results are in OUTPUT.partial until complete.
     """
     sampling = {
         "max_tokens": max_tokens,
@@ -82,7 +82,7 @@ def generate(
 def _structured_outputs(
     json_schema: Path | None, regex: str | None, choice: list[str] | None, grammar: Path | None
 ) -> dict[str, Any] | None:
-    """The constraint that these options ask for; two of them are refused where parameters are checked."""
+    """Constraint of these options. Several are refused with the sampling parameters."""
     from penstock.cli.failures import file_named
 
     given: dict[str, Any] = {"regex": regex, "choice": choice or None}
@@ -121,9 +121,9 @@ def _run(
     is_strict: bool,
     resumes: bool,
 ) -> None:
-    """Everything that can be wrong with the input is found before the model loads, or before the first token.
+    """Answer the requests. Invalid ones are found before the model loads, or before the first token.
 
-    is_strict: nothing is generated then; else what is wrong is the answer.
+    is_strict: generate nothing if one is invalid; else its error is its answer.
     """
     from penstock.cli.output import standard_output, stream_text
     from penstock.cli.output_file import PartialFile
@@ -175,10 +175,9 @@ def _write_results(
     *,
     shows_bar: bool,
 ) -> str | None:
-    """Returns what to say about the requests that failed, if any did.
+    """Write all results. Returns a message about failed requests, if there are any.
 
-    requests, refused: those that run, and why others do not, by their number from 0; without the former there need be
-    no session.
+    requests, refused: requests that run, and errors of the others, by index. session: None if no request runs.
     """
     if refused:
         print(f"penstock: {_about_refused(refused, len(work))}", file=sys.stderr)
@@ -190,7 +189,7 @@ def _write_results(
     except OutputClosed:
         raise
     except BaseException:
-        # What is answered is worth keeping, whatever ended the run.
+        # Answers are kept when the run is interrupted.
         _write_rest(writer)
         raise
     if not writer.num_failed:

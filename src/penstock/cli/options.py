@@ -1,4 +1,4 @@
-"""Options that several commands take, and how they become the engine's."""
+"""Options that several commands share, and their conversion to engine options."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
 Model = Annotated[str, typer.Option("--model", "-m", help="demo, a folder, or a hub id")]
-TopP = Annotated[float | None, typer.Option(help="Likeliest tokens of this total probability  [default: 1.0]")]
-TopK = Annotated[int | None, typer.Option(help="This many likeliest; 0: all  [default: 0]")]
-MinP = Annotated[float | None, typer.Option(help="Tokens this likely, next to the likeliest  [default: 0.0]")]
-# The options of commands that have an engine, by parameter: type, default, and how the command line has them.
+TopP = Annotated[float | None, typer.Option(help="Nucleus sampling  [default: 1.0]")]
+TopK = Annotated[int | None, typer.Option(help="Top-k sampling; 0: all  [default: 0]")]
+MinP = Annotated[float | None, typer.Option(help="Min-p sampling  [default: 0.0]")]
+# Engine options of commands, by parameter: type, default, and declaration.
 _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
-    "revision": (str | None, None, typer.Option(help="Of a hub id: branch, tag or commit")),
-    "tokenizer": (str | None, None, typer.Option(help="The same, if not the model's own")),
+    "revision": (str | None, None, typer.Option(help="Branch, tag or commit of a hub id")),
+    "tokenizer": (str | None, None, typer.Option(help="Folder or hub id of another tokenizer")),
     "device": (str, "auto", typer.Option(help="auto, cpu, cuda")),
     "dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, float16")),
-    "quantization": (str | None, None, typer.Option(help="int8 or int4: round the weights while loading")),
+    "quantization": (str | None, None, typer.Option(help="int8, int4: quantize the weights")),
     "num_threads": (int | None, None, typer.Option("--threads", help="CPU threads  [default: one per physical core]")),
     "load_format": (str, "auto", typer.Option(help="auto, safetensors, pt, sharded_state, dummy")),
     "max_model_len": (str | None, None, typer.Option(metavar="N|auto", help="Longest context  [default: the model's]")),
     "block_size": (int, 16, typer.Option(help="Tokens per block of the KV cache")),
-    "max_num_seqs": (int, 256, typer.Option(help="Requests that run at once")),
+    "max_num_seqs": (int, 256, typer.Option(help="Running requests")),
     "max_num_batched_tokens": (
         int | None,
         None,
-        typer.Option(help="Tokens of one step  [default: 2048, with stages 512]"),
+        typer.Option(help="Token budget of a step  [default: 2048; PP: 512]"),
     ),
     "memory_fraction": (
         float | None,
         None,
         typer.Option(help="Share of the device's memory (also: --gpu-memory-utilization)"),
     ),
-    "kv_cache_memory_bytes": (str | None, None, typer.Option(metavar="SIZE", help="KV cache, such as 1GiB")),
+    "kv_cache_memory_bytes": (str | None, None, typer.Option(metavar="SIZE", help="KV cache size, such as 1GiB")),
     "kv_cache_dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, int8")),
     "speculative_config": (
         str | None,
         None,
         typer.Option(metavar="JSON", help='Speculative decoding, such as {"method": "ngram"}'),
     ),
-    "engine_seed": (int, 0, typer.Option(help="Makes the seeds of requests without one")),
+    "engine_seed": (int, 0, typer.Option(help="Base of request seeds")),
     "option": (
         list[str] | None,
         None,
-        typer.Option("--option", metavar="NAME=VALUE", help="Any other engine option, of docs/options.md; repeatable"),
+        typer.Option("--option", metavar="NAME=VALUE", help="Any engine option of docs/options.md; repeatable"),
     ),
     "debug": (bool, False, typer.Option("--debug", help="Verbose log, and tracebacks")),
 }
@@ -62,8 +62,10 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
 def engine_command(
     *, without: tuple[str, ...], shows_log: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function. In place of its parameter `engine` the command has the options above but these; the
-    function gets the engine's, as `EngineConfig.create` takes them. What it raises becomes a message and an exit code.
+    """Decorator that makes a command of a function.
+
+    The command has the options above, except `without`, in place of the parameter `engine`, in which the function gets
+    them as `EngineConfig.create` takes them. Exceptions become a message and an exit code.
     """
     names = [name for name in _ENGINE_OPTIONS if name not in without]
 
@@ -107,13 +109,13 @@ def _own_flags(parameters: list[inspect.Parameter]) -> dict[str, str]:
 
 
 def _flag(name: str, option: OptionInfo) -> str:
-    # The first declaration is where a default would be.
+    # typer stores the first declaration in `default`.
     declared = [str(one) for one in (option.default, *(option.param_decls or ())) if str(one).startswith("--")]
     return declared[0] if declared else f"--{with_dashes(name)}"
 
 
 def _as_created(*, option: list[str] | None, **engine: Any) -> dict[str, Any]:
-    """The options by the engine's names."""
+    """Convert to the names of engine options."""
     if "engine_seed" in engine:
         engine["seed"] = engine.pop("engine_seed")
     engine["max_model_len"] = parse_max_model_len(engine["max_model_len"])
@@ -123,12 +125,12 @@ def _as_created(*, option: list[str] | None, **engine: Any) -> dict[str, Any]:
 
 
 def parse_max_model_len(value: str | None) -> int | str | None:
-    """Digits as a number; the configuration judges everything else."""
+    """Convert digits to a number; the configuration checks other values."""
     return int(value) if value is not None and value.isdecimal() else value
 
 
 def parse_json(name: str, text: str) -> Any:
-    """What a JSON text says; the configuration judges it. Raises ConfigError for another text."""
+    """Parse JSON. name: of the flag. Raises ConfigError for invalid JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -136,9 +138,9 @@ def parse_json(name: str, text: str) -> Any:
 
 
 def parse_options(options: list[str] | None) -> dict[str, Any]:
-    """`NAME=VALUE` pairs as engine options. Values are JSON where they can be, else text.
+    """Parse `NAME=VALUE` pairs as engine options. Values are JSON if possible, else text.
 
-    Raises ConfigError for something without an equals sign.
+    Raises ConfigError for a pair without an equals sign.
     """
     parsed = {}
     for option in options or []:
@@ -153,7 +155,7 @@ def parse_options(options: list[str] | None) -> dict[str, Any]:
 
 
 def parse_value(value: str) -> Any:
-    """A value as people write it: JSON or a constant of Python where it can be, else text."""
+    """Parse a value: JSON or a constant of Python if possible, else text."""
     python_constants = {"True": True, "False": False, "None": None}
     if value in python_constants:
         return python_constants[value]
@@ -164,12 +166,12 @@ def parse_value(value: str) -> Any:
 
 
 def with_defaults(flags: Mapping[str, Any], model: str, engine: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The sampling parameters of a command's requests.
+    """Return the sampling parameters of a command's requests: of flags, else of the model, else defaults.
 
-    flags: by parameter; None is one that was not given. engine: options as `EngineConfig.create` takes them.
-    defaults: the command's own. Of a hub id only the configuration is fetched.
+    flags: values by parameter, None if not given. engine: engine options. defaults: the command's own. Only the
+    configuration of a hub id is downloaded.
 
-    Raises InvalidParameter for a bad flag before the model is looked for, and what reading its configuration raises.
+    Raises InvalidParameter for an invalid flag before the model is resolved, and the errors of its configuration.
     """
     from penstock.config import ModelConfig
     from penstock.config.resolve import resolve_metadata_folder

@@ -1,4 +1,4 @@
-"""Where a command writes, and text as it comes."""
+"""Standard output of commands, and streamed text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 
 
 def standard_output(*, as_json: bool) -> TextIO:
-    """Standard output: UTF-8 for JSON; for text, question marks replace what the terminal's encoding cannot show.
+    """Return standard output: UTF-8 for JSON; for text, question marks replace what the terminal cannot show.
 
     Raises ConfigError where the process was started without standard output.
     """
@@ -26,7 +26,7 @@ def standard_output(*, as_json: bool) -> TextIO:
 
 
 def write(out: TextIO, text: str) -> None:
-    """Write at once. Raises OutputClosed when nobody reads it any more."""
+    """Write and flush. Raises OutputClosed if the reader has closed the pipe."""
     try:
         out.write(text)
         out.flush()
@@ -35,7 +35,7 @@ def write(out: TextIO, text: str) -> None:
 
 
 def stream_text(steps: Iterable[Progress], out: TextIO) -> RequestOutput:
-    """Write one request's text as it comes, and end its last line. Returns what it came to."""
+    """Stream one request's text, and end its last line. Returns the final output."""
     ends_line = False
     try:
         for progress in steps:

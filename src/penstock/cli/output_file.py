@@ -1,4 +1,4 @@
-"""A command's output file, which takes its name once it is complete."""
+"""Output file of a command, which is renamed once it is complete."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import BinaryIO
 from penstock.cli.failures import file_named
 from penstock.errors import ConfigError
 
-# Names of open files, behind which there may be a regular one that is not ours to replace.
+# Names of open files, which may be regular files that must not be replaced.
 _OPEN_FILES = ("/dev/fd/", "/proc/")
 
 
 class PartialFile:
-    """Results of requests in the order in which they are answered, each on disk at once.
+    """File of results in the order of completion, each flushed at once.
 
     `finish` puts them into the order of the requests.
     """
@@ -41,10 +41,10 @@ class PartialFile:
         self._end += len(data)
 
     def put_rest(self) -> None:
-        """Nothing waits for others."""
+        """Do nothing: no result waits for another."""
 
     def sync(self) -> None:
-        """Return once what was written survives a crash of the machine."""
+        """Flush to the disk (fsync)."""
         os.fsync(self._file.fileno())
 
     def finish(self, target: Path) -> None:
@@ -67,7 +67,7 @@ class PartialFile:
 
 
 def refuse_same_file(input: Path, output: Path, *, is_standard_input: bool) -> None:
-    """Raise ConfigError if `output` is the file that the requests come from, whatever the names of both."""
+    """Raise ConfigError if `output` and the input are the same file, by any name."""
     try:
         source = os.fstat(0) if is_standard_input else input.stat()
         target = output.stat()
@@ -80,7 +80,7 @@ def refuse_same_file(input: Path, output: Path, *, is_standard_input: bool) -> N
 
 
 def partial_files(path: Path) -> list[Path]:
-    """Files that earlier runs for `path` left when they ended early, without those of runs that go on."""
+    """Partial files of earlier runs for `path`, without those of running processes."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         return []
@@ -89,14 +89,13 @@ def partial_files(path: Path) -> list[Path]:
 
 @contextmanager
 def output_file(path: Path, *, only_partial: bool = False) -> Iterator[PartialFile | BinaryIO]:
-    """A file for what is to be at `path`.
+    """Open the output file for `path`.
 
-    Until it is complete it has a name of its own, `.partial` behind that of the file. So what was there stays, whatever
-    ends the command, and what was written by then is kept: a message says where. Symbolic links stay links. What cannot
-    be replaced is written in place, in the caller's order: pipes, devices, open files, and files in folders that take
-    no other.
+    It is named `.partial` until it is complete, so that an earlier file stays if the command is interrupted, and the
+    results so far are kept; a message names them. Symbolic links stay links. Pipes, devices, open files, and files in
+    folders without write permission are written in place, in the caller's order.
 
-    Raises ConfigError when it cannot be opened, and with `only_partial` for what would be written in place.
+    Raises ConfigError if it cannot be opened, and with `only_partial` if it would be written in place.
     """
     target = Path(os.path.realpath(path))
     with file_named("--output", path):
@@ -119,11 +118,11 @@ def output_file(path: Path, *, only_partial: bool = False) -> Iterator[PartialFi
 
 
 def _open_partial(path: Path, target: Path) -> BinaryIO | None:
-    """A new file beside the target, or None if the target must be written in place."""
+    """Create a file beside the target; None if the target must be written in place."""
     if path.exists():
         if not path.is_file() or _is_open(path):
             return None
-        # It may be one that must not be written.
+        # Fails for a file without write permission.
         target.open("a").close()
     try:
         return _new_file_beside(target)
@@ -134,7 +133,7 @@ def _open_partial(path: Path, target: Path) -> BinaryIO | None:
 
 
 def _new_file_beside(target: Path) -> BinaryIO:
-    """A new partial file, locked as long as it is open, where the file system has locks."""
+    """Create a partial file, locked while it is open, if the file system has locks."""
     for number in count(1):
         try:
             file = _partial_name(target, number).open("xb")
@@ -162,7 +161,7 @@ def _partial_name(target: Path, number: int) -> Path:
 
 
 def _partial_names(target: Path) -> Sequence[Path]:
-    """Partial files of the target that exist, by their numbers."""
+    """Existing partial files of the target, by number."""
     prefix = f"{target.name}.partial"
     endings = [name.removeprefix(prefix) for name in os.listdir(target.parent) if name.startswith(prefix)]
     numbers = sorted(int(ending or 1) for ending in endings if not ending or ending.isdecimal())
@@ -181,7 +180,7 @@ def _replace(partial: Path, target: Path) -> None:
     try:
         partial.replace(target)
     except OSError:
-        # A file that is mounted by itself, for one, can be written and not replaced.
+        # A bind-mounted file can be written, but not replaced.
         shutil.copyfile(partial, target)
         partial.unlink()
 

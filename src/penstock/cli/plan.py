@@ -1,4 +1,4 @@
-"""`penstock plan`: the memory arithmetic of an engine, without starting it."""
+"""`penstock plan`: memory plan of an engine, without starting it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def plan(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Show what a model would need here: weights, activations, KV cache, and how many requests fit.
+    """Show the memory that a model needs here: weights, activations, KV cache, and how many requests fit.
 
-    Reads config.json and the headers of the weight files, never the weights; of a hub id it downloads no more.
-    Ends with exit code 1 and the arithmetic when the engine could not start.
+    Reads config.json and the headers of the weight files, not the weights, and downloads only those of a hub id.
+    Exit code 1 means that the engine could not start.
     """
     from penstock.engine.plan import plan_engine
 

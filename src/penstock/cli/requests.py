@@ -1,4 +1,4 @@
-"""What a command is asked to do: prompts from the command line, standard input, or a JSONL file."""
+"""Requests of a command, from its arguments, standard input, or a JSONL file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from penstock.errors import InvalidRequest
 
 STANDARD_INPUT = "-"
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
-# Nothing is streamed into a file.
+# Files are not streamed.
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "output_kind")
 _ALL_FIELDS = (*PROMPT_KEYS, "messages", *TEMPLATE_FIELDS, "id", "priority", *_SAMPLING_FIELDS)
 
 
 def read_prompt(argument: str | None) -> str:
-    """The prompt given as argument, or read from standard input where the argument is missing or "-".
+    """Return the prompt argument, or standard input if the argument is missing or "-".
 
-    Raises InvalidRequest when there is neither, or when the input is no UTF-8.
+    Raises InvalidRequest if there is neither, or the input is not UTF-8.
     """
     if argument is not None and argument != STANDARD_INPUT:
         return argument
@@ -42,14 +42,13 @@ def read_prompt(argument: str | None) -> str:
 
 
 def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
-    """One request per line, of our own kind or of OpenAI's batches (see `batch_requests`). Empty lines are skipped.
+    """Read one request per line, in Penstock's format or OpenAI's (`batch_requests`); empty lines are skipped.
 
-    Our own: `prompt`, `prompt_token_ids` or `messages`, perhaps `cache_salt`, `id`, sampling parameters, and with
-    messages what their template may use. Parameters that a line does not name are the defaults. model: the one that
-    runs, as the command line has it.
+    Penstock's format has `prompt`, `prompt_token_ids` or `messages`; optionally `cache_salt`, `id`, sampling
+    parameters, and with messages template options. defaults: of sampling parameters that a line does not have.
+    model: the running model, as on the command line.
 
-    What is wrong with a line is kept in its `Work.error`, and names it.
-    Raises ConfigError when the file cannot be opened.
+    Errors of a line are in its `Work.error`. Raises ConfigError if the file cannot be opened.
     """
     is_standard_input = str(path) == STANDARD_INPUT
     name = "standard input" if is_standard_input else str(path)
@@ -78,7 +77,7 @@ def _decode(line: bytes) -> dict[str, Any] | InvalidRequest:
 
 
 def _custom_id_in(line: bytes) -> str | None:
-    """The custom_id of a line that is no JSON as a whole, such as one that was cut off."""
+    """Return the custom_id of a line of invalid JSON, such as one that was cut off."""
     found = _CUSTOM_ID.search(line)
     try:
         return msgspec.json.decode(found[1], type=str) if found else None

@@ -1,4 +1,4 @@
-"""Results of requests as lines of JSON."""
+"""Results of requests as JSON lines."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from penstock.errors import InvalidRequest
 
 
 class ResultFormat(Protocol):
-    """How one request is answered."""
+    """Format of one request's results."""
 
     def lines(
         self, index: int, output: RequestOutput, *, request_hash: str | None, was_refused: bool
     ) -> list[dict[str, Any]]:
-        """index: number of the request, from 0. was_refused: it never ran, and the output says why."""
+        """Return the lines of a request. index: of the request. was_refused: it never ran."""
         ...
 
     def num_lines(self, num_outputs: int) -> int:
-        """Lines of a request with so many outputs."""
+        """Number of lines of a request with `num_outputs` outputs."""
         ...
 
     def identity(self, index: int) -> Any:
-        """Name of the request in its file, and what its answer repeats."""
+        """Name of the request in its file, and fields that its answer repeats."""
         ...
 
 
@@ -43,12 +43,12 @@ class ResultSink(Protocol):
     def put(self, index: int, text: str) -> None: ...
 
     def put_rest(self) -> None:
-        """Write what waits for others, since those will not come any more."""
+        """Write the results that wait for others, which will not come."""
         ...
 
 
 class OrderedResults:
-    """Results in the order of the requests, each written as soon as all before it are."""
+    """Sink that writes in the order of the requests, each result once all before it are written."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -68,7 +68,7 @@ class OrderedResults:
 
 @dataclass(frozen=True)
 class OwnFormat:
-    """A line for each of a request's outputs. id: the one that its input line gave, if any."""
+    """Penstock's format: a line per output. id: of the input line, if any."""
 
     id: Any = None
 
@@ -86,9 +86,9 @@ class OwnFormat:
 
 @contextmanager
 def open_results(path: Path | None, *, resumes: bool) -> Iterator[ResultSink]:
-    """Sink of the results for `path`, or for standard output if that is None.
+    """Open the sink of results for `path`, or for standard output if it is None.
 
-    Raises ConfigError when the file cannot be opened, or cannot be resumed.
+    Raises ConfigError if the file cannot be opened, or cannot be resumed.
     """
     if path is None:
         yield OrderedResults(standard_output(as_json=True))
@@ -100,7 +100,7 @@ def open_results(path: Path | None, *, resumes: bool) -> Iterator[ResultSink]:
 
 
 class ResultWriter:
-    """Writes results as lines of JSON.
+    """Writer of results as JSON lines.
 
     formats, hashes: of the requests, in order.
     """
@@ -112,15 +112,15 @@ class ResultWriter:
         self._hashes = hashes
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Take the finished request number `index`, from 0."""
+        """Write the output of a finished request."""
         self._add(index, output, was_refused=False)
 
     def add_refusal(self, index: int, error: InvalidRequest) -> None:
-        """Take the request number `index`, which never runs."""
+        """Write the error of a request that never runs."""
         self._add(index, _refused_output(error), was_refused=True)
 
     def write_rest(self) -> None:
-        """Write what waits for others, since those will not come any more."""
+        """Write the results that wait for others, which will not come."""
         self._out.put_rest()
 
     def _add(self, index: int, output: RequestOutput, *, was_refused: bool) -> None:
@@ -131,7 +131,7 @@ class ResultWriter:
 
 
 def _refused_output(error: InvalidRequest) -> RequestOutput:
-    """What comes of a request that never ran."""
+    """Output of a request that never ran."""
     return RequestOutput(
         request_id="",
         prompt=None,
@@ -147,10 +147,10 @@ def _refused_output(error: InvalidRequest) -> RequestOutput:
 def _result_line(
     index: int, id: Any, request_hash: str | None, output: RequestOutput, completion: CompletionOutput
 ) -> dict[str, Any]:
-    """Line of JSONL output for one of a request's outputs.
+    """JSON line of one output of a request.
 
-    index: number of the request, from 0. sample: number among its outputs, from 0.
-    id: the one that its input line gave, if any.
+    index: of the request. sample: index among its outputs.
+    id: of the input line, if any.
     request_hash: of `resume.request_hashes`, which a later run finds the answer by; null for a line that was refused.
     prompt: its text, or its token ids if it was given as such; null for a line that was refused.
     logprobs, prompt_logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.

@@ -1,4 +1,4 @@
-"""Answers of an earlier run, found by a hash of their requests."""
+"""Resumption of an earlier run: its answers are found by a hash of their requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.config import EngineConfig
 
 
 class _Line(msgspec.Struct):
-    """Fields of a result, in either format, that say which request it answers."""
+    """Fields of a result, in either format, that identify its request."""
 
     request_hash: Any = None
     id: Any = None
@@ -39,12 +39,12 @@ class _Place(NamedTuple):
 
 
 def request_hashes(work: Sequence[Work], config: EngineConfig) -> list[str | None]:
-    """Hash of everything that decides on a request's answer; None for requests that cannot run.
+    """Return the hash of everything that determines each request's answer; None for requests that cannot run.
 
     It covers the request's name (`custom_id`, or its index), the prompt, the sampling parameters with their defaults,
     and the options of the engine that change tokens. Two requests of a file have different hashes.
     """
-    # A limit decides whether a request is answered, and not with what.
+    # Limits decide whether a request is answered, not its tokens.
     model = dataclasses.replace(config.model, max_model_len=None)
     options = (model, config.cache.kv_cache_dtype, config.sampling, config.structured, config.speculative)
     basis = hashlib.blake2b(_encode(options), digest_size=16)
@@ -100,7 +100,7 @@ def _answers(source: Path) -> Iterable[tuple[str, int, _Place]]:
             try:
                 fields = decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                # What a run was writing when it was killed.
+                # A line that was cut off when the run was killed.
                 continue
             request = _hash_of(fields)
             if request is not None and fields.error is None:
@@ -121,7 +121,7 @@ def _request_hash(hasher: Any, index: int, item: Work) -> str | None:
     try:
         hasher.update(_encode((item.format.identity(index), item.prompt, item.sampling_params)))
     except RecursionError:
-        # The engine refuses such a request.
+        # The engine refuses a request with such nesting.
         return None
     return str(hasher.hexdigest())
 

@@ -1,4 +1,4 @@
-"""One request of a command, before an engine has seen it."""
+"""Requests of a command, before the engine accepts them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.engine.input_processor import AcceptedRequest, located
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 
-# What `messages` may come with: of `render_prompt`, with the type of JSON that it takes.
+# Options of `render_prompt` beside `messages`, with their JSON types.
 TEMPLATE_FIELDS: dict[str, tuple[type, str]] = {
     "tools": (list, "a list of objects"),
     "chat_template": (str, "text"),
@@ -28,7 +28,7 @@ _MOST_NAMED = 20
 
 
 class Messages(NamedTuple):
-    """A conversation to be answered. options: of `render_prompt`. cache_salt: of the prompt."""
+    """Chat messages as a prompt. options: of `render_prompt`. cache_salt: of the prompt."""
 
     messages: Any
     options: dict[str, Any]
@@ -36,9 +36,9 @@ class Messages(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One request. where: what errors call it. format: how it is answered. error: why it cannot run, if so.
+    """One request. where: its place, for errors. format: of its results. error: why it cannot run; None if it can.
 
-    priority: of `Session.accept`.
+    priority: as in `Session.accept`.
     """
 
     prompt: Any
@@ -49,10 +49,7 @@ class Work(NamedTuple):
     priority: Any = 0
 
     def accepted(self, session: Session, number: int) -> AcceptedRequest:
-        """The request, checked by the engine. Raises InvalidRequest, and what reading it raised.
-
-        number: place among the requests, from 0.
-        """
+        """Let the engine check the request. Raises InvalidRequest. number: index of the request."""
         if self.error is not None:
             raise self.error
         with located(self.where):
@@ -66,7 +63,7 @@ class Work(NamedTuple):
 def accept_all(
     session: Session, work: Sequence[Work], answered: Collection[int] = ()
 ) -> tuple[dict[int, AcceptedRequest], dict[int, InvalidRequest]]:
-    """The requests that can run, and why the others cannot, by their number from 0; without those in `answered`."""
+    """Return the accepted requests, and the errors of the others, by index; without those in `answered`."""
     accepted: dict[int, AcceptedRequest] = {}
     refused: dict[int, InvalidRequest] = {}
     for index, item in enumerate(work):
@@ -80,7 +77,7 @@ def accept_all(
 
 
 def raise_refusals(refused: Mapping[int, InvalidRequest], num_requests: int) -> None:
-    """Raise InvalidRequest that names what is wrong, or the one error itself, if there are any."""
+    """Raise an InvalidRequest with all errors, or the only one, if there are any."""
     errors = list(refused.values())
     if not errors:
         return
@@ -92,7 +89,7 @@ def raise_refusals(refused: Mapping[int, InvalidRequest], num_requests: int) -> 
 
 
 def unknown_field(name: str, value: Any, allowed: Sequence[str]) -> InvalidParameter:
-    """The error for a field that does not exist, with the one that was meant, perhaps, or else all."""
+    """Error for an unknown field, with a suggestion or all fields."""
     advice = did_you_mean(name, allowed, most=1) or f" Allowed: {', '.join(allowed)}."
     return InvalidParameter(f"There is no field {name} (given: {value!r}).{advice}")
 
@@ -100,9 +97,9 @@ def unknown_field(name: str, value: Any, allowed: Sequence[str]) -> InvalidParam
 def with_parameters(
     defaults: SamplingParams, fields: Mapping[str, Any], known: Collection[str], allowed: Sequence[str]
 ) -> SamplingParams:
-    """The parameters of a line, in place of the defaults. known: those that it may have; allowed: all of its fields.
+    """Return `defaults` with the parameters of a line. known: allowed parameters; allowed: all fields, for errors.
 
-    Raises InvalidParameter; UnsupportedParameter for those of vLLM's that Penstock does not have.
+    Raises InvalidParameter, and UnsupportedParameter for parameters of vLLM's that Penstock does not have.
     """
     own = vllm.parameters_as_ours(fields, SamplingParams.__struct_fields__)
     for key, value in own.items():
