@@ -19,11 +19,11 @@ _HEAD = """\
 
 <!-- Written by tools/capabilities_page.py. -->
 
-Each feature, with each arrangement of an engine's workers ([parallel.md](parallel.md)), in two tables per device: how
-workers share a model, and where they run. One of each together can do what both can. Where a cell says no, an engine
-that is asked for both ends at start with an error that says why, and what to do instead, by the number of the cell. The
-tests go through every cell of the tables for CPUs: what is allowed gives the tokens of one worker, and what is not is
-refused with these words.
+Features by parallelism and executor ([parallel.md](parallel.md)), in two tables per device. A parallelism and an
+executor together support the features that both support. A cell with "no" has the number of the reason: the engine
+refuses that combination at start with this text. The tests go through every cell of the tables for CPUs: supported
+combinations give the tokens of one worker, the others are refused. The tables for CUDA are what the engine allows; none
+of their cells has been run on a GPU yet.
 
 ```sh
 penstock env --capabilities
@@ -34,13 +34,12 @@ penstock env --capabilities --json
 _TAIL = """\
 ## What depends on sizes and contents
 
-Refused by name as well, where a model's sizes or a checkpoint's contents are known:
+Also refused by name, once the model's sizes and the checkpoint's contents are known:
 
-- numbers of heads, features or layers that do not divide among so many workers, or that have too few for them; the
-  error says which numbers can;
-- `decode_context_parallel_size` where no two workers have the same KV heads;
-- GPTQ and compressed-tensors checkpoints whose groups have inputs from anywhere (`desc_act`, `actorder`), with TP;
-- int8 keys and values with an attention backend that cannot read them;
+- heads, features or layers that cannot be divided among the workers; the error says which numbers of workers can;
+- `decode_context_parallel_size` if no two workers have the same KV heads;
+- GPTQ and compressed-tensors checkpoints with activation order (`desc_act`, `actorder`), with TP;
+- an int8 KV cache with an attention backend that does not support it;
 - several workers without the C++ kernels.
 """
 

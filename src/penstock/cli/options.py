@@ -35,7 +35,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     "max_num_batched_tokens": (
         int | None,
         None,
-        typer.Option(help="Token budget of a step  [default: 2048; PP: 512]"),
+        typer.Option(help="Token budget of a step  [default: 2048, PP: 512]"),
     ),
     "memory_fraction": (
         float | None,

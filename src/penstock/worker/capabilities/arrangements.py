@@ -77,24 +77,24 @@ LAUNCHED_CORE = _together(LAUNCHED, CORE)
 
 # By what is arranged. One of each group together can do what both can, unless they are refused together.
 ARRANGEMENT_GROUPS: dict[str, tuple[Arrangement, ...]] = {
-    "how workers share a model": (UNI, TP, PP, _together(TP, PP), DCP, SP, _together(PP, DCP, SP)),
-    "where workers and engines run": (MP, CORE, DP, RAY, LAUNCHED, LAUNCHED_PP, LAUNCHED_CORE),
+    "parallelism": (UNI, TP, PP, _together(TP, PP), DCP, SP, _together(PP, DCP, SP)),
+    "executors and engines": (MP, CORE, DP, RAY, LAUNCHED, LAUNCHED_PP, LAUNCHED_CORE),
 }
 ARRANGEMENTS = tuple(arrangement for group in ARRANGEMENT_GROUPS.values() for arrangement in group)
 
-# What the page and `penstock env --capabilities` call them besides.
+# Explanations for the page and `penstock env --capabilities`.
 MEANINGS = {
     UNI.name: "one worker, in this process",
-    TP.name: "workers with a part of every layer: `tensor_parallel_size`",
-    PP.name: "stages with layers of their own: `pipeline_parallel_size`",
-    DCP.name: "workers that keep positions by turns: `decode_context_parallel_size`, with TP",
-    SP.name: "workers that keep some tokens each between layers: `enable_sp`, with TP",
+    TP.name: "tensor parallel: workers that share every layer: `tensor_parallel_size`",
+    PP.name: "pipeline parallel: stages with layers of their own: `pipeline_parallel_size`",
+    DCP.name: "decode context parallel: KV cache sharded along the sequence: `decode_context_parallel_size`, with TP",
+    SP.name: "sequence parallel: tokens between layers sharded over workers: `enable_sp`, with TP",
     MP.name: "workers in processes of their own: `distributed_executor_backend='mp'`",
-    CORE.name: "an engine's core in a process of its own: `enable_multiprocessing`",
-    DP.name: "several engines, each with a core of its own: `data_parallel_size`",
+    CORE.name: "engine core in a process of its own: `enable_multiprocessing`",
+    DP.name: "data parallel: engine replicas, each with a core of its own: `data_parallel_size`",
     RAY.name: "workers on the nodes of a Ray cluster: `distributed_executor_backend='ray'`",
     LAUNCHED.name: (
-        "every process that torchrun, or what does as it does, has started is a worker with an engine: "
+        "every process of torchrun, or a similar launcher, is a worker with an engine: "
         "`distributed_executor_backend='external_launcher'`"
     ),
 }

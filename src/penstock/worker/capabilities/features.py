@@ -79,16 +79,14 @@ def _architecture(*names: str) -> Asked:
     return lambda config: config.model.architecture if config.model.architecture in names else None
 
 
-SERVED = Feature("AsyncEngine, prompts that come in parts")
+SERVED = Feature("AsyncEngine, streaming input")
 GPT2 = Feature("GPT-2", _architecture("GPT2LMHeadModel"))
-FALLBACK = Feature("models of Transformers", _fallback)
-INT8_CACHE = Feature(
-    "keys and values of 8 bits", _option("kv_cache_dtype", lambda config: config.cache.kv_cache_dtype, "int8")
-)
-OTHER_CACHE = Feature("keys and values of another dtype than the model's", _other_cache_dtype)
-INT8 = Feature("weights rounded to int8", _quantization("int8"))
-INT4 = Feature("weights rounded to int4", _quantization("int4"))
-CALIBRATED = Feature("weights rounded to int4 for texts", _calibration)
+FALLBACK = Feature("Transformers fallback", _fallback)
+INT8_CACHE = Feature("int8 KV cache", _option("kv_cache_dtype", lambda config: config.cache.kv_cache_dtype, "int8"))
+OTHER_CACHE = Feature("KV cache of another dtype than the model's", _other_cache_dtype)
+INT8 = Feature("int8 quantization", _quantization("int8"))
+INT4 = Feature("int4 quantization", _quantization("int4"))
+CALIBRATED = Feature("int4 with GPTQ calibration", _calibration)
 QUANTIZED_CHECKPOINTS = tuple(
     Feature(f"{name} checkpoints", _checkpoint(method))
     for name, method in (
@@ -98,35 +96,35 @@ QUANTIZED_CHECKPOINTS = tuple(
         ("torchao", TORCHAO),
     )
 )
-SUFFIX = Feature("drafts by suffixes", _method("suffix"))
-DRAFT_MODEL = Feature("drafts by a draft model", _method("draft_model"))
-HEADS = Feature("drafts by heads (EAGLE, MTP)", _method("eagle", "mtp"))
-EAGLE3 = Feature("drafts by heads on several layers (EAGLE-3)", _method("eagle3"))
-ADAPTIVE = Feature("as many drafts as are measured to pay", _adaptive)
+SUFFIX = Feature("suffix decoding", _method("suffix"))
+DRAFT_MODEL = Feature("draft models", _method("draft_model"))
+HEADS = Feature("EAGLE and MTP heads", _method("eagle", "mtp"))
+EAGLE3 = Feature("EAGLE-3", _method("eagle3"))
+ADAPTIVE = Feature("adaptive draft length", _adaptive)
 
 # By what they are part of.
 FEATURES: dict[str, tuple[Feature, ...]] = {
     "requests": (
         Feature("sampling"),
         Feature("penalties"),
-        Feature("bad words, logit bias, allowed tokens, least numbers of tokens"),
+        Feature("bad words, logit bias, allowed tokens, min_tokens"),
         Feature("thinking budgets"),
         Feature("log-probabilities"),
-        Feature("log-probabilities of prompts"),
-        Feature("several outputs of a prompt"),
+        Feature("prompt log-probabilities"),
+        Feature("parallel sampling (n > 1)"),
         Feature("beam search"),
         Feature("structured outputs"),
         SERVED,
         Feature("custom logits processors", lambda c: "logits_processors" if c.sampling.logits_processors else None),
     ),
     "scheduling": (
-        Feature("chunked prompts"),
-        Feature("cached prefixes"),
+        Feature("chunked prefill"),
+        Feature("prefix caching"),
         Feature("preemption"),
         Feature("asynchronous scheduling", _option("async_scheduling", lambda c: c.scheduler.async_scheduling, True)),
         Feature("priorities", _option("policy", lambda config: config.scheduler.policy, "priority")),
     ),
-    "models": (Feature("decoders of Penstock"), GPT2, FALLBACK),
+    "models": (Feature("Penstock's decoder models"), GPT2, FALLBACK),
     "weights and KV cache": (
         Feature("bfloat16 weights", _option("dtype", lambda config: config.model.dtype, "bfloat16")),
         INT8,
@@ -136,11 +134,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         INT8_CACHE,
         OTHER_CACHE,
     ),
-    "speculation": (Feature("drafts by n-grams", _method("ngram")), SUFFIX, DRAFT_MODEL, HEADS, EAGLE3, ADAPTIVE),
+    "speculation": (Feature("n-gram speculation", _method("ngram")), SUFFIX, DRAFT_MODEL, HEADS, EAGLE3, ADAPTIVE),
     "calls": (
-        Feature("calls of all workers, extensions"),
-        Feature("new weights"),
+        Feature("collective_rpc, worker extensions"),
+        Feature("weight reloading"),
         Feature("sharded state"),
-        Feature("profiles", lambda config: "profiler_dir" if config.profiler.profiler_dir else None),
+        Feature("profiling", lambda config: "profiler_dir" if config.profiler.profiler_dir else None),
     ),
 }

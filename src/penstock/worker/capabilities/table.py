@@ -66,10 +66,10 @@ class Refusal:
         return f"{' with '.join(options)}{on}: {self.why}. {self.instead}"
 
 
-_ON_CPUS = "workers that share a model meet in the memory of CPUs so far"
-_BETWEEN_STEPS = "requests would reach the ranks' engines between different steps"
-_PRODUCTS = "products with integers are written for CPUs so far"
-_ROUNDED = "Use device='cpu', or weights in floating point."
+_ON_CPUS = "collectives are in shared memory, for CPU workers so far"
+_BETWEEN_STEPS = "requests would reach the engines of the ranks between different steps"
+_PRODUCTS = "kernels for quantized weights are for CPUs so far"
+_ROUNDED = "Use device='cpu', or floating-point weights."
 
 REFUSALS = (
     # First, since an engine asks for this first.
@@ -77,41 +77,41 @@ REFUSALS = (
     Refusal(_ON_CPUS, "Use device='cpu', or tensor_parallel_size=1.", arrangement=TP, device="cuda"),
     Refusal(_ON_CPUS, "Use device='cpu', or pipeline_parallel_size=1.", arrangement=PP, device="cuda"),
     Refusal(
-        "its layers are those of Transformers, which are not split over workers",
+        "the layers of Transformers have no tensor parallelism",
         "Use tensor_parallel_size=1.",
         FALLBACK,
         TP,
     ),
     Refusal(
-        "its layers are those of Transformers, which are not spread over stages",
+        "the layers of Transformers have no pipeline parallelism",
         "Use pipeline_parallel_size=1.",
         FALLBACK,
         PP,
     ),
     Refusal(
-        "each of its query heads has keys and values of its own, so no two workers have the same ones",
+        "it has as many KV heads as query heads, so no two workers share a KV head",
         "Leave decode_context_parallel_size out.",
         GPT2,
         DCP,
     ),
-    Refusal("what is between its layers is not scattered over workers yet", "Leave enable_sp out.", GPT2, SP),
-    Refusal("it reads what is between layers, of all tokens", "Leave enable_sp out.", EAGLE3, SP),
+    Refusal("it has no sequence parallelism yet", "Leave enable_sp out.", GPT2, SP),
+    Refusal("it reads auxiliary hidden states of all tokens", "Leave enable_sp out.", EAGLE3, SP),
     Refusal(
-        "the texts are read by all layers, and stages have some of them",
+        "calibration runs all layers, and a stage has only some of them",
         "Use quantization_calibration='none', or pipeline_parallel_size=1.",
         CALIBRATED,
         PP,
     ),
     Refusal(
-        "every rank's engine goes by the tokens, and only the last stage has them",
+        "the engine of every rank needs the sampled tokens, and only the last stage has them",
         "Use tensor_parallel_size.",
         None,
         LAUNCHED_PP,
     ),
     Refusal(_BETWEEN_STEPS, "Leave enable_multiprocessing out, and data_parallel_size too.", None, LAUNCHED_CORE),
     Refusal(
-        "it goes by measured times, which differ between ranks",
-        "Say 'adaptive': False in speculative_config.",
+        "it depends on measured times, which differ between ranks",
+        "Set 'adaptive': False in speculative_config.",
         ADAPTIVE,
         LAUNCHED,
     ),
@@ -121,7 +121,7 @@ REFUSALS = (
     ),
     *(
         Refusal(
-            "there the KV cache has the model's dtype",
+            "the KV cache has the model's dtype on this device",
             "Use kv_cache_dtype='auto', or device='cpu'.",
             feature,
             None,
@@ -130,7 +130,7 @@ REFUSALS = (
         for feature in (INT8_CACHE, OTHER_CACHE)
     ),
     Refusal(
-        "it reads tokens on the host, which this device does not show in time",
+        "it drafts on the host, which does not have the tokens of this device in time",
         "Use speculative_config={'method': 'ngram', ...}, or device='cpu'.",
         SUFFIX,
         device="cuda",
