@@ -249,7 +249,7 @@ def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> No
         # In its second step the core hears nobody, and all are sent to it nevertheless: 8 with two samples, and one
         # before.
         (supervisor,) = core._engines
-        await until(lambda: len(supervisor.kept) == 25, "all are sent")
+        await until(lambda: len(supervisor.requests) == 25, "all are sent")
         (folder / "go on").touch()
         found = await asyncio.wait_for(calls, PATIENCE_S)
         refused = [index for index, one in enumerate(found) if isinstance(one, ContextTooLong)]

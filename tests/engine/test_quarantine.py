@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import SchedulerOutput
-from penstock.engine.quarantine import Quarantine
+from penstock.engine.restarts import Quarantine
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run

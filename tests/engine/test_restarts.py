@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine import restarts
-from penstock.engine.restarts import FailuresInARow, pause_before_restart
+from penstock.engine.restarts import FailureCount, restart_backoff_s
 
 
 class Clock:
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_failures_count_until_there_is_a_result() -> None:
-    failures = FailuresInARow()
+    failures = FailureCount()
     errors = [ValueError(str(number)) for number in range(4)]
     for error in errors[:3]:
         failures.note_start()
@@ -38,7 +38,7 @@ def test_failures_count_until_there_is_a_result() -> None:
 
 
 def test_standing_by_for_a_while_is_as_good_as_a_result(clock: Clock) -> None:
-    failures = FailuresInARow()
+    failures = FailureCount()
     failures.note(ValueError())
     failures.note_start()
     clock.now_s += 29.0
@@ -50,7 +50,7 @@ def test_standing_by_for_a_while_is_as_good_as_a_result(clock: Clock) -> None:
 
 
 def test_what_does_not_start_does_not_stand_by(clock: Clock) -> None:
-    failures = FailuresInARow()
+    failures = FailureCount()
     failures.note_start()
     for number in range(1, 4):
         clock.now_s += 1.0
@@ -61,7 +61,7 @@ def test_what_does_not_start_does_not_stand_by(clock: Clock) -> None:
 
 
 def test_pauses_grow_up_to_a_limit() -> None:
-    pauses = [pause_before_restart(number) for number in range(12)]
+    pauses = [restart_backoff_s(number) for number in range(12)]
     assert pauses[:4] == [0.0, 0.0, 0.2, 0.4]
     assert pauses == sorted(pauses)
     assert pauses[-1] == 5.0

@@ -1,4 +1,4 @@
-"""The engine for programs that serve many callers at once, with asyncio."""
+"""Asynchronous engine: streams the outputs of many concurrent requests to asyncio coroutines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NUM_INTAKE_THREADS = 2
 
 
 class AsyncEngine(RefusesMethods):
-    """A model whose outputs are streamed to coroutines, which wait for no step of it.
+    """A model whose outputs are streamed to coroutines; no event loop waits for its steps.
 
     model: "demo" (shipped), a folder, or a hub id. options: those of `LLM`.
 
@@ -68,23 +68,23 @@ class AsyncEngine(RefusesMethods):
     @classmethod
     @also_from_vllm
     def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None = None) -> Self:
-        """An engine of this configuration. load_core: makes its core, or the client of one; None for the usual."""
+        """Engine with this configuration. load_core: returns its core or the client of one; None takes the default."""
         engine = cls.__new__(cls)
         engine._set_up(config, load_core)
         return engine
 
-    # As vLLM has it; its arguments are a configuration here (`penstock.EngineArgs`).
+    # vLLM's name; its `EngineArgs` are an `EngineConfig` here (`penstock.EngineArgs`).
     from_engine_args = from_config
 
     def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None) -> None:
         refuse_at_exit()
         check_feature(SERVED, config)
         self._default_sampling_params = default_sampling_params(config.model)
-        # A damaged one is found before seconds go into loading weights, or while a process starts to load them.
+        # A damaged tokenizer is found before the weights are loaded, or while a process starts to load them.
         tokenizer = cache(lambda: _load_for_event_loops(config.model.tokenizer_folder))
-        begin = _start_usual if load_core is None else _start_given(load_core)
+        begin = _start_default if load_core is None else _start_given(load_core)
         self._lock = StreamLock()
-        # The streams that somebody reads.
+        # Streams with a reader.
         self._streams: set[OutputStream] = set()
         lock, streams = self._lock, self._streams
 
@@ -97,7 +97,7 @@ class AsyncEngine(RefusesMethods):
         self._tokenizer = tokenizer()
         self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core)
         self._intake = ThreadPoolExecutor(_NUM_INTAKE_THREADS, thread_name_prefix="penstock-intake")
-        # An engine that is dropped without a shutdown must not keep its memory.
+        # An engine that is garbage-collected without a shutdown must free its memory.
         weakref.finalize(self, self._thread.stop).atexit = False
 
     @also_from_vllm
@@ -110,15 +110,15 @@ class AsyncEngine(RefusesMethods):
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream what is generated for a prompt; the last output is `finished`.
+        """Stream the outputs of a prompt; the last one is `finished`.
 
         prompt: as one of `LLM.generate`; or a stream of its parts, each of which is answered before the next is read.
         sampling_params: None takes those of `get_default_sampling_params`.
         request_id: None makes one up; two requests that run at once cannot share one.
         priority: lower runs first, under the "priority" policy.
         output_kind: whether each output has everything so far or only what is new, or only the final one comes;
-            None takes `SamplingParams.output_kind`. A reader that is slower than the engine gets several steps' news
-            in one output.
+            None takes `SamplingParams.output_kind`. A reader that is slower than the engine gets the tokens of several
+            steps in one output.
 
         Cancelling the task, or closing the generator, aborts the request and frees its blocks.
         A request that fails while it runs ends with finish_reason "error", and `RequestOutput.error` says why.
@@ -157,7 +157,7 @@ class AsyncEngine(RefusesMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the answer to one conversation: its arguments are those of `LLM.chat`, the others those of `generate`.
+        """Stream the answer to one conversation; the arguments are those of `LLM.chat` and `generate`.
 
         Raises what `generate` does; InvalidRequest also when there is no template or it refuses the messages.
         """
@@ -184,14 +184,14 @@ class AsyncEngine(RefusesMethods):
         self._thread.owner.check()
         req_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if self._thread.is_running:
-            # What has been asked for happens, even if its caller does not wait for it.
+            # A cancelled caller does not cancel the abort itself.
             await asyncio.shield(self._call("abort", lambda: self._dispatcher.abort(req_ids)))
 
     @also_from_vllm
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
+        """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
-        reset_running_requests: take the blocks from running requests, which compute theirs again.
+        reset_running_requests: preempt running requests first; their KV cache is recomputed.
         """
         reset = self._dispatcher.core.reset_prefix_cache
         is_reset: bool = await self._call("reset_prefix_cache", lambda: reset(reset_running_requests))
@@ -215,7 +215,7 @@ class AsyncEngine(RefusesMethods):
         return answers
 
     async def get_metrics(self) -> list[Metric]:
-        """Metrics of this engine since its start; see `LLM.get_metrics`. They come after the present step."""
+        """Metrics of this engine since its start, read after the current step; see `LLM.get_metrics`."""
         metrics: list[Metric] = await self._call("get_metrics", self._dispatcher.metrics)
         return metrics
 
@@ -237,20 +237,20 @@ class AsyncEngine(RefusesMethods):
         return self._tokenizer.for_callers()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without sampling parameters take; see `LLM.get_default_sampling_params`."""
+        """Sampling parameters of requests without any; see `LLM.get_default_sampling_params`."""
         return self._default_sampling_params.clone()
 
     @also_from_vllm
     def shutdown(self) -> None:
-        """Give back all memory and threads, after the present step. A second call does nothing.
+        """Free all memory and threads after the current step. A second call does nothing.
 
-        Whoever waits for a request gets a LifecycleError. Raises WaitTimeout when the present step does not end.
+        Readers of unfinished requests get a LifecycleError. Raises WaitTimeout when the current step does not end.
         """
         self._thread.stop()
         try:
             self._thread.join()
         finally:
-            # Not before: a request that comes meanwhile is told that the engine has ended.
+            # After the join: a request that arrives meanwhile is refused with the engine's LifecycleError.
             self._intake.shutdown(wait=False)
             self._tokenizer.close()
 
@@ -282,18 +282,18 @@ class AsyncEngine(RefusesMethods):
         return generate_in_turns(inputs, params, encode_part, run_turn)
 
     async def _prepare(self, work: Callable[[], _Result], *, is_quick: bool) -> _Result:
-        """Result of work on a request before the core has it; a thread does what would hold up the event loop."""
+        """Result of preprocessing a request; work that would block the event loop runs in an intake thread."""
         if is_quick:
             return work()
         self._thread.check_running()
         return await asyncio.wrap_future(self._intake.submit(work))
 
     def _call(self, what: str, action: Callable[[], Any]) -> Coroutine[None, None, Any]:
-        """Let the core's thread call `action` before its next step; what comes of it is to be waited for."""
+        """Run `action` in the core's thread before its next step; await the coroutine for its result."""
         return self._outcome(what, asyncio.wrap_future(self._thread.submit(action)))
 
     async def _outcome(self, what: str, future: asyncio.Future[Any]) -> Any:
-        """What comes of a call, waited for as long as the core's thread gets on."""
+        """Result of a call, awaited for as long as the core's thread makes progress."""
         try:
             while not (await asyncio.wait([future], timeout=self._thread.turn_timeout_s))[0]:
                 self._thread.check_progress(what)
@@ -305,12 +305,12 @@ class AsyncEngine(RefusesMethods):
     async def _open(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
     ) -> OutputStream:
-        """Check the request and send it on its way."""
+        """Check the request and submit it to the core's thread."""
         self._thread.check_running()
         name = _checked_id(request_id)
         processor = self._input_processor
         is_quick = processor.is_quick(prompt, params)
-        # Its seed goes by when it came, not by how long other threads take.
+        # The seed follows the order of arrival, not the timing of the intake threads.
         number = None if is_quick else processor.take_number()
         accepted = await self._prepare(
             lambda: processor.process(prompt, params, request_id=name, priority=priority, number=number),
@@ -328,7 +328,7 @@ class AsyncEngine(RefusesMethods):
         return stream
 
     def _close(self, stream: OutputStream) -> None:
-        """End the request if its reader left early."""
+        """Abort the request if its reader stopped before the last output."""
         if not self._thread.owner.is_here():
             return
         stream.end_watch()
@@ -344,13 +344,13 @@ class AsyncEngine(RefusesMethods):
 
 
 def _load_for_event_loops(folder: Path) -> Tokenizer:
-    """A tokenizer with all that would be made when it is first used, and takes long."""
+    """Load a tokenizer, with everything slow that is otherwise created on first use."""
     tokenizer = load_tokenizer(folder)
     tokenizer.prepare()
     return tokenizer
 
 
-def _start_usual(config: EngineConfig, meanwhile: Callable[[], object]) -> CoreClient:
+def _start_default(config: EngineConfig, meanwhile: Callable[[], object]) -> CoreClient:
     return start_core(with_core_process(config), meanwhile)
 
 
@@ -365,7 +365,7 @@ def _start_given(
 
 
 class _StreamDispatcher(Dispatcher):
-    """Also ends requests whose readers' event loops were closed, and tells readers what a core elsewhere refuses."""
+    """Dispatcher that also aborts requests of closed event loops, and forwards a remote core's refusals to readers."""
 
     _lock: StreamLock
 
@@ -404,7 +404,7 @@ def _admit(dispatcher: Dispatcher, lock: StreamLock, stream: OutputStream, accep
 
 
 def _abandon(dispatcher: Dispatcher, stream: OutputStream) -> None:
-    """End the stream's request, if it runs; another request may have its name by now."""
+    """Abort the stream's request if it runs; its id may belong to another request by now."""
     progress = stream.progress
     if progress is not None and not progress.finished:
         dispatcher.abandon([progress.req_id])

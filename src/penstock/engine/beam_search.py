@@ -1,7 +1,7 @@
-"""Beam search: the likeliest continuations as a whole, rather than token by token.
+"""Beam search: the continuations with the highest total log-probability.
 
-Every step asks for the likeliest tokens after each beam, as requests of one token; what beams have in common comes from
-the prefix cache.
+Every step runs one single-token request per beam and expands the beams by its top log-probabilities; the common prefix
+of the beams comes from the prefix cache.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from penstock.errors import InvalidParameter, PenstockError
 class BeamSearchParams(
     msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """How to search, with the names and defaults that users of vLLM know.
+    """Parameters of a beam search, with vLLM's names and defaults.
 
-    beam_width: sequences that are followed at once, and returned.
-    max_tokens: tokens that a sequence gets at most.
-    ignore_eos: go on after the end-of-sequence token.
-    temperature: 0 or more; of the steps that ask for the likeliest tokens. Sequences are compared by what such a step
-        reports as log-probabilities: the model's own, whatever the temperature, unless the engine's `logprobs_mode` is
+    beam_width: beams that are kept at each step, and sequences returned.
+    max_tokens: maximum number of generated tokens per sequence.
+    ignore_eos: continue after the end-of-sequence token.
+    temperature: 0 or more; sampling temperature of the steps. Sequences are ranked by the log-probabilities that the
+        steps report: the model's own, whatever the temperature, unless the engine's `logprobs_mode` is
         "processed_logprobs".
     length_penalty: sequences are ranked by their log-probability, divided by their length (prompt included) to this
         power; more than 0 favours long ones.
-    include_stop_str_in_output: whether a sequence keeps the end-of-sequence token that ended it.
+    include_stop_str_in_output: whether a sequence keeps its end-of-sequence token.
     structured_outputs: must be None; beams are not constrained.
 
     Raises InvalidParameter when a value is outside its range.
@@ -64,7 +64,7 @@ class BeamSearchParams(
 
 
 class BeamSearchSequence(msgspec.Struct, kw_only=True):
-    """A sequence that the search found.
+    """One sequence of a beam search.
 
     tokens, text: prompt and continuation. logprobs: per generated token, as in `CompletionOutput`.
     cum_logprob: of the continuation. finish_reason: "stop" (the end-of-sequence token) or "length".
@@ -87,7 +87,7 @@ class BeamSearchOutput(msgspec.Struct, kw_only=True):
 def beam_search(session: Session, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
     """Search for the likeliest continuations of each prompt.
 
-    A sequence that ends is set aside and its place given to the next best, until `max_tokens` or the context's end.
+    A finished sequence is set aside and its beam given to the next best, until `max_tokens` or the context's end.
     Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt, PenstockError when a step fails.
     """
     if not isinstance(params, BeamSearchParams):
@@ -101,7 +101,7 @@ def beam_search(session: Session, prompts: Sequence[Prompt], params: BeamSearchP
 
 
 class _Search:
-    """The search for one prompt."""
+    """Beam search of one prompt."""
 
     def __init__(self, start: EngineRequest, params: BeamSearchParams, max_tokens: int) -> None:
         self.params = params
@@ -116,14 +116,14 @@ class _Search:
         return self._num_tokens_left > 0 and bool(self.beams)
 
     def prompts(self) -> list[Prompt]:
-        """What the beams ask to be continued."""
+        """The beams as prompts of the next step."""
         return [
             {"prompt_token_ids": beam.tokens, "cache_salt": self._cache_salt, "parts": self._parts}
             for beam in self.beams
         ]
 
     def advance(self, rows: Sequence[dict[int, Logprob]]) -> None:
-        """Take the likeliest tokens after each beam, and keep the best of what they make."""
+        """Expand each beam by its most likely tokens, and keep the `beam_width` best candidates."""
         candidates: list[tuple[float, int, int]] = []
         for index, (beam, row) in enumerate(zip(self.beams, rows, strict=True)):
             for token_id, value in row.items():
@@ -132,8 +132,8 @@ class _Search:
                     self._completed.append(_extended(beam, row, token_id, cum_logprob, finish_reason="stop"))
                 else:
                     candidates.append((cum_logprob, index, token_id))
-        # All are equally long, so that the penalty does not change their order. Ties are broken by what does not depend
-        # on the token that a step happened to draw.
+        # All are equally long, so the length penalty does not change their order. Ties are broken independently of the
+        # token that the step sampled.
         candidates.sort(key=lambda candidate: (-candidate[0], candidate[1], candidate[2]))
         self.beams = [
             _extended(self.beams[index], rows[index], token_id, cum_logprob)
@@ -142,7 +142,7 @@ class _Search:
         self._num_tokens_left -= 1
 
     def output(self, tokenizer: Tokenizer) -> BeamSearchOutput:
-        """The best of all sequences, ended or not."""
+        """The best sequences, finished or not."""
         for beam in self.beams:
             beam.finish_reason = "length"
         sequences = sorted([*self._completed, *self.beams], key=self._score, reverse=True)[: self.params.beam_width]
@@ -162,14 +162,14 @@ def _start(session: Session, prompt: Prompt, params: BeamSearchParams, name: str
     try:
         start = session.accept(prompt, step_params, name).request
     except InvalidParameter as error:
-        # Of these parameters only this one is the caller's choice.
+        # `beam_width` is the only one of these parameters that the caller chose.
         raise InvalidParameter(f"beam_width={params.beam_width} needs twice as many logprobs. {error}") from error
     room = session.max_model_len - len(start.prompt_token_ids)
     return _Search(start, params, min(params.max_tokens, room))
 
 
 def _step_params(params: BeamSearchParams) -> SamplingParams:
-    # Each beam may lose some of its candidates to the end of the text, but no more than there are beams are kept.
+    # Each beam may lose candidates to the end-of-sequence token; at most `beam_width` candidates are kept.
     return SamplingParams(
         temperature=params.temperature, max_tokens=1, logprobs=2 * params.beam_width, detokenize=False
     )

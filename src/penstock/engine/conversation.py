@@ -1,4 +1,4 @@
-"""From a conversation to a prompt, by the model's chat template or another one."""
+"""Render conversations as prompts with the model's chat template or another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.loader.chat_template import plain_data
 
 Message: TypeAlias = Mapping[str, Any]
-# Variables of every template that are no `chat_template_kwargs`.
+# Template variables that have arguments of their own, and so cannot be `chat_template_kwargs`.
 _OWN_ARGUMENTS = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
@@ -29,18 +29,18 @@ def render_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PromptDict:
-    """The conversation as a prompt, which is tokenised once it is given to an engine.
+    """Render the conversation as a prompt, which the engine tokenises.
 
     messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text". Arguments of tool
         calls may be objects, or JSON text.
     chat_template: a Jinja template, instead of the model's own; or the path of a file with one, as a Path, or as text
         that ends with `.jinja`, `.jinja2` or `.j2`.
-    add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last message open, so
-        that the model goes on with it. tools: descriptions of functions.
+    add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last message open for
+        the model to continue. tools: descriptions of functions.
     chat_template_kwargs: other variables that the template may use, such as `documents` or `enable_thinking`.
 
-    Raises InvalidRequest: InvalidParameter for a bad option, ChatTemplateError for what the template refuses, or what
-    takes it too much time, memory or output.
+    Raises InvalidRequest: InvalidParameter for a bad option, ChatTemplateError when the template refuses the messages
+    or exceeds its limits of time, memory or output.
     """
     if add_generation_prompt and continue_final_message:
         raise InvalidParameter(
@@ -72,7 +72,7 @@ def _variables(given: Any) -> dict[str, Any]:
 
 
 def list_of_conversations(messages: Any) -> list[Any]:
-    """One conversation, or several, as a list of conversations."""
+    """Return one conversation, or several, as a list of conversations."""
     listed = as_list(messages)
     if listed is None:
         raise InvalidRequest(
@@ -90,7 +90,7 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _plain_message(message: Any, name: str) -> dict[str, Any]:
-    """The message with its content as one text, and arguments of tool calls as objects, as templates expect them."""
+    """Return the message with its content as one text and tool-call arguments as objects, as templates expect them."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest(
             f'{name} is {shown(message)}. Allowed: a dictionary such as {{"role": "user", "content": "Hi"}}.'
@@ -109,7 +109,7 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
 
 
 def _plain_call(call: Any, name: str) -> Any:
-    """A tool call whose arguments are an object; clients of OpenAI send JSON text."""
+    """Return a tool call with its arguments as an object; OpenAI clients send JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -132,7 +132,7 @@ def _arguments(text: str, name: str) -> dict[str, Any]:
 
 
 def _named(name: str, items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """The items, each with its path."""
+    """Pairs of path and item."""
     return ((f"{name}[{index}]", item) for index, item in enumerate(items))
 
 

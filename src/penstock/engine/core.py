@@ -1,4 +1,4 @@
-"""The core loop: schedule, run, take in the results. Knows tokens, not text."""
+"""Engine core: the loop of scheduling, forward pass, sampling and output. Works on tokens, not text."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.plugins import load_plugins
 
 logger = logging.getLogger(__name__)
-# How long a core whose requests all wait does nothing, unless it is woken: in case somebody forgets to.
+# Poll interval of a core whose requests all wait, in case a wake-up is missed.
 _LONGEST_WAIT_S = 0.1
-# What a request waits for whose grammar is being compiled.
+# Reason for which a request waits while its grammar is compiled.
 _GRAMMAR = "its grammar"
 
 
 class EngineCore:
-    """One scheduler over one executor, and perhaps a grammar.
+    """One scheduler, one executor and the grammars of constrained requests.
 
-    Workers that fail are replaced, and what was running goes on (`Recovery`). When that does not help, the core gives
-    up and says why.
+    Failed workers are replaced and running requests continue (`Recovery`). When restarts do not help, `step` raises
+    EngineDead with the cause.
     """
 
     def __init__(self, config: EngineConfig, grammar: Grammar | None = None) -> None:
-        # In this process too: parts of messages and features of the scheduler are registered by plugins.
+        # Plugins register message parts and scheduler features, so the core's process loads them as well.
         load_plugins()
         self.config = config
         self._engine: StartedEngine | None = start_engine(config)
@@ -60,12 +60,12 @@ class EngineCore:
         self.max_model_len = engine.max_model_len
         self.vocab_size = config.model.vocab_size
         wants_async = config.scheduler.async_scheduling
-        # Whether a step is executed before the result of the one before it is read.
+        # Asynchronous scheduling: step N+1 is executed before the result of step N is read.
         self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
         self._max_in_flight = config.max_concurrent_batches
         self._step_timeout_s = config.parallel.step_timeout_s
         self._pools = config.model.pools
-        # Set by whoever gives the core something to do while it waits.
+        # Set by `wake`, which ends `wait_for_work`.
         self._woken = threading.Event()
         self._has_to_wait = False
         self._grammar = grammar or StructuredGrammar(
@@ -76,15 +76,15 @@ class EngineCore:
         )
         self._grammar.on_ready(self.wake)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
-        # What was read and not returned yet: a failure later in the turn must not take it along.
+        # Outputs that are read and not returned yet; a failure later in the turn must not lose them.
         self._outputs: list[EngineCoreOutput] = []
-        # The step that is launched and not in flight yet.
+        # The step whose forward pass is launched and whose tokens are not sampled yet.
         self._launched: SchedulerOutput | None = None
-        # Why nobody knows what the workers have done: a turn or a call was broken off, other than by a worker.
-        self._broken_off: str | None = None
+        # Why the state of the workers is unknown: a turn or a call was interrupted by something other than a worker.
+        self._interrupted: str | None = None
         self._cause_of_death: str | None = None
-        # Tells whoever drives the core that there is something to mend.
-        self._tell_of_loss: Callable[[], None] = lambda: None
+        # Notifies the driver of the core that workers were lost.
+        self._loss_callback: Callable[[], None] = lambda: None
         self.scheduler = Scheduler(
             config.scheduler,
             engine.kv_cache_config,
@@ -100,7 +100,7 @@ class EngineCore:
             features=registered_step_features(),
         )
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
-        # Where steps run ahead, drafts stay on the device, but for what a grammar has to know.
+        # With asynchronous scheduling draft tokens stay on the device, unless a grammar needs them.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
         self._draft_log = DraftLog(self.scheduler.spec_decode_metrics)
         engine.executor.on_loss(self._note_loss)
@@ -130,7 +130,7 @@ class EngineCore:
         try:
             is_ready = self._grammar.add(request)
         except Exception:
-            # The caller hears that the request was refused, so nothing of it may run.
+            # The caller gets the error as a refusal, so the request must not run.
             self.abort_requests([request.req_id])
             raise
         if not is_ready:
@@ -138,7 +138,7 @@ class EngineCore:
         self.wake()
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests, wherever they are; unknown ones are ignored."""
+        """Abort requests, waiting or running; unknown ids are ignored."""
         ended = self.scheduler.finish_requests(list(req_ids))
         self._grammar.accept(ended)
         self._recovery.note_ends([output.req_id for output in ended])
@@ -147,12 +147,12 @@ class EngineCore:
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
-        """How the KV cache is laid out."""
+        """Layout of the KV cache."""
         return self._require_alive().kv_cache_config
 
     @property
     def kv_cache_bytes(self) -> int:
-        """What the KV cache takes on a worker, as `kv_cache_memory_bytes` says it; with stages, on the largest."""
+        """Bytes of KV cache per worker, as in `kv_cache_memory_bytes`; of the largest stage with pipeline parallel."""
         tensors, parallel = self.kv_cache_config.tensors, self.config.parallel
         layers = parallel.pipeline_layers or [1] * parallel.pipeline_parallel_size
         num_largest = -(-len(tensors) * max(layers) // sum(layers))
@@ -160,67 +160,67 @@ class EngineCore:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The arithmetic behind the KV cache's size."""
+        """Memory plan that gave the KV cache its size."""
         return self._require_alive().memory_plan
 
     @property
     def is_recovering(self) -> bool:
         """Whether workers are being replaced, which takes as long as starting them."""
-        return self._recovery.is_going_on
+        return self._recovery.is_recovering
 
     def has_unfinished_requests(self) -> bool:
-        """Whether the next step has anything to do: an output is still to come, or lost workers are to be replaced."""
+        """Whether the next step has work: an output is due, or lost workers are to be replaced."""
         return self.scheduler.has_unfinished_requests() or self._has_lost_workers
 
-    def on_refused(self, tell: Callable[[str, PenstockError], None]) -> None:
-        """Nobody is told: `add_request` raises at once here."""
+    def on_refused(self, callback: Callable[[str, PenstockError], None]) -> None:
+        """Do nothing: `add_request` of a core in this process raises at once."""
 
-    def on_loss(self, tell: Callable[[], None]) -> None:
-        self._tell_of_loss = tell
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        self._loss_callback = callback
         if self._has_lost_workers:
-            tell()
+            callback()
 
     def step(self) -> list[EngineCoreOutput]:
-        """One turn: launch what can be launched, take in the oldest result. Empty when nothing came of it yet.
+        """Run one turn of the loop: launch the next step and read the oldest in flight. Empty if none was read.
 
         Raises EngineDead when workers keep failing; the requests are lost then.
         """
         if self._engine is None or self._has_lost_workers:
-            self._mend()
+            self._recover_lost()
         try:
             self._turn()
         except (WorkerError, WaitTimeout) as error:
             self._recovery.note_failure(error)
             self._recover(error)
         except BaseException as error:
-            self._broken_off = f"A step was broken off by {type(error).__name__}: {error}"
+            self._interrupted = f"A step was broken off by {type(error).__name__}: {error}"
             raise
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def wait_for_work(self) -> None:
-        """Return at once, unless nothing could be run in the last step: then when there may be something, or soon."""
-        # Whatever set it before is looked at in the next step.
+        """Wait for `wake` if the last step had nothing to run, 0.1 s at most; otherwise return at once."""
+        # An earlier `wake` is handled by the next step.
         if self._has_to_wait and self._woken.wait(_LONGEST_WAIT_S):
             self._woken.clear()
 
     def wake(self) -> None:
-        """End `wait_for_work`, from any thread: a request is ready, blocks are free, or there is something to do."""
+        """End `wait_for_work`, from any thread: a request is ready, blocks are free, or a call is queued."""
         self._woken.set()
 
     def _turn(self) -> None:
-        """Execute step N+1, read step N, and only then choose the tokens of N+1: its grammar goes by those of N.
+        """Execute step N+1, read step N, then sample the tokens of N+1: its grammar bitmask needs the tokens of N.
 
-        Where workers have use for several steps at once, as many may stay in flight.
+        With pipeline parallelism up to `_max_in_flight` steps stay in flight.
         """
         begin = time.perf_counter()
         executed = self._execute_next()
-        # Where nothing is in flight either, all wait for something that is made elsewhere.
+        # With no step in flight either, all requests wait for a grammar or another external event.
         self._has_to_wait = executed is None and not self._in_flight and self.has_unfinished_requests()
         if self._in_flight and (executed is None or len(self._in_flight) >= self._max_in_flight):
             self._read_oldest()
         if executed is not None:
-            self._read_what_constrains(executed)
+            self._read_constrained_steps(executed)
             self._sample(executed, self._bitmask(self._with_drafts(executed)))
             if not self._runs_ahead and len(self._in_flight) >= self._max_in_flight:
                 self._read_oldest()
@@ -230,7 +230,7 @@ class EngineCore:
                     self.scheduler.note_time(executed, time.perf_counter() - begin)
 
     def _execute_next(self) -> SchedulerOutput | None:
-        """Launch the forward pass of a step, if there is anything to run or to forget."""
+        """Launch the forward pass of the next step, if it has tokens to run or requests to remove."""
         try:
             for req_id in self._grammar.take_ready():
                 self.scheduler.ready(req_id, _GRAMMAR)
@@ -251,8 +251,8 @@ class EngineCore:
             raise
         return output
 
-    def _read_what_constrains(self, executed: SchedulerOutput) -> None:
-        """Take in all steps in flight that a constrained request of an executed step was in."""
+    def _read_constrained_steps(self, executed: SchedulerOutput) -> None:
+        """Read the steps in flight up to the last one that shares a constrained request with an executed step."""
         if self._max_in_flight == 1:
             return
         constrained = [req_id for req_id in executed.num_scheduled_tokens if self._grammar.constrains(req_id)]
@@ -260,7 +260,7 @@ class EngineCore:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        """Take in the result of the oldest step in flight."""
+        """Read the result of the oldest step in flight and update the scheduler."""
         output, handle = self._in_flight.popleft()
         outputs = self.scheduler.update_from_output(output, handle.get_output(self._step_timeout_s))
         self._recovery.note_results(output.num_scheduled_tokens)
@@ -273,16 +273,16 @@ class EngineCore:
             self._end_constrained(error, [output.req_id for output in outputs])
 
     def _take_drafts(self) -> None:
-        """Let the next step verify what the workers have drafted."""
+        """Pass the workers' draft tokens to the scheduler, for the next step to verify."""
         drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is not None:
             self.scheduler.update_draft_token_ids(dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)))
 
     def _with_drafts(self, output: SchedulerOutput) -> SchedulerOutput:
-        """An executed step whose constrained requests have their drafts told, which only the device knew before.
+        """Return an executed step with the draft tokens of its constrained requests copied from the device.
 
-        They were made after the step before it, which has been read, so that what the grammar allows after each can
-        be said. -1 stays where there is none.
+        They were drafted after the previous step, which has been read, so the grammar can give a bitmask row after
+        each. -1 stays where there is no draft.
         """
         scheduled = output.scheduled_spec_decode_tokens
         if not self._runs_ahead or not any(map(self._grammar.constrains, scheduled)):
@@ -298,7 +298,7 @@ class EngineCore:
         return msgspec.structs.replace(output, scheduled_spec_decode_tokens={**scheduled, **known})
 
     def _bitmask(self, output: SchedulerOutput) -> GrammarOutput:
-        """What an executed step may choose from, which it must, for those whose grammar does not fail."""
+        """Grammar bitmask of an executed step; requests whose grammar fails are ended first."""
         while True:
             try:
                 return self._grammar.bitmask(output)
@@ -306,7 +306,7 @@ class EngineCore:
                 self._end_constrained(error, output.num_scheduled_tokens)
 
     def _sample(self, output: SchedulerOutput, grammar: GrammarOutput) -> None:
-        """Launch the choice of an executed step's tokens."""
+        """Launch the sampling of an executed step."""
         try:
             handle = self._executor.sample_tokens(grammar)
         except WorkerError:
@@ -323,20 +323,19 @@ class EngineCore:
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, between two steps; one answer each, or that of `unique_reply_rank` alone.
+        """Call a method of every worker between two steps; one result per rank, or that of `unique_reply_rank` only.
 
-        What changes the weights is remembered for workers that replace failed ones. Requests that run go on from their
-        tokens, and what the old weights left in the KV cache is forgotten. Workers that are late with it are replaced,
-        by some with the weights from before.
+        Changes of the weights are kept for replacement workers. After a reload running requests are preempted and the
+        prefix cache is cleared. Workers that time out in such a call are replaced, with the previous weights.
         """
         if self._has_lost_workers:
-            self._mend()
+            self._recover_lost()
         engine = self._require_alive()
         try:
             answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
         except WaitTimeout as error:
             if method in CHANGE_WEIGHTS:
-                self._broken_off = f"Some workers may do it still, when nobody waits for it: {error}"
+                self._interrupted = f"Some workers may still be running {method} after its timeout: {error}"
             raise
         if method == "update_config":
             engine.config_updates += [*args, *(kwargs or {}).values()]
@@ -347,9 +346,9 @@ class EngineCore:
         return answers
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
+        """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
-        reset_running_requests: preempt the running requests first, so that none holds any.
+        reset_running_requests: preempt the running requests first, which frees their blocks.
         """
         self._require_alive()
         if reset_running_requests:
@@ -360,7 +359,7 @@ class EngineCore:
         return is_reset
 
     def stats(self) -> SchedulerStats:
-        """Requests and KV-cache blocks at present."""
+        """Current numbers of requests and KV-cache blocks."""
         return self.scheduler.stats
 
     def check_health(self) -> None:
@@ -368,7 +367,7 @@ class EngineCore:
         self._require_alive().executor.check_health()
 
     def close(self) -> None:
-        """Give everything back; harmless when called twice."""
+        """Free the workers and their memory; a second call does nothing."""
         self._in_flight.clear()
         self._grammar.close()
         engine, self._engine = self._engine, None
@@ -377,9 +376,9 @@ class EngineCore:
             engine.executor.shutdown()
 
     def _end_constrained(self, error: Exception, req_ids: Iterable[str]) -> None:
-        """End the requests that a grammar failed for, or all that it constrains of these where it does not say which.
+        """End the requests of a grammar failure: those that the error names, else the constrained ones of `req_ids`.
 
-        Raises the error again when that is nobody.
+        Re-raises the error when that leaves no request.
         """
         failed = error.req_ids if isinstance(error, GrammarError) else filter(self._grammar.constrains, req_ids)
         ended = self.scheduler.finish_requests(failed, FinishReason.ERROR)
@@ -389,18 +388,19 @@ class EngineCore:
         self._take_ends([msgspec.structs.replace(output, error=f"Its grammar failed: {error}") for output in ended])
 
     def _take_ends(self, ended: list[EngineCoreOutput]) -> None:
-        """Of requests that have ended without a step's result."""
+        """Queue the outputs of requests that ended without the result of a step."""
         self._outputs += ended
         self._grammar.accept(ended)
         self._recovery.note_ends([output.req_id for output in ended])
 
-    def _mend(self) -> None:
-        """Start over with new workers where some were lost since the last step, or after a turn that was broken off.
+    def _recover_lost(self) -> None:
+        """Replace the workers if some were lost since the last step, or if a turn was interrupted.
 
-        That may have left a step half launched. Whoever broke it off has been told, and decides how often it happens.
+        An interrupted turn may have left a step half launched. Its caller got the exception, so it counts as no failure
+        of the workers.
         """
         executor = self._require_alive().executor
-        why, self._broken_off = self._broken_off, None
+        why, self._interrupted = self._interrupted, None
         if why is not None:
             self._recover(PenstockError(why))
             return
@@ -411,18 +411,18 @@ class EngineCore:
             self._recover(error)
 
     def _note_loss(self) -> None:
-        """In some thread: workers were lost."""
+        """Wake the core and notify its driver of lost workers, from any thread."""
         self.wake()
-        self._tell_of_loss()
+        self._loss_callback()
 
     @property
     def _has_lost_workers(self) -> bool:
-        """Or they are to be replaced."""
-        is_broken_off = self._broken_off is not None
-        return self._engine is not None and (is_broken_off or self._engine.executor.has_lost_workers)
+        """Whether workers were lost, or must be replaced after an interrupted turn."""
+        is_interrupted = self._interrupted is not None
+        return self._engine is not None and (is_interrupted or self._engine.executor.has_lost_workers)
 
     def _recover(self, error: Exception) -> None:
-        """Replace the workers and go on; give up when that does not help."""
+        """Replace the workers and preempt all requests; close the core when restarts do not help."""
         steps = [*(output for output, _ in self._in_flight), *([self._launched] if self._launched else [])]
         self._in_flight.clear()
         self._launched = None

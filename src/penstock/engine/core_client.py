@@ -1,4 +1,4 @@
-"""What the front end asks of a core, wherever that runs."""
+"""Interface between the front end and an engine core, in this process or others."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from penstock.engine.messages import EngineRequest
 from penstock.errors import PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
-# How long a core may take to load its model, to answer a call or to bring a step's outputs, recovery included.
+# Timeouts of loading the model, and of a call or a step, recovery included.
 START_TIMEOUT_S = 7200.0
 CALL_TIMEOUT_S = 1800.0
-# Calls of workers that must not be left half done: what workers load next follows from them.
+# Worker methods that must complete on all workers or none, since they decide which weights workers have.
 CHANGE_WEIGHTS = ("update_config", "reload_weights")
 
 
 class CoreClient(Protocol):
-    """A core in this process is its own client (`EngineCore`); `CoreGroup` that of cores in others.
+    """Client of engine cores: `EngineCore` for a core in this process, `CoreGroup` for cores in processes of their own.
 
-    Requests and outputs are messages. One thread at a time may call it, but for `wait_for_work` and `wake`.
+    Requests and outputs are messages. One thread at a time may call it, except for `wait_for_work` and `wake`.
 
     max_model_len: longest context in tokens, prompt and output together. vocab_size: tokens of the model.
 
-    All raise EngineDead once the core has ended by itself, and WaitTimeout where it does not answer.
+    All methods raise EngineDead once the core has failed for good, and WaitTimeout when it does not answer.
     """
 
     max_model_len: int
@@ -36,31 +36,31 @@ class CoreClient(Protocol):
         """
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests, wherever they are; unknown ones are ignored."""
+        """Abort requests, waiting or running; unknown ids are ignored."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether the next step has anything to do: an output is still to come, or something lost is to be replaced."""
+        """Whether the next step has work: an output is due, or lost workers or cores are to be replaced."""
 
-    def on_loss(self, tell: Callable[[], None]) -> None:
-        """Let this be called, in any thread, when `has_unfinished_requests` gets true by itself. It must not wait."""
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        """Set a callback for losses that make `has_unfinished_requests` true; any thread calls it; it must not block."""
 
-    def on_refused(self, tell: Callable[[str, PenstockError], None]) -> None:
-        """Let `add_request` not wait for a core elsewhere from now on: this is called in `step`, with id and reason.
+    def on_refused(self, callback: Callable[[str, PenstockError], None]) -> None:
+        """Make `add_request` of a core in another process return at once; `step` reports refusals to the callback.
 
-        Such a core refuses between two steps, which may be long, and others wait for theirs meanwhile.
+        Such a core refuses a request between two steps, which may be long. callback: gets request id and reason.
         """
 
     def step(self) -> list[EngineCoreOutput]:
-        """What one step brought: a step that is made now, or that of a core which makes its steps by itself."""
+        """Outputs of one step, run by this call or, for a core in another process, received by it."""
 
     def wait_for_work(self) -> None:
-        """Between two steps: let some time pass if the last one had nothing to run. Others may call meanwhile."""
+        """Wait briefly if the last step had nothing to run. Other threads may call methods meanwhile."""
 
     def wake(self) -> None:
-        """End the wait for something to do, at once; any thread may call it at any time."""
+        """End `wait_for_work` at once; any thread may call it at any time."""
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks."""
+        """Clear the prefix cache; False, and nothing is done, while requests hold blocks."""
 
     def collective_rpc(
         self,
@@ -70,13 +70,13 @@ class CoreClient(Protocol):
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """Call a method of every worker, between two steps; one answer each, or that of `unique_reply_rank` alone."""
+        """Call a method of every worker between two steps; one result per rank, or that of `unique_reply_rank` only."""
 
     def stats(self) -> SchedulerStats:
-        """Requests and KV-cache blocks at present, between two steps; of all cores together."""
+        """Current numbers of requests and KV-cache blocks, summed over all cores."""
 
     def check_health(self) -> None:
-        """Return if the core can serve; raise what is wrong if it cannot."""
+        """Return if the core can serve; raise the error that keeps it from serving otherwise."""
 
     def close(self) -> None:
-        """Give everything back; harmless when called twice."""
+        """Shut down the cores and free their memory; a second call does nothing."""

@@ -1,4 +1,4 @@
-"""One client of several cores, each in a process of its own; or of one."""
+"""Client of one or several engine cores, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from penstock.config import EngineConfig
 from penstock.engine.core_client import CHANGE_WEIGHTS, START_TIMEOUT_S
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
-from penstock.engine.heartbeat import LONGEST_WAIT_S
-from penstock.engine.messages import EngineRequest, SaidByCore
+from penstock.engine.messages import CoreMessage, EngineRequest
 from penstock.engine.owning_process import OwningProcess
 from penstock.engine.routing import Router
-from penstock.engine.supervisor import REFUSAL_TIMEOUT_S, Call, EngineSupervisor
+from penstock.engine.supervisor import LONGEST_WAIT_S, REFUSAL_TIMEOUT_S, Call, EngineSupervisor
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
@@ -29,28 +28,27 @@ from penstock.executor.program import refuse_in_program
 from penstock.observability.standard_streams import occupy_standard_descriptors
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
-# How long cores that were told to end are given to do so.
+# Grace period of cores that were asked to shut down.
 _END_TIMEOUT_S = 30.0
 
 
 def load_engine_core(config: EngineConfig) -> ServedCore:
-    """The engine core of this configuration; raises what loading the model raises."""
+    """Load the engine core of this configuration; raises what loading the model raises."""
     from penstock.engine.core import EngineCore
 
     return EngineCore(config)
 
 
 class CoreGroup:
-    """The client (`CoreClient`) of the cores that a configuration asks for, which it starts.
+    """`CoreClient` of the cores of a configuration, whose processes it starts.
 
-    A core that dies, or says nothing for too long while it owes something, is replaced, and its requests go on
-    (`EngineSupervisor`); those of other cores go on meanwhile. `EngineDead` comes when that does not help, for all.
+    A core that dies, or misses its heartbeat timeout with work pending, is replaced, and its requests continue
+    (`EngineSupervisor`); other cores are not affected. When restarts do not help, all calls raise EngineDead.
 
-    load_core: makes a core in its process; it is pickled by its name. start_timeout_s: how long a core may take for it.
-    meanwhile: called while they start; what it raises ends that.
+    load_core: creates a core in its process; it is pickled by its name. start_timeout_s: timeout of `load_core`.
+    meanwhile: called while the cores start; an exception of it aborts the start.
 
-    Raises what `load_core` raises; EngineDead when a process dies before it has started, WaitTimeout when it says
-    nothing for too long.
+    Raises what `load_core` raises; EngineDead when a process dies during its start, WaitTimeout when it times out.
     """
 
     def __init__(
@@ -64,15 +62,15 @@ class CoreGroup:
         refuse_in_program()
         occupy_standard_descriptors()
         self._owner = OwningProcess()
-        # Held by whoever takes in messages: callers, and, for a core that died while nobody called, its reader.
+        # Held while messages are handled: by callers, and by the reader thread of a core that died between calls.
         self._lock = threading.RLock()
-        self._inbox: queue.SimpleQueue[tuple[CoreProcess, SaidByCore | None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[CoreProcess, CoreMessage | None] | None] = queue.SimpleQueue()
         self._turns: deque[list[EngineCoreOutput]] = deque()
         self._is_woken = False
-        self._tell_refused: Callable[[str, PenstockError], None] | None = None
+        self._refusal_callback: Callable[[str, PenstockError], None] | None = None
         self._refused: list[tuple[str, PenstockError]] = []
         self._ended_by: PenstockError | None = None
-        self._tell_of_loss: Callable[[], None] = lambda: None
+        self._loss_callback: Callable[[], None] = lambda: None
         parallel, cache = config.parallel, config.cache
         num_engines = parallel.num_engines_here
         block_size = cache.block_size * parallel.decode_context_parallel_size
@@ -101,17 +99,17 @@ class CoreGroup:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the cores' processes, by engine."""
+        """Process ids of the cores, by engine."""
         return [engine.pid for engine in self._engines]
 
     def add_request(self, request: EngineRequest) -> None:
-        """As `CoreClient`, unless somebody hears of refusals (`on_refused`), who is told then.
+        """As `CoreClient`, unless refusals go to a callback (`on_refused`).
 
-        One that comes late, as from a core that is being replaced, ends the request.
+        A late refusal, as from a core that is being replaced, ends the request with an error.
         """
         with self._listening():
             self._check_running()
-            if any(request.req_id in engine.kept for engine in self._engines):
+            if any(request.req_id in engine.requests for engine in self._engines):
                 raise InvalidRequest(
                     f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own "
                     "id."
@@ -120,37 +118,37 @@ class CoreGroup:
             call = engine.add(request)
             if call is None:
                 return
-            if self._tell_refused is not None:
+            if self._refusal_callback is not None:
                 call.is_awaited = False
                 call.on_refused = lambda error: self._refused.append((request.req_id, error))
                 return
             self._wait_for(lambda: call.is_over, REFUSAL_TIMEOUT_S)
             call.is_awaited = False
             if call.answer is not None and call.error is not None:
-                del engine.kept[request.req_id]
+                del engine.requests[request.req_id]
                 raise call.error
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         with self._listening():
-            # Those of cores that have ended have ended with them.
+            # Requests of dead cores have ended already.
             if self._ended_by is not None:
                 return []
             names = list(req_ids)
             ended = [output for engine in self._engines for output in engine.abort(names)]
-            # Their ids may be used again, so what steps brought them meanwhile is dropped.
+            # Their ids may be reused, so outputs that are queued for them are dropped.
             gone = {output.req_id for output in ended}
             for outputs in self._turns:
                 outputs[:] = [output for output in outputs if output.req_id not in gone]
             return ended
 
     def has_unfinished_requests(self) -> bool:
-        """Also while a core is being replaced, and once that has failed for good."""
+        """As `CoreClient`; also true while a core is being replaced, and once that has failed for good."""
         if self._ended_by is not None:
             return isinstance(self._ended_by, EngineDead)
-        return bool(self._turns) or any(engine.kept or not engine.is_running for engine in self._engines)
+        return bool(self._turns) or any(engine.requests or not engine.is_running for engine in self._engines)
 
     def step(self) -> list[EngineCoreOutput]:
-        """What steps of any cores brought. Nothing where they take long, so that others have their turn."""
+        """Outputs that the cores have sent; empty after `LONGEST_WAIT_S`, so that other callers get the lock."""
         with self._listening():
             self._is_woken = False
             self._wait_for(lambda: bool(self._turns) or self._is_woken, LONGEST_WAIT_S)
@@ -160,21 +158,21 @@ class CoreGroup:
             self._turns.clear()
             refused, self._refused = self._refused, []
         for req_id, error in refused:
-            assert self._tell_refused is not None, "nobody else is told"
-            self._tell_refused(req_id, error)
+            assert self._refusal_callback is not None, "refusals are collected for a callback only"
+            self._refusal_callback(req_id, error)
         return outputs
 
     def wait_for_work(self) -> None:
-        """The cores themselves wait, before they say what their next steps brought."""
+        """Do nothing: the cores wait in their processes."""
 
     def wake(self) -> None:
-        """End `step`: it seems to have brought nothing."""
+        """End `step`, which then returns no outputs."""
         self._inbox.put(None)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """As `CoreClient`, of all cores; the cache of one that is being replaced is empty.
+        """As `CoreClient`, on all cores; the cache of a core that is being replaced is empty.
 
-        False where requests hold blocks of any; the others' caches are empty nevertheless.
+        False where requests hold blocks of any core; the caches of the other cores are cleared nevertheless.
         """
         with self._listening():
             self._check_running()
@@ -195,15 +193,15 @@ class CoreGroup:
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """As `CoreClient`, of all cores: the answers of the first one's workers, then of the next one's. Of the first
-        one alone where the others would write the same files.
+        """As `CoreClient`, on all cores: the results of engine 0's workers, then of engine 1's, and so on. On engine 0
+        only where the others would write the same files.
 
-        unique_reply_rank: counts in that order.
+        unique_reply_rank: index in that order.
 
-        What changes the weights is remembered for cores that replace lost ones. A core that did not do it while others
-        did, or not in time, is replaced by one that has the weights of the others, or those before.
+        Changes of the weights are kept for replacement cores. A core in which such a call failed or timed out while it
+        succeeded in others is restarted with the weights of the others; after a timeout of all, with the previous ones.
 
-        Raises ProcessLost when a core is lost meanwhile; requests go on. WaitTimeout when one takes too long.
+        Raises ProcessLost when a core is lost during the call; its requests continue. WaitTimeout on a timeout.
         """
         asked = self._engines[:1] if method == "save_sharded_state" else self._engines
         num_ranks = sum(engine.config.parallel.world_size for engine in asked)
@@ -211,13 +209,13 @@ class CoreGroup:
         with self._listening():
             calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs, asked=asked)
             done = [index for index, call in enumerate(calls) if call.error is None]
-            # These may do it still, when nobody knows any more.
+            # A core may complete the call after its timeout.
             is_late = any(isinstance(call.error, WaitTimeout) for call in calls)
             if done and method == "update_config":
                 for engine in self._engines:
                     engine.config_updates += [*args, *(kwargs or {}).values()]
             if done and method == "reload_weights":
-                self._keep_config_of(self._engines[done[0]])
+                self._adopt_config_of(self._engines[done[0]])
             if (done or is_late) and method in CHANGE_WEIGHTS:
                 for index, engine in enumerate(self._engines):
                     if index not in done:
@@ -226,12 +224,12 @@ class CoreGroup:
             answers = [answer for call in calls for answer in _result_of(call)]
         return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
 
-    def on_refused(self, tell: Callable[[str, PenstockError], None]) -> None:
-        self._tell_refused = tell
+    def on_refused(self, callback: Callable[[str, PenstockError], None]) -> None:
+        self._refusal_callback = callback
 
-    def on_loss(self, tell: Callable[[], None]) -> None:
-        """Of a core, if that is to be replaced; cores replace by themselves what they lose."""
-        self._tell_of_loss = tell
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        """As `CoreClient`, for lost cores; cores replace their lost workers themselves."""
+        self._loss_callback = callback
 
     def stats(self) -> SchedulerStats:
         """As `CoreClient`; a core that is being replaced has no requests and no blocks."""
@@ -247,7 +245,7 @@ class CoreGroup:
         )
 
     def check_health(self) -> None:
-        """As `CoreClient`, once cores that are being replaced have started."""
+        """As `CoreClient`, after replacement cores have started."""
         with self._listening():
             calls = self._call_all("check_health", None)
             while any(call.lost is not None for call in calls):
@@ -264,15 +262,15 @@ class CoreGroup:
         self._end_processes()
 
     def _choose(self, request: EngineRequest) -> EngineSupervisor:
-        prompt = [index for index, engine in enumerate(self._engines) if engine.is_prompt]
-        loads = {index: len(self._engines[index].kept) for index in prompt or range(len(self._engines))}
+        responsive = [index for index, engine in enumerate(self._engines) if engine.is_responsive]
+        loads = {index: len(self._engines[index].requests) for index in responsive or range(len(self._engines))}
         return self._engines[self._router.choose(loads, request.prompt_token_ids, request.cache_salt)]
 
     def _are_running(self) -> bool:
         return all(engine.is_running for engine in self._engines)
 
-    def _keep_config_of(self, engine: EngineSupervisor) -> None:
-        """Let cores that are started from now on load the weights that this one has by now."""
+    def _adopt_config_of(self, engine: EngineSupervisor) -> None:
+        """Make replacement cores load the weights that this engine has loaded."""
         call = engine.call("collective_rpc", "get_config")
         self._wait_until(lambda: call.is_over)
         config: EngineConfig = _result_of(call)[0]
@@ -281,7 +279,7 @@ class CoreGroup:
             other.config_updates.clear()
 
     def _call_running(self, method: str, *args: Any) -> list[tuple[int, Call]]:
-        """Ask those cores that run for the same; the calls are over then. Each comes with its core's number."""
+        """Call a method of all running cores and wait for the results. Returns pairs of engine index and call."""
         calls = [(index, engine.call(method, *args)) for index, engine in enumerate(self._engines) if engine.is_running]
         self._wait_until(lambda: all(call.is_over for _, call in calls))
         return calls
@@ -289,9 +287,9 @@ class CoreGroup:
     def _call_all(
         self, method: str, timeout_s: float | None, *args: Any, asked: Sequence[EngineSupervisor] | None = None
     ) -> list[Call]:
-        """Ask all cores, or those, for the same, once they all run.
+        """Call a method of all cores (or of `asked`) once all run, and wait for the results.
 
-        The calls are over then, if with an error for being late.
+        A call that exceeds the timeout ends with WaitTimeout.
         """
         asked = self._engines if asked is None else asked
         self._wait_until(self._are_running)
@@ -304,11 +302,11 @@ class CoreGroup:
         return calls
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Take in messages until something is over, which takes as long as cores that get on need for it."""
+        """Handle messages until a condition holds, for as long as the cores send heartbeats."""
         self._wait_for(is_over, None)
 
     def _wait_for(self, is_over: Callable[[], bool], timeout_s: float | None) -> None:
-        """The same, for that long at most. Raises why there is nothing to wait for any more."""
+        """Handle messages until a condition holds or the timeout passes. Raises the error of dead cores."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not is_over():
             self._check_running()
@@ -318,7 +316,7 @@ class CoreGroup:
             self._receive(min(left_s, LONGEST_WAIT_S))
 
     def _receive(self, timeout_s: float) -> None:
-        """Take in one message, if there is one by then, and see to what is due for each core."""
+        """Handle one message, if one arrives in time, and the timers of the cores that sent none."""
         begin = time.monotonic()
         try:
             message = self._inbox.get(timeout=timeout_s)
@@ -330,29 +328,29 @@ class CoreGroup:
         try:
             for index, engine in enumerate(self._engines):
                 if message is not None and engine.process is message[0]:
-                    self._take(index, message[1])
+                    self._handle(index, message[1])
                 else:
-                    engine.tend(waited_s)
+                    engine.handle_timers(waited_s)
         except PenstockError as error:
             self._ended_by = self._ended_by or error
 
-    def _take(self, index: int, message: SaidByCore | None) -> None:
+    def _handle(self, index: int, message: CoreMessage | None) -> None:
         if message is None:
             self._router.forget(index)
-        outputs = self._engines[index].take(message)
+        outputs = self._engines[index].handle(message)
         if outputs is not None:
             self._turns.append(outputs)
 
-    def see_to_loss(self) -> None:
-        """Take in the end of a process, even if nobody listens."""
+    def handle_exit(self) -> None:
+        """Handle the end of a core's process between calls, in the process's reader thread."""
         with self._lock:
             while self._ended_by is None and not self._inbox.empty():
                 self._receive(0.0)
-        self._tell_of_loss()
+        self._loss_callback()
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """For a `with` block that takes in messages, in this process."""
+        """Hold the lock for handling messages, in the process that created this client."""
         self._owner.check()
         with self._lock:
             yield
@@ -364,20 +362,20 @@ class CoreGroup:
     def _end_processes(self) -> None:
         deadline = time.monotonic() + _END_TIMEOUT_S
         for engine in self._engines:
-            engine.tell_to_end()
+            engine.request_shutdown()
         for engine in self._engines:
             engine.process.close(max(0.0, deadline - time.monotonic()))
         self._starter.close()
 
 
 def _deliver_to(
-    group: weakref.ref[CoreGroup], inbox: queue.SimpleQueue[tuple[CoreProcess, SaidByCore | None] | None]
-) -> Callable[[CoreProcess, SaidByCore | None], None]:
-    """What puts a core's messages where whoever listens finds them. It does not keep a group alive that was dropped:
-    the end of its starter is that of its processes.
+    group: weakref.ref[CoreGroup], inbox: queue.SimpleQueue[tuple[CoreProcess, CoreMessage | None] | None]
+) -> Callable[[CoreProcess, CoreMessage | None], None]:
+    """Return the callback that queues a core's messages. It holds the group by a weak reference, so that a group which
+    is garbage-collected ends its processes with their starter.
     """
 
-    def deliver(process: CoreProcess, message: SaidByCore | None) -> None:
+    def deliver(process: CoreProcess, message: CoreMessage | None) -> None:
         inbox.put((process, message))
         if message is not None:
             return
@@ -385,7 +383,7 @@ def _deliver_to(
         if owner is None:
             process.close()
         else:
-            owner.see_to_loss()
+            owner.handle_exit()
 
     return deliver
 
@@ -393,5 +391,5 @@ def _deliver_to(
 def _result_of(call: Call) -> Any:
     if call.error is not None:
         raise call.error
-    assert call.answer is not None, "it is over"
+    assert call.answer is not None, "a call without an error has its answer"
     return pickle.loads(call.answer.result)

@@ -1,4 +1,4 @@
-"""A core in a process of its own, as whoever started it sees it."""
+"""Handle of an engine core in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from penstock.contract import decode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.engine.core_server import PROGRAM, ServedCore
-from penstock.engine.messages import CoreLog, CoreStart, FromCore, SaidByCore
+from penstock.engine.messages import CoreLog, CoreMessage, CoreStart, FromCore
 from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.program import main_path, pickled
 from penstock.executor.select import environment_of_core
 from penstock.observability.logging import levels, write_sent
 
 logger = logging.getLogger(__name__)
-# How long a process that was told to end, or whose connection broke, is given to do so.
+# Grace period of a process that was asked to shut down, or whose connection broke.
 _END_TIMEOUT_S = 30.0
 _EXIT_CODE_TIMEOUT_S = 2.0
 
 
 class CoreProcess:
-    """Starts the process, and hands on what it says.
+    """Starts a core's process and delivers its messages.
 
-    load_core: makes the core there; it is pickled by its name.
-    deliver: gets this object with each message, and with None at the end of the connection, in a thread of its own,
-        which also writes what there is for the log.
-    send_timeout_s: how long the process may take to read a message.
+    load_core: creates the core in the process; it is pickled by its name.
+    deliver: called with this object and each message, and with None at the end of the connection, in a reader thread,
+        which also writes the process's log records.
+    send_timeout_s: timeout of sending a message to the process.
 
-    It starts even if its core cannot, which is then the first that it says. Raises ConfigError for what cannot be sent.
+    An error of loading the core comes as its first message. Raises ConfigError for a configuration that cannot be
+    pickled.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class CoreProcess:
         config: EngineConfig,
         load_core: Callable[[EngineConfig], ServedCore],
         starter: ProcessStarter,
-        deliver: Callable[[CoreProcess, SaidByCore | None], None],
+        deliver: Callable[[CoreProcess, CoreMessage | None], None],
         *,
         send_timeout_s: float,
     ) -> None:
@@ -57,7 +58,7 @@ class CoreProcess:
         self._who = "" if engine is None else f"Engine {engine}: "
         self._connection, theirs = Pipe()
         limit_waits(self._connection, send_s=send_timeout_s)
-        # The end of the process is to be the end of the connection, so nobody else keeps that end.
+        # Only the child keeps its end of the connection, so that its exit closes the connection.
         with theirs:
             environment = {"OMP_NUM_THREADS": str(threads.num_threads), **environment_of_core(config)}
             self._process = starter.start(PROGRAM, [os.getpid(), theirs.fileno()], [theirs.fileno()], environment)
@@ -68,38 +69,38 @@ class CoreProcess:
         self.send(pickle.dumps(start))
 
     def send(self, data: bytes) -> None:
-        """Say something: a `ToCore`, encoded. A process that has ended does not hear it, and its end is delivered.
+        """Send an encoded `ToCore`. A process that has exited drops it; its end is delivered as None.
 
-        Raises BlockingIOError for one that does not read; a part may have been sent, so that nothing can follow.
+        Raises BlockingIOError on a timeout; the message may be partly sent, so that no other can follow it.
         """
         try:
             self._connection.send_bytes(data)
         except BlockingIOError:
             raise
         except OSError:
-            # What it said last, if only by its end, is still to be read.
-            logger.debug("The core's process %d ended before something reached it", self.pid)
+            # Its last messages and its end are still to be read.
+            logger.debug("The core's process %d exited before a message reached it", self.pid)
 
     def kill(self) -> None:
-        """Its end is delivered, behind all that it has said."""
+        """Kill the process; its end is delivered after its messages."""
         self._process.kill()
 
     def exit_code(self) -> int | None:
-        """Of a process whose end was delivered; None where it has not ended, as far as is known."""
+        """Exit code of a process whose end was delivered; None if it has not exited within `_EXIT_CODE_TIMEOUT_S`."""
         try:
             return self._process.wait(_EXIT_CODE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return None
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Make sure that nothing is left of it, after a while to end by itself."""
+        """Wait for the process to exit, then kill it. grace_s: seconds to wait."""
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             logger.debug("The core's process %d is killed", self.pid)
             self._process.kill()
             self._process.wait()
-        # A reader that delivers the end may be waiting for whoever calls this.
+        # The reader thread may wait for a lock of this caller while it delivers the end.
         self._has_ended.wait(_END_TIMEOUT_S)
         self._connection.close()
 
@@ -116,12 +117,12 @@ class CoreProcess:
             self._deliver(self, None)
 
 
-def _let_go_in_fork() -> None:
-    """A copy must not keep the connection open."""
+def _close_in_fork() -> None:
+    """Close the connections in a forked child, which must not keep them open."""
     for process in list(_processes):
         process._connection.close()
 
 
 _processes: weakref.WeakSet[CoreProcess] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_fork)
+    os.register_at_fork(after_in_child=_close_in_fork)

@@ -1,4 +1,4 @@
-"""A core behind a connection: it makes its steps by itself, and does in between what its client asks for."""
+"""Main loop of a core's process: runs steps, and answers its client's messages between them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from penstock.engine.messages import (
     CoreBusy,
     CoreEnded,
     CoreLog,
+    CoreMessage,
     CoreStart,
     CoreStarted,
     FromCore,
-    SaidByCore,
     StepOutputs,
     ToCore,
     UtilityCall,
@@ -36,18 +36,18 @@ from penstock.observability.logging import send_log
 _Asked: TypeAlias = AddRequest | AbortRequests | UtilityCall | CloseCore
 PROGRAM = "from penstock.engine.core_server import main; main()"
 _UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "stats", "check_health"})
-# How often a core that is busy with something else than steps says so.
-_BEAT_S = 0.2
-# How long a request that came may be followed by another one, for both to be in the next step: they come in bursts.
+# Heartbeat interval while the core runs no steps because of a call or a recovery.
+_HEARTBEAT_S = 0.2
+# Wait for another request after one has arrived, so that a burst of requests enters the same step.
 _BURST_S = 0.0005
-# Ends the wait for a client.
-_NOTHING = b""
+# Queue entry that ends the wait for a message.
+_WAKE = b""
 
 
 class ServedCore(CoreClient, Protocol):
-    """A core that can be in a process of its own.
+    """Interface of a core that can run in a process of its own.
 
-    is_recovering: whether workers are being replaced. kv_cache_bytes: what the KV cache takes on a worker.
+    is_recovering: whether workers are being replaced. kv_cache_bytes: size of the KV cache per worker.
     """
 
     @property
@@ -58,7 +58,7 @@ class ServedCore(CoreClient, Protocol):
 
 
 def main() -> None:
-    """Arguments: the process that starts this one, and the descriptor of the connection to it."""
+    """Run a core's process. Arguments: id of the parent process, and descriptor of the connection to it."""
     parent, descriptor = map(int, sys.argv[1:])
     end_with_parent(parent)
     leave_end_to_parent()
@@ -85,25 +85,25 @@ def main() -> None:
 
 
 class _Outbox:
-    """Our end of the connection; several threads may send."""
+    """Sending end of the connection, for several threads."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._lock = threading.Lock()
 
-    def send(self, message: SaidByCore | CoreLog) -> None:
+    def send(self, message: CoreMessage | CoreLog) -> None:
         data = encode(FromCore(message))
         with self._lock:
             self.connection.send_bytes(data)
 
     def log(self, fields: dict[str, str | int | float]) -> None:
-        """Send a line for the log, if there is somebody still."""
+        """Send a log record, unless the connection is closed."""
         with contextlib.suppress(OSError):
             self.send(CoreLog(fields=fields))
 
 
 class _Server:
-    """Steps a core and answers its client, until that says so or lets go of the connection."""
+    """Runs a core's steps and answers its client, until `CloseCore` or the end of the connection."""
 
     def __init__(self, core: ServedCore, program: Program, outbox: _Outbox) -> None:
         self._core = core
@@ -116,9 +116,9 @@ class _Server:
         core = self._core
         ended = threading.Event()
         # A core without requests may have workers to replace.
-        core.on_loss(lambda: self._arrived.put(_NOTHING))
+        core.on_loss(lambda: self._arrived.put(_WAKE))
         threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._beat, args=(ended,), daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, args=(ended,), daemon=True).start()
         try:
             while True:
                 message: _Asked | None = None
@@ -140,8 +140,8 @@ class _Server:
             self._arrived.put(None)
             self._core.wake()
 
-    def _beat(self, ended: threading.Event) -> None:
-        while not ended.wait(_BEAT_S):
+    def _send_heartbeats(self, ended: threading.Event) -> None:
+        while not ended.wait(_HEARTBEAT_S):
             if self._is_answering or self._core.is_recovering:
                 try:
                     self._outbox.send(CoreBusy())
@@ -149,10 +149,10 @@ class _Server:
                     return
 
     def _next(self, last: _Asked | None) -> _Asked | None:
-        """What the client has said after `last`, waited for if there are no steps to make; else None."""
+        """Next message of the client after `last`; None when the core should run a step first."""
         try:
             if not self._core.has_unfinished_requests():
-                # A core without requests has nothing to wait for but its client.
+                # A core without requests waits for its client.
                 data = self._arrived.get()
             elif isinstance(last, AddRequest):
                 data = self._arrived.get(timeout=_BURST_S)
@@ -160,7 +160,7 @@ class _Server:
                 data = self._arrived.get(block=False)
         except queue.Empty:
             return None
-        if data == _NOTHING:
+        if data == _WAKE:
             return None
         return CloseCore() if data is None else decode(data, ToCore).message
 

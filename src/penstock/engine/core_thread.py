@@ -1,4 +1,4 @@
-"""A core that runs in a thread of its own, for callers that must not wait for its steps."""
+"""Thread that runs the core's steps, for callers that must not block."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _Result = TypeVar("_Result")
 
 
 class CoreThread:
-    """Steps a core while it has requests, and does in between what other threads ask for.
+    """Runs a core's steps while it has requests, and the commands of other threads between steps.
 
-    start: makes the core, in the thread, so that whatever the core binds to its thread stays there.
-    on_end: hears, in the thread, why it ended.
-    start_timeout_s, turn_timeout_s: how long the core may take to start, and a step or a command to be done.
+    start: creates the core, in the thread, to which the core may bind itself.
+    on_end: called in the thread with the error that ended it.
+    start_timeout_s, turn_timeout_s: timeouts of the start, and of a step or a command.
 
-    Raises what `start` raises; WaitTimeout when that takes too long.
+    Raises what `start` raises; WaitTimeout on a timeout.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class CoreThread:
         self.turn_timeout_s = turn_timeout_s
         self._start = start
         self._on_end = on_end
-        # When the step or command began that is being done, in monotonic seconds; None between them.
+        # Start of the current step or command in monotonic seconds; None between them.
         self._turn_began: float | None = None
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        # Guards the decision that no further command is taken.
+        # Orders `submit` and the end of the thread.
         self._lock = threading.Lock()
         self._ended_by: PenstockError | None = None
         self._wake: Callable[[], None] = lambda: None
@@ -60,7 +60,7 @@ class CoreThread:
             self.stop()
             raise
         self._wake = self.dispatcher.core.wake
-        # A command that does nothing lets the thread look whether there is a step to make.
+        # An empty command wakes the thread, which then runs a step.
         self.dispatcher.core.on_loss(lambda: self._commands.put(_Command(lambda: None)))
         _running.add(self)
 
@@ -69,7 +69,7 @@ class CoreThread:
         return self._ended_by is None and self.owner.is_here()
 
     def submit(self, action: Callable[[], _Result]) -> Future[_Result]:
-        """Let the thread call `action` before its next step; the future gets what comes of it.
+        """Run `action` in the thread before its next step; the future gets its result.
 
         Raises EngineDead or LifecycleError when the thread has ended, or is in another process.
         """
@@ -88,22 +88,19 @@ class CoreThread:
             raise same_error(self._ended_by)
 
     def check_progress(self, what: str) -> None:
-        """Raise WaitTimeout when the thread has been at one thing for too long. what: the call that waits for it."""
+        """Raise WaitTimeout when the current step or command exceeds its timeout. what: name of the waiting call."""
         began = self._turn_began
         if began is not None and time.monotonic() - began > self.turn_timeout_s:
             raise self._timed_out(what, time.monotonic() - began)
 
     def stop(self) -> None:
-        """Let the thread end after its present step, and give the core back. Does not wait. Not from a fork."""
+        """End the thread after its current step and close the core, without waiting. Does nothing in a fork."""
         if self.owner.is_here():
             self._commands.put(_STOP)
             self._wake()
 
     def join(self) -> None:
-        """Wait for the end.
-
-        Raises WaitTimeout when a step does not let it come.
-        """
+        """Wait for the end of the thread. Raises WaitTimeout when its current step does not end."""
         if not self.owner.is_here():
             return
         self._thread.join(self.turn_timeout_s)
@@ -114,7 +111,7 @@ class CoreThread:
         try:
             return started.result(timeout_s)
         except TimeoutError:
-            # What starts it may raise one, too.
+            # `start` itself may raise a TimeoutError.
             if started.done():
                 raise
             raise self._timed_out("start", timeout_s) from None
@@ -178,7 +175,7 @@ class CoreThread:
 
 @dataclass(slots=True, eq=False)
 class _Command:
-    """Something to do between two steps."""
+    """A call to run between two steps, and the future of its result."""
 
     action: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
@@ -200,7 +197,7 @@ _running: weakref.WeakSet[CoreThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Python's end would find the threads in the middle of a step."""
+    """End all core threads before the interpreter's shutdown, which must not interrupt a step."""
     threads = list(_running)
     for thread in threads:
         thread.stop()

@@ -1,7 +1,7 @@
-"""Sampling parameters of requests that bring none: the model's own, from its `generation_config.json`.
+"""Default sampling parameters: the model's own, from its `generation_config.json`.
 
-In Transformers `do_sample: false` means greedy decoding, whatever the file says about temperatures, and so it does
-here; vLLM passes it over. A file without the field, most of them, leaves the choice to the other fields.
+As in Transformers, `do_sample: false` means greedy decoding whatever the file's temperature; vLLM ignores the field.
+Without it, as in most files, the other fields decide.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from penstock.errors import ConfigError, InvalidParameter
 
 logger = logging.getLogger(__name__)
 
-# What chooses among likely tokens, which a greedy choice does not.
-_CHOICE_OF_TOKENS = ("temperature", "top_p", "top_k", "min_p")
+# Fields that greedy decoding ignores.
+_RANDOM_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 
 class DefaultSampling(NamedTuple):
-    """fields: by the names of `SamplingParams`; the others keep their defaults.
-    notes: which fields came from where, for the log. warnings: what is wrong with the file.
+    """Sampling parameters of a model's files and options.
+
+    fields: values by the names of `SamplingParams`; other fields keep their defaults.
+    notes: sources of the fields, for the log. warnings: invalid fields of the file.
     """
 
     fields: dict[str, Any]
@@ -38,9 +40,9 @@ class DefaultSampling(NamedTuple):
 
 
 def default_sampling_params(model: ModelConfig) -> SamplingParams:
-    """The parameters of requests that bring none; the log says what is not `SamplingParams`' own default.
+    """Return the sampling parameters of requests without any, and log those that differ from `SamplingParams`.
 
-    Raises ConfigError for a bad value of override_generation_config. One of the file is a warning, and passed over.
+    Raises ConfigError for a bad value of override_generation_config. A bad value of the file is a warning, and ignored.
     """
     fields, notes, warnings = read_default_sampling(model)
     for warning in warnings:
@@ -54,7 +56,7 @@ def default_sampling_params(model: ModelConfig) -> SamplingParams:
 
 
 def read_default_sampling(model: ModelConfig) -> DefaultSampling:
-    """What the model's file and the options that override it say, without a word to the log.
+    """Read the model's file and the options that override it, without logging.
 
     Raises ConfigError as `default_sampling_params`.
     """
@@ -87,7 +89,7 @@ def _sampling_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _what_is_allowed(name: str, value: Any) -> str | None:
-    """What to say about a value that is not allowed; None if it is."""
+    """Error text for a value that is not allowed; None if it is."""
     if value is None:
         return None
     if name == DO_SAMPLE:
@@ -104,12 +106,12 @@ def _as_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {
         SAMPLING_FIELDS[name]: value
         for name, value in fields.items()
-        if name != DO_SAMPLE and not (is_greedy and name in _CHOICE_OF_TOKENS)
+        if name != DO_SAMPLE and not (is_greedy and name in _RANDOM_FIELDS)
     }
     return parameters | {"temperature": 0.0} if is_greedy else parameters
 
 
 def _listed(fields: Mapping[str, Any]) -> str:
-    """For the log: the fields that say something; do_sample only where it does."""
-    said = {name: value for name, value in fields.items() if name != DO_SAMPLE or value is False}
-    return ", ".join(f"{name}={value!r}" for name, value in said.items())
+    """Format the fields for the log; do_sample only if False."""
+    listed = {name: value for name, value in fields.items() if name != DO_SAMPLE or value is False}
+    return ", ".join(f"{name}={value!r}" for name, value in listed.items())

@@ -1,4 +1,4 @@
-"""Between callers and the core: requests in, outputs to whoever waits for them, and what follows from either."""
+"""Dispatcher between callers and the core: submits requests and delivers their outputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from penstock.worker.capabilities import check_options
 
 
 def start_core(config: EngineConfig, meanwhile: Callable[[], object] = lambda: None) -> CoreClient:
-    """The engine core of this configuration, in this process, or a client of the processes that it asks for.
+    """Start the engine core of this configuration, in this process, or the client of cores in other processes.
 
-    meanwhile: what there is to do here while those start, or before the model is loaded into this one.
+    meanwhile: called while those start, or before the model is loaded into this process.
 
     Raises what loading the model raises, and what `meanwhile` does.
     """
@@ -37,7 +37,9 @@ def start_core(config: EngineConfig, meanwhile: Callable[[], object] = lambda: N
 
 
 def output_processor_for(config: EngineConfig, tokenizer: Tokenizer) -> OutputProcessor:
-    """Outputs of one prompt share its blocks if the prefix cache can hold one, with a token behind it to run."""
+    """Output processor of an engine. Samples of one prompt share its KV blocks if the prefix cache is enabled and the
+    prompt is longer than one block.
+    """
     can_share = config.cache.enable_prefix_caching
     return OutputProcessor(
         tokenizer,
@@ -47,7 +49,7 @@ def output_processor_for(config: EngineConfig, tokenizer: Tokenizer) -> OutputPr
 
 
 def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: CoreClient) -> InputProcessor:
-    """Requests are checked against what the core turned out to have."""
+    """Input processor of an engine, with the limits of its core."""
     return InputProcessor(
         config.model,
         tokenizer,
@@ -61,7 +63,7 @@ def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: CoreCl
 
 
 class Dispatcher:
-    """Keeps a core, wherever it is, and the progress of its requests in step. One thread at a time may call it.
+    """Submits requests to a core and updates their progress from its outputs. One thread at a time may call it.
 
     lock: held while progress changes, for consumers in other threads; never during a step of the core.
     """
@@ -74,9 +76,9 @@ class Dispatcher:
         self._lock = threading.RLock() if lock is None else lock
 
     def admit(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> Progress:
-        """Give a request to the core, and follow it.
+        """Submit a request to the core, and track its progress.
 
-        Raises ContextTooLong or InvalidRequest when the core refuses it; nothing of it is left then.
+        Raises ContextTooLong or InvalidRequest when the core refuses it, which leaves no trace of the request.
         """
         with self._lock:
             progress, first = self._processor.add(request, prompt, inbox)
@@ -89,11 +91,11 @@ class Dispatcher:
         return progress
 
     def step(self) -> None:
-        """One step of the core, whose outputs go to everyone's inboxes."""
+        """Run one step of the core, and deliver its outputs to the inboxes of their requests."""
         self._take(self.core.step())
 
     def abort(self, req_ids: Iterable[str]) -> None:
-        """End requests; their consumers are told. Unknown ones are ignored."""
+        """Abort requests; their consumers get a last output. Unknown ids are ignored."""
         core_ids = self._processor.core_ids(req_ids)
         outputs = {output.req_id: output for output in self.core.abort_requests(core_ids)}
         # Samples that wait for their prompt are unknown to the core.
@@ -101,13 +103,13 @@ class Dispatcher:
         self._take([outputs.get(output.req_id, output) for output in unknown])
 
     def abandon(self, req_ids: Iterable[str]) -> None:
-        """End requests that nobody waits for any more."""
+        """Abort requests whose consumers are gone."""
         with self._lock:
             core_ids = self._processor.forget(req_ids)
         self.core.abort_requests(core_ids)
 
     def metrics(self) -> list[Metric]:
-        """Metrics of the core and of its requests at present."""
+        """Current metrics of the core and its requests."""
         stats = self.core.stats()
         with self._lock:
             return self._processor.metrics(stats)

@@ -1,4 +1,4 @@
-"""What the front end and a core say to each other."""
+"""Messages between the front end and an engine core."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: monotonic seconds (time.monotonic).
     priority: lower runs first, under the "priority" policy.
     cache_salt: requests share cached prefixes only with requests of the same salt.
-    parts: what plugins' features are given with the request.
-    eos_token_ids: tokens that end the text, unless the parameters ignore them.
-    output_token_ids: what was generated for it before, by a core that is gone: generation goes on behind them.
-    needs_tokens_on_host: the host must see its tokens before its next step; others run ahead meanwhile.
+    parts: the request's data for plugins' features.
+    eos_token_ids: end-of-sequence tokens, unless the parameters ignore them.
+    output_token_ids: tokens generated earlier by a core that was lost; generation continues after them.
+    needs_tokens_on_host: the host must read its tokens before its next step; other requests run ahead meanwhile.
     """
 
     req_id: str
@@ -38,10 +38,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CoreStart:
-    """The first that a core's process is told, pickled.
+    """First message to a core's process, pickled.
 
-    sent: what makes the core, and its configuration, pickled by themselves. main_path: of the program, whose own
-    functions and classes may be sent. log_levels: by logger, of what is to be told (`CoreLog`).
+    sent: the function that creates the core and its configuration, pickled separately. main_path: path of the main
+    script, whose functions and classes may be sent. log_levels: levels by logger of the records to send (`CoreLog`).
     """
 
     sent: bytes
@@ -50,7 +50,7 @@ class CoreStart:
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Between a core in a process of its own and its client. Calls are numbered, and each gets one `Answer`."""
+    """Message between a core in a process of its own and its client. Each numbered call gets one `Answer`."""
 
 
 class AddRequest(_Message, frozen=True, kw_only=True, tag="add"):
@@ -64,7 +64,7 @@ class AbortRequests(_Message, frozen=True, kw_only=True, tag="abort"):
 
 
 class UtilityCall(_Message, frozen=True, kw_only=True, tag="utility"):
-    """A call of another method of `CoreClient`. arguments: pickled, since workers take anything."""
+    """Call of another method of `CoreClient`. arguments: pickled, since workers take any type."""
 
     call_id: int
     method: str
@@ -72,11 +72,11 @@ class UtilityCall(_Message, frozen=True, kw_only=True, tag="utility"):
 
 
 class CloseCore(_Message, frozen=True, kw_only=True, tag="close"):
-    """Give everything back and end."""
+    """Close the core and exit."""
 
 
 class CoreStarted(_Message, frozen=True, kw_only=True, tag="started"):
-    """kv_cache_bytes: on each worker."""
+    """The core is ready. kv_cache_bytes: size of the KV cache per worker."""
 
     max_model_len: int
     vocab_size: int
@@ -84,17 +84,17 @@ class CoreStarted(_Message, frozen=True, kw_only=True, tag="started"):
 
 
 class CoreBusy(_Message, frozen=True, kw_only=True, tag="busy"):
-    """The core makes no steps, for a reason: it answers a call, or replaces workers."""
+    """Heartbeat of a core that runs no steps because of a call or a recovery."""
 
 
 class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
-    """What a step brought, even if that is nothing."""
+    """Outputs of a step, possibly none."""
 
     outputs: list[EngineCoreOutput]
 
 
 class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
-    """What a call came to. result: of a utility call, pickled. error: what it raised."""
+    """Answer to a call. result: pickled result of a utility call. error: exception of the call."""
 
     call_id: int
     result: bytes = b""
@@ -102,28 +102,28 @@ class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
 
 
 class CoreLog(_Message, frozen=True, kw_only=True, tag="log"):
-    """A line for the log. fields: of its `logging.LogRecord`; a traceback is in its text."""
+    """A log record. fields: plain attributes of the `logging.LogRecord`; its text includes the traceback."""
 
     fields: dict[str, str | int | float]
 
 
 class CoreEnded(_Message, frozen=True, kw_only=True, tag="ended"):
-    """The core did not start, or cannot go on; nothing comes after this."""
+    """Last message of a core that did not start or has failed for good."""
 
     error: ErrorData
 
 
 class ToCore(msgspec.Struct, frozen=True):
-    """Anything that a client says."""
+    """Any message of a client."""
 
     message: AddRequest | AbortRequests | UtilityCall | CloseCore
 
 
-# What the client of a core hears; lines for the log are written before.
-SaidByCore: TypeAlias = CoreStarted | CoreBusy | StepOutputs | Answer | CoreEnded
+# Messages that the client of a core handles; the reader thread writes log records itself.
+CoreMessage: TypeAlias = CoreStarted | CoreBusy | StepOutputs | Answer | CoreEnded
 
 
 class FromCore(msgspec.Struct, frozen=True):
-    """Anything that a core says."""
+    """Any message of a core."""
 
-    message: SaidByCore | CoreLog
+    message: CoreMessage | CoreLog

@@ -1,4 +1,4 @@
-"""What becomes of an engine whose workers fail: they are replaced, for as long as that helps."""
+"""Recovery from worker failures: restart the workers and preempt the running requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from penstock.engine.quarantine import Quarantine
-from penstock.engine.restarts import FailuresInARow, pause_before_restart
+from penstock.engine.restarts import FailureCount, Quarantine, restart_backoff_s
 from penstock.engine.startup import StartedEngine
 from penstock.errors import KILLED, EngineDead, NeedsNewProcess, WaitTimeout, WorkerError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
@@ -19,52 +18,52 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Replaces an engine's workers, which have just started, until they fail more than `max_restarts` times in a row.
+    """Replaces failed workers, until they fail more than `max_restarts` times in a row.
 
-    What was running is preempted, and goes on from its tokens. A request that makes workers fail again and again is
-    found out (`Quarantine`), and ends.
+    Running requests are preempted and continue from their tokens. A request that makes workers fail repeatedly is
+    identified by the `Quarantine` and ended with an error.
 
-    tell_ends: gets the last outputs of requests that end so.
-    is_going_on: whether workers are being replaced, which takes as long as starting them.
+    tell_ends: called with the last outputs of requests that end so.
+    is_recovering: whether workers are being replaced, which takes as long as starting them.
     """
 
     def __init__(
         self, scheduler: Scheduler, max_restarts: int, tell_ends: Callable[[list[EngineCoreOutput]], None]
     ) -> None:
-        self.is_going_on = False
+        self.is_recovering = False
         self._tell_ends = tell_ends
         self._scheduler = scheduler
         self._max_restarts = max_restarts
         self._quarantine = Quarantine(scheduler)
-        self._failures = FailuresInARow()
+        self._failures = FailureCount()
         self._failures.note_start()
 
     def note_request(self) -> None:
-        """One is about to be added."""
+        """Note that a request is about to be added."""
         if not self._scheduler.has_unfinished_requests():
             self._failures.note_idle()
 
     def note_results(self, req_ids: Collection[str]) -> None:
-        """Workers have brought results of these requests."""
+        """Note that workers returned results of these requests."""
         self._failures.note_result()
         self._quarantine.note_results(req_ids)
 
     def note_ends(self, req_ids: Collection[str]) -> None:
-        """These requests have ended without a result, so that nobody need wait for their trial."""
+        """Note that these requests ended without a result, which ends their trials."""
         self._quarantine.note_results(req_ids)
 
     def note_failure(self, error: Exception) -> None:
-        """Of workers; not of what else a turn was broken off by, which whoever broke it off knows of."""
+        """Count a failure of workers; an interrupted turn does not count, since its caller got the exception."""
         if not self._scheduler.has_unfinished_requests():
             self._failures.note_idle()
         self._failures.note(error)
 
     def replace_workers(self, engine: StartedEngine, error: Exception, req_ids: Collection[str]) -> None:
-        """Start new ones, after a while where there were failures in a row.
+        """Start new workers, with exponential backoff after consecutive failures.
 
-        error: why. req_ids: of the steps that were under way. Raises EngineDead where it is of no use.
+        error: cause. req_ids: requests of the steps in flight. Raises EngineDead when restarts are exhausted.
         """
-        self.is_going_on = True
+        self.is_recovering = True
         why_not = engine.executor.why_not_restart()
         if why_not is not None:
             raise NeedsNewProcess(f"{error}. {why_not}") from error
@@ -73,7 +72,7 @@ class Recovery:
         culprit = self._quarantine.note_failure(req_ids, is_from_outside=is_from_outside)
         if culprit is not None:
             self._end(culprit, error)
-        # A trial takes one failure more where others may have brought it about.
+        # The trial of a suspect takes one failure more when it may have an external cause.
         limit = self._max_restarts + (culprit is not None and is_from_outside)
         while True:
             self._prepare_restart(error, limit)
@@ -90,18 +89,18 @@ class Recovery:
                 self.note_failure(error)
             else:
                 self._failures.note_start()
-                self.is_going_on = False
+                self.is_recovering = False
                 return
 
     def _prepare_restart(self, error: Exception, limit: int) -> None:
-        """Wait for a while after failures in a row; after more than this limit, give up."""
+        """Sleep for the backoff; raise EngineDead after more than `limit` consecutive failures."""
         num_failures = self._failures.number
         if num_failures > limit:
             first = f"; the first time: {self._failures.first}" if num_failures > 1 else ""
             raise EngineDead(f"Workers failed {num_failures} times in a row{first}; the last time: {error}") from error
         why = str(error).rstrip(".")
         logger.warning("%s. Restarting the workers (failed %d of %d times)", why, num_failures, limit)
-        time.sleep(pause_before_restart(num_failures))
+        time.sleep(restart_backoff_s(num_failures))
 
     def _end(self, culprit: str, error: Exception) -> None:
         """End the request that makes workers fail."""

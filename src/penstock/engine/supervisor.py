@@ -1,4 +1,4 @@
-"""A core in a process of its own that is replaced when it is lost, by one that goes on with its requests."""
+"""Supervisor of one engine core's process: heartbeat, restart with exponential backoff, and requests that continue."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from penstock.config import EngineConfig
 from penstock.contract import encode
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
-from penstock.engine.heartbeat import Heartbeat
 from penstock.engine.messages import (
     AbortRequests,
     AddRequest,
     Answer,
     CloseCore,
     CoreEnded,
+    CoreMessage,
     CoreStarted,
     EngineRequest,
-    SaidByCore,
     StepOutputs,
     ToCore,
     UtilityCall,
 )
-from penstock.engine.quarantine import Quarantine
-from penstock.engine.restarts import FailuresInARow, pause_before_restart
-from penstock.engine.resumable_request import ResumableRequest
+from penstock.engine.restarts import FailureCount, Quarantine, restart_backoff_s
 from penstock.errors import (
     EngineDead,
     InvalidRequest,
@@ -46,27 +45,104 @@ from penstock.executor.program import pickled
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 logger = logging.getLogger(__name__)
-# How long whoever brings a request waits to hear that it is refused.
+# Longest wait of `add_request` for the core's refusal.
 REFUSAL_TIMEOUT_S = 1.0
-# Those of workers in processes of their own, each of which has a limit.
+# Longest single wait for a message; the timers of all cores are handled after it.
+LONGEST_WAIT_S = 0.25
+# Start phases of workers in processes of their own, each of which has a timeout.
 _NUM_START_PHASES = 6
+
+
+class Heartbeat:
+    """Heartbeat timeout of a core with pending work.
+
+    Only time in which this process waited for messages counts, not time in which it was stopped or busy: messages of
+    the core may then be unread.
+
+    limit_s: timeout. silent_s: seconds without a message so far.
+    """
+
+    __slots__ = ("limit_s", "silent_s")
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.silent_s = 0.0
+
+    def reset(self) -> None:
+        """Start over: the core has sent a message, or has no pending work."""
+        self.silent_s = 0.0
+
+    def add_silence(self, waited_s: float) -> bool:
+        """Count one more wait without a message, as `LONGEST_WAIT_S` at most. Returns whether the timeout is over."""
+        self.silent_s += min(waited_s, LONGEST_WAIT_S)
+        return self.silent_s > self.limit_s
+
+
+class ResumableRequest:
+    """A request and its outputs so far, from which a replacement core continues.
+
+    The reader sees one request: no token or log-probability comes twice, and its history goes on. The loss of a core
+    counts as a preemption.
+    """
+
+    __slots__ = ("_history", "_num_preemptions", "_num_preemptions_before", "_request", "_token_ids")
+
+    def __init__(self, request: EngineRequest) -> None:
+        self._request = request
+        self._token_ids: list[int] = []
+        # `num_cached_tokens` and `first_scheduled_time`, which stay as first reported.
+        self._history: tuple[int, float] | None = None
+        self._num_preemptions = 0
+        # In cores that are gone.
+        self._num_preemptions_before = 0
+
+    @property
+    def priority(self) -> int:
+        return self._request.priority
+
+    def take(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Note a step's output. Returns it as its reader gets it."""
+        self._token_ids += output.new_token_ids
+        if output.first_scheduled_time is None:
+            return output
+        if self._history is None:
+            self._history = output.num_cached_tokens, output.first_scheduled_time
+        self._num_preemptions = output.num_preemptions + self._num_preemptions_before
+        if not self._num_preemptions_before:
+            return output
+        num_cached_tokens, first_scheduled_time = self._history
+        return msgspec.structs.replace(
+            output,
+            num_cached_tokens=num_cached_tokens,
+            first_scheduled_time=first_scheduled_time,
+            num_preemptions=self._num_preemptions,
+        )
+
+    def resume(self) -> EngineRequest:
+        """Return the request for a replacement core, which continues after the tokens so far."""
+        if self._history is not None:
+            self._num_preemptions += 1
+            self._num_preemptions_before = self._num_preemptions
+        return msgspec.structs.replace(
+            self._request, output_token_ids=[*self._request.output_token_ids, *self._token_ids]
+        )
 
 
 class _State(enum.Enum):
     STARTING = enum.auto()
     RUNNING = enum.auto()
-    PAUSING = enum.auto()
+    BACKING_OFF = enum.auto()
     CLOSED = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Something that a core was asked for.
+    """A call of a core.
 
-    answer: None until it came. lost: why none will come, or came in time. is_awaited: whether somebody looks at it
-        still.
-    req_id: of the request that it brings, if any. aborted: ids of those that it ends.
-    on_refused: hears why the core does not take that request, which has ended then.
+    answer: None until it has arrived. lost: why no answer arrives, or did not in time. is_awaited: whether a caller
+        still waits for it.
+    req_id: id of the request that it adds, if any. aborted: ids of the requests that it aborts.
+    on_refused: called with the error when the core refuses that request, which has ended then.
     """
 
     name: str
@@ -83,21 +159,21 @@ class Call:
 
     @property
     def error(self) -> PenstockError | None:
-        """What came instead of a result."""
+        """Error of the call, instead of a result."""
         data = None if self.answer is None else self.answer.error
         return self.lost if data is None else error_from_data(data)
 
 
 class EngineSupervisor:
-    """One engine of several, or the only one; not for several threads at once.
+    """Supervisor of one engine's core process; not thread-safe.
 
-    It has a process that can die, and keeps what a process after that one needs: the requests with their tokens, and
-    what was changed about the weights. A request that is there whenever cores are lost is found out (`Quarantine`).
+    It keeps what a replacement process needs: the requests with their tokens, and the changes of the weights. Requests
+    that repeatedly run when cores are lost are quarantined (`Quarantine`).
 
-    name: what errors and logs call the core.
-    deliver: gets the process with each of its messages, in a thread of its own.
+    name: name of the core in errors and logs.
+    deliver: called with the process and each of its messages, in a reader thread.
 
-    Methods raise EngineDead, or what kept the first core from starting, when it gives up.
+    Methods raise EngineDead, or the start error of the first core, when restarts are exhausted.
     """
 
     def __init__(
@@ -106,36 +182,36 @@ class EngineSupervisor:
         config: EngineConfig,
         load_core: Callable[[EngineConfig], ServedCore],
         starter: ProcessStarter,
-        deliver: Callable[[CoreProcess, SaidByCore | None], None],
+        deliver: Callable[[CoreProcess, CoreMessage | None], None],
         *,
         start_timeout_s: float,
     ) -> None:
         self.name = name
         self.config = config
         self.config_updates: list[Any] = []
-        self.kept: dict[str, ResumableRequest] = {}
+        self.requests: dict[str, ResumableRequest] = {}
         self._load_core = load_core
         self._starter = starter
         self._deliver = deliver
         parallel = config.parallel
         self._start_timeout_s = start_timeout_s
-        # A core that drives workers finds out by itself which of them hangs.
+        # A core with workers in other processes has a timeout of its own for their steps.
         its_own_s = 0.0 if parallel.executor == "uni" else parallel.longest_step_s
         self._step_timeout_s = its_own_s + parallel.step_timeout_s
-        num_stages = 1 if parallel.executor == "uni" else _NUM_START_PHASES
-        self._replacement_timeout_s = min(start_timeout_s, num_stages * parallel.longest_start_phase_s)
+        num_phases = 1 if parallel.executor == "uni" else _NUM_START_PHASES
+        self._replacement_timeout_s = min(start_timeout_s, num_phases * parallel.longest_start_phase_s)
         self._heartbeat = Heartbeat(start_timeout_s)
         self._call_ids = itertools.count(1)
         self._calls: dict[int, Call] = {}
-        # Requests whose end the core has not confirmed: what it still tells of them is dropped.
+        # Requests whose abort the core has not confirmed; their outputs are dropped.
         self._aborting: dict[str, int] = {}
         self._quarantine = Quarantine(self)
-        # Those of `kept` that are not given to the core for now.
-        self._held_back: set[str] = set()
-        self._losses = FailuresInARow()
-        # What this process was killed for, or said at its end.
-        self._end: PenstockError | None = None
-        self._is_to_restart = False
+        # Requests that are not submitted to the core for now.
+        self._quarantined: set[str] = set()
+        self._failures = FailureCount()
+        # Why the process was killed, or the error that it reported at its end.
+        self._exit_error: PenstockError | None = None
+        self._restart_requested = False
         self.started: CoreStarted | None = None
         self._restart_at = 0.0
         self.process = self._start()
@@ -145,99 +221,99 @@ class EngineSupervisor:
         return self._state is _State.RUNNING
 
     @property
-    def is_prompt(self) -> bool:
-        """Whether it runs, and answers as soon as a step allows, as far as is known."""
-        return self.is_running and self._heartbeat.lasts_s < REFUSAL_TIMEOUT_S
+    def is_responsive(self) -> bool:
+        """Whether the core runs, and its last message is recent."""
+        return self.is_running and self._heartbeat.silent_s < REFUSAL_TIMEOUT_S
 
     @property
     def pid(self) -> int:
-        """Of the process that there is, or was last."""
+        """Id of the current or last process."""
         return self.process.pid
 
     def add(self, request: EngineRequest) -> Call | None:
-        """Take a request. Returns the call that brings it to the core; None where that has to wait.
+        """Keep a request and submit it. Returns the call; None while the core is being replaced.
 
-        A refusal that nobody awaits ends the request, with an error.
+        A refusal without a waiting caller ends the request with an error.
 
-        Raises InvalidRequest for what no message can hold.
+        Raises InvalidRequest for a request that cannot be encoded.
         """
-        if not self.kept:
-            self._losses.note_idle()
+        if not self.requests:
+            self._failures.note_idle()
         try:
-            # Where it has to wait, it is tried for the core that will get it.
+            # A request that waits for the replacement core is encoded once as a check.
             call = self._submit(request) if self.is_running else None
             if call is None:
                 _encoded(AddRequest(call_id=0, request=request))
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(f"Request {request.req_id!r} cannot be sent to {self.name}: {error}.") from error
-        self.kept[request.req_id] = ResumableRequest(request)
+        self.requests[request.req_id] = ResumableRequest(request)
         return call
 
     def abort(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End those requests that are here, at once."""
-        names = [req_id for req_id in dict.fromkeys(req_ids) if req_id in self.kept]
+        """Abort those of the requests that this engine has. Returns their last outputs."""
+        names = [req_id for req_id in dict.fromkeys(req_ids) if req_id in self.requests]
         if not names:
             return []
         outputs = [self._end_request(req_id, FinishReason.ABORT) for req_id in names]
         if self.is_running:
             call = Call("abort_requests", is_awaited=False, aborted=frozenset(names))
-            call_id = self._ask(call, lambda call_id: AbortRequests(call_id=call_id, req_ids=names))
+            call_id = self._send_call(call, lambda call_id: AbortRequests(call_id=call_id, req_ids=names))
             self._aborting.update(dict.fromkeys(names, call_id))
         return outputs
 
     def call(self, method: str, *args: Any) -> Call:
-        """Ask the core, which must run, for something else."""
+        """Call another method of the core, which must be running."""
         call, sent = Call(method), pickled(method, args)
-        self._ask(call, lambda call_id: UtilityCall(call_id=call_id, method=method, arguments=sent))
+        self._send_call(call, lambda call_id: UtilityCall(call_id=call_id, method=method, arguments=sent))
         return call
 
     def restart(self, why: str) -> None:
-        """Replace the core, though nothing has happened to it."""
-        # One that pauses is about to be.
-        self._is_to_restart = self._state is not _State.PAUSING
-        self._kill(ProcessLost(f"{self._who} {why}."))
+        """Replace a core that has not failed."""
+        # A core that backs off is restarted anyway.
+        self._restart_requested = self._state is not _State.BACKING_OFF
+        self._kill(ProcessLost(f"{self._label} {why}."))
 
-    def take(self, message: SaidByCore | None) -> list[EngineCoreOutput] | None:
-        """Take in what its process has said, or its end (None). Returns what a step brought, if it was that."""
-        self._heartbeat.end()
+    def handle(self, message: CoreMessage | None) -> list[EngineCoreOutput] | None:
+        """Handle a message of the process, or its end (None). Returns the outputs of a step, if the message has any."""
+        self._heartbeat.reset()
         if message is None:
-            return self._lose()
+            return self._handle_exit()
         if isinstance(message, StepOutputs):
-            return self._take_outputs(message.outputs)
+            return self._handle_outputs(message.outputs)
         if isinstance(message, Answer):
-            return self._take_answer(message)
+            return self._handle_answer(message)
         if isinstance(message, CoreStarted):
-            self._take_over(message)
+            self._handle_started(message)
         elif isinstance(message, CoreEnded):
-            self._end = error_from_data(message.error)
+            self._exit_error = error_from_data(message.error)
         return None
 
-    def tend(self, waited_s: float) -> None:
-        """Do what is due after one more wait in which this one has said nothing."""
-        if self._state is _State.PAUSING:
+    def handle_timers(self, waited_s: float) -> None:
+        """Restart after the backoff, and kill a core that exceeds its heartbeat timeout, after a wait without message."""
+        if self._state is _State.BACKING_OFF:
             if time.monotonic() >= self._restart_at:
                 try:
                     self.process = self._start()
                 except OSError as error:
-                    self._begin_anew(ProcessLost(f"{self._who} could not be replaced: {error}."))
-        elif self._state is _State.STARTING or self._calls or self.kept:
-            if self._heartbeat.go_on(waited_s):
-                self._heartbeat.end()
+                    self._schedule_restart(ProcessLost(f"{self._label} could not be replaced: {error}."))
+        elif self._state is _State.STARTING or self._calls or self.requests:
+            if self._heartbeat.add_silence(waited_s):
+                self._heartbeat.reset()
                 what = "step" if self.is_running else "start"
                 self._kill(self.timed_out(next((call.name for call in self._calls.values()), what)))
         else:
-            self._heartbeat.end()
+            self._heartbeat.reset()
 
     def timed_out(self, name: str, timeout_s: float | None = None) -> WaitTimeout:
-        """The error for a wait of that long; None for as long as a core is waited for."""
+        """Error of a call that waited `timeout_s`; None takes the heartbeat timeout."""
         limit_s = self._heartbeat.limit_s if timeout_s is None else timeout_s
         return WaitTimeout(
             f"Process {os.getpid()} waited {limit_s:g} s in {name} for {self.name} in process {self.pid}, which hangs "
             "or is overloaded."
         )
 
-    def tell_to_end(self) -> None:
-        """The core gives everything back and ends, if it is one that can be asked."""
+    def request_shutdown(self) -> None:
+        """Ask a running core to close and exit; kill any other."""
         if self.is_running:
             try:
                 self.process.send(_encoded(CloseCore()))
@@ -247,56 +323,56 @@ class EngineSupervisor:
             self.process.kill()
         self._state = _State.CLOSED
 
-    # For the quarantine.
+    # Interface of `RequestHolder`, for the quarantine.
 
     def wait_for(self, req_id: str, reason: str) -> None:
-        self._held_back.add(req_id)
+        self._quarantined.add(req_id)
 
     def ready(self, req_id: str, reason: str) -> None:
-        self._held_back.discard(req_id)
-        if self.is_running and req_id in self.kept:
-            self._submit(self.kept[req_id].resume()).is_awaited = False
+        self._quarantined.discard(req_id)
+        if self.is_running and req_id in self.requests:
+            self._submit(self.requests[req_id].resume()).is_awaited = False
 
     def holds(self, req_id: str) -> bool:
-        return req_id in self.kept
+        return req_id in self.requests
 
     @property
-    def _who(self) -> str:
+    def _label(self) -> str:
         return f"{self.name[0].upper()}{self.name[1:]}, process {self.pid},"
 
     def _start(self) -> CoreProcess:
-        """Begin to start a process, which says when its core has started."""
+        """Start a process; `CoreStarted` arrives when its core is ready."""
         self._state = _State.STARTING
         self._heartbeat = Heartbeat(self._start_timeout_s if self.started is None else self._replacement_timeout_s)
-        self._end = None
+        self._exit_error = None
         config = self.config
         if self.started is not None:
-            # As large as it was, whatever else takes memory by now.
+            # The same size as before, whatever memory is free now.
             cache = replace(config.cache, kv_cache_memory_bytes=self.started.kv_cache_bytes or None)
             config = replace(config, cache=cache, replaces_lost_core=True)
         return CoreProcess(config, self._load_core, self._starter, self._deliver, send_timeout_s=self._step_timeout_s)
 
-    def _take_over(self, started: CoreStarted) -> None:
-        """Give a core that has started what there is to go on with."""
+    def _handle_started(self, started: CoreStarted) -> None:
+        """Submit the kept requests and weight changes to a core that has started."""
         self._state = _State.RUNNING
-        self._losses.note_start()
+        self._failures.note_start()
         self._heartbeat = Heartbeat(self._step_timeout_s)
         if self.started is None:
             self.started = started
             return
-        logger.info("%s goes on with %d requests", self._who, len(self.kept))
+        logger.info("%s goes on with %d requests", self._label, len(self.requests))
         for update in self.config_updates:
             self.call("collective_rpc", "update_config", None, (update,), None).is_awaited = False
-        for req_id, kept in self.kept.items():
-            if req_id not in self._held_back:
+        for req_id, kept in self.requests.items():
+            if req_id not in self._quarantined:
                 self._submit(kept.resume()).is_awaited = False
 
     def _submit(self, request: EngineRequest) -> Call:
         call = Call("add_request", req_id=request.req_id)
-        self._ask(call, lambda call_id: AddRequest(call_id=call_id, request=request))
+        self._send_call(call, lambda call_id: AddRequest(call_id=call_id, request=request))
         return call
 
-    def _ask(self, call: Call, make: Callable[[int], AddRequest | AbortRequests | UtilityCall]) -> int:
+    def _send_call(self, call: Call, make: Callable[[int], AddRequest | AbortRequests | UtilityCall]) -> int:
         call_id = next(self._call_ids)
         data = _encoded(make(call_id))
         self._calls[call_id] = call
@@ -306,22 +382,22 @@ class EngineSupervisor:
             self._kill(self.timed_out(call.name))
         return call_id
 
-    def _take_outputs(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+    def _handle_outputs(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         taken = []
         for output in outputs:
             req_id = output.req_id
-            kept = self.kept.get(req_id)
+            kept = self.requests.get(req_id)
             if kept is None or req_id in self._aborting:
                 continue
             taken.append(kept.take(output))
             if output.finish_reason is not None:
-                del self.kept[req_id]
+                del self.requests[req_id]
         if taken:
-            self._losses.note_result()
+            self._failures.note_result()
         self._quarantine.note_results([output.req_id for output in taken])
         return taken
 
-    def _take_answer(self, answer: Answer) -> list[EngineCoreOutput] | None:
+    def _handle_answer(self, answer: Answer) -> list[EngineCoreOutput] | None:
         call = self._calls.pop(answer.call_id)
         call.answer = answer
         for req_id in call.aborted:
@@ -332,8 +408,8 @@ class EngineSupervisor:
             return None
         if call.req_id is None:
             logger.error("%s: %s of %s failed", error, call.name, self.name)
-        # One that was aborted meanwhile has ended, and its id may be another's.
-        elif call.req_id in self.kept and call.req_id not in self._aborting:
+        # A request that was aborted meanwhile has ended, and its id may be reused.
+        elif call.req_id in self.requests and call.req_id not in self._aborting:
             ended = self._end_request(call.req_id, FinishReason.ERROR, str(error))
             if call.on_refused is None:
                 return [ended]
@@ -342,67 +418,67 @@ class EngineSupervisor:
         return None
 
     def _end_request(self, req_id: str, reason: FinishReason, error: str | None = None) -> EngineCoreOutput:
-        kept = self.kept.pop(req_id)
-        self._held_back.discard(req_id)
+        kept = self.requests.pop(req_id)
+        self._quarantined.discard(req_id)
         self._quarantine.note_results([req_id])
         return kept.take(EngineCoreOutput(req_id=req_id, finish_reason=reason, error=error))
 
     def _kill(self, why: PenstockError) -> None:
-        if self._state is not _State.PAUSING:
-            self._end = why
+        if self._state is not _State.BACKING_OFF:
+            self._exit_error = why
             self.process.kill()
 
-    def _lose(self) -> list[EngineCoreOutput]:
-        """Its process has ended, or let go: replace it, or give up."""
-        error = self._end
+    def _handle_exit(self) -> list[EngineCoreOutput]:
+        """Restart after the end of the process or of its connection; raise when restarts are exhausted."""
+        error = self._exit_error
         is_from_outside = isinstance(error, WaitTimeout)
         if error is None:
             exit_code = self.process.exit_code()
             is_from_outside = was_killed(exit_code)
             doing = "served" if self.is_running else "started"
             end = f"{describe_end(exit_code)} while it {doing}"
-            error = ProcessLost(f"{self._who} {end}. {where_to_look(exit_code)}")
+            error = ProcessLost(f"{self._label} {end}. {where_to_look(exit_code)}")
         self.process.close()
         if self.started is None:
-            raise error if self._end is not None else EngineDead(*error.args)
+            raise error if self._exit_error is not None else EngineDead(*error.args)
         if isinstance(error, EngineDead) and not isinstance(error, NeedsNewProcess):
-            # It has tried by itself whether restarts help.
+            # The core has exhausted its own restarts of workers.
             raise error
-        return self._begin_anew(error, is_from_outside=is_from_outside)
+        return self._schedule_restart(error, is_from_outside=is_from_outside)
 
-    def _begin_anew(self, error: PenstockError, *, is_from_outside: bool = False) -> list[EngineCoreOutput]:
-        """is_from_outside: whether somebody else may have brought the loss about."""
-        limit, is_wanted, self._is_to_restart = self.config.parallel.max_restarts, self._is_to_restart, False
+    def _schedule_restart(self, error: PenstockError, *, is_from_outside: bool = False) -> list[EngineCoreOutput]:
+        """Begin the backoff before a restart. is_from_outside: whether the loss may have an external cause."""
+        limit, is_wanted, self._restart_requested = self.config.parallel.max_restarts, self._restart_requested, False
         ended: list[EngineCoreOutput] = []
         if not is_wanted:
-            if not self.kept:
-                self._losses.note_idle()
-            self._losses.note(error)
+            if not self.requests:
+                self._failures.note_idle()
+            self._failures.note(error)
             if self.is_running:
-                ended = self._blame(error, is_from_outside=is_from_outside)
-            # A trial takes one more where others may have brought it about.
+                ended = self._end_culprit(error, is_from_outside=is_from_outside)
+            # The trial of a suspect takes one failure more when it may have an external cause.
             limit += bool(ended) and is_from_outside
-            if (num_losses := self._losses.number) > limit:
+            if (num_losses := self._failures.number) > limit:
                 times = f"{num_losses} times in a row" if num_losses > 1 else "once"
                 raise EngineDead(f"{self.name} was lost {times}, without a result; the last time: {error}") from error
         for call in self._calls.values():
             call.lost = ProcessLost(f"{call.name} was not answered: {error}")
         self._calls.clear()
         self._aborting.clear()
-        self._state = _State.PAUSING
+        self._state = _State.BACKING_OFF
         logger.warning(
             "%s It is replaced, and %d requests go on (lost %d of %d times)",
             error,
-            len(self.kept),
-            self._losses.number,
+            len(self.requests),
+            self._failures.number,
             limit,
         )
-        self._restart_at = time.monotonic() + pause_before_restart(self._losses.number)
-        self.tend(0.0)
+        self._restart_at = time.monotonic() + restart_backoff_s(self._failures.number)
+        self.handle_timers(0.0)
         return ended
 
-    def _blame(self, error: PenstockError, *, is_from_outside: bool) -> list[EngineCoreOutput]:
-        """End the request that makes cores fail, once it is known which that is."""
+    def _end_culprit(self, error: PenstockError, *, is_from_outside: bool) -> list[EngineCoreOutput]:
+        """End the request that makes cores fail, once the quarantine has identified it."""
         culprit = self._quarantine.note_failure(self._may_have_run(), is_from_outside=is_from_outside)
         if culprit is None:
             return []
@@ -411,9 +487,9 @@ class EngineSupervisor:
         return [self._end_request(culprit, FinishReason.ERROR, why)]
 
     def _may_have_run(self) -> list[str]:
-        """Those that the core had no reason to let wait: of a queue, none that its place kept from running."""
-        given = [req_id for req_id in self.kept if req_id not in self._held_back]
-        given.sort(key=lambda req_id: self.kept[req_id].priority)
+        """Ids of the requests that may have run: the first `max_num_seqs` of the submitted ones, by priority."""
+        given = [req_id for req_id in self.requests if req_id not in self._quarantined]
+        given.sort(key=lambda req_id: self.requests[req_id].priority)
         return given[: self.config.scheduler.max_num_seqs]
 
 
