@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from penstock.contract import RequestOutputKind, SamplingParams, StructuredOutputsParams
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
-    from penstock.engine.lora import LoRARequest
     from penstock.engine.outputs import CompletionOutput, RequestOutput
-    from penstock.engine.prompts import PromptDict
+    from penstock.engine.prompts import LoRARequest, PromptDict
     from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
 
@@ -49,7 +48,7 @@ _HOMES = {
     "CompletionOutput": "penstock.engine.outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
-    "LoRARequest": "penstock.engine.lora",
+    "LoRARequest": "penstock.engine.prompts",
     "PromptDict": "penstock.engine.prompts",
     "RequestOutput": "penstock.engine.outputs",
     "RequestOutputKind": "penstock.contract",

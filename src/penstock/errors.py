@@ -1,4 +1,4 @@
-"""Every exception that a user, a checkpoint, a client or another machine can cause.
+"""Exceptions that a user, a checkpoint, a client or another machine can cause.
 
 A message names the thing, its value, what is allowed, and what to do about it.
 """
@@ -12,14 +12,14 @@ from typing import Any, TypedDict
 
 
 class PenstockError(Exception):
-    """Base of all errors that Penstock raises on purpose. Pickled, it keeps its fields and its cause."""
+    """Base class of all errors of Penstock. Pickling keeps its fields and its cause."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return error_from_data, (error_as_data(self),)
 
 
 class ConfigError(PenstockError, ValueError):
-    """An option, or a combination of options, is not valid."""
+    """An option, or a combination of options, is invalid."""
 
 
 class UnknownOption(ConfigError):
@@ -27,23 +27,23 @@ class UnknownOption(ConfigError):
 
 
 class UnsupportedFeature(PenstockError):
-    """Something that this combination of device, model and options cannot do."""
+    """A feature that this combination of device, model and options does not support."""
 
 
 class UnsupportedArgument(UnsupportedFeature, ConfigError):
-    """An option, a value of one, or a command, that asks for a feature which Penstock does not have."""
+    """An option, a value of one, or a command of a feature that Penstock does not have."""
 
 
 class UnsupportedMethod(UnsupportedFeature, AttributeError):
-    """A method of vLLM's that belongs to a feature which Penstock does not have; for `hasattr`, it is not there."""
+    """A method of vLLM's of a feature that Penstock does not have; an AttributeError, so `hasattr` returns False."""
 
 
 class UnsupportedName(UnsupportedFeature, ImportError):
-    """A name of vLLM's package that belongs to a feature which Penstock does not have."""
+    """A name of vLLM's package of a feature that Penstock does not have."""
 
 
 class InvalidRequest(PenstockError, ValueError):
-    """A request that cannot be served; the engine goes on serving others."""
+    """A request that cannot be served; other requests are not affected."""
 
 
 class InvalidParameter(InvalidRequest):
@@ -51,7 +51,7 @@ class InvalidParameter(InvalidRequest):
 
 
 class UnsupportedParameter(UnsupportedFeature, InvalidParameter):
-    """An argument of a request that asks for a feature which Penstock does not have."""
+    """An argument of a request for a feature that Penstock does not have."""
 
 
 class ChatTemplateError(InvalidRequest):
@@ -71,7 +71,7 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """A model whose architecture has no implementation here."""
+    """A model whose architecture is not implemented."""
 
 
 class CheckpointError(ModelError):
@@ -83,7 +83,7 @@ class TokenizerError(ModelError):
 
 
 class OutOfMemory(PenstockError, MemoryError):
-    """The memory plan does not work out; the message shows the plan."""
+    """The memory plan does not fit; the message shows the plan."""
 
 
 class LifecycleError(PenstockError, RuntimeError):
@@ -91,17 +91,17 @@ class LifecycleError(PenstockError, RuntimeError):
 
 
 class RanksDisagree(PenstockError, RuntimeError):
-    """Ranks that must run the same step were given different ones."""
+    """Ranks that must run the same step got different ones."""
 
 
 KILLED = "ProcessKilled"
 
 
 class WorkerError(PenstockError, RuntimeError):
-    """A worker failed. Says in which call, at which stage, on which rank, and why.
+    """A worker failed. The message has the call, the rank and the cause.
 
-    `cause_type` keeps the original exception's type by name, since the exception itself may not cross processes. It is
-    `KILLED` where its process was ended by a signal that somebody sent to it.
+    method: name of the call. cause_type: type of the original exception by name, since the exception itself may not be
+    picklable; `KILLED` if the process was killed by a signal.
     """
 
     def __init__(self, message: str, *, method: str, rank: int, cause_type: str) -> None:
@@ -116,7 +116,7 @@ class LogitsProcessorError(PenstockError, RuntimeError):
 
 
 class GrammarError(PenstockError, RuntimeError):
-    """The grammar of these requests failed; it says how."""
+    """The grammar of these requests failed; the message has the cause."""
 
     def __init__(self, message: str, *, req_ids: list[str]) -> None:
         super().__init__(message)
@@ -124,30 +124,29 @@ class GrammarError(PenstockError, RuntimeError):
 
 
 class WaitTimeout(PenstockError, TimeoutError):
-    """A wait reached its limit. Says who waited for whom, in which call, for how long."""
+    """A wait exceeded its timeout. The message has the waiting and the awaited side, the call and the time."""
 
 
 class EngineDead(PenstockError, RuntimeError):
-    """The engine stopped after failures that restarts could not mend; carries the root cause."""
+    """The engine stopped after failures that restarts did not resolve; the message has the root cause."""
 
 
 class NeedsNewProcess(EngineDead):
-    """The engine stopped after a failure that a new process could mend, and this one cannot."""
+    """The engine stopped after a failure from which only a new process can recover."""
 
 
 class ProcessLost(PenstockError, RuntimeError):
-    """A process of the engine's ended before it had answered a call. It is replaced, and requests go on."""
+    """A process of the engine exited before it answered a call. It is replaced, and requests continue."""
 
 
 class RemoteError(PenstockError, RuntimeError):
-    """What another process raised, where it was no error of Penstock's; the message has its type and text."""
+    """An exception of another process that is no error of Penstock's; the message has its type and text."""
 
 
 def is_for_the_program(error: BaseException) -> bool:
-    """Whether an exception that somebody's code let through is meant for the whole program, and not for that code.
+    """Whether an exception from foreign code must end the whole process: KeyboardInterrupt, or SystemExit.
 
-    Ctrl-C, and an exit, which a handler of another signal may ask for: in the main thread, where Python delivers
-    signals, and in a process that has not left Ctrl-C to others.
+    True only in the main thread, to which Python delivers signals, and in a process that handles SIGINT.
     """
     return (
         isinstance(error, (KeyboardInterrupt, SystemExit))
@@ -157,10 +156,10 @@ def is_for_the_program(error: BaseException) -> bool:
 
 
 class ErrorData(TypedDict):
-    """An exception as plain data, to be sent to another process.
+    """An exception as plain data, for another process.
 
-    types: the full names of its class and of its bases, nearest first, as far as they are Penstock's; else its own.
-    fields: its attributes; what is no plain data is written as text.
+    types: full names of its class and bases, nearest first, that are Penstock's; else of its class only.
+    fields: attributes; those that are no plain data as text.
     """
 
     types: list[str]
@@ -169,12 +168,12 @@ class ErrorData(TypedDict):
     cause: ErrorData | None
 
 
-# A chain of causes that is longer was not made by hand.
+# Longest chain of causes that is sent.
 _MAX_CAUSES = 16
 
 
 def error_as_data(error: BaseException, max_causes: int = _MAX_CAUSES) -> ErrorData:
-    """Everything about an exception that another process can make use of. Its traceback stays here."""
+    """Convert an exception to plain data, without its traceback."""
     ours: list[type] = [cls for cls in type(error).__mro__ if issubclass(cls, PenstockError)]
     cause = error.__cause__
     return ErrorData(
@@ -186,7 +185,7 @@ def error_as_data(error: BaseException, max_causes: int = _MAX_CAUSES) -> ErrorD
 
 
 def error_from_data(data: ErrorData) -> PenstockError:
-    """The exception again: of its own type, or the nearest base that this process knows; else a RemoteError."""
+    """Restore an exception, as its own type or the nearest base that this process knows; else as a RemoteError."""
     known = {_full_name(cls): cls for cls in _with_subclasses(PenstockError)}
     cls = next((known[name] for name in data["types"] if name in known), None)
     message = data["message"] if cls else f"{data['types'][0].rpartition('.')[2]}: {data['message']}"
@@ -195,13 +194,13 @@ def error_from_data(data: ErrorData) -> PenstockError:
 
 
 def same_error(error: PenstockError) -> PenstockError:
-    """The same again, for another caller: an exception that is raised twice collects both tracebacks."""
+    """Copy an error for another caller; an exception that is raised twice would collect both tracebacks."""
     return _made(type(error), str(error), vars(error), error.__cause__)
 
 
 def _made(cls: type[PenstockError], message: str, fields: dict[str, Any], cause: BaseException | None) -> PenstockError:
-    """An error whose fields are known already, past a constructor that would ask for them."""
-    # With several builtin bases, Python makes objects by the one whose layout they have, not the first in order.
+    """Create an error from its fields, without its constructor."""
+    # With several builtin bases, `__new__` is that of the base with the object layout, not of the first one.
     layout: Any = cls
     while "__new__" not in vars(layout):
         layout = layout.__base__
@@ -231,5 +230,5 @@ def _plain(value: Any) -> Any:
 
 
 def _sendable(text: str) -> str:
-    """Text with what no encoding has, such as the bytes of an odd file name, spelled out."""
+    """Escape surrogates that cannot be encoded, such as bytes of a file name that is not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

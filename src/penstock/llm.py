@@ -1,24 +1,24 @@
-"""The offline API."""
+"""Offline inference: the class `LLM`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import SamplingParams
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from penstock.engine.conversation import Message, list_of_conversations, render_prompt
+from penstock.engine.core_client import check_timeout
 from penstock.engine.input_processor import located
 from penstock.engine.metrics import Metric
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompts, as_list, list_of_prompts
 from penstock.engine.session import Session
-from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import InvalidRequest, UnsupportedFeature
 from penstock.observability.logging import configure_logging
 from penstock.observability.progress_bar import progress_bar
@@ -26,31 +26,35 @@ from penstock.observability.progress_bar import progress_bar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from penstock.models.interface import LanguageModel
 
-class LLM(WorkerCalls, RefusesMethods):
-    """A model in this process that generates text.
+_Result = TypeVar("_Result")
 
-    model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: the same; None takes the model's own.
-    dtype: "auto" (what the checkpoint has and the device can), "float32", "bfloat16" or "float16".
-    quantization: None, "int8" or "int4": what the weights of linear layers are rounded to while loading.
-    quantization_calibration: a JSONL file of texts to round to "int4" for; "auto" takes the one in the model's folder
-        if there is one, "none" none.
-    device: "auto" (CUDA where there is one), "cpu" or "cuda".
+
+class LLM(RefusesMethods):
+    """Offline engine: generates text with a model.
+
+    model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.
+    dtype: "auto" (the checkpoint's, if the device supports it), "float32", "bfloat16" or "float16".
+    quantization: None, "int8" or "int4": quantisation of linear weights while loading.
+    quantization_calibration: JSONL file of calibration texts for "int4" (GPTQ); "auto" takes the one in the model's
+        folder if there is one, "none" none.
+    device: "auto" (CUDA if available), "cpu" or "cuda".
     max_model_len: longest context in tokens, prompt and output together; None takes the model's own.
-    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests;
-        None takes 2048, or 512 with stages.
-    block_size: positions per block of the KV cache.
+    max_num_seqs: most requests that run at once. max_num_batched_tokens: token budget of one step, over all requests;
+        None takes 2048, or 512 with pipeline parallelism.
+    block_size: tokens per block of the KV cache.
     kv_cache_memory_bytes: size of the KV cache, in bytes or as "1GiB"; None lets `memory_fraction` decide.
-    memory_fraction: share of the device's memory for weights, activations and KV cache; None takes what is free, and
-        the KV cache no more than half of a CPU machine, or 0.9 of a GPU.
-    enable_prefix_caching: reuse the KV of prompts that begin alike.
+    memory_fraction: share of the device's memory for weights, activations and KV cache; None takes the free memory, and
+        at most half of a CPU machine for the KV cache, or 0.9 of a GPU.
+    enable_prefix_caching: reuse the KV cache of common prompt prefixes.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device.
-    seed: from it come the seeds of requests that bring none, so equal runs of equal engines give equal tokens.
+    seed: seed of the seeds of requests without one, so that equal runs of equal engines give equal tokens.
     load_format: "auto", "safetensors", "pt", "sharded_state", or "dummy" for random weights.
-    other_options: any other option of `EngineConfig.create`, and those of vLLM, of which what Penstock does not have is
-        refused by the feature's name; docs/options.md and docs/vllm.md list them.
+    other_options: any other option of `EngineConfig.create`, and those of vLLM; one of a feature that Penstock does not
+        have is refused by the feature's name; docs/options.md and docs/vllm.md list them.
 
-    Use it in a `with` block, or call `close()`: both give back all memory and threads.
+    Use it in a `with` block, or call `close()`: both free all memory and threads.
 
     Raises ConfigError, ModelError or OutOfMemory (and their kinds) when the engine cannot be started.
     """
@@ -105,7 +109,7 @@ class LLM(WorkerCalls, RefusesMethods):
 
     @property
     def config(self) -> EngineConfig:
-        """Options of this engine, all of them, with defaults; frozen."""
+        """All options of this engine, with defaults; frozen."""
         return self._config
 
     @property
@@ -207,18 +211,64 @@ class LLM(WorkerCalls, RefusesMethods):
 
     @also_from_vllm
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
+        """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
-        reset_running_requests: take the blocks from running requests, which compute theirs again.
+        reset_running_requests: preempt running requests first; their KV cache is recomputed.
         """
         return self._session.reset_prefix_cache(reset_running_requests)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., _Result],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> list[_Result]:
+        """Call a method of every worker (or of its extension class), or a function of the worker, between two steps.
+
+        method: a name, or a function whose first argument is the worker; it is pickled for workers in other processes.
+        timeout: seconds to wait for workers in other processes; a worker in this process cannot be interrupted.
+        unique_reply_rank: rank whose result is returned alone. All ranks run the call, so that their state is equal.
+
+        Returns one result per worker. Raises ConfigError for an unknown method, UnsupportedFeature for one that is not
+        built yet, WorkerError with the method's name, the rank and the cause when it fails; Penstock's own errors are
+        raised unchanged; LifecycleError after `close`, as do the methods below.
+        """
+        check_timeout(timeout)
+        return self._session.collective_rpc(method, timeout, args, kwargs, unique_reply_rank)
+
+    def apply_model(self, func: Callable[[LanguageModel], _Result]) -> list[_Result]:
+        """Call a function with each worker's model."""
+        return self.collective_rpc("apply_model", args=(func,))
+
+    @also_from_vllm
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Start profiling every step; `profiler_dir` must be set.
+
+        profile_prefix: prefix of the traces' file names. Raises ConfigError without `profiler_dir`, LifecycleError when
+        a profile runs already.
+        """
+        self.collective_rpc("profile", kwargs={"is_start": True, "profile_prefix": profile_prefix})
+
+    def stop_profile(self) -> list[str]:
+        """Stop profiling. Returns the path of each worker's trace, for https://ui.perfetto.dev.
+
+        Raises LifecycleError when none runs.
+        """
+        return self.collective_rpc("profile", kwargs={"is_start": False})
+
+    def get_model_inspection(self) -> str:
+        """The first worker's model as a tree of text: modules with sizes, dtypes and kernels."""
+        answers: list[str] = self.collective_rpc("get_model_inspection", unique_reply_rank=0)
+        return answers[0]
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, as Transformers loads it: always the same object.
 
         The engine encodes and decodes with a tokenizer of its own, which gives the same tokens; padding or truncation
-        set here do not reach it. Templates are this one's, so a `chat_template` that is set here is what `chat` uses.
-        The first call imports Transformers.
+        set here do not affect it. `chat` uses the `chat_template` of this tokenizer. The first call imports
+        Transformers.
 
         Raises TokenizerError when Transformers cannot load it.
         """
@@ -232,15 +282,15 @@ class LLM(WorkerCalls, RefusesMethods):
         return self._session.metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without sampling parameters take, as a copy.
+        """Sampling parameters of requests without any, as a copy.
 
-        The model's own defaults, where its generation_config.json (or the options generation_config and
-        override_generation_config) names any, else those of `SamplingParams`.
+        They are the model's own, from its generation_config.json (or the options generation_config and
+        override_generation_config), and the defaults of `SamplingParams` otherwise.
         """
         return self._session.default_sampling_params.clone()
 
     def close(self) -> None:
-        """Give back all memory and threads. A second call does nothing."""
+        """Free all memory and threads. A second call does nothing."""
         self._session.close()
 
     def __enter__(self) -> Self:

@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import GrammarOutput, SamplingParams, SchedulerOutput
 from penstock.engine import core as core_module
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core import EngineCore
 from penstock.engine.core_group import CoreGroup
-from penstock.engine.grammar import NoGrammar
 from penstock.engine.messages import EngineRequest
 from penstock.engine.session import Session
-from penstock.scheduler.outputs import FinishReason
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, Result, add, greedy
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
@@ -34,7 +33,7 @@ SOON_S = 60.0
 PROMPT = [5, 6, 7]
 
 
-class SlowGrammar(NoGrammar):
+class SlowGrammar:
     """Compiles the grammar of requests with the seed 1 until another thread says that it is done."""
 
     def __init__(self) -> None:
@@ -57,8 +56,18 @@ class SlowGrammar(NoGrammar):
         ready, self._ready = self._ready, []
         return ready
 
+    def constrains(self, req_id: str) -> bool:
+        return False
+
+    def accept(self, outputs: Sequence[EngineCoreOutput]) -> None: ...
+
+    def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
+        return GrammarOutput(step_id=output.step_id)
+
+    def close(self) -> None: ...
+
     def finish(self) -> None:
-        """Called by another thread."""
+        """Complete the compilation, from another thread."""
         self._ready, self.compiling = self.compiling, []
         self._wake()
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 import penstock
-from penstock.engine.token_lengths import longest_token
 from penstock.engine.tokenizer import LONG_TEXT, load_tokenizer
+from penstock.engine.tokenizer_files import longest_token
 from support.fake_engine import byte_level_tokenizer
 
 DEMO = Path(penstock.__file__).parent / "assets" / "demo"

@@ -15,7 +15,7 @@ from penstock.engine import async_engine, session
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core_thread import CoreThread
 from penstock.engine.dispatcher import Dispatcher
-from penstock.engine.limited_lock import LimitedLock
+from penstock.engine.guards import LimitedLock
 from penstock.engine.session import Session
 from penstock.errors import PenstockError, WaitTimeout
 from support.fake_engine import FakeCore, write_model

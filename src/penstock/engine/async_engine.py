@@ -20,7 +20,7 @@ from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import RequestOutputKind, SamplingParams
 from penstock.contract.param_checks import shown
 from penstock.engine.conversation import Message, render_prompt
-from penstock.engine.core_client import CoreClient
+from penstock.engine.core_client import CoreClient, check_timeout
 from penstock.engine.core_place import with_core_process
 from penstock.engine.core_thread import CoreThread
 from penstock.engine.default_sampling import default_sampling_params
@@ -34,7 +34,6 @@ from penstock.engine.params_processor import check_is_params
 from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
-from penstock.engine.worker_calls import check_timeout
 from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.executor.program import refuse_at_exit
 from penstock.observability.logging import configure_logging

@@ -14,12 +14,11 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.engine.core_client import CHANGE_WEIGHTS
-from penstock.engine.draft_log import DraftLog
-from penstock.engine.grammar import Grammar
 from penstock.engine.messages import EngineRequest
+from penstock.engine.metrics import SpecDecodeLog
 from penstock.engine.recovery import Recovery
 from penstock.engine.startup import StartedEngine, start_engine
-from penstock.engine.structured_grammar import StructuredGrammar
+from penstock.engine.structured_grammar import Grammar, StructuredGrammar
 from penstock.errors import (
     EngineDead,
     GrammarError,
@@ -102,7 +101,7 @@ class EngineCore:
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # With asynchronous scheduling draft tokens stay on the device, unless a grammar needs them.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
-        self._draft_log = DraftLog(self.scheduler.spec_decode_metrics)
+        self._spec_decode_log = SpecDecodeLog(self.scheduler.spec_decode_metrics)
         engine.executor.on_loss(self._note_loss)
 
     def add_request(self, request: EngineRequest) -> None:
@@ -266,7 +265,7 @@ class EngineCore:
         self._recovery.note_results(output.num_scheduled_tokens)
         self._outputs += outputs
         if output.scheduled_spec_decode_tokens:
-            self._draft_log.note_step()
+            self._spec_decode_log.note_step()
         try:
             self._grammar.accept(outputs)
         except Exception as error:
@@ -372,7 +371,7 @@ class EngineCore:
         self._grammar.close()
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._draft_log.close()
+            self._spec_decode_log.close()
             engine.executor.shutdown()
 
     def _end_constrained(self, error: Exception, req_ids: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from penstock.engine.messages import EngineRequest
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
 # Timeouts of loading the model, and of a call or a step, recovery included.
@@ -42,7 +42,7 @@ class CoreClient(Protocol):
         """Whether the next step has work: an output is due, or lost workers or cores are to be replaced."""
 
     def on_loss(self, callback: Callable[[], None]) -> None:
-        """Set a callback for losses that make `has_unfinished_requests` true; any thread calls it; it must not block."""
+        """Set the callback for losses that make `has_unfinished_requests` true; it may run in any thread."""
 
     def on_refused(self, callback: Callable[[str, PenstockError], None]) -> None:
         """Make `add_request` of a core in another process return at once; `step` reports refusals to the callback.
@@ -80,3 +80,9 @@ class CoreClient(Protocol):
 
     def close(self) -> None:
         """Shut down the cores and free their memory; a second call does nothing."""
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise ConfigError unless the timeout is positive or None."""
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout={timeout!r} is not valid. Allowed: a positive number of seconds, or None.")

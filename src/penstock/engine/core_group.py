@@ -17,8 +17,8 @@ from penstock.config import EngineConfig
 from penstock.engine.core_client import CHANGE_WEIGHTS, START_TIMEOUT_S
 from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
+from penstock.engine.guards import OwningProcess
 from penstock.engine.messages import CoreMessage, EngineRequest
-from penstock.engine.owning_process import OwningProcess
 from penstock.engine.routing import Router
 from penstock.engine.supervisor import LONGEST_WAIT_S, REFUSAL_TIMEOUT_S, Call, EngineSupervisor
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.engine.core_client import CALL_TIMEOUT_S, START_TIMEOUT_S
 from penstock.engine.dispatcher import Dispatcher
-from penstock.engine.owning_process import OwningProcess
+from penstock.engine.guards import OwningProcess
 from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, same_error
 
 logger = logging.getLogger(__name__)

@@ -1,17 +1,17 @@
-"""From token ids to text, one token at a time.
+"""Incremental detokenisation.
 
-A piece, once given, is never taken back, and never holds half a character: what is not yet certain is held back.
-All pieces together are what decoding all ids at once gives, special tokens left out or not. Where the output continues
-a prompt, they are what decoding prompt and output together adds to the prompt.
+A piece of text is never retracted and never ends within a character: uncertain text is held back. All pieces together
+equal decoding all ids at once, with or without special tokens. Where the output continues a prompt, they equal what
+decoding prompt and output together adds to the prompt.
 
-Three ways, by what the tokenizer's decoder does:
+Three implementations, by the tokenizer's decoder:
 
-- byte-level (GPT-2, Llama 3, Qwen): each token is bytes; characters are complete when UTF-8 says so.
+- byte-level (GPT-2, Llama 3, Qwen): each token is bytes; characters are complete by UTF-8.
 - byte-fallback (Llama 2, Mistral, Gemma): tokens are text, and characters outside the vocabulary are runs of byte
   tokens. One wrong byte makes a whole run unreadable, so a run is held back until it ends.
-- anything else: a window of tokens is decoded before and after the new one (the way of TGI and vLLM).
+- any other: a window of tokens is decoded with and without the new one, as in TGI and vLLM.
 
-The first two look each token up in a table and cost well under a microsecond per token, however long the text.
+The first two are table look-ups of well under a microsecond per token, however long the text.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class SpecialTokens(NamedTuple):
-    """How special tokens are written.
+    """Detokenisation of special tokens.
 
-    are_shown: as their text, or not at all. are_spaced: with the spaces around them that the tokenizer's decoder puts
-    between any two tokens, or without; byte-level and byte-fallback decoders put none.
+    are_shown: written as their text, or skipped. are_spaced: with the spaces that the tokenizer's decoder puts between
+    two tokens, or without; byte-level and byte-fallback decoders put none.
     """
 
     are_shown: bool
@@ -48,31 +48,31 @@ SKIPPED = SpecialTokens(are_shown=False, are_spaced=True)
 
 
 class Detokenizer(Protocol):
-    """The text of one request's output, as it grows."""
+    """Incremental detokeniser of one request's output."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; often the token's own, sometimes empty."""
+        """Add a token. Returns the text that became certain; often the token's own, sometimes empty."""
         ...
 
     def flush(self) -> str:
-        """The text still held back, when no more tokens come."""
+        """Return the text held back, after the last token."""
         ...
 
 
 class DetokenizerFactory(Protocol):
-    """What all requests of one tokenizer share."""
+    """Creates the detokenisers of one tokenizer, with shared tables."""
 
     def start(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> Detokenizer:
-        """A detokenizer for output that continues the prompt."""
+        """Create a detokeniser for output that continues the prompt."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """How one token reads on its own, special tokens included."""
+        """Text of a single token, special tokens included."""
         ...
 
 
 def detokenizer_factory(tokenizer: FastTokenizer) -> DetokenizerFactory:
-    """The quickest exact way for this tokenizer's decoder."""
+    """Return the fastest exact implementation for this tokenizer's decoder."""
     decoder = component(tokenizer.decoder) or {}
     if decoder.get("type") == "ByteLevel":
         return ByteLevelFactory(tokenizer)
@@ -85,7 +85,7 @@ def detokenizer_factory(tokenizer: FastTokenizer) -> DetokenizerFactory:
 
 
 def _byte_fallback_strip(decoder: dict[str, Any]) -> int | None:
-    """Spaces that the decoder strips from the text's start; None when it is no byte-fallback decoder that we know."""
+    """Spaces that a byte-fallback decoder strips from the text's start; None for any other decoder."""
     parts = decoder.get("decoders", [])
     if [part["type"] for part in parts[:3]] != ["Replace", "ByteFallback", "Fuse"]:
         return None
@@ -99,9 +99,9 @@ def _byte_fallback_strip(decoder: dict[str, Any]) -> int | None:
 
 
 class _TokenTable(dict[int, tuple[str, bytes]]):
-    """Each token's (text, bytes), worked out by `entry` when it first occurs.
+    """Table of (text, bytes) by token id, filled by `entry` when a token first occurs.
 
-    The bytes are empty where the text says it all; unknown and hidden tokens have neither.
+    The bytes are empty for a token with text; unknown and hidden tokens have neither.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class _TokenTable(dict[int, tuple[str, bytes]]):
 
 
 class _TableFactory:
-    """What the factories with a table share. entry: a token's text, or its bytes where they are no text alone."""
+    """Base of the factories with token tables. entry: (text, bytes) of a token; bytes only if they are no text."""
 
     def __init__(self, tokenizer: FastTokenizer, entry: Callable[[str], tuple[str, bytes]]) -> None:
         self._tokenizer = tokenizer
@@ -131,7 +131,7 @@ class _TableFactory:
         return self._showing if special.are_shown else self._hiding
 
     def token_text(self, token_id: int) -> str:
-        """How one token reads on its own, special tokens included; incomplete characters as replacement characters."""
+        """Text of a single token, special tokens included; incomplete characters as replacement characters."""
         if token_id in self._special:
             return self._tokenizer.id_to_token(token_id) or ""
         text, raw = self._hiding[token_id]
@@ -139,7 +139,7 @@ class _TableFactory:
 
 
 class NoDetokenizer:
-    """For requests that want no text."""
+    """Detokeniser of requests with `detokenize=False`: no text."""
 
     def push(self, token_id: int) -> str:
         return ""
@@ -153,9 +153,9 @@ def _special_ids(tokenizer: FastTokenizer) -> set[int]:
 
 
 class _Continuation:
-    """Takes from the output what the prompt's unfinished end already wrote.
+    """Removes from the output the text that the prompt's unfinished end has already.
 
-    A prompt may end within a character or a run of bytes, which the output's first tokens then complete or break.
+    A prompt may end within a character or a run of bytes, which the output's first tokens complete or break.
     """
 
     def __init__(self, written: str) -> None:
@@ -169,7 +169,7 @@ class _Continuation:
 
 
 class ByteLevelFactory(_TableFactory):
-    """For decoders of the byte-level kind, where every character of a token stands for one byte."""
+    """Factory for byte-level decoders, where every character of a token stands for one byte."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         super().__init__(tokenizer, _byte_level_entry)
@@ -179,7 +179,7 @@ class ByteLevelFactory(_TableFactory):
 
 
 class ByteLevelDetokenizer:
-    """Holds back the bytes of an incomplete character, at most three."""
+    """Byte-level detokeniser; holds back the bytes of an incomplete character, at most three."""
 
     __slots__ = ("_continuation", "_pending", "_table")
 
@@ -238,9 +238,9 @@ def _last_bytes(table: _TokenTable, token_ids: Sequence[int]) -> bytes:
 
 
 class ByteFallbackFactory(_TableFactory):
-    """For decoders of the byte-fallback kind.
+    """Factory for byte-fallback decoders.
 
-    num_stripped_spaces: spaces that decoding takes from the start of a text, where the tokenizer put one.
+    num_stripped_spaces: spaces that decoding strips from the start of a text.
     """
 
     def __init__(self, tokenizer: FastTokenizer, num_stripped_spaces: int) -> None:
@@ -252,7 +252,7 @@ class ByteFallbackFactory(_TableFactory):
 
 
 class ByteFallbackDetokenizer:
-    """Holds back a run of byte tokens until a token of another kind ends it."""
+    """Byte-fallback detokeniser; holds back a run of byte tokens until a token of another kind ends it."""
 
     __slots__ = ("_continuation", "_num_to_strip", "_run", "_table")
 
@@ -320,9 +320,9 @@ _SHOWN = SpecialTokens(are_shown=True, are_spaced=True)
 
 
 def window_decode(decode: Callable[[list[int], bool], str], special_ids: Collection[int]) -> WindowDecode:
-    """What a window decodes with.
+    """Return a decode function with options for special tokens.
 
-    decode: text of token ids, given them and whether to leave out special tokens.
+    decode: text of token ids, given the ids and whether to skip special tokens.
     """
 
     def decode_window(ids: list[int], special: SpecialTokens) -> str:
@@ -339,10 +339,7 @@ def window_decode(decode: Callable[[list[int], bool], str], special_ids: Collect
 
 
 class WindowFactory:
-    """For any other decoder.
-
-    decode: text of token ids.
-    """
+    """Factory for any other decoder. decode: text of token ids."""
 
     def __init__(self, decode: WindowDecode) -> None:
         self.decode = decode
@@ -359,7 +356,7 @@ class WindowFactory:
 
 
 class WindowDetokenizer:
-    """Decodes a few earlier tokens with and without the new ones; the difference is the new text."""
+    """Window detokeniser: decodes a few earlier tokens with and without the new ones; the difference is new text."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int]) -> None:
         self._decode = decode

@@ -1,4 +1,4 @@
-"""What an engine that is not running would take, as data and for people."""
+"""Memory plan of an engine that is not running, as data and as a table."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.worker.memory_plan import MemoryPlan
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Of each worker of a stage, or of all workers where one stage has all layers.
+    """Memory plan of each worker of a pipeline stage; without pipeline parallelism there is one stage.
 
-    specs: what its layers keep. memory: the arithmetic, as each worker would print it. lookup_bytes: of weights of
-    which a step reads no more than its tokens' rows. kv_cache: its part of the engine's.
+    specs: KV cache specs by layer. memory: memory plan of each worker. lookup_bytes: weights of which a step reads only
+    its tokens' rows, such as embeddings. kv_cache: the stage's part of the engine's KV cache.
     """
 
     specs: Mapping[str, KVCacheSpec]
@@ -29,7 +29,7 @@ class StagePlan:
 
     @property
     def worker_bytes(self) -> int:
-        """What a worker takes, once its KV cache is filled and full steps have run."""
+        """Memory of a worker once its KV cache is filled and full steps have run."""
         return self.memory.without_kv_cache + self.kv_cache.size_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,10 +45,13 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """stages: of a pipeline, in its order; one without. kv_cache: of all stages' layers. concurrency: requests of
-    `max_model_len` tokens at once. num_tokens: in requests of that length. num_workers: of each stage, which have a
-    share of every one of its layers; all but `engine_bytes` is said of one of them. num_engines: on this machine.
-    quantization: of the linear layers' weights, by the option or in the checkpoint; None where there is none.
+    """Memory plan of an engine.
+
+    stages: pipeline stages in order; one without pipeline parallelism. kv_cache: KV cache of the layers of all stages.
+    concurrency: requests of `max_model_len` tokens that fit at once. num_tokens: tokens that fit in such requests.
+    num_workers: tensor parallel workers per stage; all sizes but `engine_bytes` are those of one worker.
+    num_engines: engines on this machine.
+    quantization: method of the linear layers' weights, by the option or in the checkpoint; None without.
     """
 
     model: str
@@ -67,7 +70,7 @@ class EnginePlan:
     quantization: str | None = None
 
     def table(self) -> str:
-        """All of it, for a person to check."""
+        """Format the plan as a table of text."""
         in_all = f"In all, once the KV cache is filled: {format_bytes(self.engine_bytes)}"
         if self.num_engines > 1:
             total = format_bytes(self.num_engines * self.engine_bytes)
@@ -78,17 +81,17 @@ class EnginePlan:
 
     @property
     def memory(self) -> MemoryPlan:
-        """Of the stage with the least room, which decides on the number of blocks."""
+        """Memory plan of the stage with the least room, which limits the number of blocks."""
         return min((stage.memory for stage in self.stages), key=lambda memory: memory.kv_cache_bytes)
 
     @property
     def layers(self) -> tuple[KVCacheSpec, ...]:
-        """What each layer keeps, of all stages."""
+        """KV cache specs of the layers of all stages."""
         return tuple(spec for stage in self.stages for spec in stage.specs.values())
 
     @property
     def num_parameters(self) -> int:
-        """Of all stages; what two of them have, such as a tied embedding, counts twice."""
+        """Parameters of all stages; those that two stages have, such as a tied embedding, count twice."""
         return sum(stage.num_parameters for stage in self.stages)
 
     @property
@@ -98,17 +101,17 @@ class EnginePlan:
 
     @property
     def lookup_bytes(self) -> int:
-        """Of those, what a step only reads its tokens' rows of."""
+        """Bytes of the weights of which a step reads only its tokens' rows."""
         return sum(stage.lookup_bytes for stage in self.stages)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In all layers together, where none has a window."""
+        """KV cache per token, in bytes over all layers, without sliding windows."""
         return kv_bytes_per_token(self.layers)
 
     @property
     def engine_bytes(self) -> int:
-        """What all workers of an engine take together, once their KV cache is filled and full steps have run."""
+        """Memory of all workers of an engine, once their KV cache is filled and full steps have run."""
         return self.num_workers * sum(stage.worker_bytes for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,7 +184,7 @@ class EnginePlan:
 
 
 def kv_bytes_per_token(layers: tuple[KVCacheSpec, ...]) -> int:
-    """In all of these layers together, where none has a window."""
+    """KV cache per token, in bytes over these layers, without sliding windows."""
     return sum(spec.page_size_bytes // spec.block_size for spec in layers)
 
 

@@ -1,4 +1,4 @@
-"""Several outputs for one prompt (`SamplingParams.n`)."""
+"""Parallel sampling: several outputs of one prompt (`SamplingParams.n`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class FanOut:
-    """A request that is answered n times, each time by a request to the core: a sample.
+    """Parent request of n samples, each of which is a request to the core.
 
-    shares_prompt: whether the first sample's blocks of the prompt can serve the others, which then wait for them.
-    news: gets this object whenever samples have got on since it was last announced.
+    shares_prompt: whether the other samples wait for the first one's prompt blocks and share them.
+    news: list to which this object is appended when samples have progressed since the last `announce`.
     """
 
     def __init__(self, request: EngineRequest, inbox: Inbox, news: list[FanOut], *, shares_prompt: bool) -> None:
@@ -43,31 +43,31 @@ class FanOut:
         return next((sample.error for sample in self.samples if sample.error is not None), None)
 
     def output(self) -> RequestOutput:
-        """Everything so far, as a copy that does not change while the request goes on."""
+        """Snapshot of all samples so far."""
         return self._merged([sample.output() for sample in self.samples])
 
     def take_output(self) -> RequestOutput:
-        """The same, with only what is new since the last call."""
+        """As `output`, with only the text and tokens since the last call."""
         return self._merged([sample.take_output() for sample in self.samples])
 
     def append(self, sample: Progress, /) -> None:
-        """Hear that a sample got on."""
+        """Note that a sample has progressed."""
         if not self._has_news:
             self._has_news = True
             self._news.append(self)
 
     def announce(self) -> None:
-        """Tell the consumer, once for all samples that got on."""
+        """Notify the consumer, once for all samples that progressed."""
         self._has_news = False
         self.inbox.append(self)
 
     def first_requests(self) -> list[EngineRequest]:
-        """What the core gets at once."""
+        """Samples to submit to the core at once."""
         samples = self.samples[:1] if self._waits_for_prompt else self.samples
         return [sample.request for sample in samples]
 
     def next_requests(self) -> list[EngineRequest]:
-        """What the core gets now, if the prompt has been computed since."""
+        """Samples to submit now, once the first one has computed the prompt; else none."""
         first = self.samples[0]
         if not self._waits_for_prompt or not (first.token_ids or first.finished):
             return []
@@ -85,7 +85,7 @@ class FanOut:
 
 
 def sample_requests(request: EngineRequest) -> list[EngineRequest]:
-    """A request to the core for each output; the first has the seed of the request itself."""
+    """Create a core request per sample; the first has the seed of the parent request."""
     params = request.sampling_params
     assert params.seed is not None, "the front end sets a seed"
     return [
@@ -96,7 +96,7 @@ def sample_requests(request: EngineRequest) -> list[EngineRequest]:
                 params,
                 n=1,
                 seed=_sample_seed(params.seed, index),
-                # Those of the prompt are the same for all.
+                # Log-probabilities of the prompt are the same for all samples.
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             ),
         )
@@ -105,7 +105,7 @@ def sample_requests(request: EngineRequest) -> list[EngineRequest]:
 
 
 def merged_metrics(metrics: list[RequestMetrics]) -> RequestMetrics:
-    """The metrics of a request from those of its outputs."""
+    """Metrics of a request from those of its samples."""
 
     def known(name: str) -> list[float]:
         return [value for one in metrics if (value := getattr(one, name)) is not None]

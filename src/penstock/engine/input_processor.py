@@ -1,7 +1,6 @@
-"""From what a caller gives to a request that the core can run.
+"""Input processing: checks and tokenises a caller's prompt and parameters into an `EngineRequest`.
 
-Everything is checked here, before the request can reach a slot: a bad value is refused with its name, what it is and
-what is allowed.
+A bad value is refused here, before the request reaches the core, with its name, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 
 logger = logging.getLogger(__name__)
-# Values of sampling parameters, together, that take milliseconds to be checked.
+# Total number of values in sampling parameters whose check takes milliseconds.
 _MANY_VALUES = 500
 
 
 class AcceptedRequest(NamedTuple):
-    """A request that may be given to the core.
+    """A checked request.
 
-    prompt: its text, None when it came as token ids. where: what errors call it, such as "prompts[3]"; may be empty.
+    prompt: text of the prompt, None when it came as token ids. where: its name in errors, such as "prompts[3]".
     """
 
     request: EngineRequest
@@ -42,14 +41,14 @@ class AcceptedRequest(NamedTuple):
 
 
 class InputProcessor:
-    """Makes requests for one engine.
+    """Creates the requests of one engine.
 
-    max_model_len, vocab_size: of the core. sampling, structured: what requests may ask for; None takes the defaults.
-    policy: the scheduler's; only "priority" knows priorities.
-    engine: its number among engines with the same seed behind a balancer of one's own, which are not to answer alike.
+    max_model_len, vocab_size: limits of the core. sampling, structured: limits of requests; None takes the defaults.
+    policy: scheduling policy; only "priority" allows priorities.
+    engine: data parallel rank among engines of the same seed behind an external load balancer, mixed into the seeds.
 
-    A request without a seed gets one made of the engine's seed and the number of requests accepted before it. So the
-    same calls to an engine of the same seed give the same tokens, and equal prompts in one run differ.
+    A request without a seed gets one from the engine's seed and the number of requests accepted before it. So equal
+    calls to engines of the same seed give equal tokens, and equal prompts in one run differ.
     """
 
     def __init__(
@@ -93,11 +92,11 @@ class InputProcessor:
         priority: int = 0,
         number: int | None = None,
     ) -> AcceptedRequest:
-        """Check a prompt and its parameters, and make the request.
+        """Check a prompt and its parameters, and create the request.
 
-        where: what errors call it, such as "prompts[3]". request_id: None numbers the requests.
+        where: name in errors, such as "prompts[3]". request_id: None numbers the requests.
         priority: lower runs first, under the "priority" policy.
-        number: what the seed of a request without one is made of; None takes the number of requests accepted before it.
+        number: input of the seed of a request without one; None takes the number of requests accepted before it.
         Raises InvalidRequest, InvalidParameter or ContextTooLong.
         """
         with located(where):
@@ -105,10 +104,7 @@ class InputProcessor:
         return AcceptedRequest(request, text, where)
 
     def encode_part(self, prompt: Prompt, is_first: bool) -> list[int]:
-        """Tokens of a part of a prompt; only the first part begins as the tokenizer begins a text.
-
-        Raises InvalidRequest.
-        """
+        """Tokenise a part of a streamed prompt; only the first part gets special tokens. Raises InvalidRequest."""
         text, token_ids, cache_salt, parts = _fields_of(prompt)
         for key, value in (("cache_salt", cache_salt), ("parts", parts)):
             if value is not None:
@@ -117,7 +113,7 @@ class InputProcessor:
         return self._encode(text or "", add_special_tokens=is_first) if token_ids is None else token_ids
 
     def take_number(self) -> int:
-        """The number of requests before this one, for a seed; any thread may call it."""
+        """Return and increment the number of requests so far, for a seed; thread-safe."""
         return next(self._numbers)
 
     def is_quick(self, prompt: Prompt, sampling_params: SamplingParams) -> bool:
@@ -173,7 +169,7 @@ class InputProcessor:
         return request, text
 
     def _encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
-        """The tokens of a prompt; a text that cannot fit is refused before, unless it `is_cut` afterwards."""
+        """Tokenise a prompt; a text that cannot fit is refused early, unless it is truncated afterwards (`is_cut`)."""
         if is_cut:
             token_ids = self._tokenizer.encode(text, add_special_tokens)
         else:
@@ -184,7 +180,7 @@ class InputProcessor:
         return token_ids
 
     def _encode_limited(self, text: str, add_special_tokens: bool) -> list[int]:
-        # A token is about four characters, so that a text that is shorter may well fit.
+        # A token has about four characters, so a shorter text may fit.
         longest = self._tokenizer.longest_token if len(text) > 4 * self._max_model_len else None
         if longest is not None and len(text) >= longest * self._max_model_len:
             raise ContextTooLong(
@@ -208,7 +204,7 @@ class InputProcessor:
         )
 
     def _check_num_ids(self, prompt: Prompt, sampling_params: Any) -> None:
-        """Refuse a list that is too long before looking at what is in it."""
+        """Refuse a list of token ids that is too long before its items are checked."""
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
         if isinstance(token_ids, (list, tuple)):
             self._check_length(len(token_ids), getattr(sampling_params, "max_tokens", None))
@@ -236,7 +232,7 @@ class InputProcessor:
             )
 
     def _truncated(self, prompt_token_ids: list[int], num_kept: int | None) -> list[int]:
-        """The prompt's last tokens, as many as are wanted; -1 keeps what leaves room for one token."""
+        """Truncate the prompt to its last `num_kept` tokens; -1 keeps as many as leave room for one token."""
         if num_kept is None:
             return prompt_token_ids
         longest = self._max_model_len - 1
@@ -248,7 +244,7 @@ class InputProcessor:
         return prompt_token_ids[-(longest if num_kept == -1 else num_kept) :]
 
     def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """There must be room for one token; `max_tokens` is only what the request may reach where there is more."""
+        """Raise ContextTooLong unless the context has room for one token; `max_tokens` may exceed it."""
         if num_prompt_tokens < self._max_model_len:
             return
         asked = "" if max_tokens is None else f" and asks for {max_tokens:,} more"
@@ -256,7 +252,7 @@ class InputProcessor:
         raise ContextTooLong(f"The prompt has {num_prompt_tokens:,} tokens{asked}, but {limit}")
 
     def _limit(self, num_prompt_tokens: int, max_tokens: int | None = None) -> str:
-        """The longest prompt, and how there may be room for so many tokens."""
+        """Text of an error about a prompt that is too long: the limit, and options that raise it."""
         return (
             f"this engine was started for {self._max_model_len:,} (max_model_len), of which at least one is the "
             f"answer's. Shorten the prompt to {self._max_model_len - 1:,} tokens"
@@ -272,7 +268,7 @@ class InputProcessor:
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Put where a request came from (such as "prompts[3]") in front of what is wrong with it; "" puts nothing."""
+    """Prefix the text of an InvalidRequest with the request's name, such as "prompts[3]"; "" adds nothing."""
     try:
         yield
     except InvalidRequest as error:
@@ -282,7 +278,7 @@ def located(where: str) -> Iterator[None]:
 
 
 def _fields_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None, Parts | None]:
-    """The prompt's text, its token ids, its cache salt and its parts, as far as it has them."""
+    """Text, token ids, cache salt and parts of a prompt; None for absent ones."""
     if isinstance(prompt, str):
         return prompt, None, None, None
     if not isinstance(prompt, Mapping):
@@ -295,13 +291,13 @@ def _fields_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None
 
 
 def _size_of(prompt: Prompt) -> int:
-    """Characters or token ids of a prompt, as far as they are seen without looking at each."""
+    """Number of characters or token ids of a prompt, without iterating over them."""
     parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
     return sum(len(part) if isinstance(part, Sized) else LONG_TEXT for part in parts if part is not None)
 
 
 def _is_small(params: Any) -> bool:
-    """Whether checking the parameters is quick: they have no grammar, and few of what there may be many of."""
+    """Whether checking the parameters is quick: they have no grammar, and few listed values."""
     if not isinstance(params, SamplingParams):
         return True
     listed = (params.stop, params.bad_words, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)

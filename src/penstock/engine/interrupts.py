@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM between steps instead of within one, where they could leave the core half-way."""
+"""Deferral of SIGINT and SIGTERM to the end of a step, within which they could leave the core inconsistent."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-# Signals that end a program, where it handles them in Python.
+# Signals that end a process, if their handlers are Python's.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class InterruptsBetweenSteps:
-    """For a loop of steps within its `with` block: a SIGINT or SIGTERM during a step is acted on when the step is done.
+    """Context manager of a loop of steps that defers a SIGINT or SIGTERM during a step to the end of the step.
 
-    Installed once for the whole loop, since that takes as long as much of a step's bookkeeping. Between steps, and for
-    a second signal during one, everything is as without it. Does nothing outside the main thread, where Python delivers
-    no signals, nor for a signal that is not Python's to handle.
+    Installed once per loop, since installing handlers costs as much as a step's bookkeeping. Between steps, and for a
+    second signal during one, the original handlers run at once. Does nothing outside the main thread, to which Python
+    delivers signals, nor for a signal without a Python handler.
     """
 
     __slots__ = ("_handlers", "_is_in_step", "_waiting")
@@ -39,7 +39,7 @@ class InterruptsBetweenSteps:
         self._is_in_step = True
 
     def end_step(self) -> None:
-        """Act on the signal that came during the step, if one did."""
+        """Run the handler of a signal that arrived during the step, if any."""
         self._is_in_step = False
         if self._waiting:
             number, frame = self._waiting.pop()
@@ -58,13 +58,13 @@ class InterruptsBetweenSteps:
         if not self._handlers or threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._handlers.items():
-            # Another handler may have been put on top, and may call this one still.
+            # Another handler may have been installed over this one, and may still call it.
             if signal.getsignal(number) == self._take:
                 signal.signal(number, handler)
 
 
 class InterruptAfterwards(InterruptsBetweenSteps):
-    """For a `with` block that is one step."""
+    """Context manager of a single step."""
 
     __slots__ = ()
 

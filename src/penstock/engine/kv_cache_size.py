@@ -1,15 +1,18 @@
-"""How much of the memory plan becomes KV cache, and for how long a context. Needs no torch and no worker."""
+"""Size of the KV cache and context length for a memory plan. Needs no torch and no worker."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
 
 from penstock.config import EngineConfig
 from penstock.config.model import AUTO_LENGTH
 from penstock.contract import KVCacheConfig, KVCacheSpec
-from penstock.engine.memory_advice import options_that_fit
-from penstock.errors import OutOfMemory
+from penstock.errors import OutOfMemory, UnsupportedFeature
 from penstock.scheduler.kv_cache_plan import (
     bytes_to_serve,
     group_layers,
@@ -17,18 +20,20 @@ from penstock.scheduler.kv_cache_plan import (
     make_kv_cache_config,
     plan_kv_cache,
 )
+from penstock.worker.capabilities import allows_options
+from penstock.worker.lighter_weights import saved_by_int8_weights
 from penstock.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
 
 def specs_of_all(specs_by_rank: Iterable[Mapping[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """The layers of all stages, in their order."""
+    """Merge the KV cache specs of all stages, in their order."""
     return {name: spec for specs in specs_by_rank for name, spec in specs.items()}
 
 
 def whole_kv_cache_bytes(specs_by_rank: Sequence[Mapping[str, KVCacheSpec]], plans: Sequence[MemoryPlan]) -> int:
-    """Of the largest KV cache of all layers of which every worker has room for its own."""
+    """Bytes of the largest KV cache over all layers whose part fits on every worker."""
     groups = group_layers(specs_of_all(specs_by_rank))
     tensors = make_kv_cache_config(groups, num_blocks=1).tensors
     return min(
@@ -40,7 +45,7 @@ def whole_kv_cache_bytes(specs_by_rank: Sequence[Mapping[str, KVCacheSpec]], pla
 def choose_max_model_len(
     config: EngineConfig, specs: Mapping[str, KVCacheSpec], plan: MemoryPlan, available: int | None = None
 ) -> int:
-    """What was asked for; the model's own context; or, for "auto", what of that fits.
+    """Context length: `max_model_len`; by default the model's own; for "auto" the longest that fits.
 
     available: bytes for the KV cache of all layers; None takes the plan's.
 
@@ -70,7 +75,7 @@ def size_kv_cache(
     max_model_len: int,
     available: int | None = None,
 ) -> KVCacheConfig:
-    """The KV cache that fills what the plan leaves for it, but not more than could ever be used.
+    """Plan the KV cache for the memory that the plan leaves, but not larger than could ever be used.
 
     available: as in `choose_max_model_len`.
 
@@ -97,11 +102,80 @@ def size_kv_cache(
 
 
 def _most_useful_bytes(config: EngineConfig, specs: Mapping[str, KVCacheSpec], max_model_len: int) -> int:
-    """Room for every slot at full length, once more for cached prefixes: more would never be used."""
+    """Bytes for `max_num_seqs` requests of full length, twice for cached prefixes; more would never be used."""
     one_request = bytes_to_serve(group_layers(specs), max_model_len, _most_new_tokens(config))
     return 2 * config.scheduler.max_num_seqs * one_request
 
 
 def _most_new_tokens(config: EngineConfig) -> int:
-    """Of a request in a step, those that are only guessed included."""
+    """Most new tokens of a request in a step, draft tokens included."""
     return config.scheduler.max_num_batched_tokens + config.speculative.num_lookahead_tokens
+
+
+def options_that_fit(
+    config: EngineConfig,
+    specs: Mapping[str, KVCacheSpec],
+    plan: MemoryPlan,
+    *,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    available: int,
+) -> str:
+    """Sentence with each change of options by which a request of `max_model_len`, or a shorter one, fits.
+
+    available: bytes of KV cache for all layers, of which the plan's worker has its share.
+    """
+    as_int8 = _with_int8_cache(config, specs)
+    needed = bytes_to_serve(group_layers(specs), max_model_len, max_num_batched_tokens)
+    needed_as_int8 = None if as_int8 is None else _bytes_to_serve(as_int8, max_model_len, max_num_batched_tokens)
+    longest = longest_request_in_bytes(
+        group_layers(specs), available, limit=max_model_len, max_num_batched_tokens=max_num_batched_tokens
+    )
+    # Ratio of the bytes of all layers to those of the plan's worker.
+    scale = available / plan.kv_cache_bytes if plan.kv_cache_bytes > 0 else 1.0
+    found = [f"max_model_len={longest} or max_model_len='auto'"] if longest else []
+    if needed_as_int8 is not None and needed_as_int8 <= available:
+        found.append("kv_cache_dtype='int8'")
+    found += _larger_cache(plan, math.ceil(needed / scale))
+    lighter = replace(plan, weights=plan.weights - saved_by_int8_weights(config, plan.weights))
+    if lighter.weights < plan.weights and plan.requested_kv_cache is None:
+        if needed <= lighter.kv_cache_bytes * scale:
+            found.append("quantization='int8'")
+        elif needed_as_int8 is not None and available < needed_as_int8 <= lighter.kv_cache_bytes * scale:
+            found.append("quantization='int8' with kv_cache_dtype='int8'")
+    if not found:
+        return "No other context length or dtype of the KV cache fits: free memory, or take a smaller model."
+    return f"Any of these fits: {'; '.join(found)}."
+
+
+def _bytes_to_serve(specs: Mapping[str, KVCacheSpec], max_model_len: int, max_num_batched_tokens: int) -> int | None:
+    """Bytes of the smallest KV cache for such a request; None if the pages of these layers differ in size."""
+    try:
+        groups = group_layers(specs)
+    except UnsupportedFeature:
+        return None
+    return bytes_to_serve(groups, max_model_len, max_num_batched_tokens)
+
+
+def _larger_cache(plan: MemoryPlan, needed: int) -> Iterator[str]:
+    """Options that give the KV cache of this worker `needed` bytes, if the memory has them."""
+    if needed > min(plan.free_at_start - plan.weights, replace(plan, is_default_fraction=True).left_for_kv_cache):
+        return
+    if plan.requested_kv_cache is None and not plan.is_default_fraction:
+        fraction = math.ceil(100 * (needed + plan.without_kv_cache) / plan.total) / 100
+        if fraction * plan.total <= plan.free_at_start + plan.process:
+            yield f"memory_fraction={fraction:g}"
+    yield f"kv_cache_memory_bytes={needed}"
+
+
+def _with_int8_cache(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> Mapping[str, KVCacheSpec] | None:
+    """KV cache specs with int8 KV cache; None if they are int8 already, or cannot be."""
+    kept = {name: getattr(spec, "dtype", None) for name, spec in specs.items()}
+    if "int8" in kept.values() or not allows_options(
+        replace(config, cache=replace(config.cache, kv_cache_dtype="int8"))
+    ):
+        return None
+    return {
+        name: spec if kept[name] is None else msgspec.structs.replace(spec, dtype="int8")
+        for name, spec in specs.items()
+    }

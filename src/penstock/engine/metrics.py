@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
@@ -13,6 +16,8 @@ from penstock.engine.outputs import RequestMetrics
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.outputs import FinishReason, SchedulerStats
 
+logger = logging.getLogger(__name__)
+_LOG_INTERVAL_S = 10.0
 _PREFIX = "penstock:"
 # Upper bounds of the histograms' buckets, in seconds.
 _BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
@@ -26,7 +31,7 @@ _HISTOGRAMS = {
 
 
 class Counter(msgspec.Struct, frozen=True):
-    """A number that only grows. labels: of what, such as the model's name."""
+    """Monotonically increasing value. labels: such as the model's name."""
 
     name: str
     labels: dict[str, str]
@@ -34,7 +39,7 @@ class Counter(msgspec.Struct, frozen=True):
 
 
 class Vector(msgspec.Struct, frozen=True):
-    """Counters of one kind in order, such as one per draft position."""
+    """Ordered counters, such as one per draft position."""
 
     name: str
     labels: dict[str, str]
@@ -42,7 +47,7 @@ class Vector(msgspec.Struct, frozen=True):
 
 
 class Gauge(msgspec.Struct, frozen=True):
-    """A number that says how much there is at present."""
+    """Current value."""
 
     name: str
     labels: dict[str, str]
@@ -63,7 +68,7 @@ Metric: TypeAlias = Counter | Vector | Gauge | Histogram
 
 
 class _Observations:
-    """Values of one histogram."""
+    """Bucket counts and sum of one histogram."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(_BOUNDS) + 1)
@@ -90,7 +95,7 @@ class _Totals:
         self.drafts = SpecDecodeMetrics()
 
     def add(self, num_prompt_tokens: int, metrics: RequestMetrics) -> None:
-        # Before that, nothing of its prompt has been computed, as far as is known.
+        # A request that was never scheduled has computed no prompt tokens.
         if metrics.first_scheduled_time is not None:
             self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += metrics.num_cached_tokens
@@ -110,9 +115,9 @@ class _Totals:
 
 
 class EngineMetrics:
-    """Metrics of the requests of one engine, counted when a request ends; running ones are added when they are read.
+    """Metrics of one engine, counted when a request ends; running requests are added by `read`.
 
-    has_prefix_cache: whether prompts are looked up in one.
+    has_prefix_cache: whether prompts are looked up in a prefix cache.
     """
 
     def __init__(self, model_name: str, *, has_prefix_cache: bool) -> None:
@@ -131,7 +136,7 @@ class EngineMetrics:
                 self._histograms[name].add(value)
 
     def read(self, stats: SchedulerStats, running: Iterable[tuple[int, RequestMetrics]]) -> list[Metric]:
-        """All metrics. running: of each request that has not ended, tokens of its prompt and metrics so far."""
+        """All metrics. running: (prompt tokens, metrics so far) of each unfinished request."""
         now = _Totals()
         for num_prompt_tokens, metrics in running:
             now.add(num_prompt_tokens, metrics)
@@ -167,3 +172,23 @@ class EngineMetrics:
         yield Vector(name, self._labels, list(drafts.num_accepted_tokens_per_pos))
         for reason, count in self._num_ended.items():
             yield Counter(_PREFIX + "request_success", {**self._labels, "finished_reason": str(reason)}, count)
+
+
+class SpecDecodeLog:
+    """Logs the acceptance of draft tokens: periodically since the last log line, and in total at the end."""
+
+    def __init__(self, metrics: SpecDecodeMetrics) -> None:
+        self._metrics = metrics
+        self._logged = copy.deepcopy(metrics)
+        self._last_time = time.monotonic()
+
+    def note_step(self) -> None:
+        """Note a step with draft tokens."""
+        now = time.monotonic()
+        if now - self._last_time >= _LOG_INTERVAL_S:
+            logger.info("Speculation: %s", self._metrics.since(self._logged).describe())
+            self._logged, self._last_time = copy.deepcopy(self._metrics), now
+
+    def close(self) -> None:
+        if self._metrics.num_drafts:
+            logger.info("Speculation in all: %s", self._metrics.describe())

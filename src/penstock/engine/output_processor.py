@@ -1,7 +1,7 @@
-"""From the core's tokens to text, log-probabilities and metrics, per request.
+"""Output processing: turns the core's tokens into text, log-probabilities and metrics of each request.
 
-This runs after every step for every running request, so a token costs a few dictionary look-ups here, and what a
-caller may never ask for (a whole `RequestOutput`) is built only on demand.
+This runs after every step for every running request, so a token costs a few dictionary look-ups, and `RequestOutput`
+objects are built only on demand.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _STOP = FinishReason.STOP  # looked up for every token
 
 
 class Inbox(Protocol):
-    """Where a consumer hears that a request got on; a deque, for example."""
+    """Receives the progress of a consumer's requests after each step; a deque, for example."""
 
     def append(self, progress: Progress, /) -> None: ...
 
 
 class RequestProgress:
-    """One request on its way: what it has so far, and what its consumer has not seen yet.
+    """State of one request's output: everything so far, and the position up to which the consumer has read it.
 
-    index: its number among the outputs of its prompt.
+    index: number of the sample among the prompt's n outputs.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RequestProgress:
         self._num_pieces_taken = 0
         self._num_tokens_taken = 0
         self._includes_stop = params.include_stop_str_in_output
-        # Text of the first tokens, min_tokens of them, ends nothing.
+        # Stop strings do not count in the text of the first `min_tokens` tokens.
         self._num_tokens_without_stop = params.min_tokens
         self._scanner = StopScanner(params.stop, includes_stop=self._includes_stop) if params.stop else None
         self._detokenizer = _start_detokenizer(tokenizer, params, request.prompt_token_ids)
@@ -92,18 +92,18 @@ class RequestProgress:
         return "".join(self._pieces)
 
     def take_text(self) -> str:
-        """The text that is new since the last call."""
+        """Return the text since the last call."""
         self._detokenize(len(self.token_ids))
         new = self._pieces[self._num_pieces_taken :]
         self._num_pieces_taken = len(self._pieces)
         return "".join(new)
 
     def output(self) -> RequestOutput:
-        """Everything so far, as a copy that does not change while the request goes on."""
+        """Snapshot of everything so far."""
         return self._request_output(self._completion(self.text, 0))
 
     def take_output(self) -> RequestOutput:
-        """The same, with only the text, tokens and log-probabilities that are new since the last call."""
+        """As `output`, with only the text, tokens and log-probabilities since the last call."""
         first_token, self._num_tokens_taken = self._num_tokens_taken, len(self.token_ids)
         return self._request_output(self._completion(self.take_text(), first_token))
 
@@ -134,7 +134,7 @@ class RequestProgress:
         )
 
     def metrics(self) -> RequestMetrics:
-        """When things happened to the request, and what it has cost so far."""
+        """Times and counts of the request so far."""
         first, last = self._first_token_time, self._last_token_time
         return RequestMetrics(
             arrival_time=self.request.arrival_time,
@@ -150,7 +150,7 @@ class RequestProgress:
         )
 
     def advance(self, output: EngineCoreOutput, now: float) -> None:
-        """Take in one step's output. now: monotonic seconds."""
+        """Update with one step's output. now: monotonic seconds."""
         new_token_ids = output.new_token_ids
         if new_token_ids:
             self.token_ids += new_token_ids
@@ -174,15 +174,15 @@ class RequestProgress:
             self._finish(output, now)
 
     def _with_text(self, new_token_ids: list[int], output: EngineCoreOutput) -> list[int]:
-        """Those of an output's tokens that are a part of the text."""
+        """Tokens of an output that are part of the text: all but a hidden stop token."""
         is_stop_hidden = output.finish_reason is _STOP and not self._includes_stop
         return new_token_ids[:-1] if is_stop_hidden else new_token_ids
 
     def _detokenize(self, end: int) -> None:
-        """Bring the text up to the token at `end`. What is searched for stop strings is up already.
+        """Detokenise up to the token at `end`; text with stop strings is detokenised in `advance` already.
 
-        Left until somebody reads the text: after a forward pass nothing of this is in a cache, so that tokens cost
-        several times as much one by one as together.
+        Deferred until the text is read: the CPU caches are cold after a forward pass, so tokens cost several times as
+        much one by one as together.
         """
         if self._scanner is not None or self._num_detokenized == len(self.token_ids):
             return
@@ -193,7 +193,7 @@ class RequestProgress:
         self._num_detokenized = len(self.token_ids)
 
     def _add_scanned(self, token_ids: list[int], num_new: int, scanner: StopScanner) -> None:
-        """Add text up to a stop string, if there is one. What came with it and behind it is taken back."""
+        """Detokenise up to a stop string, if one is found, and drop the tokens after it."""
         for number, token_id in enumerate(token_ids, start=1):
             may_stop = self._num_tokens_without_stop <= 0
             self._num_tokens_without_stop -= 1
@@ -205,13 +205,13 @@ class RequestProgress:
                 return
 
     def _add_logprobs(self, rows: LogprobsLists, num_logprobs: int) -> None:
-        """Add a row for each token that the request has kept."""
+        """Add the log-probabilities of the tokens that were kept."""
         num_kept = len(self.token_ids) - len(self.logprobs)
         self.logprobs += islice(self._readable(rows, num_logprobs), num_kept)
         self.cumulative_logprob += sum(values[0] for values in rows.logprobs[:num_kept])
 
     def _readable(self, rows: LogprobsLists, num_logprobs: int) -> Iterator[dict[int, Logprob]]:
-        """Per row: the token that is there, and as many of the likeliest as were asked for."""
+        """Convert rows to `Logprob` by token id: the row's own token, and the `num_logprobs` most likely ones."""
         text = self.tokenizer.token_text
         width = None if num_logprobs == ALL_LOGPROBS else num_logprobs + 1
         for ids, values, rank in zip(rows.logprob_token_ids, rows.logprobs, rows.sampled_token_ranks, strict=True):
@@ -234,8 +234,8 @@ class RequestProgress:
         if piece:
             self._pieces.append(piece)
 
-    def break_off(self, error: Exception, now: float) -> None:
-        """End a request whose text or log-probabilities cannot be made; it keeps what it has."""
+    def fail(self, error: Exception, now: float) -> None:
+        """End a request whose output processing raised an error; it keeps its output so far."""
         logger.error("Request %s ends, since its output cannot be made", self.req_id, exc_info=error)
         self.finish_reason = FinishReason.ERROR
         self.error = f"The output of this request failed with {type(error).__name__}: {error}"
@@ -252,7 +252,7 @@ class RequestProgress:
         return piece
 
 
-# A request on its way, as its consumer sees it.
+# Progress of a request, as its consumer sees it.
 Progress: TypeAlias = RequestProgress | FanOut
 
 
@@ -265,17 +265,17 @@ def _start_detokenizer(tokenizer: Tokenizer, params: SamplingParams, prompt_toke
 
 @dataclass(slots=True)
 class FollowUp:
-    """What the core must hear, since a step brought what it brought."""
+    """Requests to submit to the core and to abort after a step's outputs."""
 
     requests_to_add: list[EngineRequest] = field(default_factory=list)
     req_ids_to_abort: list[str] = field(default_factory=list)
 
 
 class OutputProcessor:
-    """Knows the running requests, and brings each what the core reports about it.
+    """Tracks the running requests, and updates each from the core's outputs.
 
-    metrics: counts the requests.
-    shared_prompt_length: tokens that a prompt must have for its samples to share blocks; None if they never can.
+    metrics: metrics to update.
+    shared_prompt_length: minimum prompt tokens for samples to share blocks; None if they never can.
     """
 
     def __init__(
@@ -284,19 +284,19 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._metrics = metrics or EngineMetrics("", has_prefix_cache=shared_prompt_length is not None)
         self._shared_prompt_length = shared_prompt_length
-        # By the core's ids: a request with several outputs is several requests to the core.
+        # By the core's ids: a request with n samples is n requests to the core.
         self._running: dict[str, RequestProgress] = {}
         self._fan_outs: dict[str, FanOut] = {}
         self._news: list[FanOut] = []
 
     def __len__(self) -> int:
-        """Number of the core's requests that are followed."""
+        """Number of running requests of the core."""
         return len(self._running)
 
     def add(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> tuple[Progress, list[EngineRequest]]:
-        """Follow a request from now on. `inbox` gets its progress appended after every step that brought it on.
+        """Track a request. Its progress is appended to `inbox` after every step with an output of it.
 
-        Returns its progress, and what the core must be given at once.
+        Returns its progress, and the requests to submit to the core at once.
         Raises InvalidRequest when a running request has the same id.
         """
         if request.req_id in self._running or request.req_id in self._fan_outs:
@@ -309,9 +309,9 @@ class OutputProcessor:
         return progress, [request]
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> FollowUp | None:
-        """Take in a step's outputs. Those of requests that are not followed (any more) are dropped.
+        """Process a step's outputs; outputs of unknown requests are dropped.
 
-        Returns what follows from them; None for nothing, as in most steps.
+        Returns the requests to submit and abort; None if there are none, as in most steps.
         """
         now = time.monotonic()
         running = self._running
@@ -323,7 +323,7 @@ class OutputProcessor:
             try:
                 progress.advance(output, now)
             except Exception as error:
-                progress.break_off(error, now)
+                progress.fail(error, now)
             if progress.finish_reason is not None:
                 del running[output.req_id]
                 self._note_end(progress, progress.finish_reason)
@@ -344,12 +344,12 @@ class OutputProcessor:
         )
 
     def request_of(self, core_id: str) -> Progress | None:
-        """The request, as its consumer sees it, that the core has under this id; None if it is not followed."""
+        """Progress of the caller's request to which a core's id belongs; None if it is unknown."""
         progress = self._running.get(core_id)
         return progress.inbox if progress is not None and isinstance(progress.inbox, FanOut) else progress
 
     def core_ids(self, req_ids: Iterable[str]) -> list[str]:
-        """The core's ids of these requests, as far as they run."""
+        """Core ids of these requests, as far as they run."""
         ids = []
         for req_id in req_ids:
             fan_out = self._fan_outs.get(req_id)
@@ -358,7 +358,7 @@ class OutputProcessor:
         return ids
 
     def forget(self, req_ids: Iterable[str]) -> list[str]:
-        """Follow these requests no longer. Returns their ids in the core."""
+        """Stop tracking these requests. Returns their core ids."""
         names = list(req_ids)
         core_ids = self.core_ids(names)
         for core_id in core_ids:

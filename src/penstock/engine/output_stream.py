@@ -1,4 +1,4 @@
-"""From the core's thread to a coroutine: what is new about one request."""
+"""Streams of one request's outputs from the core's thread to a coroutine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.errors import PenstockError
 
 
 class StreamLock:
-    """Held while progress changes or is read. Whoever lets go of it wakes the coroutines that have news by then.
+    """Lock for changing and reading progress, whose release wakes the coroutines of the streams with new outputs.
 
-    A loop is woken once for all its streams.
+    Each event loop is woken once for all its streams.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class StreamLock:
             self._wake(streams)
 
     def notify(self, stream: OutputStream) -> None:
-        """Wake the stream when the lock, which must be held, is let go."""
+        """Wake the stream when the lock, which must be held, is released."""
         self._with_news.append(stream)
 
     def take_orphans(self) -> list[OutputStream]:
-        """Streams that nobody can read any more: their event loops were closed."""
+        """Return and clear the streams whose event loops were closed."""
         orphans, self._orphans = self._orphans, []
         return orphans
 
@@ -61,9 +61,9 @@ def _set_all(streams: list[OutputStream]) -> None:
 
 
 class OutputStream:
-    """An inbox for one request, read by one coroutine of the running event loop.
+    """Inbox of one request, read by one coroutine of the running event loop.
 
-    It holds no outputs: a reader that is slow finds all that came since in one.
+    It queues no outputs: a slow reader gets everything since its last read in one.
     """
 
     def __init__(self, kind: RequestOutputKind, lock: StreamLock) -> None:
@@ -71,7 +71,7 @@ class OutputStream:
         self.wake = asyncio.Event()
         # Set once the core has the request.
         self.progress: Progress | None = None
-        # Whether the reader has seen the end.
+        # Whether the reader has the last output.
         self.is_over = False
         self._kind = kind
         self._lock = lock
@@ -80,17 +80,17 @@ class OutputStream:
         self._watch: asyncio.TimerHandle | None = None
 
     def append(self, progress: Progress, /) -> None:
-        """Hear that the request got on; the lock is held."""
+        """Note that the request has progressed; the lock is held."""
         if progress.finished or self._kind is not RequestOutputKind.FINAL_ONLY:
             self._notify()
 
     def fail(self, error: Exception) -> None:
-        """Let the reader have this error, unless the request has ended; the lock is held."""
+        """Raise this error in the reader, unless the request has ended; the lock is held."""
         self._error = error
         self._notify()
 
     def watch(self, interval_s: float, check: Callable[[str], None]) -> None:
-        """Call `check` every so many seconds; the reader gets what it raises."""
+        """Call `check` every `interval_s` seconds; its error is raised in the reader."""
         self._watch = self.loop.call_later(interval_s, self._check, interval_s, check)
 
     def end_watch(self) -> None:
@@ -107,7 +107,7 @@ class OutputStream:
             self.watch(interval_s, check)
 
     async def next(self) -> RequestOutput:
-        """What is new, waited for. Raises the error that the request, or the engine, came to."""
+        """Wait for the next output. Raises the error of the request or the engine."""
         await self.wake.wait()
         self.wake.clear()
         with self._lock:
@@ -119,7 +119,7 @@ class OutputStream:
         if self._error is not None and not (progress is not None and progress.finished):
             self.is_over = True
             raise self._error
-        assert progress is not None, "there is no news before there is progress"
+        assert progress is not None, "a stream without an error is notified after its progress is set"
         self.is_over = progress.finished
         return progress.take_output() if self._kind is RequestOutputKind.DELTA else progress.output()
 

@@ -1,26 +1,28 @@
-"""Checks a request's sampling parameters against this engine, and fills in what only the front end knows.
+"""Processing of sampling parameters: checks them against this engine, and tokenises their texts.
 
-A worker knows token ids and no text, so words become sequences of tokens here, before the request is sent.
+Workers know token ids and no text, so bad words and markers become token sequences here.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.config import SamplingConfig, StructuredOutputsConfig
 from penstock.config.reasoning import reasoning_markers
+from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.contract.param_checks import shown
 from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
-from penstock.engine.logits_processor_checks import LogitsProcessorChecks
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
 
 if TYPE_CHECKING:
+    from penstock.runner.sampling import LogitsProcessor
     from penstock.structured.reasoning import ReasoningTokens
 
 
@@ -33,7 +35,7 @@ def check_is_params(params: Any) -> None:
 
 
 class ParamsProcessor:
-    """vocab_size: of the model; all token ids of a request must be below it."""
+    """Processor of sampling parameters. vocab_size: of the model; all token ids of a request must be below it."""
 
     def __init__(
         self,
@@ -56,10 +58,7 @@ class ParamsProcessor:
         self._logits_processors = LogitsProcessorChecks(config.logits_processors)
 
     def process(self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> SamplingParams:
-        """The parameters as the worker needs them; the seed is not set here. prompt_token_ids: that they are for.
-
-        Raises InvalidParameter.
-        """
+        """Return the parameters as the worker needs them, without a seed. Raises InvalidParameter."""
         check_is_params(params)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_num_logprobs(name, getattr(params, name))
@@ -78,13 +77,13 @@ class ParamsProcessor:
         if params.thinking_token_budget is not None:
             budget = self._thinking_budget(params, prompt_token_ids)
             changes["extra_args"] = {**(params.extra_args or {}), THINKING_BUDGET: budget}
-        # Its caller may set fields of the original meanwhile.
+        # A copy, since the caller may change fields of the original meanwhile.
         params = msgspec.structs.replace(params, **changes)
         self._logits_processors.check(params)
         return params
 
     def _check_structured(self, constraint: StructuredOutputsParams) -> None:
-        """What is wrong with it that does not take compiling it to know; equal ones are looked at once."""
+        """Check a constraint without compiling it; a repeated one is checked once."""
         if not self._eos_token_ids:
             raise InvalidParameter("structured_outputs cannot be kept: this model has no token that ends a text.")
         if not self._tokenizer.is_fast:
@@ -93,7 +92,7 @@ class ParamsProcessor:
             self._reasoning_tokens("structured_outputs")
         if constraint == self._last_checked:
             return
-        # Only who constrains outputs pays for the import.
+        # Imported on first use.
         from penstock.structured.constraint_check import check_constraint
 
         check_constraint(constraint, self._structured.max_grammar_bytes)
@@ -123,18 +122,18 @@ class ParamsProcessor:
                 )
 
     def _thinking_budget(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """Argument of the logits processor of that name."""
+        """Argument of the thinking-budget logits processor."""
         start, end, *implied = self._reasoning_tokens(f"thinking_token_budget={params.thinking_token_budget}")
         argument: dict[str, Any] = {"budget": params.thinking_token_budget}
         argument |= {"start_token_ids": start, "end_token_ids": end}
         if implied:
             argument["implied_end_token_ids"] = implied
-        if self._markers.starts_in_reasoning and self._stages.reasons_after(prompt_token_ids):
+        if self._markers.starts_in_reasoning and self._reasoning.reasons_after(prompt_token_ids):
             argument["starts_in_thinking"] = True
         return argument
 
     def _reasoning_tokens(self, needed_for: str) -> list[list[int]]:
-        """The markers of reasoning, as tokens: what begins it, what ends it, and what else does."""
+        """Token sequences of the reasoning markers: start, end, and implied ends."""
         markers, encoded = self._markers, []
         for name, text in (("reasoning_start_str", markers.start), ("reasoning_end_str", markers.end)):
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -148,14 +147,14 @@ class ParamsProcessor:
         return [*encoded, *(token_ids for token_ids in implied if token_ids)]
 
     @functools.cached_property
-    def _stages(self) -> ReasoningTokens:
-        # Only engines of models that reason pay for the import.
+    def _reasoning(self) -> ReasoningTokens:
+        # Imported on first use.
         from penstock.engine.structured_grammar import reasoning_tokens
 
         return reasoning_tokens(self._tokenizer, self._markers)
 
     def _spell(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The bad words as tokens: as a word that begins a text, and as one after a space."""
+        """Tokenise the bad words, both at the beginning of a text and after a space."""
         sequences = dict.fromkeys(tuple(sequence) for sequence in params.bad_words_token_ids)
         for word in params.bad_words:
             bare = word.lstrip()
@@ -166,3 +165,38 @@ class ParamsProcessor:
                 self._check_ids("bad_words", token_ids)
                 sequences[token_ids] = None
         return tuple(sequences)
+
+
+class LogitsProcessorChecks:
+    """Validation of requests by custom logits processors, whose classes are loaded on first use.
+
+    configured: the engine's option logits_processors.
+    """
+
+    def __init__(self, configured: tuple[str | type, ...]) -> None:
+        self._configured = configured
+        self._are_any = bool(configured) or bool(entry_points(group=LOGITS_PROCESSORS_GROUP))
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidParameter for `extra_args` of an unknown processor, or if a processor refuses the request."""
+        if not self._are_any and params.extra_args is None:
+            return
+        names = [processor.name for processor in self._classes]
+        for name, value in (params.extra_args or {}).items():
+            if name not in names:
+                raise InvalidParameter(
+                    f"extra_args has {shown(name)} (given: {shown(value)}), but there is no logits processor of "
+                    f"that name. Allowed: {', '.join(names)}. Others are loaded with the option logits_processors."
+                )
+        for processor in self._classes:
+            try:
+                processor.validate(params)
+            except ValueError as error:
+                raise InvalidParameter(f"Logits processor {processor.name!r} refuses the request: {error}") from error
+
+    @functools.cached_property
+    def _classes(self) -> list[type[LogitsProcessor]]:
+        # Not imported unless there are processors: it needs torch.
+        from penstock.runner.sampling.load_processors import load_logits_processors
+
+        return load_logits_processors(self._configured)

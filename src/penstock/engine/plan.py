@@ -1,7 +1,7 @@
-"""The memory of an engine that is not running: the arithmetic of `worker/memory_plan.py` without a worker.
+"""Memory planning of an engine that is not running: `worker/memory_plan.py` without a worker.
 
-The model is built and run without memory, as the worker does when it plans; of the weight files only the headers are
-read.
+The model is built and run on the meta device, as the worker does when it plans; only the headers of the weight files
+are read.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
 def plan_engine(model: str | Path, *, revision: str | None = None, **options: Any) -> EnginePlan:
     """Plan an engine with these options (those of `EngineConfig.create`) on this machine, as it is now.
 
-    Of a hub id that is not in the local cache, the configuration and the headers are fetched, and no weights.
+    For a hub id that is not in the local cache, the configuration and the headers are fetched, and no weights.
     Raises OutOfMemory when the engine could not start, and what loading the model raises.
     """
     folder, is_on_hub = resolve_metadata_folder(model, revision)
-    # A shipped model keeps its name, by which its head is found.
+    # A shipped model keeps its name, by which its EAGLE-3 head is found.
     config = EngineConfig.create(str(folder) if is_on_hub else model, **options)
     refuse_unsuitable(config.model)
     device = _choose_device(config.device.device)
@@ -105,7 +105,7 @@ def _room(plan: MemoryPlan) -> int:
 
 
 def _first_ranks(config: EngineConfig) -> list[ParallelState]:
-    """The places of each stage's first worker, which has an equal share; they meet nobody, since nothing has values."""
+    """`ParallelState` of each stage's first rank; meta tensors need no communication, so no other rank joins."""
     parallel = config.parallel
     memory = share_memory(parallel)
     try:
@@ -120,7 +120,7 @@ def _first_ranks(config: EngineConfig) -> list[ParallelState]:
 def _tensors(
     model: str, revision: str | None, config: EngineConfig, *, is_on_hub: bool
 ) -> list[tuple[str, Tensor]] | None:
-    """The checkpoint's, without memory; None for random weights. Of what is on the hub alone, by its headers."""
+    """Meta tensors of the checkpoint, or of its headers on the hub; None for random weights."""
     if config.load.load_format == "dummy":
         return None
     quiet = replace(config.load, use_tqdm_on_load=False)
@@ -192,7 +192,7 @@ def _plan_memory(
 
 
 def _plan_processors(config: EngineConfig, limits: RunnerLimits) -> int:
-    """What custom logits processors keep; they are made, where there are any."""
+    """Bytes of state of custom logits processors, measured by creating them."""
     if not config.sampling.logits_processors and not installed():
         return 0
     with closing(CpuDevice(config.device.num_threads)) as device:
@@ -218,7 +218,7 @@ def _limits(config: EngineConfig) -> RunnerLimits:
 
 
 def _memory_of(device: str, num_ranks: int) -> MemoryLimit:
-    """Each rank's: ranks share the memory of a CPU machine, and have a GPU each."""
+    """Memory limit per rank: ranks share the memory of a CPU machine, and have a GPU each."""
     if device == "cpu":
         limit = memory_limit()
         return MemoryLimit(limit.total_bytes // num_ranks, limit.free_bytes // num_ranks)

@@ -1,12 +1,14 @@
-"""What callers bring as prompts: text, token ids in whatever holds integers, dictionaries, and several of these.
+"""Types and parsing of prompts: text, token ids in any container of integers, dictionaries, and lists of these.
 
-Arrays and tensors are known by what they can do (`tolist`), so that no library is imported to look for its own.
+Arrays and tensors are recognised by their `tolist` method, without importing their libraries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Protocol, TypeAlias, TypedDict
+
+import msgspec
 
 from penstock.config import vllm
 from penstock.contract.param_checks import shown
@@ -21,7 +23,7 @@ _HINTS = {
 
 
 class RenderedText(str):
-    """A prompt's text with its special tokens written out, as a chat template renders it: it gets no further ones."""
+    """Text of a prompt with its special tokens, as a chat template renders it; tokenising adds no others."""
 
     __slots__ = ()
 
@@ -38,10 +40,10 @@ TokenIds: TypeAlias = Iterable[int] | ArrayOfIds
 class PromptDict(TypedDict, total=False):
     """A prompt with its options; it needs `prompt` or `prompt_token_ids`.
 
-    prompt: text; next to token ids only what outputs show as the prompt.
+    prompt: text; together with token ids only shown in outputs.
     prompt_token_ids: tokens, used as they are.
     cache_salt: cached prefixes are shared only among requests of the same salt.
-    parts: by the name of a plugin's feature, what this request gives it: a `Part`, or its fields as plain data.
+    parts: data for plugins' features, by name: a `Part`, or its fields as plain data.
     """
 
     prompt: str
@@ -50,14 +52,25 @@ class PromptDict(TypedDict, total=False):
     parts: Mapping[str, Any] | None
 
 
+class LoRARequest(msgspec.Struct, frozen=True):
+    """LoRA adapter of a request, with vLLM's fields. Engines refuse it, since adapters are not supported yet.
+
+    lora_name: display name. lora_int_id: number, from 1 on. lora_path: folder with the adapter in PEFT's format.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+
 Prompt: TypeAlias = str | TokenIds | PromptDict
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """A new list of what an array, a sequence, a view of values or an iterator holds; None for anything else.
+    """Copy an array, a sequence, a view of values or an iterator to a list; None for anything else.
 
-    Arrays are lists of lists by their dimensions. Texts, bytes, dictionaries and sets are no lists.
+    Arrays become nested lists. Texts, bytes, dictionaries and sets are no lists.
     """
     if isinstance(value, (list, tuple)):
         return list(value)
@@ -68,7 +81,7 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def list_of_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts; numbers alone are one prompt, of token ids, and an array of two dimensions has one per row."""
+    """Return a list of prompts; a list of numbers is one prompt, and an array of two dimensions has one per row."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     listed = as_list(prompts)
@@ -81,7 +94,7 @@ def list_of_prompts(prompts: Any) -> list[Any]:
 
 
 def list_of_ids(token_ids: Any) -> list[int]:
-    """One prompt's token ids as a new list. Raises InvalidRequest for anything but integers."""
+    """Copy one prompt's token ids to a list. Raises InvalidRequest for anything but integers."""
     ids = as_list(token_ids)
     if ids is None:
         raise InvalidRequest(
@@ -106,9 +119,9 @@ def list_of_ids(token_ids: Any) -> list[int]:
 
 
 def check_fields(prompt: Mapping[Any, Any]) -> None:
-    """Raises InvalidRequest for a field that a prompt cannot have, or one that is missing.
+    """Check the fields of a prompt. Raises InvalidRequest for an unknown or missing field.
 
-    UnsupportedParameter (an InvalidRequest, too) names the feature of a field that vLLM has.
+    A field of vLLM's raises UnsupportedParameter (an InvalidRequest), which names its feature.
     """
     if not prompt.keys() <= set(PROMPT_KEYS):
         for key in vllm.fields_as_ours(prompt, PROMPT_KEYS):
@@ -127,10 +140,10 @@ def check_fields(prompt: Mapping[Any, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """An array as lists of numbers, or as a number where it has no dimension."""
+    """Convert an array to nested lists, or to a number if it has no dimension."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _scalar(value: Any) -> Any:
-    """A number of another library as one of Python; anything else as it is."""
+    """Convert a number of another library to Python's; return anything else unchanged."""
     return value if type(value) is int or getattr(value, "ndim", None) != 0 else _plain(value)

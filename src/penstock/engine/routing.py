@@ -1,43 +1,41 @@
-"""Which of several engines gets a request."""
+"""Routing of requests to engines: prefix-aware load balancing."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-# Blocks of prompts that are remembered of each engine: a million tokens in blocks of 16.
+# Prompt blocks remembered per engine: a million tokens in blocks of 16.
 MAX_BLOCKS = 1 << 16
-# How many requests an engine may have that has seen a prompt's beginning: so many times those of the least busy one,
-# and these more.
+# Load limit of an engine that has a prompt's prefix: this multiple of the least loaded engine's requests, plus a few.
 _MOST_TIMES, _MOST_MORE = 1.5, 4
 
 
 class Router:
-    """Sends requests to the engine with the fewest, or to one that has seen the beginning of their prompt.
+    """Routes a request to the engine with the longest prefix-cache hit, within a load limit; else to the least loaded.
 
-    That one has it in its prefix cache, unless it was pushed out since; so it may have more requests than others, but
-    not many more.
+    Hits are estimated from the prompts routed before; an engine may have evicted their blocks since.
 
-    block_size: positions of a cached block; None where nothing is cached.
+    block_size: positions of a cached block; None without prefix caching.
     """
 
     def __init__(self, num_engines: int, block_size: int | None, max_blocks: int = MAX_BLOCKS) -> None:
         self._block_size = block_size
         self._max_blocks = max_blocks
-        # By engine: hashes of prompts' blocks with all that is before them, the latest last.
+        # By engine: prefix hashes of prompts' blocks, least recently used first.
         self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_engines)]
 
     def choose(self, num_requests: Mapping[int, int], token_ids: Sequence[int], cache_salt: str | None = None) -> int:
-        """The engine for a prompt, which it then has seen.
+        """Choose the engine for a prompt, and remember the prompt's blocks for it.
 
-        num_requests: unfinished ones, of each engine that may be chosen.
+        num_requests: unfinished requests, by candidate engine.
         """
         hashes = self._hashes(token_ids, cache_salt)
         most = _MOST_TIMES * min(num_requests.values()) + _MOST_MORE
         candidates = [engine for engine, number in num_requests.items() if number <= most]
         chosen = min(candidates, key=lambda engine: (-self._num_seen(engine, hashes), num_requests[engine]))
         seen = self._seen[chosen]
-        # The first block is the last to be forgotten, since without it the others are not found.
+        # The first block is evicted last, since the others are not found without it.
         for block in reversed(hashes):
             seen[block] = None
             seen.move_to_end(block)
@@ -46,7 +44,7 @@ class Router:
         return chosen
 
     def forget(self, engine: int) -> None:
-        """Its cache is empty now."""
+        """Forget an engine's blocks, after its prefix cache was cleared."""
         self._seen[engine].clear()
 
     def _num_seen(self, engine: int, hashes: Sequence[int]) -> int:
@@ -54,7 +52,7 @@ class Router:
         return next((index for index, block in enumerate(hashes) if block not in seen), len(hashes))
 
     def _hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[int]:
-        """Of the prompt's full blocks. Two prompts that have one by accident cost time, and nothing else."""
+        """Prefix hashes of the prompt's full blocks. A collision costs time only."""
         if self._block_size is None:
             return []
         size = self._block_size

@@ -1,4 +1,4 @@
-"""Requests in, progress out: what the offline API and the command line share."""
+"""Synchronous session with an engine, for the offline API and the command line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.contract import SamplingParams
 from penstock.engine.core_client import CoreClient
 from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
+from penstock.engine.guards import LimitedLock
 from penstock.engine.input_processor import AcceptedRequest, located
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
-from penstock.engine.limited_lock import LimitedLock
 from penstock.engine.metrics import Metric
 from penstock.engine.output_processor import Progress
 from penstock.engine.prompts import Prompt
@@ -25,24 +25,23 @@ from penstock.executor.program import refuse_at_exit
 
 logger = logging.getLogger(__name__)
 
-# How long the end of the program waits for a step of a daemon thread.
+# Longest wait at exit for a step in a daemon thread.
 _EXIT_TIMEOUT_S = 30.0
 
 
 class Session:
-    """An engine core with its tokenizer, which is in this process; so is the core, unless `load_core` says otherwise.
+    """An engine core with its tokenizer, in this process unless `load_core` returns the client of another one.
 
-    Whoever waits for a request drives the core, for everyone: several `run`s may go on at once, nested or in several
-    threads.
+    Each `run` steps the core for all requests: several may be active at once, nested or in several threads.
 
-    default_sampling_params: for requests that bring none.
+    default_sampling_params: parameters of requests without any.
 
     Raises what loading the tokenizer and the model raises.
     """
 
     def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> None:
         refuse_at_exit()
-        # The tokenizer first: a damaged one is found before seconds go into loading weights.
+        # The tokenizer first: a damaged one is found before the weights are loaded.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self.default_sampling_params = default_sampling_params(config.model)
         self._core = load_core(config)
@@ -50,7 +49,7 @@ class Session:
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))
         self._lock = LimitedLock("finish its step")
         self._is_closed = False
-        # Called at the end of the program.
+        # Called at exit.
         weakref.finalize(self, _hold, self._lock)
 
     @property
@@ -67,10 +66,10 @@ class Session:
         priority: int = 0,
         number: int | None = None,
     ) -> AcceptedRequest:
-        """Check a prompt and its parameters. The request runs once it is given to `run`.
+        """Check a prompt and its parameters, and create the request for `run`.
 
-        where: what errors call it, such as "prompts[3]". priority: lower runs first, under the "priority" policy.
-        number: what the seed of a request without one is made of; None takes the number of requests before it.
+        where: name in errors, such as "prompts[3]". priority: lower runs first, under the "priority" policy.
+        number: input of the seed of a request without one; None takes the number of requests before it.
         Raises InvalidRequest, InvalidParameter or ContextTooLong; LifecycleError after `close`.
         """
         with self._lock:
@@ -82,13 +81,13 @@ class Session:
         requests: Sequence[AcceptedRequest],
         on_refused: Callable[[AcceptedRequest, InvalidRequest], None] | None = None,
     ) -> Generator[Progress, None, None]:
-        """Run requests to their end, yielding each one's progress whenever it got on.
+        """Run requests to their end, yielding the progress of each after every step with an output of it.
 
-        on_refused: told of a request that the core refuses, such as one that its KV cache cannot hold, while the others
-        run; None raises what it said.
+        on_refused: called for a request that the core refuses, such as one that its KV cache cannot hold, while the
+        others run; None raises the error.
 
-        An exception, Ctrl-C included, or closing the generator aborts what is unfinished; the session goes on serving
-        others. Iterate within `contextlib.closing`, so that an error in your loop aborts at once.
+        An exception, Ctrl-C included, or closing the generator aborts unfinished requests; other `run`s continue.
+        Iterate within `contextlib.closing`, so that an error in your loop aborts at once.
         """
         inbox: deque[Progress] = deque()
         unfinished: set[str] = set()
@@ -108,9 +107,9 @@ class Session:
                 self._abandon(unfinished)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; False, and nothing is done, while requests hold blocks.
+        """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
-        reset_running_requests: take the blocks from running requests, which compute theirs again.
+        reset_running_requests: preempt running requests first; their KV cache is recomputed.
         """
         with self._lock:
             self._check_open()
@@ -118,7 +117,7 @@ class Session:
                 return self._core.reset_prefix_cache(reset_running_requests)
 
     def metrics(self) -> list[Metric]:
-        """Metrics of the engine and of its requests at present."""
+        """Current metrics of the engine and its requests."""
         with self._lock:
             self._check_open()
             return self._dispatcher.metrics()
@@ -131,13 +130,13 @@ class Session:
         kwargs: dict[str, Any] | None,
         unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """Call a method of every worker between two steps, whoever drives them; one answer each, or that of one."""
+        """Call a method of every worker between two steps; one result per rank, or that of `unique_reply_rank` only."""
         with self._lock:
             self._check_open()
             return self._core.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
 
     def close(self) -> None:
-        """Give back the model, its memory and its threads. A second call does nothing, nor does one in a fork."""
+        """Free the model, its memory and its threads. A second call does nothing, nor does one in a fork."""
         if not self._lock.owner.is_here():
             return
         with self._lock:
@@ -166,7 +165,7 @@ class Session:
                 on_refused(accepted, error)
 
     def _turn(self, inbox: deque[Progress], interrupts: InterruptsBetweenSteps) -> None:
-        """One step of the core, whose outputs go to everyone's inboxes."""
+        """Run one step of the core, and deliver its outputs to the inboxes of all runs."""
         with self._lock:
             if self._is_closed:
                 self._check_open()
@@ -178,7 +177,7 @@ class Session:
             if not inbox and not self._core.has_unfinished_requests():
                 raise EngineDead("The engine has nothing left to do, but a request has not ended. This is a defect.")
         if not inbox:
-            # Others may have the core meanwhile.
+            # Without the lock, so that other threads can use the core.
             self._core.wait_for_work()
 
     def _abandon(self, req_ids: set[str]) -> None:
@@ -191,7 +190,7 @@ class Session:
                 with InterruptAfterwards():
                     self._dispatcher.abandon(req_ids)
             except Exception:
-                # Logged and not raised: it would hide the failure that brought us here.
+                # Logged and not raised, since it would hide the original error.
                 logger.exception("Could not abort %d requests", len(req_ids))
 
     def _check_open(self) -> None:
@@ -200,10 +199,10 @@ class Session:
 
 
 def _hold(lock: LimitedLock) -> None:
-    """Keep daemon threads between two steps while the interpreter is finalised.
+    """Keep daemon threads from running steps while the interpreter is finalised.
 
-    Python before 3.14 ends a thread that comes back from an operator of torch by then, and the C++ frames that are
-    unwound end the process ("terminate called without an active exception").
+    Python before 3.14 ends a thread that returns from a torch operator during finalisation, and unwinding its C++
+    frames aborts the process ("terminate called without an active exception").
     """
     if not lock.owner.is_here():
         return

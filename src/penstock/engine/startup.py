@@ -1,4 +1,4 @@
-"""From options to workers that are ready, with the memory arithmetic in between."""
+"""Engine start-up: creates the workers, plans the memory and allocates the KV cache."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StartedEngine:
-    """Workers with their KV cache, and what was decided on the way.
+    """Workers with their KV cache, and the plan by which they were started.
 
-    config: with which the weights that serve were loaded. config_updates: what was changed for the next reload.
-    step_costs: (tokens, seconds) of steps as measured; None where nobody goes by them.
+    config: configuration with which the current weights were loaded. config_updates: changes for the next reload.
+    step_costs: measured (tokens, seconds) of steps; None without adaptive speculative decoding.
     """
 
     config: EngineConfig
@@ -39,7 +39,7 @@ class StartedEngine:
 
     @property
     def startup_times(self) -> list[PhaseTime]:
-        """Times of the startup phases, of the workers that serve now."""
+        """Times of the startup phases of the current workers."""
         return self.executor.startup_times
 
     def restart_workers(self) -> None:
@@ -102,7 +102,7 @@ def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig
 
 
 def _check_can_speculate(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:
-    """Raise UnsupportedFeature for an engine in which no draft could be verified."""
+    """Raise UnsupportedFeature for an engine that cannot verify draft tokens."""
     if config.model.pools:
         raise UnsupportedFeature(
             "speculative_config: an engine that pools has no tokens that could be drafted. Leave it out."

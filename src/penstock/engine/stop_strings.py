@@ -1,8 +1,7 @@
-"""Finding stop strings in a text that comes piece by piece.
+"""Incremental search for stop strings.
 
-The text ends where the first stop string is complete, wherever the borders of its tokens fall; of two that are complete
-at the same character, the one that was named first counts. What may become a stop string is held back until that is
-decided, and nothing else is.
+The text ends where the first stop string is complete, across token boundaries; of two that are complete at the same
+character, the one listed first counts. Text that may become a stop string is held back until that is decided.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Sequence
 
 
 class StopAutomaton:
-    """All stop strings as one automaton, which takes a step per character (Aho and Corasick, 1975).
+    """Aho-Corasick automaton of all stop strings, one transition per character (Aho and Corasick, 1975).
 
-    A state is the longest end of the text that some stop string begins with; `depth` is its length.
+    A state is the longest suffix of the text that is a prefix of a stop string; `depth` is its length.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -29,14 +28,14 @@ class StopAutomaton:
         self._link()
 
     def advance(self, state: int, character: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         following = self._next
         while state and character not in following[state]:
             state = self._fallback[state]
         return following[state].get(character, 0)
 
     def match(self, state: int) -> str | None:
-        """The stop string that is complete in this state."""
+        """Return the stop string that is complete in this state, or None."""
         index = self._found[state]
         return self.stops[index] if index < len(self.stops) else None
 
@@ -64,9 +63,9 @@ class StopAutomaton:
 
 
 class StopScanner:
-    """Lets a text through up to the first stop string.
+    """Passes a text through up to the first stop string.
 
-    includes_stop: whether the stop string itself is let through. found: the stop string that ended the text.
+    includes_stop: whether the stop string itself is passed through. found: the stop string that ended the text.
     """
 
     __slots__ = ("_automaton", "_held", "_includes_stop", "_state", "found")
@@ -96,7 +95,7 @@ class StopScanner:
         return text[:num_certain]
 
     def flush(self) -> str:
-        """What is still held back, when no more text comes."""
+        """Return the text held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 

@@ -1,8 +1,8 @@
-"""A request that grows while it is served: its prompt comes in parts, and each part is answered in turn.
+"""Streaming input: a request whose prompt arrives in parts, each of which is answered in turn.
 
-To the core a turn is the same request once more, removed and added again with a longer prompt: what was said before,
-answers included, and the new part. The prefix cache has most of it. The last token of an answer was sampled and never
-read by the model, and often is only what ended the turn, so it is left out of the next prompt, as in vLLM.
+Each turn is a new request to the core with a longer prompt: the earlier parts and answers, mostly prefix-cache hits,
+and the new part. The last token of an answer has no KV cache and is often a stop token, so it is left out of the next
+prompt, as in vLLM.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from penstock.errors import InvalidParameter, InvalidRequest
 
 
 class StreamingInput(NamedTuple):
-    """A part of a prompt, and how it is to be answered; None takes the request's own parameters."""
+    """A part of a prompt, and its sampling parameters; None takes the request's own."""
 
     prompt: Prompt
     sampling_params: SamplingParams | None = None
 
 
-# Serves one turn, given its whole prompt.
+# Runs one turn, given its whole prompt.
 Turn: TypeAlias = Callable[[list[int], SamplingParams], AsyncGenerator[RequestOutput, None]]
 
 
@@ -35,37 +35,37 @@ async def generate_in_turns(
     encode_part: Callable[[Prompt, bool], Awaitable[list[int]]],
     run_turn: Turn,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Answer each part when the one before has been answered; the last output, when no more parts come, is `finished`.
+    """Answer each part after the previous answer; the last output, at the end of the input, is `finished`.
 
-    params: for parts that bring none; its output_kind is the whole request's.
-    encode_part: tokens of a part, given it and whether it is the first.
-    run_turn: must give cumulative outputs for cumulative or final ones, and deltas for deltas.
+    params: for parts without any; its output_kind is the whole request's.
+    encode_part: tokenises a part, given it and whether it is the first.
+    run_turn: must return cumulative outputs for cumulative or final ones, and deltas for deltas.
     Raises InvalidRequest for a bad part, or when there is none.
     """
-    context: list[int] = []
-    said = _Said(params.output_kind)
+    prompt_token_ids: list[int] = []
+    earlier = _EarlierTurns(params.output_kind)
     last: RequestOutput | None = None
     async for part in inputs:
         if not isinstance(part, StreamingInput):
             raise InvalidRequest(f"The prompt's stream gave a {type(part).__name__}. Allowed: StreamingInput.")
         turn_params = params if part.sampling_params is None else part.sampling_params
         _check(turn_params)
-        context = context + await encode_part(part.prompt, last is None)
-        async with aclosing(run_turn(context, turn_params)) as outputs:
+        prompt_token_ids = prompt_token_ids + await encode_part(part.prompt, last is None)
+        async with aclosing(run_turn(prompt_token_ids, turn_params)) as outputs:
             async for output in outputs:
-                last = said.add(output)
+                last = earlier.add(output)
                 if params.output_kind is not RequestOutputKind.FINAL_ONLY:
                     yield last
-        context = context + said.end_turn()[:-1]
+        prompt_token_ids = prompt_token_ids + earlier.end_turn()[:-1]
         if last is not None and last.outputs[0].finish_reason in ("abort", "error"):
             break
     if last is None:
         raise InvalidRequest("The prompt's stream ended without a part. Give at least one.")
-    yield said.final(last)
+    yield earlier.final(last)
 
 
-class _Said:
-    """What has been answered in the turns before, to be put in front of cumulative outputs."""
+class _EarlierTurns:
+    """Answers of the earlier turns, which are prepended to cumulative outputs."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._is_delta = kind is RequestOutputKind.DELTA
@@ -76,7 +76,7 @@ class _Said:
         self._turn: list[CompletionOutput] = []
 
     def add(self, output: RequestOutput) -> RequestOutput:
-        """The output of a turn as one of the whole request, which goes on."""
+        """Convert the output of a turn to one of the whole, unfinished request."""
         completion = output.outputs[0]
         self._turn = [*self._turn, completion] if self._is_delta else [completion]
         output.finished = False
@@ -85,7 +85,7 @@ class _Said:
         return output
 
     def end_turn(self) -> list[int]:
-        """Remember the turn's answer, and return its tokens."""
+        """Append the turn's answer to the earlier ones, and return its tokens."""
         token_ids = [token_id for completion in self._turn for token_id in completion.token_ids]
         self._text += "".join(completion.text for completion in self._turn)
         self._token_ids += token_ids
@@ -97,7 +97,7 @@ class _Said:
         return token_ids
 
     def final(self, last: RequestOutput) -> RequestOutput:
-        """The last output once more, as that of a finished request."""
+        """Return the last output as that of a finished request."""
         final = copy.copy(last)
         final.finished = True
         if self._is_delta:

@@ -1,4 +1,4 @@
-"""Constrained requests: their grammars, compiled beside the loop, and what they let a step choose from."""
+"""Structured outputs in the core: grammars of constrained requests, compiled in threads, and their bitmasks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -21,15 +22,55 @@ from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 from penstock.structured.compiler import Compiled, GrammarCompiler
 from penstock.structured.reasoning import ReasoningBackend, ReasoningTokens, other_spellings
 
-# Where a draft is not known to the host, nothing can be said of what comes after it.
+# Draft token that the host does not know, after which there is no bitmask row.
 _UNKNOWN_DRAFT = -1
+
+
+class Grammar(Protocol):
+    """Interface of the core's grammar: follows constrained requests by their tokens, and makes bitmasks for sampling.
+
+    It advances only by tokens that the host has read, so it loses nothing with a worker.
+    """
+
+    def on_ready(self, wake: Callable[[], None]) -> None:
+        """Set the callback for a new result of `take_ready`; called from any thread, and ends the core's wait."""
+
+    def add(self, request: EngineRequest) -> bool:
+        """Follow a request, from its output tokens so far.
+
+        False while its grammar is being compiled; `take_ready` returns the request's id afterwards.
+        """
+
+    def take_ready(self) -> Sequence[str]:
+        """Return the ids of requests whose grammars have become ready since the last call.
+
+        Raises GrammarError for requests whose grammars failed to compile.
+        """
+
+    def constrains(self, req_id: str) -> bool:
+        """Whether this request is constrained."""
+
+    def accept(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        """Advance by new tokens, in the order of their steps, and forget finished requests.
+
+        Raises GrammarError for requests whose tokens violate their grammar, after advancing the others.
+        """
+
+    def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
+        """Allowed tokens of a step: called after it was executed and the previous step accepted.
+
+        Raises GrammarError for requests whose grammars fail.
+        """
+
+    def close(self) -> None:
+        """Stop the compiler's threads."""
 
 
 @dataclass(slots=True)
 class _Followed:
-    """A request that is followed. grammar, matcher: None while it is compiled.
+    """A constrained request. grammar, matcher: None while the grammar is compiled.
 
-    output_token_ids: as far as the matcher knows them.
+    output_token_ids: tokens that the matcher has accepted.
     """
 
     params: StructuredOutputsParams
@@ -43,18 +84,18 @@ class _Followed:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def start(self) -> bool:
-        """Begin with the tokens that there are. False where they are none of the grammar's."""
-        assert self.grammar is not None, "a request has no matcher before its grammar is there"
+        """Create the matcher and accept the output tokens so far. False if they violate the grammar."""
+        assert self.grammar is not None, "a matcher is created after its grammar is compiled"
         self.matcher = self.grammar.start(self.prompt_token_ids)
         return self.matcher.accept(self.output_token_ids) == len(self.output_token_ids)
 
 
 class StructuredGrammar:
-    """The `Grammar` of an engine. Matchers live here, beside the core, so that no worker has any of their state.
+    """`Grammar` of an engine. The matchers live in the core's process, so workers have none of their state.
 
-    One thread calls it, apart from those that compile, which wake the core when `take_ready` has news.
-    reasoning: what constraints wait for; None where they begin with the output. compiles_beside: False lets `add` wait
-    until a grammar is there, so that when a request begins does not depend on how long that takes.
+    Only the core's thread calls it; compiler threads call the `on_ready` callback.
+    reasoning: markers of the reasoning part, after which constraints begin; None if they begin with the output.
+    compiles_beside: False makes `add` wait for the compiler, so that schedules do not depend on its speed.
     """
 
     def __init__(
@@ -102,7 +143,7 @@ class StructuredGrammar:
         return False
 
     def take_ready(self) -> Sequence[str]:
-        """One failure at a time, since each is told to its own requests; what is ready comes when there is none."""
+        """As `Grammar`; raises one failure per call, since each ends its own requests, and before any ready ids."""
         ready: list[str] = []
         while self._compiled and not self._failures:
             params, result = self._compiled.popleft()
@@ -165,12 +206,12 @@ class StructuredGrammar:
         self._wake()
 
     def _waits(self, req_id: str, params: StructuredOutputsParams) -> bool:
-        """Whether a request is still here, and still the one that asked for this."""
+        """Whether a request still runs and waits for this constraint; its id may have been reused."""
         followed = self._followed.get(req_id)
         return followed is not None and followed.matcher is None and followed.params == params
 
     def _start(self, req_id: str, grammar: CompiledGrammar) -> bool:
-        """Follow a request from the tokens on that it has. False where they are none of its grammar's."""
+        """Start the matcher of a request. False, with the failure queued, if its tokens violate the grammar."""
         followed = self._followed[req_id]
         followed.grammar = grammar
         try:
@@ -183,7 +224,7 @@ class StructuredGrammar:
         return False
 
     def _sampled(self, output: SchedulerOutput) -> list[str]:
-        """The requests of a step that are followed, and whose prompt is complete with it."""
+        """Constrained requests that sample in a step: those whose prompt it completes."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -194,12 +235,12 @@ class StructuredGrammar:
         ]
 
     def _fill(self, req_id: str, drafts: Sequence[int], rows: np.ndarray) -> None:
-        """Write what may come next, and after each draft. Rows after a draft that cannot be stay without any token:
-        nothing that is drawn there is looked at, or may be.
+        """Write the rows of the next token and after each draft token. Rows after a draft that the grammar rejects stay
+        empty: no token sampled there is used.
         """
         followed = self._followed[req_id]
         matcher = followed.matcher
-        assert matcher is not None, "a request does not run before its grammar is there"
+        assert matcher is not None, "a request runs after its grammar is compiled"
         try:
             matcher.fill(rows[0])
             if not _fill_after_drafts(matcher, drafts, rows[1:]):
@@ -209,9 +250,9 @@ class StructuredGrammar:
 
 
 def _fill_after_drafts(matcher: Matcher, drafts: Sequence[int], rows: np.ndarray) -> bool:
-    """False where the matcher is of no use any more, because it failed at a draft.
+    """Write the rows after draft tokens. False if the matcher failed at a draft and must be started again.
 
-    A request must not end for what it perhaps never says: no draft is accepted then.
+    Such a failure rejects the drafts and does not end the request, which may never sample them.
     """
     num_taken = 0
     try:
@@ -229,7 +270,7 @@ def _fill_after_drafts(matcher: Matcher, drafts: Sequence[int], rows: np.ndarray
 
 def _advance(followed: _Followed, token_ids: Sequence[int]) -> bool:
     matcher = followed.matcher
-    assert matcher is not None, "a request has no tokens before its grammar is there"
+    assert matcher is not None, "a request has tokens after its grammar is compiled"
     followed.output_token_ids += token_ids
     try:
         return matcher.accept(token_ids) == len(token_ids)
@@ -244,7 +285,7 @@ def _failure(cause: Exception, req_ids: list[str]) -> GrammarError:
 
 
 def _backend_for(model: ModelConfig, reasoning: ReasoningMarkers | None) -> GrammarBackend:
-    """Reads the tokenizer anew: the core has none, and may be in a process of its own."""
+    """Create the grammar backend; loads the tokenizer again, since the core has none."""
     from penstock.structured.llguidance_backend import LLGuidanceBackend
 
     tokenizer = load_tokenizer(model.tokenizer_folder)

@@ -289,7 +289,7 @@ class EngineSupervisor:
         return None
 
     def handle_timers(self, waited_s: float) -> None:
-        """Restart after the backoff, and kill a core that exceeds its heartbeat timeout, after a wait without message."""
+        """After a wait without a message: restart once the backoff is over, kill a core that exceeds its timeout."""
         if self._state is _State.BACKING_OFF:
             if time.monotonic() >= self._restart_at:
                 try:

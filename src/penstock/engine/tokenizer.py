@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder."""
+"""Tokenizer of a model folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from penstock.engine.detokenizer import (
     detokenizer_factory,
     window_decode,
 )
-from penstock.engine.token_lengths import longest_token
-from penstock.engine.tokenizer_files import TokenizerFiles
+from penstock.engine.tokenizer_files import TokenizerFiles, longest_token
 from penstock.errors import InvalidRequest, TokenizerError
 from penstock.loader.chat_template import choose_template, render_chat
 from penstock.loader.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
@@ -30,14 +29,13 @@ from penstock.loader.template_renderer import TemplateRenderer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Characters from which on a text is tokenised without Python's lock: it takes more than a millisecond, and as long as
-# the text is.
+# Characters from which on a text is tokenised with the GIL released, since that takes more than a millisecond.
 LONG_TEXT = 4000
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer of `folder`, without importing Transformers where `tokenizer.json` says it all.
+    """Load the tokenizer of `folder`, without importing Transformers where `tokenizer.json` is sufficient.
 
     Raises TokenizerError when files are missing or damaged.
     """
@@ -54,10 +52,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class Tokenizer:
-    """Encodes, decodes, and renders conversations: the engine's own. Safe to share between threads.
+    """The engine's tokenizer: encodes, decodes and renders conversations. Thread-safe.
 
-    vocab_size: ids are below it, added tokens included. bos_token_id, eos_token_id: None where there is none.
-    encoding: the tokenizer of Transformers that `backend` works with, if it does.
+    vocab_size: upper bound of token ids, added tokens included. bos_token_id, eos_token_id: None if the model has none.
+    encoding: tokenizer of Transformers that `backend` wraps, if any.
     """
 
     def __init__(
@@ -84,12 +82,12 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens)
 
     def encode_up_to(self, text: str, add_special_tokens: bool, limit: int) -> list[int] | int:
-        """The tokens of a text, or only their number where there are more than `limit`."""
+        """Encode a text; returns only the number of tokens if there are more than `limit`."""
         return self._backend.encode_up_to(text, add_special_tokens, limit)
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Characters of a text that one token stands for, at most; None where there is no limit that is known."""
+        """Most characters of text per token; None if there is no known limit."""
         return longest_token(self._backend.fast) if isinstance(self._backend, FastBackend) else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -97,19 +95,19 @@ class Tokenizer:
 
     @property
     def is_fast(self) -> bool:
-        """Whether it is one of the `tokenizers` library."""
+        """Whether it is a tokenizer of the `tokenizers` library."""
         return isinstance(self._backend, FastBackend)
 
     def as_json(self) -> str | None:
-        """The tokenizer as the `tokenizers` library writes it; None where it is another library's."""
+        """Serialise the tokenizer as `tokenizer.json`; None if it is not of the `tokenizers` library."""
         return self._backend.fast.to_str() if isinstance(self._backend, FastBackend) else None
 
     def token_text(self, token_id: int) -> str:
-        """How one token reads on its own, special tokens included."""
+        """Text of a single token, special tokens included."""
         return self._backend.detokenizers.token_text(token_id)
 
     def start_detokenizer(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> Detokenizer:
-        """A detokenizer for output that continues the prompt."""
+        """Create a detokeniser for output that continues the prompt."""
         return self._backend.detokenizers.start(prompt_token_ids, special)
 
     def apply_chat_template(
@@ -122,13 +120,13 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the prompt's text; encode it with add_special_tokens=False.
+        """Render the conversation as the prompt's text; encode it with add_special_tokens=False.
 
         messages: plain data. chat_template: a Jinja template or the path of one, instead of the folder's own.
-        variables: for the template, such as `documents` or `enable_thinking`. Imports Transformers.
+        variables: template variables, such as `documents` or `enable_thinking`. Imports Transformers.
 
-        Raises InvalidRequest when there is no template, ChatTemplateError when it refuses the messages or takes too
-        much time, memory or output.
+        Raises InvalidRequest when there is no template, ChatTemplateError when it refuses the messages or exceeds its
+        limits of time, memory or output.
         """
         hf_tokenizer = self._rendering()
         template = choose_template(hf_tokenizer, self.folder, chat_template, tools)
@@ -144,14 +142,14 @@ class Tokenizer:
         )
 
     def close(self) -> None:
-        """End the processes that rendered templates."""
+        """End the processes that render templates."""
         self._renderer.close()
 
     def for_callers(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of Transformers for the same folder, always the same object; imports Transformers.
+        """Return the Transformers tokenizer of the folder, always the same object; imports Transformers.
 
-        From the first call on, it also renders templates. It never encodes or decodes for the engine, so that a caller
-        may use it in any thread and leave truncation or padding set.
+        From the first call on, it also renders templates. It never encodes or decodes for the engine, so a caller may
+        use it in any thread and set truncation or padding.
 
         Raises TokenizerError when Transformers cannot load the folder.
         """
@@ -162,19 +160,19 @@ class Tokenizer:
             return counterpart
 
     def prepare(self) -> None:
-        """Make now what would be made on first use, so that no event loop has to wait for it; imports Transformers."""
+        """Create now what is otherwise created on first use and would block event loops; imports Transformers."""
         _ = self.longest_token
-        # The call that needs a tokenizer that cannot be loaded says so.
+        # The error is raised again by the call that needs this tokenizer.
         with suppress(TokenizerError):
             self.for_callers()
 
     def _rendering(self) -> Any:
-        """A tokenizer of Transformers to render templates with; the one that encodes spares loading another."""
+        """Transformers tokenizer for rendering templates; the encoding one, if loaded, to save another load."""
         return self._encoding if self._for_callers is None and self._encoding is not None else self.for_callers()
 
 
 class FastBackend:
-    """`tokenizers`, which needs no lock of ours, and lets go of Python's for a batch."""
+    """Backend of the `tokenizers` library: thread-safe, and releases the GIL for batches."""
 
     def __init__(self, fast: FastTokenizer) -> None:
         fast.no_truncation()
@@ -187,7 +185,7 @@ class FastBackend:
 
     def encode_up_to(self, text: str, add_special_tokens: bool, limit: int) -> list[int] | int:
         encoding = self._encoding(text, add_special_tokens)
-        # A list of millions of integers is not made for nothing.
+        # Avoids building a list of millions of integers.
         return encoding.ids if len(encoding) <= limit else len(encoding)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
@@ -205,7 +203,7 @@ class FastBackend:
 
 
 class PythonBackend:
-    """A tokenizer that Transformers implements in Python; one thread at a time."""
+    """Backend of a tokenizer that Transformers implements in Python; one thread at a time."""
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self.hf_tokenizer = hf_tokenizer

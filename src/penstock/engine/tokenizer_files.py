@@ -1,13 +1,14 @@
-"""What a tokenizer's folder says, and whether its `tokenizer.json` alone says how text is encoded.
+"""Files of a tokenizer's folder, and whether `tokenizer.json` alone determines how text is encoded.
 
 Transformers (5.23) rebuilds some tokenizers from vocabulary and merges by the recipe of their class, and adds tokens
-that other files name. Importing it takes seconds, so `tokenizers` reads `tokenizer.json` directly where both give the
-same: where the class takes the file as it is, or where the file follows the class's recipe to the letter.
+from other files. Importing it takes seconds, so `tokenizers` reads `tokenizer.json` directly where both are equivalent:
+where the class uses the file as it is, or where the file follows the class's recipe exactly.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,20 @@ _SPECIAL_SETTINGS = ("auto_map", "fast_tokenizer_files", "split_special_tokens")
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
+# Most characters that a normalizer merges into one: a letter with three marks has a composed form.
+_SHRINKING = {
+    "NFC": 4,
+    "NFD": 1,
+    "NFKC": 4,
+    "NFKD": 1,
+    "Lowercase": 1,
+    "Prepend": 1,
+    "ByteLevel": 1,
+}
+# Pre-tokenizers that drop no text.
+_KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "FixedLength"}
+_NUM_BYTES = 256
+
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -45,9 +60,9 @@ _QWEN2_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a class of Transformers builds its tokenizer, next to vocabulary and merges.
+    """Recipe by which a Transformers class builds its tokenizer, besides vocabulary and merges.
 
-    default_tokens: the special tokens it has where the configuration names no others.
+    default_tokens: special tokens where the configuration names no others.
     """
 
     normalizer: Mapping[str, Any] | None
@@ -77,11 +92,11 @@ _RECIPES = {
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer's folder, read.
+    """Contents of a tokenizer's folder.
 
-    config: `tokenizer_config.json`, or empty. model_type: that of `config.json`, or None.
-    other_tokens: contents of the legacy files that name more tokens.
-    fast: `tokenizer.json`, loaded, or None where there is none.
+    config: `tokenizer_config.json`, or empty. model_type: from `config.json`, or None.
+    special_tokens_map, added_tokens: contents of the legacy files, or empty.
+    fast: `tokenizer.json`, loaded, or None without one.
     """
 
     folder: Path
@@ -93,7 +108,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, folder: Path) -> TokenizerFiles:
-        """Raises TokenizerError, naming the file, when one is damaged."""
+        """Read a folder. Raises TokenizerError, naming the file, when one is damaged."""
         return cls(
             folder=folder,
             config=_read_tokens(folder / TOKENIZER_CONFIG_FILE),
@@ -104,7 +119,7 @@ class TokenizerFiles:
         )
 
     def special_token(self, name: str) -> str | None:
-        """The text of a special token such as "eos_token", if the folder names one."""
+        """Text of a special token such as "eos_token", if the folder names one."""
         named = self.config.get(name, self.special_tokens_map.get(name))
         if named is None and name not in self.config and self.recipe is not None:
             named = self.recipe.default_tokens.get(name)
@@ -112,7 +127,7 @@ class TokenizerFiles:
 
     @property
     def class_name(self) -> str:
-        """The tokenizer class that Transformers takes, without "Fast" at its end; empty if the folder names none."""
+        """Tokenizer class that Transformers uses, without the suffix "Fast"; empty if the folder names none."""
         declared = self.config.get("tokenizer_class") or ""
         name = declared if declared in _TAKEN_AS_IT_IS else declared.removesuffix("Fast")
         return _CLASS_OF_MODEL_TYPE.get(self.model_type or "", name)
@@ -173,7 +188,7 @@ class TokenizerFiles:
 
 
 def component(part: Any) -> Any:
-    """A part of a tokenizer (normalizer, decoder, ...) as its JSON."""
+    """Parsed JSON of a part of a tokenizer (normalizer, decoder, ...)."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -200,7 +215,7 @@ def _read_model_type(path: Path) -> str | None:
 
 
 def _read_tokens(path: Path) -> Mapping[str, Any]:
-    """A file with tokens and settings; empty where there is none."""
+    """Read a file with tokens and settings; empty without one."""
     content = read_json_object(path, TokenizerError, is_optional=True)
     typed_field(content, "tokenizer_class", (str,), path, TokenizerError)
     for name in _SPECIAL_TOKENS:
@@ -226,3 +241,58 @@ def _read_fast(path: Path) -> FastTokenizer | None:
         if is_for_the_program(error):
             raise
         raise TokenizerError(f"{path} is damaged: {error}. Download it again.") from error
+
+
+def longest_token(fast: FastTokenizer) -> int | None:
+    """Most characters of text per token; None without a limit: a tokenizer that drops text or has an unknown token."""
+    added = fast.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    vocabulary = fast.get_vocab(with_added_tokens=True)
+    if not _keeps_unknown(fast, vocabulary) or not _keeps_all(component(fast.pre_tokenizer)):
+        return None
+    shrinking = _shrinking(component(fast.normalizer))
+    return None if shrinking is None else shrinking * max(map(len, vocabulary))
+
+
+def _keeps_unknown(fast: FastTokenizer, vocabulary: Mapping[str, int]) -> bool:
+    """Whether every character is encoded as tokens of at least one byte each."""
+    model = fast.model
+    if type(model).__name__ != "BPE":
+        return False
+    if _is_byte_level(component(fast.pre_tokenizer)) or _is_byte_level(component(fast.normalizer)):
+        # Byte alphabet of `tokenizers`: printable Latin-1 characters as themselves, other bytes from U+0100 on.
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = range(0x100, 0x100 + _NUM_BYTES - len(printable))
+        return all(chr(character) in vocabulary for character in [*printable, *others])
+    return bool(model.byte_fallback) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(_NUM_BYTES))
+
+
+def _is_byte_level(part: Any) -> bool:
+    return part is not None and any(each["type"] == "ByteLevel" for each in _parts(part))
+
+
+def _keeps_all(pre_tokenizer: Any) -> bool:
+    return pre_tokenizer is None or all(
+        part["type"] in _KEEPS_ALL or (part["type"] == "Split" and part["behavior"] != "Removed")
+        for part in _parts(pre_tokenizer)
+    )
+
+
+def _shrinking(normalizer: Any) -> int | None:
+    """Most characters that the normalizer merges into one; None if unknown."""
+    factors = [] if normalizer is None else [_shrinking_of_part(part) for part in _parts(normalizer)]
+    return None if None in factors else math.prod(filter(None, factors))
+
+
+def _shrinking_of_part(part: Mapping[str, Any]) -> int | None:
+    if part["type"] == "Replace":
+        replaced = part["pattern"].get("String")
+        return 1 if replaced is not None and 0 < len(replaced) <= len(part["content"]) else None
+    return _SHRINKING.get(part["type"])
+
+
+def _parts(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Flatten a sequence of parts."""
+    inner = part.get("pretokenizers", part.get("normalizers")) if part["type"] == "Sequence" else None
+    return [part] if inner is None else [each for nested in inner for each in _parts(nested)]

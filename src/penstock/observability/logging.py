@@ -18,7 +18,7 @@ _TIME_FORMAT = "%H:%M:%S"
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever `sys.stderr` is at that moment, which notebooks and tests replace."""
+    """Handler that writes to the current `sys.stderr`, which notebooks and tests replace."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -54,7 +54,7 @@ def configure_logging(level: str | None = None) -> None:
 
 
 def levels() -> dict[str, int]:
-    """The levels that count, by logger, for `send_log` in another process."""
+    """Effective log levels by logger, for `send_log` in another process."""
     own = {
         name: logger.level
         for name, logger in logging.root.manager.loggerDict.items()
@@ -64,7 +64,7 @@ def levels() -> dict[str, int]:
 
 
 def send_log(levels: Mapping[str, int], send: Callable[[dict[str, str | int | float]], None]) -> None:
-    """Let the log of this process be written by another one, which gets the fields of each record (`write_sent`)."""
+    """Send the log records of this process to another one, which writes them (`write_sent`)."""
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers = [_Sender(send)]
     logger.propagate = False
@@ -73,7 +73,7 @@ def send_log(levels: Mapping[str, int], send: Callable[[dict[str, str | int | fl
 
 
 def write_sent(fields: Mapping[str, str | int | float], who: str = "") -> None:
-    """Write what another process has to log, as if it were of this one. who: in front of its text."""
+    """Write a log record of another process. who: prefix of its text."""
     record = logging.makeLogRecord({**fields, "msg": f"{who}{fields['msg']}"})
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
@@ -81,7 +81,7 @@ def write_sent(fields: Mapping[str, str | int | float], who: str = "") -> None:
 
 
 class _Sender(logging.Handler):
-    """Gives away records as plain data."""
+    """Handler that sends records as plain data."""
 
     def __init__(self, send: Callable[[dict[str, str | int | float]], None]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _Sender(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # With its arguments and its traceback, which stay here.
+            # Arguments and traceback are formatted here, since they are not sent.
             text = self.format(record)
             fields = {name: value for name, value in vars(record).items() if isinstance(value, str | int | float)}
             self._send({**fields, "msg": text, "exc_text": ""})

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a process that was started without some of them, as services often are."""
+"""Standard streams of a process that was started with some of them closed, as services often are."""
 
 from __future__ import annotations
 

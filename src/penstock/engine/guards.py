@@ -1,23 +1,44 @@
-"""A lock that nobody waits for without a limit."""
+"""Guards of an engine against forked processes, and against threads that hang."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from types import TracebackType
 
 from penstock.engine.core_client import CALL_TIMEOUT_S
-from penstock.engine.owning_process import OwningProcess
-from penstock.errors import WaitTimeout
+from penstock.errors import LifecycleError, WaitTimeout
 
 _HANDOVER_S = 0.1
 
 
-class LimitedLock:
-    """Held by one thread at a time, which may take it several times over, of the process that made it.
+class OwningProcess:
+    """Process in which this object was created. A forked child has a copy, but none of its threads."""
 
-    what: what its holder does, for the error. Entering it raises WaitTimeout after `timeout_s` seconds, LifecycleError
-    in a forked process, where whoever held it in the first one may never let go.
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def is_here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise LifecycleError in any other process."""
+        if not self.is_here():
+            raise LifecycleError(
+                f"This engine was started in process {self._pid} and cannot be used in its forked child "
+                f"{os.getpid()}. Start the child with the 'spawn' method (multiprocessing.get_context('spawn')), or "
+                "create an engine in it."
+            )
+
+
+class LimitedLock:
+    """Re-entrant lock with a timeout, bound to the process that created it.
+
+    what: action of its holder, for the error. Entering it raises WaitTimeout after `timeout_s` seconds, and
+    LifecycleError in a forked process, where a thread of the parent may have held it.
     """
 
     __slots__ = ("_holder", "_is_wanted", "_lock", "_timeout_s", "_what", "owner")
@@ -35,7 +56,7 @@ class LimitedLock:
         self._acquire(self._timeout_s)
 
     def hold(self, timeout_s: float) -> None:
-        """Take it for good, which keeps other threads out. Raises WaitTimeout after `timeout_s` seconds."""
+        """Acquire it for good. Raises WaitTimeout after `timeout_s` seconds."""
         self._is_wanted = True
         self._acquire(min(timeout_s, self._timeout_s))
 
@@ -53,5 +74,5 @@ class LimitedLock:
     ) -> None:
         self._lock.release()
         if self._is_wanted:
-            # A thread that takes it again at once would get it first.
+            # Yields to the waiting thread, before which this one could acquire it again.
             time.sleep(_HANDOVER_S)
