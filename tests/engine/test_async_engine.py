@@ -1,4 +1,4 @@
-"""`AsyncEngine` over a core that makes up its tokens."""
+"""`AsyncEngine` over a fake core with scripted tokens."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ async def collect(
 
 
 async def settle(engine: AsyncEngine) -> None:
-    """Wait until the core's thread has done what it was told before."""
+    """Wait until the core's thread has run all earlier commands."""
     await engine.abort([])
 
 
 def assert_nothing_is_left(engine: AsyncEngine, core: FakeCore) -> None:
-    """Neither the core nor anything that the engine keeps knows a request."""
+    """Assert that neither the core nor the engine holds a request."""
     asyncio.run(settle(engine))
     assert not core.running
     req_ids = {req_id for request in core.added for req_id in (request.req_id, request.req_id.partition("#")[0])}
@@ -65,7 +65,7 @@ def assert_nothing_is_left(engine: AsyncEngine, core: FakeCore) -> None:
 
 
 def texts_kept_by(engine: AsyncEngine) -> Iterator[str]:
-    """All texts that are found behind an engine, but for its core."""
+    """All strings reachable from an engine, except for its core."""
     found: dict[int, object] = {}
     left: list[object] = [engine]
     while left:
@@ -80,7 +80,7 @@ def texts_kept_by(engine: AsyncEngine) -> Iterator[str]:
 
 
 class HeldCore(FakeCore):
-    """A core whose steps wait until they are allowed."""
+    """Core whose steps wait for permission."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_a_reader_that_never_reads_keeps_no_outputs(held: tuple[AsyncEngine, Hel
 
 
 class ThrowAt(Awaitable[T]):
-    """A coroutine that is cancelled when it waits for the `at`-th time."""
+    """Coroutine that is cancelled at its `at`-th await."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], at: int) -> None:
         self.coroutine = coroutine
@@ -718,7 +718,7 @@ def test_long_prompts_are_tokenised_beside_the_event_loop(
 
 
 def test_seeds_go_by_when_requests_come(config: EngineConfig) -> None:
-    """Although those that are checked beside the event loop reach the core later."""
+    """Requests that are checked in intake threads reach the core later, but keep their place in the seeds' order."""
 
     async def texts() -> list[list[int]]:
         engine = AsyncEngine.from_config(config, load_core=lambda config: FakeCore())

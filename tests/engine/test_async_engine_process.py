@@ -1,4 +1,4 @@
-"""`AsyncEngine` promises the same wherever its core is: in a process of its own, as usual, or in this one."""
+"""`AsyncEngine` behaves alike with its core in a process of its own (the default) and in this process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PARAMS = SamplingParams(max_tokens=6, seed=5)
 
 
 class OnlyFives(LogitsProcessor):
-    """Lets requests that ask for it say nothing but token 5."""
+    """Logits processor that allows only token 5 for requests with its argument."""
 
     name = "only_fives"
 
@@ -231,7 +231,7 @@ def test_a_core_that_has_nothing_to_do_is_replaced_without_being_asked(config: E
 
 
 def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> None:
-    """Nor for the steps of those that run; what is refused is raised, whatever it comes with."""
+    """A request waits for no step before it is sent to the core, and a refusal is raised in its own stream."""
 
     folder = Path(str(config.model.folder))
 
@@ -246,7 +246,7 @@ def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> No
             ),
             return_exceptions=True,
         )
-        # In its second step the core hears nobody, and all are sent to it nevertheless: 8 with two samples, and one
+        # The core reads no messages in its second step, and all are sent to it nevertheless: 8 with two samples, and one
         # before.
         (supervisor,) = core._engines
         await until(lambda: len(supervisor.requests) == 25, "all are sent")
@@ -289,7 +289,7 @@ def test_what_keeps_the_front_from_starting_leaves_no_process(config: EngineConf
 
 
 def run_program(folder: Path, source: str, *command: str) -> subprocess.CompletedProcess[str]:
-    """In a process group of its own, as from a terminal."""
+    """Run a script in a process group of its own, as a terminal does."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     script = folder / "program.py"
     script.write_text(textwrap.dedent(source))
@@ -342,7 +342,7 @@ def test_a_program_that_chose_its_ray_cluster_keeps_the_core(
 
 
 def test_interrupts_are_for_the_program_whatever_its_core_is_doing(tmp_path: Path) -> None:
-    """They reach all processes, as Ctrl-C in a terminal does; the engine starts and serves meanwhile."""
+    """SIGINT reaches all processes, as Ctrl-C in a terminal does, while the engine starts or serves."""
     source = f"""
         import asyncio, os, signal, threading
         import psutil

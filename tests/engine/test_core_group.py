@@ -1,4 +1,4 @@
-"""What happens to cores, and is asked of them, at odd moments: no request hangs, or ends for another's fault."""
+"""Failures and calls of cores at odd moments: no request hangs, or ends because of another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMIT_S = 30.0
 
 
 class OddCore(FakeCore):
-    """Says nothing of the silent, dies of three requests at once if one is poison, and refuses what begins with 12."""
+    """Core without output for silent requests; dies of three requests if one is poison, and refuses those with 12."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -48,7 +48,7 @@ class OddCore(FakeCore):
         if POISON in kinds:
             if len(kinds) >= 3:
                 os._exit(3)
-            # With it, nobody gets on.
+            # While it is present, no request makes progress.
             return []
         silent = {name: self.running.pop(name) for name, (one, _) in list(self.running.items()) if is_silent(one)}
         outputs = super().step()
@@ -69,7 +69,7 @@ def load_at_its_end(config: EngineConfig) -> OddCore:
 
 
 class OddError(PenstockError):
-    """Has a text and a number that messages have no room for."""
+    """Error with a text and a number that no message can hold."""
 
     def __init__(self) -> None:
         super().__init__("no such file: \udcff")
@@ -133,7 +133,7 @@ def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
 
 
 def kill(core: CoreGroup) -> None:
-    """Kill it, and wait until another one has taken its place."""
+    """Kill a core's process, and wait for its replacement."""
     first = core.process_ids
     os.kill(first[0], signal.SIGKILL)
     deadline = time.monotonic() + LIMIT_S

@@ -1,4 +1,4 @@
-"""What clients and cores say to each other survives the wire, and nothing else is taken for it."""
+"""Messages between clients and cores survive encoding, and no other bytes decode as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plugins in the process of a core: they register what messages carry before anything is built."""
+"""Plugins in the process of a core, loaded before its messages are decoded."""
 
 from __future__ import annotations
 

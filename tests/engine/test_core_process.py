@@ -1,4 +1,4 @@
-"""A core in another process behaves as one in this process does, and its death, if that is final, ends every wait."""
+"""A core in another process behaves as one in this process does, and its final death ends every wait."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture
 def start(config: EngineConfig) -> Iterator[Callable[..., CoreGroup]]:
-    """Starts processes that the test need not close."""
+    """Start core groups, and close them after the test."""
     started = []
 
     def start_one(load_core: Callable[[EngineConfig], FakeCore] = load_fake_core, **options: Any) -> CoreGroup:
@@ -223,7 +223,7 @@ def test_messages_larger_than_the_pipe_do_not_block_both_sides(start: Callable[.
     core = start()
     for index in range(4):
         core.add_request(request(f"r{index}", prompt_token_ids=[200_000] * 500_000))
-    # Outputs that nobody takes in while others are added do not keep the core from answering.
+    # Outputs that the client does not read while it adds requests do not keep the core from answering.
     params = SamplingParams(max_tokens=None, logprobs=20, seed=1)
     for index in range(40):
         core.add_request(request(f"s{index}", sampling_params=params))
@@ -304,7 +304,7 @@ def test_a_call_may_take_longer_than_a_step_unless_it_has_a_limit(start: Callabl
 def test_what_a_core_that_stands_still_does_not_read_is_not_waited_for_forever(start: Callable[..., CoreGroup]) -> None:
     core = start(step_timeout_s=0.5)
     os.kill(core.process_ids[0], signal.SIGSTOP)
-    # It is larger than what the pipe takes while nobody reads from it; a part of it was sent, and nothing can follow.
+    # It is larger than the pipe's buffer; a part of it was sent, and no other message can follow.
     with pytest.raises(EngineDead, match=r"waited 0.5 s in add_request for the core"):
         core.add_request(request("b", prompt_token_ids=[7] * 5_000_000))
 

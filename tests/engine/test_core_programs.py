@@ -1,4 +1,4 @@
-"""Programs whose engines have cores in processes of their own: what they need, and what they leave behind."""
+"""Scripts whose engines have cores in processes of their own: requirements, and leaks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_cores_end_with_their_program_even_while_they_stand_still(tmp_path: Path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.one_case_quick
 def test_what_asks_a_group_of_processes_to_end_is_the_program_s_alone(tmp_path: Path, number: signal.Signals) -> None:
-    """It may finish what it has begun, with the cores and the workers that it has."""
+    """SIGTERM of the process group is handled by the script alone, which may finish with its cores and workers."""
     program = f"""
         import signal, threading
 
@@ -141,7 +141,7 @@ def test_what_the_program_defines_reaches_cores_and_their_workers(tmp_path: Path
 
 @pytest.mark.slow
 def test_what_a_worker_starts_does_not_run_the_program(tmp_path: Path) -> None:
-    """Which needs no guard, since nothing of its own is sent."""
+    """A script without pickled functions of its own needs no `__main__` guard."""
     (tmp_path / "extension.py").write_text(
         textwrap.dedent("""
             import multiprocessing

@@ -1,4 +1,4 @@
-"""Cores that are killed, end, stand still or give up are replaced, and requests go on as if nothing had happened."""
+"""Cores that are killed, exit, hang or fail for good are replaced, and requests continue with equal results."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def slow(config: EngineConfig) -> FakeCore:
 
 
 def exiting_in_a_step(config: EngineConfig) -> FakeCore:
-    """Ends in its tenth step."""
+    """Core that exits in its tenth step."""
     core = slow(config)
     core.on_step = lambda step: os._exit(3) if step == 10 else time.sleep(0.01)
     return core
 
 
 def failing_in_a_step(config: EngineConfig, error: Exception) -> FakeCore:
-    """Raises this in its tenth step; the others take a while, so that all requests have come by then."""
+    """Core that raises an error in its tenth step; the others are slow, so that all requests have arrived by then."""
 
     def on_step(step: int) -> None:
         if step == 10:
@@ -86,7 +86,7 @@ def giving_up(config: EngineConfig) -> FakeCore:
 
 
 def poisoned(config: EngineConfig) -> FakeCore:
-    """One kind of request kills it."""
+    """Core that is killed by one kind of request."""
     core = FakeCore(config)
 
     def on_step(step: int) -> None:
@@ -98,7 +98,7 @@ def poisoned(config: EngineConfig) -> FakeCore:
 
 
 def recovering(config: EngineConfig) -> FakeCore:
-    """Replaces its workers in a step, which takes longer than a step may."""
+    """Core that replaces its workers in a step, for longer than the step timeout."""
     core = FakeCore(config)
 
     def on_step(step: int) -> None:
@@ -112,16 +112,16 @@ def recovering(config: EngineConfig) -> FakeCore:
 
 
 def starting_again_when_told(config: EngineConfig) -> FakeCore:
-    """The first one starts at once, and others not before there is a file."""
+    """Core that starts at once; replacements wait for a file."""
     started, go_on = (Path(str(config.model.folder)) / name for name in ("started", "go on"))
     if started.exists():
-        wait_until(go_on.exists, "somebody lets it start")
+        wait_until(go_on.exists, "the file that lets it start")
     started.touch()
     return slow(config)
 
 
 def starting_once(config: EngineConfig) -> FakeCore:
-    """The second one cannot start any more."""
+    """Core whose replacement cannot start."""
     marker = Path(str(config.model.folder)) / "started"
     if marker.exists():
         raise ValueError("the disk is gone")
@@ -144,7 +144,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 @pytest.fixture
 def start(config: EngineConfig) -> Iterator[Callable[..., CoreGroup]]:
-    """Starts cores of which nothing may be left."""
+    """Start core groups, and check for leaks at their end."""
     started = []
     before = psutil.Process().num_fds()
 
@@ -167,7 +167,7 @@ def request(req_id: str, **fields: Any) -> EngineRequest:
 
 
 class Heard:
-    """What the readers of a core's requests heard."""
+    """Outputs that the readers of a core's requests got."""
 
     def __init__(self, core: CoreClient, num_requests: int = 4) -> None:
         self.core = core
@@ -198,7 +198,7 @@ class Heard:
         return [token for output in self.outputs[req_id] for token in output.new_token_ids]
 
     def everything(self) -> dict[str, Any]:
-        """Tokens, log-probabilities and ends."""
+        """Convert outputs to tokens, log-probabilities and finish reasons."""
         return {
             req_id: (
                 self.tokens(req_id),
@@ -218,7 +218,7 @@ def test_requests_go_on_when_their_core_is_killed(start: Callable[..., CoreGroup
     heard = Heard(core).until(5)
     first = core.process_ids[0]
     os.kill(first, signal.SIGKILL)
-    # Nobody listens for a while; what it had said is not said again.
+    # The client reads nothing for a while; outputs that the core had sent are not repeated.
     time.sleep(0.2)
     assert heard.finish().everything() == undisturbed()
     assert core.process_ids[0] != first

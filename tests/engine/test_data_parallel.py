@@ -1,4 +1,4 @@
-"""Several engines behind one client: who gets what, who answers, and what the loss of one means to the others."""
+"""Data parallel engines behind one client: routing, calls of all engines, and the loss of one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.waiting import wait_until
 
 
 class ServedFake(FakeCore):
-    """A fake that takes its time, with one worker that can be asked for what workers are asked for."""
+    """Slow fake core with one worker that answers the usual calls."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -65,11 +65,11 @@ def load_served(config: EngineConfig) -> ServedFake:
 
 
 def first_starting_again_when_told(config: EngineConfig) -> ServedFake:
-    """The first engine starts at once, and again not before there is a file."""
+    """Create a core; engine 0 starts at once, and its replacement waits for a file."""
     started, go_on = (Path(str(config.model.folder)) / name for name in ("started", "go on"))
     if config.parallel.data_parallel_rank == 0:
         if started.exists():
-            wait_until(go_on.exists, "somebody lets it start")
+            wait_until(go_on.exists, "the file that lets it start")
         started.touch()
     return ServedFake(config)
 
@@ -105,7 +105,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 @pytest.fixture
 def core(config: EngineConfig) -> Iterator[CoreGroup]:
-    """Of which nothing may be left."""
+    """Create a core group, and check for leaks at its end."""
     before = psutil.Process().num_fds()
     group = CoreGroup(config, load_served)
     yield group
@@ -151,7 +151,7 @@ def test_requests_are_shared_and_all_are_answered(core: CoreGroup) -> None:
 
 
 def test_no_engine_waits_for_one_that_has_nothing_to_do(core: CoreGroup) -> None:
-    """With no request, with one, and where one of two goes on for long: outputs end whatever the other engine does."""
+    """Outputs end whatever the other engine does: with no request, with one, and with a long one of two."""
     for lengths in ([], [7], [2, 60], [60, 2, 60, 2]):
         for index, length in enumerate(lengths):
             add(core, f"r{index}", max_tokens=length)
@@ -168,7 +168,7 @@ def test_prompts_with_one_beginning_go_to_one_engine_until_it_has_too_many(core:
     assert second == ["r1", "r2", "r3", "r4", "r5", "r6"]
     assert first == ["r0", "r7"]
     finish(core)
-    # What is cached nowhere any more attracts nobody.
+    # Blocks of a cleared cache attract no request.
     assert core.reset_prefix_cache()
     add(core, "r8", [9, 10, 11, 1])
     assert core.collective_rpc(requests_of)[0][-1] == "r8"

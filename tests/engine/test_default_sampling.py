@@ -38,7 +38,7 @@ def defaults_of(folder: Path, **options: Any) -> SamplingParams:
 
 
 def asked_of(llm: LLM) -> list[SamplingParams]:
-    """The parameters that reached the core; seeds are drawn."""
+    """Sampling parameters that reached the core, without their seeds."""
     core = llm._session._core
     assert isinstance(core, FakeCore)
     return [request.sampling_params.clone(seed=None) for request in core.added]

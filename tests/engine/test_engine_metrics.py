@@ -1,4 +1,4 @@
-"""Metrics of an engine: what they count, and under which names."""
+"""Metrics of an engine: their names and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = list(range(20, 60))
 
 
 def values(metrics: list[Metric]) -> dict[str, Any]:
-    """Numbers by name; counters of ends by their reason too."""
+    """Values by name; `request_success` also by its reason."""
     found: dict[str, Any] = {}
     for metric in metrics:
         name = metric.name.removeprefix("penstock:")

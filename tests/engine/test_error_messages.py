@@ -1,4 +1,4 @@
-"""Every error of ours crosses to another process: with its type, its fields and its cause."""
+"""Every error of Penstock's crosses to another process with its type, its fields and its cause."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hierarchy(cls: type[PenstockError] = PenstockError) -> Iterator[type[Penstoc
 
 
 def make(cls: type[PenstockError]) -> PenstockError:
-    """An error of this type with all the fields that its constructor knows."""
+    """Create an error of this type with all fields of its constructor."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     named = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
     return cls("what went wrong: 日本語", **{name: FIELDS[name] for name in named})

@@ -1,4 +1,4 @@
-"""Several outputs for one prompt, over a core that makes up its tokens."""
+"""Parallel sampling over a fake core with scripted tokens."""
 
 from __future__ import annotations
 

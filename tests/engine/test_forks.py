@@ -1,4 +1,4 @@
-"""A forked process has a copy of an engine and none of its threads: it is told so, and can make one of its own."""
+"""A forked process gets an error from its copy of an engine, and can create one of its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIMIT_S = 60.0
 
 
 def in_fork(action: Callable[[], Any]) -> Any:
-    """What `action` returns or raises in a forked process, which must end."""
+    """Result or exception of `action` in a forked process, which must exit."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -198,7 +198,7 @@ def test_an_engine_with_a_process_is_refused_and_its_process_lives_on() -> None:
 
 @pytest.mark.slow
 def test_the_end_of_a_fork_leaves_the_parents_engines_alone() -> None:
-    """With all that Python does at its end, which `multiprocessing` leaves out."""
+    """The child runs Python's full shutdown, which `multiprocessing` skips."""
     program = f"""
         import asyncio, os, sys
         from penstock import LLM, SamplingParams

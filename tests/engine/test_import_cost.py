@@ -1,4 +1,4 @@
-"""What importing costs. Measured in processes of their own, since this one has imported everything."""
+"""Cost of imports, measured in processes of their own, since this one has imported everything."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_public_name_imports_torch_or_transformers(name: str) -> None:
 
 
 def test_an_asynchronous_engine_has_imported_transformers_by_its_first_request() -> None:
-    """An event loop would wait for seconds when `get_tokenizer` is first called; the core starts meanwhile."""
+    """The import would block the event loop for seconds in the first `get_tokenizer`; it runs while the core starts."""
     code = """
 import asyncio, sys
 from penstock import AsyncEngine, SamplingParams, StructuredOutputsParams
@@ -65,7 +65,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.one_case_quick
 def test_an_engine_starts_without_torchs_compiler(kernels: str, quantization: str | None, tmp_path: Path) -> None:
-    """It would import a computer algebra system: half a second, and 40 MiB."""
+    """The compiler would import sympy: half a second, and 40 MiB."""
     LlamaConfig(**SMALL_LLAMA).save_pretrained(tmp_path)
     options = {"device": "cpu", "load_format": "dummy", "quantization": quantization, "num_threads": 1}
     code = (

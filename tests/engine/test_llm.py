@@ -1,4 +1,4 @@
-"""`LLM` over a core that makes up its tokens."""
+"""`LLM` over a fake core with scripted tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that an engine which does not fit is advised to take: with each of them the plan works out."""
+"""Options that the OutOfMemory error of an engine suggests: each of them makes the plan fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defaults are written where people read them: in `LLM`'s signature and in `--help`. They must be the options' own."""
+"""The defaults in `LLM`'s signature and in `--help` equal those of the options."""
 
 from __future__ import annotations
 

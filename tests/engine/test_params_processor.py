@@ -1,4 +1,4 @@
-"""What the front end adds to a request's parameters before the worker sees them."""
+"""Checks of sampling parameters, and token sequences that the front end adds."""
 
 from __future__ import annotations
 

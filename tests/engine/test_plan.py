@@ -1,4 +1,4 @@
-"""A plan made without a device says what the running engine then uses."""
+"""A plan made without a device equals the memory use of the running engine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
 
 
 def receive_buffer_of(worker: WorkerBase) -> int:
-    """What it has for what it receives, counted."""
+    """Bytes of a worker's receive buffer, counted."""
     return int(worker.runner.stage._received.nbytes)  # type: ignore[attr-defined]
 
 
@@ -114,7 +114,7 @@ def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: P
 @pytest.mark.parametrize(("method", "num_received"), [("eagle", 1), ("eagle3", 3)])
 @pytest.mark.slow
 def test_the_plan_of_stages_knows_which_of_them_drafts(method: str, num_received: int, tmp_path: Path) -> None:
-    """And what the others hand on for it."""
+    """The plan also counts the auxiliary hidden states that other stages send to the drafting stage."""
     folder = save_checkpoint(tiny_model("llama", num_hidden_layers=4, vocab_size=VOCAB_SIZE), tmp_path / "model").folder
     weights, sizes = eagle_weights() if method == "eagle" else eagle3_weights(), {"draft_vocab_size": 40}
     head = write_head(tmp_path / "head", weights, max_position_embeddings=128, **sizes)
@@ -138,7 +138,7 @@ def test_the_plan_of_stages_knows_which_of_them_drafts(method: str, num_received
 
 
 def compare(folder: Path | str, **options: Any) -> None:
-    """Everything that follows from options is equal; what belongs to the model is close, term by term."""
+    """Compare plans: terms of the options must be equal, terms of the model close."""
     plan = plan_engine(str(folder), **options)
     core = make_core(folder, **options)
     memory, kv_cache = core.memory_plan, core.kv_cache_config
@@ -189,7 +189,7 @@ def test_a_plan_of_mimo_is_what_the_engine_uses(tmp_path: Path, options: dict[st
 def test_a_plan_with_the_products_of_torch_is_what_the_engine_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which hold the head of a tied model once more, for the products, beside the embedding."""
+    """torch's products keep a packed copy of a tied output head beside the embedding."""
     monkeypatch.setenv("PENSTOCK_CPU_PRODUCTS", "torch")
     tiny_checkpoint(tmp_path, tie_word_embeddings=True, vocab_size=5000)
     compare(tmp_path, **PLANNED)
@@ -279,7 +279,7 @@ def test_no_weight_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_plan_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
-    """Of a model of 70 billion parameters, and little time."""
+    """A model of 70 billion parameters is planned in little memory and time."""
     shape = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "vocab_size": 128_256}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
     tiny_config("llama", **shape, **heads).save_pretrained(tmp_path)
@@ -358,7 +358,7 @@ def test_what_checkpoints_hold_beside_weights_does_not_count(tmp_path: Path) -> 
 
 
 def _on_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, headers: dict[str, tuple[str, list[int]]]) -> list[str]:
-    """A hub whose repository has the folder's configuration; records the patterns that were downloaded."""
+    """Fake hub with the folder's configuration; records the downloaded patterns."""
     import huggingface_hub
 
     asked: list[str] = []
@@ -420,7 +420,7 @@ def test_a_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch
 
 
 class Remembering(LogitsProcessor):
-    """Keeps a table of floats as large as the penalties' own."""
+    """Logits processor with a table of floats as large as that of the penalties."""
 
     name = "remembering"
 

@@ -1,4 +1,4 @@
-"""Whatever people hold token ids in is a prompt, and what is none is refused by what is wrong with it."""
+"""Prompts in any container of token ids, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def core_of(llm: LLM) -> FakeCore:
 
 
 def prompts_of(llm: LLM) -> list[list[int]]:
-    """What reached the core, as plain lists of plain integers."""
+    """Prompts that reached the core, as lists of integers."""
     token_ids = [request.prompt_token_ids for request in core_of(llm).added]
     assert all(type(token_id) is int for prompt in token_ids for token_id in prompt)
     return token_ids

@@ -1,4 +1,4 @@
-"""A plan for quantised weights says what the running engine then holds."""
+"""A plan with quantised weights equals the memory use of the running engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_checkpoints_of_integers(tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 def test_headers_alone_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Of what is on the hub, where the tensors that say how others are to be read have no values either."""
+    """For a model on the hub, the plan uses headers only, also for the tensors that describe the quantisation."""
     size = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
     folder = write_quantized(tmp_path, *FORMS[form], **size).config.folder
     compare(folder)

@@ -1,4 +1,4 @@
-"""A request that makes workers fail ends, and nobody else does."""
+"""A request that makes workers fail ends, and no other request does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLY = "deadly"
 
 
 class MortalWorker(Worker):
-    """Fails in a step of the deadly request, once it has so many tokens."""
+    """Worker that fails in a step of the deadly request, once it has so many tokens."""
 
     at_token = 0
 
@@ -82,7 +82,7 @@ def test_others_do_not_wait_for_a_suspect_that_is_aborted(folder: Path) -> None:
 
 
 class KilledWorker(Worker):
-    """Its process is killed, as by anybody, in its first steps with tokens: as many as the file's bytes say."""
+    """Worker whose process is killed in its first steps with tokens: as many as the file has bytes."""
 
     def execute_model(self, output: SchedulerOutput) -> None:
         kills = Path(os.environ["PENSTOCK_TEST_KILLS"])
@@ -131,7 +131,7 @@ def test_a_suspect_is_tried_again_only_after_a_kill(is_from_outside: bool) -> No
     assert [quarantine.note_failure(["a", "b"]) for _ in range(2)] == [None, None]
     assert quarantine.note_failure(["a"], is_from_outside=is_from_outside) == (None if is_from_outside else "a")
     if is_from_outside:
-        # Whoever else is killed in between starts over in a trial of its own.
+        # A kill in the trial of another request does not count for this one.
         assert scheduler.held == {"b"}
         quarantine.note_results(["a"])
         assert scheduler.held == set()

@@ -1,4 +1,4 @@
-"""What counts as progress between failures."""
+"""Failure counts and backoff of restarts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.engine.restarts import FailureCount, restart_backoff_s
 
 
 class Clock:
-    """A clock that is set."""
+    """Manual clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0

@@ -1,4 +1,4 @@
-"""A request that goes from core to core is one request to its reader, wherever the cores were lost."""
+"""A request that several cores continue is one request to its reader, wherever the cores were lost."""
 
 from __future__ import annotations
 

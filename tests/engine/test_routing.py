@@ -1,4 +1,4 @@
-"""Which engine gets a request: the one with the fewest, or one that has seen the prompt's beginning."""
+"""Routing of requests to the least loaded engine, or to one with a prefix-cache hit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _salts = st.sampled_from([None, "a", "b"])
 
 
 def shared(first: list[int], second: list[int], block_size: int) -> int:
-    """Full blocks that two prompts begin with alike."""
+    """Number of common full blocks at the beginning of two prompts."""
     num = 0
     for start in range(0, min(len(first), len(second)) - block_size + 1, block_size):
         if first[: start + block_size] != second[: start + block_size]:
@@ -29,7 +29,7 @@ def shared(first: list[int], second: list[int], block_size: int) -> int:
 def test_the_choice_is_that_of_the_rule(
     requests: list[tuple[list[int], str | None, list[int]]], block_size: int
 ) -> None:
-    """Compared with the rule as it is said, over all prompts that an engine was sent."""
+    """Compare with a direct implementation of the rule over all prompts that an engine got."""
     router = Router(3, block_size)
     sent: list[list[tuple[list[int], str | None]]] = [[], [], []]
     for tokens, salt, loads in requests:

@@ -254,7 +254,7 @@ begun.wait()
 
 
 def test_the_end_of_the_program_comes_between_two_steps_of_a_daemon_thread(tmp_path: Path) -> None:
-    """An operator of torch that comes back while the interpreter is finalised would end the process with SIGABRT."""
+    """A torch operator that returns while the interpreter is finalised would abort the process (SIGABRT)."""
     command = [sys.executable, "-c", _PROGRAM, str(write_model(tmp_path / "model"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)

@@ -1,4 +1,4 @@
-"""What `speculative_config` takes, and what it refuses by name."""
+"""Valid and invalid values of `speculative_config`."""
 
 from __future__ import annotations
 

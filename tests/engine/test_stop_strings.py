@@ -31,7 +31,7 @@ def first_stop(text: str, stops: list[str], may_end_after: int = 0) -> tuple[int
 
 
 def longest_beginning(text: str, stops: list[str]) -> int:
-    """Length of the longest end of the text that a stop string begins with."""
+    """Length of the longest suffix of the text that is a prefix of a stop string."""
     lengths = (length for stop in stops for length in range(1, len(stop) + 1) if text.endswith(stop[:length]))
     return max(lengths, default=0)
 
@@ -92,7 +92,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Served:
-    """A request whose tokens are those of a text, one per step."""
+    """Request whose tokens are those of a text, one per step."""
 
     def __init__(self, tokenizer: Tokenizer, **params: object) -> None:
         self.processor = OutputProcessor(tokenizer)
@@ -191,7 +191,7 @@ def test_half_a_character_at_the_end_does_not_hide_a_stop_string(tokenizer: Toke
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
 def test_a_request_that_was_cut_off_did_not_stop(tokenizer: Tokenizer, reason: FinishReason) -> None:
-    """Not even where the end of its text completes a stop string."""
+    """An aborted request keeps its finish reason, even if flushing its text completes a stop string."""
     half = tokenizer.encode("Ж", add_special_tokens=False)[0]
     served = Served(tokenizer, stop="\ufffd")
     served.read("the")

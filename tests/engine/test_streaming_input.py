@@ -1,4 +1,4 @@
-"""A prompt that comes in parts, over a core that makes up its tokens."""
+"""Streaming input over a fake core with scripted tokens."""
 
 from __future__ import annotations
 

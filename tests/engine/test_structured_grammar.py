@@ -1,4 +1,4 @@
-"""The engine's grammar follows constrained requests by the tokens that the host has read, drafts included."""
+"""The engine's grammar advances by the tokens that the host has read, and makes bitmasks for drafts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def rows_of(answer: GrammarOutput) -> list[list[int]]:
 
 
 def after(text: Sequence[int], **fields: Any) -> list[int]:
-    """What a constraint allows after tokens, asked of a matcher of its own."""
+    """Tokens that a constraint allows after a prefix, by a matcher of its own."""
     matcher = matcher_for(**fields)
     assert matcher.accept(text) == len(text)
     return allowed_tokens(matcher)
@@ -255,7 +255,7 @@ def test_tokens_that_a_request_comes_with_must_be_the_grammars(grammar: Structur
 
 def test_an_engine_without_constrained_requests_reads_no_tokenizer(model: ModelConfig) -> None:
     def make_backend() -> Any:
-        raise AssertionError("nobody asked")
+        raise AssertionError("the backend must not be created")
 
     grammar = StructuredGrammar(model, StructuredOutputsConfig(), make_backend=make_backend)
     assert grammar.add(request("a"))

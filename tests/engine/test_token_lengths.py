@@ -1,4 +1,4 @@
-"""Bound on the tokens of a text: a prompt that is refused before it is tokenised has more than are allowed."""
+"""Lower bound on the tokens of a text: a prompt refused before tokenisation really is too long."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WORDS = [
 
 
 def sentencepiece_tokenizer(**options: Any) -> tokenizers.Tokenizer:
-    """One without byte-level words, as Llama 2 has it."""
+    """Tokenizer without byte-level pre-tokenisation, as Llama 2's."""
     vocabulary = _BYTES | {word: 256 + index for index, word in enumerate(_WORDS)}
     merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "\u2581"), ("\u2581\u2581", "\u2581\u2581")]
     model = models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, **options)
@@ -78,7 +78,7 @@ def test_no_text_has_fewer_tokens_than_it_is_taken_to_have(name: str, text: str,
 
 @pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.NFKC()])
 def test_letters_that_are_composed_of_several_characters_count_as_fewer(normalizer: Any) -> None:
-    """An omega with three marks is four characters, and becomes one."""
+    """An omega with three marks is four characters, which NFC composes into one."""
     assert len(normalizer.normalize_str("\u03c9\u0314\u0342\u0345")) == 1
     fast = byte_level_tokenizer()
     of_one = longest_token(fast)

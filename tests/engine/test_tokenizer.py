@@ -29,7 +29,7 @@ TEXTS = [
 
 
 def agrees_with_transformers(folder: Path) -> bool:
-    """Whether encoding and decoding are AutoTokenizer's, on all texts."""
+    """Whether encoding and decoding equal AutoTokenizer's on all texts."""
     from transformers import AutoTokenizer
 
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
@@ -198,7 +198,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_written_in_python_works(tmp_path: Path) -> None:
-    """ByT5's has no vocabulary file at all: its tokens are bytes."""
+    """ByT5's tokenizer has no vocabulary file; its tokens are bytes."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     tokenizer = load_tokenizer(tmp_path)

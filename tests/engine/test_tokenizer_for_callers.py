@@ -1,4 +1,4 @@
-"""`get_tokenizer`: what it returns is used as people use Transformers', and agrees with what the engine does."""
+"""`get_tokenizer` returns a Transformers tokenizer that agrees with the engine's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = SamplingParams(max_tokens=2)
 
 @pytest.fixture(params=["by_tokenizers", "by_transformers"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model whose tokenizer the engine reads itself, or lets Transformers read."""
+    """Model folder whose tokenizer the engine loads itself, or through Transformers."""
     folder = write_model(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     if request.param == "by_transformers":

@@ -1,4 +1,4 @@
-"""A kind of model that cannot run is refused for what it is, by `plan` and by an engine in the same words."""
+"""An unsupported kind of model is refused by its kind, with the same error from `plan` and from an engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REASONS = {
 
 @pytest.fixture(autouse=True)
 def _no_log() -> Iterator[None]:
-    """Transformers has much to say about its own default configurations."""
+    """Silence Transformers' warnings about its default configurations."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -63,7 +63,7 @@ def _no_log() -> Iterator[None]:
 def test_the_plan_and_the_engine_give_the_true_reason(
     class_name: str, max_model_len: int | None, tmp_path: Path
 ) -> None:
-    """Not what the configuration of such a model lacks, of which another kind has need."""
+    """The error is not about a field that the configuration of such a model lacks."""
     config = getattr(transformers, class_name).config_class()
     config.architectures = [class_name]
     config.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Whoever waits for a core that hangs is told, in time, who waited for whom in which call."""
+"""Calls of a core that hangs raise WaitTimeout in time, with the waiting and the awaited side and the call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture
 def hanging() -> Iterator[FakeCore]:
-    """A core whose second step does not end before the test does."""
+    """Core whose second step hangs until the end of the test."""
     core = FakeCore()
     release = threading.Event()
     core.on_step = lambda step: step == 2 and release.wait(PATIENCE_S) and None  # type: ignore[assignment, func-returns-value]

@@ -1,4 +1,4 @@
-"""What the offline API asks of its workers."""
+"""Worker calls of the offline API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory_b
 
 
 class Extension:
-    """What a user brings."""
+    """Worker extension of a user."""
 
     def weight_sum(self, name: str, *, factor: float = 1.0) -> float:
         return factor * float(self.get_model().get_parameter(name).sum())  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def test_the_weights_of_the_worker_are_those_of_the_plan(llm: LLM) -> None:
 
 
 def test_calls_wait_for_the_step_that_runs(llm: LLM) -> None:
-    """Another thread generates meanwhile; calls come between its steps."""
+    """Calls run between the steps of another thread's `generate`."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0].token_ids
     outputs: list[Any] = []

@@ -1,4 +1,4 @@
-"""The same requests for every arrangement of workers, which must come out as from one."""
+"""Requests whose results must be equal for every arrangement of workers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ PARAMS = [
 
 
 def results_of(core: EngineCore, *, is_tight: bool = True) -> list[Result]:
-    """All requests twice, the second time with cached prefixes; the core is closed then.
+    """Run all requests twice, the second time with cached prefixes, and close the core.
 
-    is_tight: some must have been preempted, since there is no room for all.
+    is_tight: the KV cache is too small for all requests, so some must have been preempted.
     """
     try:
         first = run(core, PROMPTS, PARAMS)
@@ -51,7 +51,7 @@ def results_of(core: EngineCore, *, is_tight: bool = True) -> list[Result]:
 def some_steps(
     core: EngineCore, prompts: Sequence[list[int]] = PROMPTS, params: Sequence[SamplingParams] = PARAMS
 ) -> dict[str, Result]:
-    """All requests, `r0`, `r1` and so on, in the middle of their work."""
+    """Start all requests, `r0`, `r1` and so on, and run some steps."""
     for index, (prompt, of_request) in enumerate(zip(prompts, params, strict=True)):
         add(core, f"r{index}", prompt, of_request)
     results: dict[str, Result] = {}
@@ -62,7 +62,7 @@ def some_steps(
 
 
 def assert_same(found: Sequence[Result], expected: Sequence[Result], tolerance: float = 1e-4) -> None:
-    """tolerance: of log-probabilities."""
+    """Compare results. tolerance: absolute, of log-probabilities."""
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.tokens, ours.finish_reason, ours.error) == (theirs.tokens, theirs.finish_reason, theirs.error)
         assert len(ours.logprobs) == len(theirs.logprobs)

@@ -42,9 +42,9 @@ _TINY_GPT2 = {
 
 @dataclass(frozen=True)
 class Family:
-    """Transformers' names of a family's classes, and what its tiny configuration says.
+    """Transformers' class names of a model family, and fields of its tiny configuration.
 
-    norm_weight: what norm weights are drawn around.
+    norm_weight: mean of random norm weights.
     """
 
     config_class: str
@@ -67,7 +67,7 @@ FAMILIES = {
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """A configuration of one of `FAMILIES` that runs in milliseconds."""
+    """Tiny configuration of one of `FAMILIES`, which runs in milliseconds."""
     config_class = getattr(transformers, FAMILIES[family].config_class)
     return config_class(**{**FAMILIES[family].tiny, **overrides})
 
@@ -99,7 +99,7 @@ def tiny_checkpoint(folder: Path, family: str = "llama", *, seed: int = 0, **ove
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The configuration of the model in a folder."""
+    """Load the configuration of the model in a folder."""
     return ModelConfig.load(str(folder))
 
 

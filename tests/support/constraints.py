@@ -1,4 +1,4 @@
-"""Constraints on the demo model's tokens, and what they let through."""
+"""Constraints on the demo model's tokens, and the outputs that they allow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def demo_backend() -> GrammarBackend:
 
 
 def compiled_beside(**fields: Any) -> CompiledGrammar:
-    """A grammar that a thread compiled, as an engine's are."""
+    """Compile a grammar in a thread, as engines do."""
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     compiler = GrammarCompiler(demo_backend, timeout_s=60.0, max_cached=1)
     compiler.compile(StructuredOutputsParams(**fields), lambda _, result: told.put(result))
@@ -57,7 +57,7 @@ def encode(text: str) -> list[int]:
 
 
 def allows(matcher: Matcher, text: str) -> bool:
-    """Whether a text and then the end may come. The matcher is as before."""
+    """Whether a text followed by the end is allowed. Leaves the matcher unchanged."""
     token_ids = [*encode(text), END]
     num_accepted = matcher.accept(token_ids)
     matcher.rollback(num_accepted)
@@ -65,7 +65,7 @@ def allows(matcher: Matcher, text: str) -> bool:
 
 
 def may_begin(matcher: Matcher, text: str) -> bool:
-    """Whether an output may begin with a text. The matcher is as before."""
+    """Whether an output may begin with a text. Leaves the matcher unchanged."""
     token_ids = encode(text)
     num_accepted = matcher.accept(token_ids)
     matcher.rollback(num_accepted)
@@ -79,12 +79,12 @@ def allowed_tokens(matcher: Matcher) -> list[int]:
 
 
 def tokens_of(words: np.ndarray) -> list[int]:
-    """The tokens of a bitmask's row, by its definition."""
+    """Token ids of a bitmask row, by its definition."""
     return [token for token in range(VOCAB_SIZE) if int(words[token // 32]) >> token % 32 & 1]
 
 
 def random_output(matcher: Matcher, generator: np.random.Generator, max_tokens: int = 400) -> str | None:
-    """A text that a matcher lets through, drawn token by token from all that may come; None if it finds no end.
+    """Draw an allowed text token by token; None if it reaches no end.
 
     After a while tokens that end things are preferred.
     """

@@ -1,4 +1,4 @@
-"""A CPU that counts the memory of its tensors as torch's own allocator sees it."""
+"""CPU device that counts the memory of its tensors with torch's profiler of allocations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.worker.worker import Worker
 
 
 class CountingDevice(CpuDevice):
-    """allocated: bytes of all that was asked for at once, such as tables of slots, which the allocator may not see."""
+    """CPU device that counts its large allocations. allocated: their bytes, such as tables of slots."""
 
     def __init__(self) -> None:
         super().__init__(num_threads=1)
@@ -52,7 +52,7 @@ def _peak_bytes(recorded: profile) -> int:
 
 
 def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, int, StepMemory]:
-    """What a model is found to need without memory; the bytes of its weights, and what its steps take, with memory."""
+    """Measure a model on the meta device, and the bytes of its weights and steps in memory."""
     config = EngineConfig.create(str(folder), device="cpu", num_threads=1, **options)
     worker = Worker(config, ParallelState())
     worker.init_device()

@@ -1,4 +1,4 @@
-"""Workers to whom something happens."""
+"""Workers that inject failures and draft tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.worker.worker import Worker
 
 
 class FailingWorker(Worker):
-    """Fails when it executes or samples certain steps, once each."""
+    """Worker that fails once when it executes or samples certain steps."""
 
     fails_at: set[tuple[str, int]]
 
@@ -30,7 +30,7 @@ class FailingWorker(Worker):
 
 
 class DraftingWorker(Worker):
-    """Takes drafts."""
+    """Worker with draft tokens."""
 
     def _limits(self, max_model_len: int) -> RunnerLimits:
         return replace(super()._limits(max_model_len), max_drafts=3)

@@ -1,4 +1,4 @@
-"""Random checkpoints of heads that draft, in the formats that people have, and what they compute, in plain torch.
+"""Random checkpoints of draft heads in their published formats, and their reference in plain torch.
 
 Suffixes: S tokens of a sequence, D hidden size, H query heads, V vocabulary.
 """
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 
 
 def random_weights(sizes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
-    """Of such a size that each of them matters."""
+    """Random weights, large enough to affect the output."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, size in sizes.items():
@@ -47,7 +47,7 @@ def random_weights(sizes: Mapping[str, Sequence[int]], seed: int) -> dict[str, T
 
 
 def layer_sizes(prefix: str, *, input_size: int = HIDDEN, bias: bool = False) -> dict[str, Sequence[int]]:
-    """Of a decoder layer without its input norm."""
+    """Weight shapes of a decoder layer without its input norm."""
     kv_size = KV_HEADS * HEAD_SIZE
     sizes: dict[str, Sequence[int]] = {
         "self_attn.q_proj.weight": (HIDDEN, input_size),
@@ -67,7 +67,7 @@ def layer_sizes(prefix: str, *, input_size: int = HIDDEN, bias: bool = False) ->
 
 
 def write_head(folder: Path, weights: Mapping[str, Tensor], **config: Any) -> Path:
-    """A checkpoint with this `config.json` beside the usual fields."""
+    """Write a checkpoint with these additional `config.json` fields."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
@@ -113,7 +113,7 @@ def mtp_weights(seed: int = 1) -> dict[str, Tensor]:
 
 
 def write_mimo(folder: Path) -> Path:
-    """A tiny MiMo: Qwen2, as Transformers has it, with a layer for MTP."""
+    """Write a tiny MiMo: Transformers' Qwen2 with an MTP layer."""
     tiny_checkpoint(folder, "qwen2")
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, **mtp_weights()}, folder / "model.safetensors", {"format": "pt"})
@@ -131,7 +131,7 @@ def eagle_hidden(weights: Mapping[str, Tensor], embed_SD: Tensor, hidden_SD: Ten
 
 
 def eagle3_fused(weights: Mapping[str, Tensor], aux: Sequence[Tensor]) -> Tensor:
-    """Low, middle and high features in one (section 3.1)."""
+    """Fuse low, middle and high features (section 3.1)."""
     return F.linear(torch.cat(list(aux), -1), weights["fc.weight"])
 
 
@@ -150,7 +150,7 @@ def eagle3_hidden(
 
 
 def eagle3_logits(weights: Mapping[str, Tensor], hidden_SD: Tensor) -> Tensor:
-    """In the target's vocabulary."""
+    """EAGLE-3 logits in the target's vocabulary."""
     own_SX = F.linear(_rms(hidden_SD, weights["norm.weight"]), weights["lm_head.weight"])
     logits_SV = torch.full((len(own_SX), VOCAB_SIZE), float("-inf"))
     for number, offset in enumerate(weights["d2t"].tolist()):
@@ -159,7 +159,7 @@ def eagle3_logits(weights: Mapping[str, Tensor], hidden_SD: Tensor) -> Tensor:
 
 
 def mtp_hidden(weights: Mapping[str, Tensor], embed_SD: Tensor, hidden_SD: Tensor) -> Tensor:
-    """MiMo's (section 2.3, figure 3)."""
+    """MiMo's MTP hidden states (section 2.3, figure 3)."""
     prefix = "model.mtp_layers.0."
     token_SD = _rms(embed_SD, weights[f"{prefix}token_layernorm.weight"])
     before_SD = _rms(hidden_SD, weights[f"{prefix}hidden_layernorm.weight"])
@@ -180,7 +180,7 @@ def _mlp(weights: Mapping[str, Tensor], prefix: str, x_SD: Tensor) -> Tensor:
 
 
 def _attention(weights: Mapping[str, Tensor], prefix: str, x_SX: Tensor) -> Tensor:
-    """Causal, with rotary positions from 0 on."""
+    """Causal attention with rotary positions from 0 on."""
     size = len(x_SX)
     query, key, value = (
         F.linear(

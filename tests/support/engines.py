@@ -1,4 +1,4 @@
-"""Running token prompts through a real engine core, and comparing the result with Transformers."""
+"""Run token prompts through a real engine core, and compare the results with Transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {
 
 @dataclass
 class Result:
-    """What one request got."""
+    """Result of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -67,7 +67,7 @@ def add(core: EngineCore, req_id: str, prompt: Sequence[int], params: SamplingPa
 
 
 def finish(core: EngineCore, results: dict[str, Result], max_steps: int = 5000) -> None:
-    """Step until nothing is left; a test that needs more than `max_steps` hangs."""
+    """Step until all requests have ended; more than `max_steps` steps count as a hang."""
     for _ in range(max_steps):
         if not core.has_unfinished_requests():
             return
@@ -79,7 +79,7 @@ def finish(core: EngineCore, results: dict[str, Result], max_steps: int = 5000) 
 def run(
     core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[Result]:
-    """All prompts at once, results in order."""
+    """Run all prompts at once; results in order."""
     each = params if isinstance(params, list) else [params] * len(prompts)
     for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
         add(core, f"r{index}", prompt, one)
@@ -111,5 +111,5 @@ def assert_greedy_continuation(oracle: PreTrainedModel, prompt: Sequence[int], r
 
 
 def run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on no model is recorded as a program; its layers' kernels are the same."""
+    """Disable recorded programs, so that models run layer by layer with the same kernels."""
     monkeypatch.setattr("penstock.models.program.NATIVE", None)

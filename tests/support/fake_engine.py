@@ -1,4 +1,4 @@
-"""Doubles for tests of what surrounds the core: a core that makes up tokens, and small tokenizers."""
+"""Test doubles of the engine: a fake core with scripted tokens, and small tokenizers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TokenSource = Callable[[EngineRequest, int], int]
 
 
 def seeded_token(request: EngineRequest, position: int) -> int:
-    """A token from the request's seed and the position, never one of the first eight (special) ids."""
+    """Token from the request's seed and the position, never one of the first eight (special) ids."""
     seed = request.sampling_params.seed
     assert seed is not None, "the core must get a seed with every request"
     return 8 + (seed * 31 + position * 7919) % 200
 
 
 class FakeCore:
-    """`EngineCore`'s interface over a function that names the tokens.
+    """`CoreClient` whose tokens come from a function.
 
     tokens: gives a request's token at a position of its output. failing: prompts, by their first token id, whose
     requests end with an error after `fail_after` tokens. on_step: called before each step, to raise or to send signals.
@@ -139,7 +139,7 @@ class FakeCore:
 
 
 def _logprobs(token_id: int, num_likeliest: int = 20) -> LogprobsLists:
-    """The sampled token is the second likeliest."""
+    """Log-probabilities in which the sampled token is the second most likely."""
     likeliest = [token_id + 1, token_id, *range(300, 300 + num_likeliest - 2)]
     values = [-0.5 * rank for rank in range(1, num_likeliest + 1)]
     return LogprobsLists(
@@ -148,12 +148,12 @@ def _logprobs(token_id: int, num_likeliest: int = 20) -> LogprobsLists:
 
 
 def scripted(*token_ids: int) -> TokenSource:
-    """The same tokens for every request; the last one again and again."""
+    """Script of tokens for every request; the last one is repeated."""
     return lambda request, position: token_ids[min(position, len(token_ids) - 1)]
 
 
 def install_fake_core(core_class: type[FakeCore] = FakeCore) -> None:
-    """Let this process's engines use the fake, without importing torch."""
+    """Install the fake core in this process's engines, without importing torch."""
     module = types.ModuleType("penstock.engine.core")
     module.EngineCore = core_class  # type: ignore[attr-defined]
     sys.modules["penstock.engine.core"] = module
@@ -197,7 +197,7 @@ def byte_fallback_tokenizer(*, strips_leading_space: bool = True) -> tokenizers.
 
 
 def write_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, **config: object) -> Path:
-    """A tokenizer folder; `config` goes into tokenizer_config.json."""
+    """Write a tokenizer folder; `config` goes into tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, **config}
@@ -206,7 +206,7 @@ def write_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer, **config: obj
 
 
 def write_model(folder: Path, *, longest_context: int = 64, **config: object) -> Path:
-    """A model folder without weights: what is read before a core starts."""
+    """Write a model folder without weights: the files that are read before a core starts."""
     write_tokenizer(folder, byte_level_tokenizer())
     settings = {
         "architectures": ["LlamaForCausalLM"],
@@ -221,5 +221,5 @@ def write_model(folder: Path, *, longest_context: int = 64, **config: object) ->
 
 
 def load_fake_core(config: EngineConfig) -> FakeCore:
-    """A fake for a process of its own; that imports it by this name."""
+    """Create the fake core in a core's process, which imports this function by name."""
     return FakeCore(config)

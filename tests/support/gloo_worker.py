@@ -1,4 +1,4 @@
-"""Workers of one machine that talk as those of several do."""
+"""Workers of one machine that communicate as those of several machines do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PORT = "GLOO_WORKER_PORT"
 
 
 class GlooWorker(Worker):
-    """Among connected ranks, instead of those that meet in memory."""
+    """Worker with a gloo process group instead of shared memory."""
 
     def __init__(self, config: EngineConfig, parallel: ParallelState) -> None:
         store = open_store(HOST, int(os.environ[PORT]), is_host=False)

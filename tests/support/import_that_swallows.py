@@ -1,4 +1,4 @@
-"""To import this waits for a signal, and goes on whatever its handler raises, as some libraries do."""
+"""Module whose import waits for a signal and swallows its handler's exception, as some libraries do."""
 
 from __future__ import annotations
 

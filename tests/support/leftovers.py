@@ -1,4 +1,4 @@
-"""What a program that has come and gone may have left behind."""
+"""Leak checks: processes, threads, descriptors and shared memory that an engine leaves behind."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from support.waiting import PATIENCE_S
 
 @dataclass
 class Leftovers:
-    """What this process holds: processes below it, threads, and descriptors by kind (sockets, pipes, files by name).
+    """Resources of this process: descendants, threads, and descriptors by kind (sockets, pipes, files by name).
 
-    shared_memory: inodes of memory without a name, of those processes that were told to `watch`.
+    shared_memory: inodes of anonymous shared memory of the processes passed to `watch`.
     """
 
     processes: Counter[str] = field(default_factory=Counter)
@@ -30,7 +30,7 @@ class Leftovers:
     shared_memory: set[int] = field(default_factory=set)
 
     def watch(self, process_ids: Iterable[int]) -> None:
-        """Remember the memory that these processes share now. Nobody may have it afterwards."""
+        """Record the shared memory of these processes, which no process may hold afterwards."""
         for process_id in process_ids:
             found = shared_memory_of(process_id)
             assert found, f"process {process_id} shares no memory"
@@ -45,7 +45,7 @@ class Leftovers:
 
 @contextmanager
 def nothing_left() -> Iterator[Leftovers]:
-    """Fails if there is more of anything afterwards than before."""
+    """Fail if any resource has grown since the start of the block."""
     before = Leftovers()
     before.count()
     yield before
@@ -69,7 +69,7 @@ def _left(before: Leftovers) -> dict[str, Any]:
 
 
 def descriptors() -> Counter[str]:
-    """Of this process, by what they are: sockets and pipes have no names of their own."""
+    """Descriptors of this process by kind; sockets and pipes have no names of their own."""
     found: Counter[str] = Counter()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -78,7 +78,7 @@ def descriptors() -> Counter[str]:
 
 
 def shared_memory_of(process_id: int) -> set[int]:
-    """Inodes of the memory without a name that a process has open, or mapped."""
+    """Inodes of the anonymous shared memory that a process has open or mapped."""
     folder, found = Path(f"/proc/{process_id}"), set()
     with suppress(OSError):
         for link in (folder / "fd").iterdir():
@@ -92,5 +92,5 @@ def shared_memory_of(process_id: int) -> set[int]:
 
 
 def holders_of(inodes: set[int]) -> list[int]:
-    """The processes of this machine that have any of this memory."""
+    """Processes of this machine that hold any of this memory."""
     return [process_id for process_id in psutil.pids() if inodes and shared_memory_of(process_id) & inodes]

@@ -15,7 +15,7 @@ FAILS_AT = 13
 
 
 class NotingWorker(WorkerBase):
-    """Notes what it is asked for, and samples as many tokens for a request as were scheduled."""
+    """Worker that records its calls, and samples as many tokens for a request as were scheduled."""
 
     def init_device(self) -> None:
         self.heard: list[tuple[str, Any]] = []
@@ -38,7 +38,7 @@ class NotingWorker(WorkerBase):
         return ReadyOutput(SampledOutput(step_id=grammar.step_id, req_ids=req_ids, sampled_token_ids=tokens))
 
     def take_heard(self) -> list[tuple[str, Any]]:
-        """Since the last call."""
+        """Return the calls since the last `take_heard`."""
         heard, self.heard = self.heard, []
         return heard
 

@@ -11,13 +11,13 @@ from support.waiting import wait_until
 
 
 def stopping_and_refusing(config: EngineConfig) -> FakeCore:
-    """Refuses what ends with 12. From its second step on it waits, which a file tells, until there is another one."""
+    """Core that refuses prompts ending with 12, and from its second step on waits for the file "go on"."""
     core, folder = FakeCore(config), Path(str(config.model.folder))
 
     def stop(step: int) -> None:
         if step > 1:
             (folder / "stopped").touch()
-            wait_until((folder / "go on").exists, "somebody lets it go on")
+            wait_until((folder / "go on").exists, "the file to go on")
 
     core.on_step = stop
     core.refuses = lambda request: request.prompt_token_ids[-1] == 12

@@ -1,4 +1,4 @@
-"""A planner that pads every step, for engines and runners that must not notice."""
+"""Planner that pads every step, which must not change any result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.runner.model_runner import ModelRunner, RunnerLimits
 
 
 def to_powers_of_two(limits: RunnerLimits) -> Callable[[Mapping[str, int]], BatchPlan]:
-    """Tokens and requests of every step, to the next power of two that the limits allow."""
+    """Pad tokens and requests of every step to the next power of two that the limits allow."""
 
     def plan(num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
         exact = BatchPlan.without_padding(num_scheduled_tokens)
@@ -26,7 +26,7 @@ def to_powers_of_two(limits: RunnerLimits) -> Callable[[Mapping[str, int]], Batc
 
 
 def pad_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on engines pad every step."""
+    """Make engines pad every step."""
 
     def make(*arguments: Any, **options: Any) -> ModelRunner:
         (limits,) = (argument for argument in arguments if isinstance(argument, RunnerLimits))

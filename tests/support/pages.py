@@ -1,10 +1,10 @@
-"""Blocks of code in the pages of the documentation, and how they are run.
+"""Code blocks of the documentation's pages, and their execution.
 
 A comment right before a block says what is special about it:
 
     <!-- file: no_repeat.py -->         it is a file that later blocks of the page use
     <!-- fails: There is no option -->  it must fail, with this in its message
-    <!-- not run: needs a GPU -->       nobody can run it here, for one of `REASONS`
+    <!-- not run: needs a GPU -->       it cannot run here, for one of `REASONS`
     <!-- slow -->                       it is run by `make test-slow` only
 """
 
@@ -65,7 +65,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def prepare(folder: Path) -> None:
-    """Make a folder in which pages can be run: the commands that they use, and a model of one's own."""
+    """Prepare a folder for running pages: the commands that they use, and a model folder."""
     for name, arguments in {"penstock": "-P -m penstock.cli", "python": ""}.items():
         command = folder / "bin" / name
         command.parent.mkdir(exist_ok=True)
@@ -78,7 +78,7 @@ def prepare(folder: Path) -> None:
 
 
 def run_block(block: Block, namespace: dict[str, Any]) -> None:
-    """Run a block in the present folder. Blocks of Python share the namespace, as those of a page do."""
+    """Run a block in the current folder. Python blocks of a page share the namespace."""
     if block.mark == "file":
         path = Path(block.argument)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Sampling restated in plain Python and numpy, one request at a time, and a sampler driven by hand."""
+"""Reference sampling in plain Python and numpy, one request at a time, and a driver of the sampler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_LEN = 64
 
 
 def shaped(params: SamplingParams, logits: np.ndarray, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
-    """Masks, bias and penalties, in float32 as the engine computes them."""
+    """Apply masks, bias and penalties, in float32 as the engine computes them."""
     result = logits.astype(np.float32).copy()
     if params.allowed_token_ids is not None:
         for token in range(len(result)):
@@ -68,7 +68,7 @@ def truncated(params: SamplingParams, logits: np.ndarray) -> np.ndarray:
 
 
 def next_token(params: SamplingParams, logits: np.ndarray, prompt: Sequence[int], output: Sequence[int]) -> int | None:
-    """The token that must come next; None when no token can."""
+    """Expected next token; None if no token is allowed."""
     values = shaped(params, logits, prompt, output)
     if not np.isfinite(values.max()):
         return None
@@ -93,7 +93,7 @@ def _request(params: SamplingParams, prompt: list[int], prefill: list[int]) -> N
 
 
 class HandDriven:
-    """A sampler with a table of tokens; plays the runner, which gathers rows and appends what was sampled."""
+    """Sampler with a token table; acts as the runner: gathers rows and appends sampled tokens."""
 
     def __init__(self, vocab_size: int = VOCAB_SIZE, num_slots: int = NUM_SLOTS, **config: object) -> None:
         self.token_ids = torch.zeros(num_slots, MAX_LEN, dtype=torch.int32)
@@ -118,7 +118,7 @@ class HandDriven:
     def step(
         self, slots: Sequence[int], logits: torch.Tensor, num_sampled: Sequence[int] | None = None
     ) -> SamplerOutput:
-        """Sample one token for each of these slots, and append those that count."""
+        """Sample one token for each of these slots, and append the valid ones."""
         rows = self.rows(slots)
         counts = torch.tensor([1] * len(slots) if num_sampled is None else list(num_sampled))
         result = self.sampler.sample(logits, rows)

@@ -40,7 +40,7 @@ def write_quantized(
     family: str = "llama",
     **overrides: Any,
 ) -> Written:
-    """A tiny model with every projection quantised; embeddings, head and norms stay float."""
+    """Write a tiny model with every projection quantised; embeddings, head and norms stay float."""
     config = {**HIDDEN, "tie_word_embeddings": False, **overrides}
     save_checkpoint(tiny_model(family, **config), folder / "float")
     floats = load_file(folder / "float" / "model.safetensors")
@@ -87,13 +87,13 @@ def int4_grid(weight: Array, group_size: int, *, symmetric: bool = False) -> tup
 
 
 def from_grid(values: Array, scales: Array, zeros: Array, group_of: Array) -> Array:
-    """The weight in float32. group_of: of each input."""
+    """Dequantise to float32. group_of: group index of each input."""
     centred = values.astype(np.float32) - zeros.astype(np.float32)[:, group_of]
     return centred * scales.astype(np.float32)[:, group_of]
 
 
 def gptq_layer(group_size: int, *, desc_act: bool, version: int = 1) -> Callable[[str, Array], Layer]:
-    """With desc_act the inputs of a group lie anywhere, the same for layers that read the same input."""
+    """GPTQ layer; with desc_act the inputs are permuted, equally for layers with the same input."""
 
     def quantize(layer: str, weight: Array) -> Layer:
         num_inputs = weight.shape[1]
@@ -119,7 +119,7 @@ def gptq_layer(group_size: int, *, desc_act: bool, version: int = 1) -> Callable
 
 
 def awq_layer(group_size: int) -> Callable[[str, Array], Layer]:
-    """The numbers of a word are interleaved: 0, 2, 4, 6, 1, 3, 5, 7."""
+    """AWQ layer; the values of a word are interleaved: 0, 2, 4, 6, 1, 3, 5, 7."""
     order = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def quantize(layer: str, weight: Array) -> Layer:
@@ -185,12 +185,12 @@ def torchao_int4_layer(layer: str, weight: Array) -> Layer:
 
 
 def torchao_config(kind: str, **data: Any) -> dict[str, Any]:
-    """As Transformers writes it into config.json."""
+    """torchao's quantization_config, as Transformers writes it into config.json."""
     return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": data}}}
 
 
 def compressed_config(layout: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> dict[str, Any]:
-    """As llm-compressor writes it into config.json."""
+    """compressed-tensors' quantization_config, as llm-compressor writes it into config.json."""
     group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
@@ -231,11 +231,11 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Array]], None]) -> No
 
 
 def float_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
+    """Load all tensors of a checkpoint."""
     return {name: torch.from_numpy(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object."""
+    """Load a JSON object."""
     content: dict[str, Any] = json.loads(path.read_text())
     return content

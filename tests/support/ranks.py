@@ -1,4 +1,4 @@
-"""Several ranks in one process: each is a thread, and their collectives are collectives."""
+"""Several ranks in one process, one thread each, with real collectives."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _WAIT_S = 30.0
 
 
 class SilentGroup(Group):
-    """A rank that is built, and talks to nobody."""
+    """Group of a rank that must not communicate."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def gather_values(self, value: Any, value_type: Any = Any) -> list[Any]:
-        raise AssertionError("nobody is there")
+        raise AssertionError("this rank has no peers")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self.gather_values(tensor)  # type: ignore[return-value]
@@ -45,7 +45,7 @@ class SilentGroup(Group):
 
 
 class SharedGroup:
-    """Where the ranks of a group put what they give."""
+    """Exchange of tensors that the ranks of a group share."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -56,7 +56,7 @@ class SharedGroup:
 
 
 class ThreadGroup(Group):
-    """One rank's side of a shared."""
+    """Group of one rank over a `SharedGroup`."""
 
     def __init__(self, rank: int, shared: SharedGroup) -> None:
         self.rank, self.size = rank, len(shared.values)
@@ -74,7 +74,7 @@ class ThreadGroup(Group):
         return torch.stack(self.gather_values(tensor)).sum(0)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        # Whoever has all may change its own while others have yet to read it.
+        # A rank that has all tensors may change its own while other ranks have yet to read it.
         return torch.cat(self.gather_values(tensor.clone()), dim)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
@@ -90,7 +90,7 @@ class ThreadGroup(Group):
 
 
 def shared_memory_groups(size: int, **options: Any) -> list[SharedMemoryGroup]:
-    """Of ranks that each have a mapping of their own, as processes do."""
+    """Shared-memory groups of ranks with a mapping each, as processes have."""
     descriptor = create_shared_memory(group_bytes(size))
     try:
         return [SharedMemoryGroup(rank, size, SharedMemory(descriptor), **options) for rank in range(size)]
@@ -99,13 +99,13 @@ def shared_memory_groups(size: int, **options: Any) -> list[SharedMemoryGroup]:
 
 
 def contexts(size: int) -> list[ParallelState]:
-    """Of ranks that split every layer, by rank."""
+    """Parallel states of tensor parallel ranks, by rank."""
     shared = SharedGroup(size)
     return [ParallelState(rank=rank, world_size=size, tensor=ThreadGroup(rank, shared)) for rank in range(size)]
 
 
 def run_ranks(size: int, run: Callable[[int], _Result]) -> list[_Result | BaseException]:
-    """What `run(rank)` returns or raises, each in a thread of its own."""
+    """Result or exception of `run(rank)` for each rank, in a thread each."""
     results: list[Any] = [None] * size
 
     def work(rank: int) -> None:

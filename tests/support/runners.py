@@ -1,4 +1,4 @@
-"""A model runner over a model that is arithmetic, so that tests can tell which token must come next."""
+"""Model runner over an arithmetic model, whose next tokens tests can compute."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
 def next_token(token: int, position: int) -> int:
-    """What `ArithmeticModel` says after `token` at `position`."""
+    """Next token of `ArithmeticModel` after `token` at `position`."""
     return (token * 7 + position * 3 + 5) % VOCAB_SIZE
 
 
 class ArithmeticModel:
-    """Its largest logit is `next_token`; attention runs so that the KV cache is written, but decides nothing."""
+    """Model whose argmax is `next_token`; attention runs to write the KV cache, and does not affect the logits."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], list[int]]] = []
@@ -119,7 +119,7 @@ def batcher_of(runner: ModelRunner) -> BatchBuilder:
 
 @dataclass
 class Driver:
-    """Plays the scheduler: numbers the steps and keeps the computed counts."""
+    """Acts as the scheduler: numbers the steps and tracks the computed tokens."""
 
     runner: ModelRunner
     step_id: int = 0
@@ -137,7 +137,7 @@ class Driver:
         repeats: bool = False,
         clears_blocks: bool = False,
     ) -> SchedulerOutput:
-        """Execute a step and leave it unsampled. repeats: say that it repeats the one before."""
+        """Execute a step without sampling. repeats: mark it as a repetition of the previous one."""
         new = new or []
         for request in new:
             self.computed[request.req_id] = request.num_computed_tokens
@@ -179,6 +179,6 @@ class Driver:
 
 
 def state_of(runner: ModelRunner, req_id: str) -> tuple[int, int]:
-    """(num_computed_tokens, total_len) as the device has them."""
+    """(num_computed_tokens, total_len) of the device state."""
     slot = runner.requests.slot_of[req_id]
     return int(runner.requests.num_computed_tokens.tensor[slot, 0]), int(runner.requests.total_len.tensor[slot, 0])

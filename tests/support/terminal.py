@@ -1,4 +1,4 @@
-"""A program in a terminal of its own, typed into and read."""
+"""Command in a pseudo-terminal, for tests that type and read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Terminal:
         raise AssertionError(f"no {text!r} in {self.screen[after:]!r}")
 
     def end(self, timeout_s: float = 60) -> int:
-        """Read what it still shows, and return its exit code."""
+        """Read the remaining output, and return the exit code."""
         deadline = time.monotonic() + timeout_s
         while self._read(0.2) or self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end: {self.screen!r}"
@@ -80,7 +80,7 @@ class Terminal:
         os.close(self._controller)
 
     def _read(self, timeout_s: float) -> bool:
-        """Take in what is there; False when nothing came."""
+        """Read available output; False if there is none."""
         if not select.select([self._controller], [], [], timeout_s)[0]:
             return False
         try:

@@ -10,7 +10,7 @@ from support.waiting import PATIENCE_S
 
 
 def num_threads(most: int | None = None) -> int:
-    """How many there are. most: how many there should be; one that was joined may be counted for a moment more."""
+    """Number of threads. most: expected number; the system may count a joined thread a moment longer."""
     deadline = time.monotonic() + PATIENCE_S
     count: int = psutil.Process().num_threads()
     while most is not None and count > most and time.monotonic() < deadline:

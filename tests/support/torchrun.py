@@ -1,4 +1,4 @@
-"""Programs that torchrun starts."""
+"""Scripts under torchrun."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def torchrun(folder: Path, program: str, *arguments: object, beside: Path, size: int = 2) -> subprocess.Popen[str]:
-    """Start so many processes of a program, which is written into the folder.
+    """Start `size` processes of a script, which is written into the folder.
 
-    beside: a file next to which it finds modules, besides those that this process finds.
+    beside: a file whose folder is added to the script's import path.
     """
     path = folder / "program.py"
     path.write_text(program)

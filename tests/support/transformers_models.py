@@ -183,19 +183,19 @@ _SMALL_OF_CLASS: dict[str, dict[str, Any]] = {
 
 
 def wider_overrides(class_name: str) -> dict[str, Any]:
-    """What makes one of `WIDER` small."""
+    """Configuration fields that make one of `WIDER` small."""
     fields = {field.name for field in dataclasses.fields(getattr(transformers, class_name).config_class)}
     small = {name: value for name, value in _SMALL_WHERE_PRESENT.items() if name in fields}
     return small | _SMALL_OF_CLASS.get(class_name, {})
 
 
 def tiny_config_of(class_name: str, **overrides: Any) -> PretrainedConfig:
-    """A configuration of the class that runs in milliseconds."""
+    """Tiny configuration of the class, which runs in milliseconds."""
     return getattr(transformers, class_name).config_class(**{**_TINY, **overrides})
 
 
 def tiny_transformers_model(class_name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """In float32 with eager attention; all weights random, so that each of them matters."""
+    """Create a model in float32 with eager attention; all weights random, so that each affects the output."""
     config = tiny_config_of(class_name, **overrides)
     config._attn_implementation = "eager"
     model = getattr(transformers, class_name)(config)

@@ -1,4 +1,4 @@
-"""Features of the table of capabilities, tried: what comes of them must not depend on the arrangement of workers."""
+"""Trials of the features in the table of capabilities, whose results must not depend on the arrangement of workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FORCED = 9
 
 @dataclasses.dataclass
 class Engine:
-    """An engine that is tried, with the options that it was started with. folder: where it may write."""
+    """Engine under trial and its options. folder: for its files."""
 
     llm: LLM
     core: Any
@@ -51,7 +51,7 @@ class Engine:
 
     @property
     def ranks(self) -> list[int]:
-        """Whose answers a call brings: those of all engines' workers, or of this process's, which torchrun started."""
+        """Ranks whose results a worker call returns: all engines' workers, or this process's only under torchrun."""
         sizes = "tensor_parallel_size", "pipeline_parallel_size"
         world_size = math.prod(self.options.get(name, 1) for name in sizes)
         if self.options.get("distributed_executor_backend") == "external_launcher":
@@ -76,7 +76,7 @@ def started(model: Path, folder: Path, options: dict[str, Any]) -> Iterator[Engi
 
 
 def write_model(folder: Path, *, seed: int = 0) -> Path:
-    """With one KV head, which two workers both have, and a tokenizer."""
+    """Write a model with a tokenizer and one KV head, which two workers replicate."""
     tiny_checkpoint(
         folder, vocab_size=VOCAB_SIZE, head_dim=16, num_key_value_heads=1, num_hidden_layers=LAYERS, seed=seed
     )
@@ -85,7 +85,7 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
 
 
 def arranged(arrangement: dict[str, Any]) -> dict[str, Any]:
-    """Its options, and room for 208 positions whatever it is, which is too little for all requests, or for 160 of each
+    """Options of an arrangement, with a KV cache of 208 tokens, too small for all requests, or of 160 tokens for each
     of several engines, which is too little for half of them.
     """
     num_engines = arrangement.get("data_parallel_size", 1)
@@ -103,14 +103,14 @@ def arranged(arrangement: dict[str, Any]) -> dict[str, Any]:
 
 
 class Extension:
-    """What `worker_extension_cls` adds."""
+    """Worker extension (`worker_extension_cls`)."""
 
     def times(self: Any, number: int) -> int:
         return number * (self.rank + 1)
 
 
 class Liked(LogitsProcessor):
-    """Makes a token likelier."""
+    """Logits processor that makes a token more likely."""
 
     name = "liked"
 
@@ -129,7 +129,7 @@ def sampled(seed: int, **fields: Any) -> SamplingParams:
 
 
 def plain(value: Any) -> Any:
-    """Results as lists and dictionaries, to compare."""
+    """Convert results to lists and dictionaries for comparison."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Logprob):
@@ -178,7 +178,7 @@ def logprobs(engine: Engine) -> Any:
 
 
 def prompt_logprobs(engine: Engine) -> Any:
-    """Of a prompt of several chunks, among others."""
+    """Prompt log-probabilities, also of a prompt of several chunks."""
     outputs = engine.generate([_LONG, PROMPTS[2]], [greedy(3, prompt_logprobs=2), sampled(1, prompt_logprobs=0)])
     assert [len(out.prompt_logprobs or []) for out in outputs] == [len(_LONG), len(PROMPTS[2])]
     return [out.prompt_logprobs for out in outputs]
@@ -211,7 +211,7 @@ def custom_processors(engine: Engine) -> Any:
 
 
 def cached_and_preempted(engine: Engine) -> Any:
-    """All requests at once, which has no room and takes chunks, and once more with what is cached."""
+    """Run all requests at once, with preemption and chunked prefill, and again with prefix-cache hits."""
     first, again = (run(engine.core, PROMPTS, PARAMS) for _ in range(2))
     assert sum(result.num_preemptions for result in first) > 0
     assert sum(result.num_cached_tokens for result in again) > 0
@@ -220,7 +220,7 @@ def cached_and_preempted(engine: Engine) -> Any:
 
 
 def priorities(engine: Engine) -> Any:
-    """The last comes first, so it is not what makes room for others."""
+    """Run requests by priority: the last runs first, so it is not preempted."""
     core = engine.core
     for index, prompt in enumerate(PROMPTS):
         add(core, f"r{index}", prompt, greedy(16), priority=-index)
@@ -259,7 +259,7 @@ def profiles(engine: Engine) -> Any:
 
 
 def sharded_state(engine: Engine) -> Any:
-    """Written by this engine, and read by another one, which is arranged alike."""
+    """Save a sharded state, and load it into another engine of the same arrangement."""
     expected = engine.tokens(PROMPTS[:2], greedy(8))
     saved = engine.folder / "saved"
     engine.core.collective_rpc("save_sharded_state", args=(str(saved),))
@@ -281,7 +281,7 @@ def new_weights(engine: Engine) -> Any:
 
 
 def prompt_in_parts(engine: Engine) -> Any:
-    """Closes the engine at its end."""
+    """Stream a prompt in parts, and close the engine."""
 
     async def parts() -> AsyncGenerator[StreamingInput, None]:
         for prompt in (PROMPTS[1], PROMPTS[0]):
@@ -327,7 +327,7 @@ TRIED_TOGETHER: dict[str, Callable[[Engine], Any]] = {
 
 
 def options_of_all(folder: Path) -> dict[str, Any]:
-    """What the features ask for that are tried together."""
+    """Merge the options of features that are tried together."""
     return {
         "profiler_dir": str(folder / "traces"),
         "logits_processors": [f"{__name__}:Liked"],

@@ -1,4 +1,4 @@
-"""Programs as vLLM's documentation and common tutorials write them, but for the model's name.
+"""Scripts from vLLM's documentation and common tutorials, except for the model's name.
 
 RUNNING leave something in `result`, and assert what their readers would see. REFUSED are by the feature that they ask
 for. What is asked for by a command line is in COMMANDS.

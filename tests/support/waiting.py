@@ -1,4 +1,4 @@
-"""Waiting for what is to come, as long as a slow machine that others use too may need for it."""
+"""Waits for conditions, with timeouts for slow machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_S = 60.0
 
 
 def wait_until(is_so: Callable[[], object], what: str = "") -> None:
-    """Returns as soon as it is. Fails after `PATIENCE_S`, with what did not happen."""
+    """Wait until a condition holds. Fails after `PATIENCE_S`, with the condition's description."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline, f"it never happened: {what}" if what else "it never happened"
@@ -21,7 +21,7 @@ def wait_until(is_so: Callable[[], object], what: str = "") -> None:
 
 
 async def until(is_so: Callable[[], object], what: str = "") -> None:
-    """The same, while an event loop goes on."""
+    """As `wait_until`, in a coroutine."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline, f"it never happened: {what}" if what else "it never happened"
@@ -29,7 +29,7 @@ async def until(is_so: Callable[[], object], what: str = "") -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether any thread of a process is, though its first one may have ended."""
+    """Whether any thread of a process runs; its main thread may have ended."""
     try:
         process = psutil.Process(pid)
         return bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
