@@ -1,14 +1,13 @@
-"""What it takes to bring steps to workers in processes of their own, which do nothing with them, and to hear of an end.
+"""Latency of broadcasting steps to idle workers in other processes, and of detecting a worker's death.
 
     python -m benchmarks.broadcast [--ranks 4] [--steps 3000] [--pause-us 1000] [--deaths 30] [--output FOLDER]
 
-The steps are the scheduler's: 32 requests that decode, and 32 new prompts of 512 tokens at once. All workers wait for a
-step before it is sent, in one message, or in two as where a grammar limits it, by turns. "The engine's thread" is how
-long the executor's calls keep it; "all have it" is from the first call until the last worker is told to run the step,
-with the message read and decoded.
+The steps are the scheduler's: 32 decodes, and 32 new prompts of 512 tokens at once. All workers wait for a step before
+it is sent, in one message, or in two as with a grammar, in turns. "engine thread" is the time of the executor's calls;
+"received" is from the first call until the last worker has read and decoded the message.
 
-Of each engine that is to lose a worker, the last of two is killed, while a call waits for both, or while nobody does:
-it is heard of when the call raises, or when the executor tells.
+For the deaths, the last of two workers is killed while a call waits for both, or between calls: it is detected when the
+call raises, or when the executor's loss callback runs.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _SKIPPED = 50
 
 
 class ListeningWorker(WorkerBase):
-    """Has no model: notes when it is told of a step, and answers a little later with a token for every request."""
+    """Worker without a model: records when it gets a step, and answers later with a token for every request."""
 
     def init_device(self) -> None:
         self.told: list[float] = []
@@ -77,7 +76,7 @@ class ListeningWorker(WorkerBase):
         time.sleep(600)
 
     def take_told(self) -> list[float]:
-        """When each step came, since the last call."""
+        """Arrival times of the steps since the last call."""
         told, self.told = self.told, []
         return told
 
@@ -102,7 +101,7 @@ class ListeningWorker(WorkerBase):
 
 
 class Steps:
-    """A scheduler without an engine."""
+    """Scheduler without an engine."""
 
     def __init__(self) -> None:
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype="float32")
@@ -118,14 +117,14 @@ class Steps:
         self._num_requests = 0
 
     def decodes(self, num_steps: int) -> Iterator[SchedulerOutput]:
-        """So many steps of 32 requests, each with a token of its own."""
+        """Decode steps of 32 requests."""
         self._add(prompt_length=16, num_outputs=num_steps + 1)
         self._next()
         for _ in range(num_steps):
             yield self._next()
 
     def prefills(self, num_steps: int) -> Iterator[SchedulerOutput]:
-        """So many steps, each with 32 new prompts, and with the end of those before."""
+        """Prefill steps of 32 new prompts each, with the removal of the previous ones."""
         for _ in range(num_steps):
             self._add(prompt_length=_PROMPT_LENGTH, num_outputs=1)
             yield self._next()
@@ -149,7 +148,7 @@ class Steps:
 
 @dataclass(slots=True)
 class Times:
-    """Microseconds of each step that was sent in one way; begin: by the clock."""
+    """Microseconds of each step sent in one way; begin: clock time."""
 
     begin: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
@@ -160,7 +159,7 @@ class Times:
 def measure(
     executor: MultiprocessExecutor, steps: Iterable[SchedulerOutput], pause_s: float
 ) -> tuple[int, list[Times]]:
-    """The bytes of the last step, and times of steps in one message, and in two; the ways are taken by turns."""
+    """Bytes of the last step, and times of steps in one message and in two, in turns."""
     ways = executor.execute_unconstrained, executor.execute_model
     times = [Times(), Times()]
     executor.collective_rpc("take_told")
@@ -184,7 +183,7 @@ def measure(
 
 
 def time_of_death(executor: MultiprocessExecutor, *, is_waited_for: bool) -> float:
-    """Microseconds from the kill of its last worker until that is known."""
+    """Microseconds from the kill of the last worker until its detection."""
     heard: queue.SimpleQueue[float] = queue.SimpleQueue()
     killed: queue.SimpleQueue[float] = queue.SimpleQueue()
 
@@ -206,10 +205,10 @@ def time_of_death(executor: MultiprocessExecutor, *, is_waited_for: bool) -> flo
 
 
 def deaths(num: int) -> Iterator[str]:
-    """A table of how long so many deaths of workers were not known."""
+    """Table of detection latencies of workers' deaths."""
     yield from ["", "Milliseconds from the kill of a worker until that is known.", ""]
-    yield from ["| who waits | deaths | median | quartiles | longest |", "| --- | ---: | ---: | ---: | ---: |"]
-    for name, is_waited_for in (("a call", True), ("nobody", False)):
+    yield from ["| waiting | deaths | median | quartiles | longest |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, is_waited_for in (("a call", True), ("no call", False)):
         times = []
         for _ in range(num):
             executor = MultiprocessExecutor(_config(2))
@@ -249,7 +248,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = ["# Steps on their way to workers", "", described(machine(1)), ""]
     lines += ["Microseconds: medians, and in parentheses what 99 of 100 do not exceed.", ""]
-    lines += ["| step | workers | messages | bytes | the engine's thread | all have it | the answer is there |"]
+    lines += ["| step | workers | messages | bytes | engine thread | received | answered |"]
     lines += ["| --- | ---: | --- | ---: | ---: | ---: | ---: |"]
     for num_ranks in arguments.ranks:
         executor = MultiprocessExecutor(_config(num_ranks))

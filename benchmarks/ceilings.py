@@ -1,4 +1,4 @@
-"""What a CPU allows, measured now: how fast its memory is read, and how fast it multiplies and adds.
+"""Ceilings of this CPU: memory bandwidth and float32 multiply-add throughput, measured now.
 
 A small C program in a process of its own measures both (`ceilings.c`), so that no other thread pool is in its way.
 Machines drift: take a ceiling right beside what is compared with it.
@@ -15,7 +15,7 @@ _SOURCE = Path(__file__).with_name("ceilings.c")
 
 
 class Ceilings:
-    """Compiles the program into a folder once; measures nothing where there is no C compiler."""
+    """Measurements by a C program, compiled once into a folder; none without a C compiler."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         self._command = [str(folder / "ceilings"), str(threads)]

@@ -1,4 +1,4 @@
-"""Checkouts of Penstock beside each other, in turns: what a change gained, or cost.
+"""Comparison of checkouts of Penstock, in turns: the speed-up of a change.
 
     python -m benchmarks.compare BEFORE AFTER [--repeats 5] [--workloads decode throughput] [--engines penstock-int8]
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 class EngineOf:
-    """A checkout's engine, in a process of its own that waits while it has nothing to run."""
+    """Engine of a checkout, in a process of its own that waits between runs."""
 
     def __init__(self, checkout: Path, engine: EngineSpec, model: Path, threads: int) -> None:
         self.checkout = checkout
@@ -99,7 +99,7 @@ class EngineOf:
 
 
 def serve() -> None:
-    """In the process of a checkout: a line when it is ready, then one of JSON for every name of a workload."""
+    """Serve in a checkout's process: print a line when ready, then one of JSON for every workload's name."""
     from penstock.config import EngineConfig
     from penstock.engine.core import EngineCore
 
@@ -112,7 +112,7 @@ def serve() -> None:
 
 
 def _run(core: Any, workload: Workload, number: int) -> tuple[list[list[int]], float]:
-    """The tokens of each request, and the seconds it took; without cached prefixes, as the first run of all."""
+    """Tokens of each request, and seconds of the run; without cached prefixes."""
     from penstock.contract import SamplingParams
     from penstock.engine.messages import EngineRequest
 
@@ -162,7 +162,7 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 
 class Table:
-    """Figures by engine, workload and checkout."""
+    """Table of figures by engine, workload and checkout."""
 
     def __init__(self, checkouts: list[Path], facts: dict[str, Any]) -> None:
         self._names = [checkout.name for checkout in checkouts]

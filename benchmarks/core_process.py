@@ -1,9 +1,9 @@
-"""What it costs an `AsyncEngine` that its core is in a process of its own, beside one in the program's, in turns.
+"""Overhead of a core in a process of its own for an `AsyncEngine`, relative to one in the same process, in turns.
 
     python -m benchmarks.core_process [--streams 32 1] [--tokens 256] [--rounds 15] [--starts 3] [--threads 2]
 
-Starts: seconds from an empty interpreter to the engine, and to its first token; memory of the program then. Streams:
-time of a step (a token of every stream), to the first token, and of the processor by process. Medians, and a ratio.
+Starts: seconds from an empty interpreter to the engine, and to its first token; memory of the process then. Streams:
+time of a step (a token of every stream), to the first token, and CPU time by process. Medians, and a ratio.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ asyncio.run(main(json.loads(sys.argv[1])))
 
 
 def start(is_elsewhere: bool) -> list[float]:
-    """Seconds to the engine and to its first token, and MiB of the program."""
+    """Seconds to the engine and to its first token, and MiB of the process."""
     options = json.dumps({**OPTIONS, "enable_multiprocessing": is_elsewhere})
     environment = {**os.environ, "PENSTOCK_LOG_LEVEL": "error"}
     command = [sys.executable, "-c", START, options]

@@ -40,7 +40,7 @@ def _chained_definitions(number: int) -> str:
 
 
 def requests() -> dict[str, Callable[[], tuple[Any, SamplingParams]]]:
-    """Makers of a prompt and its parameters, by what is hard about the request."""
+    """Factories of prompts and parameters, by the kind of slow request."""
     repeated_key = "{" + ",".join(f'"k{index}": {{}}' for index in range(60_000)) + ', "k59999": {}}'
     return {
         "a short prompt": _prompt(_SENTENCE),
@@ -59,7 +59,7 @@ def requests() -> dict[str, Callable[[], tuple[Any, SamplingParams]]]:
 
 
 async def lag_during(work: Coroutine[Any, Any, str]) -> tuple[float, str]:
-    """Seconds that the event loop was late by, at most, and what came of the work."""
+    """Largest lag of the event loop in seconds, and the result of the work."""
     task, longest = asyncio.ensure_future(work), 0.0
     while not task.done():
         before = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What ranks do together, in processes that do nothing else, each way in turn with the other.
+"""Collectives between ranks in otherwise idle processes, two implementations in turns.
 
     python -m benchmarks.exchanges [--ranks 2] [--width 1024] [--tokens 256 512 1024 2048] [--rounds 200]
 
-Sums that are scattered over ranks, beside a sum of which each takes its share. Hidden states from one stage of a
-pipeline to the next, whose ranks all need them whole: sent by every rank, or in parts that the receivers gather.
+Reduce-scatter against an all-reduce of which each rank takes its share. Hidden states from one pipeline stage to the
+next, whose ranks all need them whole: sent by every rank, or in shards that the receivers all-gather.
 Medians, and the ratio of the medians.
 """
 
@@ -28,7 +28,7 @@ from penstock.parallel.scattered_rows import ScatteredRows
 
 
 def sums(parallel: ParallelState, hidden_TD: Tensor) -> list[Callable[[], object]]:
-    """A share of a sum, and the sum of shares."""
+    """All-reduce with a slice, and reduce-scatter."""
     group = parallel.tensor
     size = len(hidden_TD) // group.size
     return [
@@ -38,7 +38,7 @@ def sums(parallel: ParallelState, hidden_TD: Tensor) -> list[Callable[[], object
 
 
 def gathers(parallel: ParallelState, hidden_TD: Tensor) -> list[Callable[[], object]]:
-    """A sum, and a scattered sum that is gathered again."""
+    """All-reduce, and reduce-scatter with all-gather."""
     group = parallel.tensor
     return [
         lambda: group.all_reduce(hidden_TD),
@@ -47,7 +47,7 @@ def gathers(parallel: ParallelState, hidden_TD: Tensor) -> list[Callable[[], obj
 
 
 def hops(parallel: ParallelState, hidden_TD: Tensor) -> list[Callable[[], object]]:
-    """From stage to stage and back: by every rank whole; in parts that are gathered."""
+    """Point-to-point transfer to the next stage and back: whole from every rank, and in shards with an all-gather."""
     tensor, pipeline = parallel.tensor, parallel.pipeline
     rows = ScatteredRows(tensor, len(hidden_TD))
     part_SD = torch.empty_like(rows.own(hidden_TD))
@@ -80,7 +80,7 @@ KINDS = {
 def _seconds(
     rank: int, *, kind: str, config: ParallelConfig, descriptor: int, shape: tuple[int, int], rounds: int
 ) -> list[float]:
-    """The median of each way."""
+    """Median seconds of each implementation."""
     torch.set_num_threads(1)
     make, _ = KINDS[kind]
     ways = make(join_local_ranks(rank, config, descriptor), torch.zeros(shape))
@@ -94,7 +94,7 @@ def _seconds(
 
 
 def measure(kind: str, num_ranks: int, shape: tuple[int, int], rounds: int) -> list[float]:
-    """Of the first rank."""
+    """Measure on rank 0."""
     stages = KINDS[kind][1]
     config = ParallelConfig(tensor_parallel_size=num_ranks, pipeline_parallel_size=stages)
     descriptor = share_memory(config)

@@ -1,4 +1,4 @@
-"""The memory that full steps of a running engine really take from the system; a program, for a process of its own.
+"""Resident memory of full steps of a running engine; a script, for a process of its own.
 
 Prints JSON: by kind of step, the largest resident size above the idle engine's; the process's when it is ready, with
 its KV cache filled, and its largest; and what the engine plans with.
@@ -59,7 +59,7 @@ class Engine:
 
 
 def peak_of(run: Callable[[], object]) -> int:
-    """How far the resident size rises, from a heap that holds nothing back."""
+    """Rise of the resident size during a step, after trimming the heap."""
     ctypes.CDLL(None).malloc_trim(0)
     start = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")

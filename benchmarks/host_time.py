@@ -1,8 +1,8 @@
-"""Where a step's host time goes, stage by stage, outside the model's forward pass, while all running requests decode.
+"""Host time of a decode step, part by part, outside the model's forward pass.
 
     python -m benchmarks.host_time [--model demo] [--batch-sizes 32] [--steps 300] [--threads 2] [--output FOLDER]
 
-Each stage is timed by wrapping the one method that is that stage. "Outside the model" counts everything between the
+Each part is timed by wrapping its one method. "Outside the model" counts everything between the
 request's tokens being scheduled and its new text being ready, except the model's forward pass and its logits; it comes
 from a run of its own in which nothing else is timed, since a clock costs several microseconds in the place where it is.
 """
@@ -52,7 +52,7 @@ class Case:
 
 
 class StageClock:
-    """Seconds of each stage, step by step."""
+    """Seconds of each part, step by step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -64,12 +64,12 @@ class StageClock:
         self.wrap(next(base for base in type(instance).__mro__ if method in vars(base)), method, stage)
 
     def unwrap(self) -> None:
-        """Put everything back."""
+        """Restore the wrapped methods."""
         while self._wrapped:
             setattr(*self._wrapped.pop())
 
     def wrap(self, owner: Any, method: str, stage: str, *, ends_step: bool = False) -> None:
-        """Time every call of a method under the stage's name."""
+        """Time every call of a method under the part's name."""
         original: Callable[..., Any] = getattr(owner, method)
         self._wrapped.append((owner, method, original))
 
@@ -87,7 +87,7 @@ class StageClock:
 
 
 def measure(case: Case) -> dict[str, float]:
-    """Median microseconds per step of each stage, once all requests decode; and the share of what is not the model."""
+    """Median microseconds per decode step of each part; and the share of the time outside the model."""
     stages = _medians(_run(case, _wrap_stages))
     named = sum(value for stage, value in stages.items() if stage not in (*_MODEL, _WHOLE))
     whole = _run(case, _wrap_model)
@@ -100,7 +100,7 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[str, float]]:
-    """Seconds of each stage that `wrap` has timed, step by step."""
+    """Seconds of each part that `wrap` has timed, step by step."""
     session = Session(
         EngineConfig.create(case.model, num_threads=case.threads, max_num_seqs=case.num_requests, device="cpu")
     )

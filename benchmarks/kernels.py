@@ -1,4 +1,4 @@
-"""Products of the C++ kernels by rows, shapes and weight dtypes, beside what the machine allows in the same run.
+"""Matrix products of the C++ kernels by rows, shapes and weight dtypes, relative to the machine's ceilings.
 
     python -m benchmarks.kernels [--threads 2] [--rows 1,8,32] [--shapes 512x1536] [--dtypes float32,bfloat16]
 

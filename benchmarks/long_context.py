@@ -1,15 +1,15 @@
-"""Decoding over long contexts: bytes that must be read per second, beside what this machine reads at all.
+"""Decoding over long contexts: bytes read per second, relative to the machine's memory bandwidth.
 
     python -m benchmarks.long_context [--contexts 8192 16384] [--batches 1 8] [--dtypes float32 bfloat16 int8]
         [--threads 2] [--repeats 7] [--output FOLDER]
 
-Three kinds of rows. "attention": the attention of one layer after the other, so that no cache of the processor holds
+Three kinds of rows. "attention": the attention of one layer after the other, so that no CPU cache holds
 what is read. "step": a model's whole forward pass and its logits, which read all weights and the KV cache once, over a
 cache of random numbers. "engine": steps of a whole engine after a real prefill (batch 1, the first dtype, up to the
 first context).
 The ceiling is how fast a C program reads memory that no cache holds (`benchmarks/ceilings.c`), measured in turns with
 what stands beside it. Both are medians of a quarter of a second: decoding is one step after the other, and the first
-one after a pause waits for a processor that has gone to sleep.
+one after a pause waits for a CPU that has gone to sleep.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _start(folder: str, dtype: str, context: int, threads: int, num_blocks: int)
 
 
 def _bytes_of_step(model: torch.nn.Module, core: EngineCore, batch: int, context: int) -> int:
-    """All weights but the embedding, of which a step reads a few rows, and the keys and values of all positions."""
+    """Bytes read by a step: all weights but the embedding, of which it reads a few rows, and the KV cache."""
     embedding = _LLAMA_60M["vocab_size"] * _LLAMA_60M["hidden_size"] * 4
     config = core.kv_cache_config
     per_position = config.size_bytes / config.num_blocks / _BLOCK_SIZE
@@ -229,7 +229,7 @@ def _bytes_of_step(model: torch.nn.Module, core: EngineCore, batch: int, context
 
 
 def _decodes(batch: int, context: int) -> StepGeometry:
-    """One token each, the last of `context`, over blocks in no order."""
+    """Decode batch: the last token of `context` of each request, over shuffled blocks."""
     blocks = -(-context // _BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(batch * blocks) + 1
     starts = np.arange(batch + 1)
@@ -248,12 +248,12 @@ def _decodes(batch: int, context: int) -> StepGeometry:
 
 
 def _memory(num_bytes: int) -> Tensor:
-    """As the engine takes memory for its KV cache: in large pages where the system has them."""
+    """Allocate memory as the engine does for its KV cache: in huge pages if available."""
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
 
 
 def _fill(cache: Tensor) -> Tensor:
-    """Random numbers, alike in all blocks; as int8 scales too the bytes are small finite numbers."""
+    """Fill with random numbers, equal in all blocks; read as int8 scales, the bytes are small finite numbers."""
     if cache.dtype is torch.int8:
         return cache.random_(0, 60)
     return cache.copy_(torch.randn(cache.shape[2:]))

@@ -1,4 +1,4 @@
-"""What the head of a table says of the machine, and where tables are written."""
+"""Description of the machine for the head of a table, and saving of tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """Date, processor, kernels, threads and versions, of the process that measures."""
+    """Date, CPU, kernels, threads and versions of the measuring process."""
     import torch
     import transformers
 
@@ -28,7 +28,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def described(facts: dict[str, Any]) -> str:
-    """The facts in one line."""
+    """Format the facts in one line."""
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 

@@ -1,9 +1,9 @@
-"""The memory of running engines beside what `penstock plan` says of them, with random weights of real models' sizes.
+"""Memory of running engines against `penstock plan`, with random weights of real models' sizes.
 
 python -m benchmarks.memory [--models NAME ...] [--repeats 3] [--output FOLDER]
 
-The engine runs in a process of its own: its KV cache is filled, and steps as full as it takes are run, of every kind
-(`benchmarks/full_steps.py`). What the process then holds is what the plan must have said. Linux only: reads /proc.
+The engine runs in a process of its own: its KV cache is filled, and full steps of every kind are run
+(`benchmarks/full_steps.py`). The process's resident memory must equal the plan. Linux only: reads /proc.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ size. In all: what the plan says, and the process's largest resident size, of al
 
 @dataclass(frozen=True)
 class Model:
-    """config: what `config.json` says beside defaults. options: of the engine, beside OPTIONS."""
+    """Measured model. config: fields of `config.json` besides defaults. options: engine options besides OPTIONS."""
 
     title: str
     config: dict[str, Any]
@@ -56,7 +56,7 @@ class Model:
 
 
 def _beside_peers(name: str) -> dict[str, Any]:
-    """A model that is measured beside other engines, made for contexts as long as OPTIONS asks for."""
+    """Model of the comparison with other engines, with the context length of OPTIONS."""
     return {**SHAPES[name].config, "max_position_embeddings": 8192}
 
 
@@ -115,8 +115,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """All in bytes, but for seconds, which a plan took. plan, engine: terms. total: of the plan. resident: the largest
-    size of the engine's process, in each run. taken: by full steps, by kind, at most.
+    """Row of the table, in bytes; seconds: time of the plan.
+
+    plan, engine: terms. total: of the plan. resident: largest resident size of the engine's process in each run.
+    taken: most memory of full steps, by kind.
     """
 
     title: str
@@ -129,7 +131,7 @@ class Row:
 
     @property
     def deviation(self) -> float:
-        """Of the plan's total from what the engine took, in the run where it is largest."""
+        """Relative deviation of the plan's total from the engine's memory, in the run where it is largest."""
         return max((self.total / resident - 1 for resident in self.resident), key=abs)
 
 
@@ -177,7 +179,7 @@ def measure(model: Model, repeats: int) -> Row:
 
 
 def _json_of(*arguments: str) -> dict[str, Any]:
-    """What a process of Python prints."""
+    """JSON output of a Python process."""
     result = subprocess.run([sys.executable, *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"python {' '.join(arguments[:2])} failed: {result.stderr}")

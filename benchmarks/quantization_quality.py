@@ -1,4 +1,4 @@
-"""What quantised weights cost in quality, on the shipped model: loss on held-out plays, and scores of its skills.
+"""Quality of quantised weights of the shipped model: loss on held-out plays, and scores of its skills.
 
     python -m benchmarks.quantization_quality --corpus tinyshakespeare.txt [--output FOLDER]
 
@@ -57,7 +57,7 @@ class EngineModel:
 
 @dataclass(frozen=True)
 class Quality:
-    """What is measured of one format."""
+    """Quality of one weight format."""
 
     format: str
     nats_per_token: float
@@ -88,7 +88,7 @@ def table(results: Sequence[Quality]) -> str:
 
 
 def violations(results: Sequence[Quality]) -> list[str]:
-    """What is worse than the limits allow."""
+    """Violations of the quality limits."""
     reference = results[0]
     found = []
     for result in results[1:]:

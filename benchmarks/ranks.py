@@ -1,10 +1,10 @@
-"""Several workers, a thread each, beside one worker with as many threads, in turns.
+"""Several workers, one thread each, against one worker with as many threads, in turns.
 
     python -m benchmarks.ranks [--shapes llama-60m llama-1024] [--ranks 2] [--arrangements tensor pipeline]
                                [--pipeline-layers 5,3] [--turns 7] [--output FOLDER]
 
-Ratios are medians of the ratios of turns: what part of the one worker's speed the others reach together. Weights are
-random, in float32. What a meeting takes is measured by ranks that do nothing else.
+Ratios are medians of the ratios of turns: speed of the several workers relative to the one. Weights are random, in
+float32. The time of an all-reduce is measured by otherwise idle ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MEETINGS = 2000
 
 @dataclass(frozen=True)
 class Work:
-    """What engines are given at once."""
+    """Batch of requests."""
 
     title: str
     num_requests: int
@@ -94,7 +94,7 @@ class Engine:
         self._num_requests = 0
 
     def seconds(self, work: Work) -> float:
-        """From the first request until there is nothing left."""
+        """Seconds from the first request to the end of the last one."""
         numbers = random.Random(0)
         begin = time.perf_counter()
         for _ in range(work.num_requests):
@@ -110,7 +110,7 @@ class Engine:
 
 
 def measure_collectives(num_ranks: int) -> list[str]:
-    """Sums over ranks that are processes which do nothing else: the fastest tenth and the median."""
+    """Time of all-reduces between otherwise idle processes: the fastest tenth and the median."""
     lines = ["| sum of | fastest tenth, µs | median, µs |", "| ---: | ---: | ---: |"]
     # Processes that begin as this one get the descriptor too.
     context = multiprocessing.get_context("fork")
@@ -126,7 +126,7 @@ def measure_collectives(num_ranks: int) -> list[str]:
 
 
 def _seconds_of_sums(rank: int, *, num_ranks: int, descriptor: int, num_bytes: int) -> list[float]:
-    """Of each sum."""
+    """Seconds of each all-reduce."""
     group = join_local_ranks(rank, ParallelConfig(tensor_parallel_size=num_ranks), descriptor).tensor
     tensor, seconds = torch.zeros(num_bytes // 4), []
     for _ in range(_MEETINGS):
@@ -139,7 +139,7 @@ def _seconds_of_sums(rank: int, *, num_ranks: int, descriptor: int, num_bytes: i
 def measure(
     shape: str, arrangements: Sequence[str], num_ranks: int, turns: int, pipeline_layers: str | None
 ) -> Iterator[str]:
-    """A line of the table for every kind of work and arrangement."""
+    """Table lines for every kind of work and arrangement."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[shape]))
         options: list[dict[str, Any]] = [{}, *(ARRANGEMENTS[name](num_ranks) for name in arrangements)]
@@ -158,7 +158,7 @@ def measure(
 
 
 def _in_turns(runs: list[Callable[[], float]], turns: int) -> list[list[float]]:
-    """Seconds of each, which begin alternately; a first turn is not counted."""
+    """Seconds of each engine, in alternating order, without the first turn."""
     seconds: list[list[float]] = [[] for _ in runs]
     for turn in range(turns + 1):
         order = range(len(runs)) if turn % 2 else reversed(range(len(runs)))

@@ -1,4 +1,4 @@
-"""Two workers that keep positions by turns, beside two that both keep all: decoding with one KV head, in turns.
+"""Decode context parallelism (KV cache sharded over two workers) against replicated KV: decoding with one KV head.
 
     python -m benchmarks.shared_positions [--lengths 2048 8192 16384] [--requests 1] [--steps 40] [--dtype float32]
 
@@ -46,7 +46,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 
 
 def started(folder: str, length: int, num_requests: int, dtype: str, options: dict[str, Any]) -> EngineCore:
-    """An engine whose requests have read their prompts."""
+    """Start an engine and prefill its requests."""
     core = EngineCore(
         EngineConfig.create(
             folder,

@@ -1,4 +1,4 @@
-"""What constraining outputs costs beside a step of the 60M Llama: bitmasks, matchers, and applying the masks.
+"""Cost of structured outputs relative to a step of the 60M Llama: bitmasks, matchers, and applying the masks.
 
     python -m benchmarks.structured [--requests 32] [--steps 100] [--turns 5] [--threads 2]
         [--output FOLDER]
@@ -89,7 +89,7 @@ def learn_tokenizer(folder: Path) -> None:
 
 
 def run(session: Session, requests: list[SamplingParams], steps: int) -> list[dict[str, float]]:
-    """Seconds of each stage, step by step, once all requests decode."""
+    """Seconds of each part, step by step, once all requests decode."""
     clock = StageClock()
     core, runner = parts_of(session)
     clock.wrap(core._grammar, "bitmask", "bitmasks")

@@ -1,4 +1,4 @@
-"""The workloads that all engines are given: token ids in, fixed numbers of tokens out, greedy."""
+"""Workloads for all engines: token ids in, fixed numbers of tokens out, greedy."""
 
 from __future__ import annotations
 

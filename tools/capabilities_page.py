@@ -45,7 +45,7 @@ Also refused by name, once the model's sizes and the checkpoint's contents are k
 
 
 def page() -> str:
-    """The whole page."""
+    """Render the page."""
     meanings = [f"- **{name}**: {meaning}" for name, meaning in MEANINGS.items()]
     return "\n".join([_HEAD + "\n".join(meanings), *map(_section, DEVICES), _TAIL])
 

@@ -41,7 +41,7 @@ _SLOW_S = 1.0
 
 
 class Check:
-    """Runs schemas through a backend, and counts what comes of it."""
+    """Runs schemas through a grammar backend, and counts the results."""
 
     def __init__(self, *, num_outputs: int, shows: bool) -> None:
         model = ModelConfig.load("demo")
@@ -133,7 +133,7 @@ class Check:
             self._differs("invalid output", name, text)
 
     def _draw(self, matcher: Matcher) -> str | None:
-        """A text drawn from whatever may come, with a liking for what ends things once it is long."""
+        """Draw a random allowed text, which prefers closing tokens once it is long."""
         closing = {self.tokenizer.encode(character, add_special_tokens=False)[0] for character in '}]"0,'}
         words = np.zeros((self.vocab_size + 31) // 32, np.int32)
         token_ids: list[int] = []

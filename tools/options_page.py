@@ -2,9 +2,9 @@
 
     python tools/options_page.py
 
-What the page says is asked of the code: names, types and defaults of the configuration's dataclasses, meanings of their
-docstrings ("name: meaning" lines), flags of the command line itself, and what is allowed of the message that refuses a
-value of no type at all.
+The page is generated from the code: names, types and defaults from the configuration's dataclasses, meanings from their
+docstrings ("name: meaning" lines), flags from the command line, and allowed values from the error message for a value
+of the wrong type.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Nothing:
 
 
 def page() -> str:
-    """The whole text of the page."""
+    """Render the page."""
     flags = _engine_flags()
     tables = [
         f"## {TITLES.get(concern, concern.capitalize())}\n\n"
@@ -110,7 +110,7 @@ def sampling_parameters() -> list[Option]:
 
 
 def meanings_in(docstring: str | None, names: Iterable[str]) -> dict[str, str]:
-    """What a docstring says of these names. `a, b: what both mean` begins a line, or follows a full stop."""
+    """Meanings of names in a docstring. `a, b: meaning of both` begins a line, or follows a full stop."""
     name = "|".join(sorted(names, key=len, reverse=True))
     begin = re.compile(rf"(?:^|(?<=\. ))((?:{name})(?:, (?:{name}))*): ")
     meanings: dict[str, str] = {}
@@ -135,7 +135,7 @@ def _entries(docstring: str, begin: re.Pattern[str]) -> Iterator[str]:
 
 
 def _options_of(config: Any) -> list[Option]:
-    """The options of one concern."""
+    """Options of one config class."""
     is_model = isinstance(config, ModelConfig)
     fields = {field.name: field for field in dataclasses.fields(config) if not is_model or field.name in MODEL_OPTIONS}
     names = [*(name for name in MODEL_OPTIONS if is_model and name not in fields), *fields]
@@ -160,7 +160,7 @@ def _default(field: Any) -> Any:
 
 
 def _allowed(make: Callable[[dict[str, Any]], object], name: str) -> str:
-    """What the refusal of a value of no type says is allowed."""
+    """Allowed values, from the error message for a value of the wrong type."""
     try:
         make({name: _Nothing()})
     except PenstockError as error:
@@ -172,7 +172,7 @@ def _allowed(make: Callable[[dict[str, Any]], object], name: str) -> str:
 
 
 def _engine_flags() -> dict[str, str]:
-    """By option, its flag: that of a command which lists it, else what any command takes."""
+    """Flags by option: of a command that lists it, else the general one."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     with_engine = [command for command in commands.values() if _flag(command, "option") is not None]
     flags = {}

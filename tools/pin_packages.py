@@ -2,8 +2,8 @@
 
 python tools/pin_packages.py TORCH OUTPUT
 
-TORCH: how torch is asked for, such as torch==2.13.0. Asks pip what it would install; nothing is installed. To be run
-with the oldest Python that is supported: what has a version for it has one for newer ones too.
+TORCH: requirement of torch, such as torch==2.13.0. Uses pip's dry run; nothing is installed. Run it with the oldest
+supported Python, since packages with a version for it have one for newer ones too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADER = """\
 
 
 def resolve(torch: str) -> list[dict[str, Any]]:
-    """What pip would install for all extras that are pinned. Raises CalledProcessError when pip finds no answer."""
+    """Versions that pip would install for all pinned extras. Raises CalledProcessError when pip finds no solution."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = ",".join(sorted(set(project["optional-dependencies"]) - NOT_PINNED))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
@@ -38,7 +38,7 @@ def resolve(torch: str) -> list[dict[str, Any]]:
 
 
 def constraints(packages: list[dict[str, Any]]) -> str:
-    """A line for each, by name. Of which build a version is ("+cpu") is left to the machine."""
+    """Constraint lines, sorted by name, without local versions ("+cpu")."""
     pins = {package["name"].lower().replace("_", "-"): package["version"].split("+")[0] for package in packages}
     return _HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
 

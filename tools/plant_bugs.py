@@ -1,4 +1,4 @@
-"""Plants bugs, one at a time, and says which of them no test notices.
+"""Mutation testing: plants bugs, one at a time, and reports which of them no test detects.
 
     python tools/plant_bugs.py [--only TEXT] [--jobs N]
 
@@ -84,13 +84,13 @@ class Tree:
 
 
 def times_found(bug: Bug, root: Path) -> int:
-    """How often the piece is in its file; 0 too if there is no such file."""
+    """Number of occurrences of the piece in its file; 0 if there is no such file."""
     path = root / bug.file
     return path.read_text().count(bug.old) if path.is_file() else 0
 
 
 def outcome(bug: Bug, trees: SimpleQueue[Tree]) -> str:
-    """What the tests make of a bug: "caught" if they notice it."""
+    """Outcome of the tests with a bug: "caught" if they fail."""
     tree = trees.get()
     try:
         with tree.planted(bug):

@@ -2,8 +2,8 @@
 
     python tools/sanitize.py [PYTEST'S ARGUMENTS]
 
-The build lies in a folder of its own, build/sanitize, beside which the installation stays as it is. Without arguments
-the tests of kernels, attention and batch invariance run. It takes a compiler of GNU's collection.
+The build lies in build/sanitize and leaves the installation unchanged. Without arguments the tests of kernels,
+attention and batch invariance run. Needs GCC.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TESTS = ("tests/kernels", "tests/attention", "tests/core/test_batch_invariance.
 
 
 def build() -> None:
-    """Build the instrumented library, or exit with what keeps it from being one."""
+    """Build the instrumented library; exit with the compiler's error otherwise."""
     _LIBRARY.unlink(missing_ok=True)
     # GCC takes its own AVX-512 header for uninitialised once it is instrumented.
     flags = dict.fromkeys(("CFLAGS", "CXXFLAGS"), f"{_SANITIZED} -Wno-maybe-uninitialized")

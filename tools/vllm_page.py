@@ -53,7 +53,7 @@ Three habits differ. Close an engine: use it in a `with` block, or call `close()
 
 
 def render(table: Mapping[str, Any]) -> str:
-    """The page."""
+    """Render the page."""
     features = table["features"]
     refused = [feature for feature in features if _asking(feature)]
     sections = [

@@ -1,4 +1,4 @@
-"""Penstock beside other engines on CPU, each in its own virtual environment.
+"""Comparison of Penstock with other engines on CPU, each in its own virtual environment.
 
 python -m benchmarks.peers setup --work-dir FOLDER                  environments, from the package registry
 python -m benchmarks.peers run --work-dir FOLDER --output FOLDER    measures; taken up again where it was stopped

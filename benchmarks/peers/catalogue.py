@@ -11,7 +11,7 @@ class EngineSpec:
     """driver: module of `drivers`. environment: None for the one that runs the benchmark (Penstock).
 
     model_format: what `checkpoints.make` makes for it. options: what the driver's engine is given besides.
-    bits_per_weight: what it reads of each weight, scales included. note: what a reader of the table should know.
+    bits_per_weight: bits read per weight, scales included. note: footnote of the table.
     variables: of its process's environment.
     """
 

@@ -72,7 +72,7 @@ def python_of(work_dir: Path, name: str) -> Path:
 
 
 def set_up(work_dir: Path, name: str, *, again: bool = False) -> str | None:
-    """Make an environment, unless it is there with these packages. Returns None, or why it cannot be installed here.
+    """Create an environment, unless it exists with these packages. Returns None, or why it cannot be installed here.
 
     again: make it once more.
     """

@@ -26,7 +26,7 @@ class EngineFailure(Exception):
 class EngineProcess:
     """Loads a model and does one job after the other. Model loading is no part of a job's time.
 
-    num_kv_tokens, num_kv_bytes: room for keys and values, for engines that want to know.
+    num_kv_tokens, num_kv_bytes: size of the KV cache, for engines that need it.
     Raises EngineFailure when the model does not load within `timeout_s`.
     """
 
@@ -95,7 +95,7 @@ class EngineProcess:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """End it and whatever it started. A second call does nothing."""
+        """End the process and its children. A second call does nothing."""
         if self._replies < 0:
             return
         os.close(self._replies)

@@ -17,7 +17,7 @@ FILE = "peers.jsonl"
 
 
 class Results:
-    """What a folder has so far."""
+    """Results of a folder so far."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class Results:
         self._append({"kind": "measurement", **key, "at": at, **fields})
 
     def has(self, model: str, workload: str, engine: str, repeat: int) -> bool:
-        """Whether a repeat was measured; one that failed was not."""
+        """Whether a repeat was measured without failure."""
         return any(r["repeat"] == repeat and "error" not in r for r in self.of(model, workload, engine))
 
     def of(self, model: str, workload: str, engine: str) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ class Summary:
 
 
 def summarise(records: list[dict[str, Any]]) -> Summary | None:
-    """Of the repeats that did not fail; None when there is none."""
+    """Summarise the repeats that did not fail; None if there is none."""
     records = [record for record in records if "error" not in record]
     if not records:
         return None
@@ -88,7 +88,7 @@ def summarise(records: list[dict[str, Any]]) -> Summary | None:
 
 
 def agreement(records: list[dict[str, Any]], reference: list[dict[str, Any]]) -> tuple[float, float] | None:
-    """Over the repeats for which both had the same prompts: the share of requests with the same first token, and the
+    """Agreement over the repeats with the same prompts: the share of requests with the same first token, and the
     mean share of the reported tokens up to where a request's rows part. None when there is no such repeat."""
     expected = {_prompts_of(record): record["tokens"] for record in reference if "tokens" in record}
     pairs = [

@@ -1,4 +1,4 @@
-"""The models that all engines are given, and what a step of them reads and computes."""
+"""Models of the comparison, and bytes and FLOP of their steps."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class ModelShape:
 
     @property
     def num_head_weights(self) -> int:
-        """Of the product that makes logits."""
+        """Weights of the output head."""
         return self.vocab_size * int(self.config["hidden_size"])
 
     @property
     def num_layer_weights(self) -> int:
-        """Of all matrices but the embedding and the head: each token is multiplied by every one of them."""
+        """Weights of all matrices but the embedding and the head, which multiply every token."""
         return sum(shape[0] * shape[1] for name, shape in self.weights() if len(shape) == 2 and ".layers." in name)
 
     def bytes_per_decoded_token(self, bits_per_weight: float) -> float:
-        """What one request alone must read for a token: every matrix once (its KV cache is small beside them)."""
+        """Bytes read per token at batch size 1: every matrix once (the KV cache is small in comparison)."""
         return (self.num_layer_weights + self.num_head_weights) * bits_per_weight / 8
 
     def flop_of_prefill(self, num_tokens: int, num_prompts: int) -> float:
@@ -76,7 +76,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers, in float32."""
+        """KV cache of all layers per token, in float32."""
         config = self.config
         return 2 * 4 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
 

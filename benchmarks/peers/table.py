@@ -14,7 +14,7 @@ LETTERS = {"decode": "A", "throughput": "B", "prefill": "C", "shared prefix": "D
 
 
 def report(results: Results) -> dict[str, Any]:
-    """Everything that the page shows, as plain data: a row for each model, workload and engine that was measured."""
+    """Data of the page: a row for each measured model, workload and engine."""
     machines = [record for record in results.records if record["kind"] == "machine"]
     rows = [
         row
@@ -32,7 +32,7 @@ def report(results: Results) -> dict[str, Any]:
 
 
 def _unavailable(results: Results, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What could not be installed or converted, and was not measured later either."""
+    """Engines that could not be installed or converted, and were not measured later either."""
     measured = {(row["engine"], row["model"]) for row in rows} | {(row["engine"], None) for row in rows}
     return [
         record
@@ -73,7 +73,7 @@ def _row(results: Results, shape: ModelShape, name: str, engine: EngineSpec) -> 
 def _share_of_ceiling(
     shape: ModelShape, workload: Workload | None, engine: EngineSpec, summary: Summary
 ) -> float | None:
-    """Of what reading the weights once per token (decode) or the float32 arithmetic (prefill) would allow."""
+    """Share of the ceiling: memory bandwidth over weight bytes (decode), or float32 throughput (prefill)."""
     if workload is None or summary.memory_gb_s is None or summary.gflop_s is None:
         return None
     if workload.name == "decode":
@@ -190,7 +190,7 @@ def _details(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _notes(data: dict[str, Any]) -> list[str]:
-    """What the figures do not say by themselves."""
+    """Footnotes of the figures."""
     measured = {row["engine"] for row in data["rows"]}
     lines = [
         f"- {engine.title}: {engine.note}." for engine in ENGINES.values() if engine.note and engine.name in measured

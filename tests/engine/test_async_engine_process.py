@@ -246,7 +246,7 @@ def test_requests_do_not_wait_for_each_other_s_steps(config: EngineConfig) -> No
             ),
             return_exceptions=True,
         )
-        # The core reads no messages in its second step, and all are sent to it nevertheless: 8 with two samples, and one
+        # The core reads no messages in its second step, but all are sent to it: 8 with two samples, and one
         # before.
         (supervisor,) = core._engines
         await until(lambda: len(supervisor.requests) == 25, "all are sent")

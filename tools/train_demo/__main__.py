@@ -42,7 +42,7 @@ def parse_arguments() -> Arguments:
 
 
 def tokenizer_texts(plays: str, seed: int) -> list[str]:
-    """What the tokenizer learns from: the plays and a sample of conversations."""
+    """Training texts of the tokenizer: the plays and a sample of conversations."""
     rng = Random(seed)
     conversations = [training_conversation(rng) for _ in range(NUM_TOKENIZER_CONVERSATIONS)]
     return [plays, *(message["content"] for messages in conversations for message in messages)]

@@ -1,4 +1,4 @@
-"""The conversations that the model's weights are rounded for: `calibration.jsonl` of its folder."""
+"""Calibration data of the demo model for int4 quantisation (GPTQ): `calibration.jsonl` of its folder."""
 
 from __future__ import annotations
 

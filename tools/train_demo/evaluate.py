@@ -41,7 +41,7 @@ class SkillScore:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that is measured of a model. Losses are on plays that were never trained on."""
+    """Results of the evaluation of a model. Losses are on held-out plays."""
 
     nats_per_token: float
     bits_per_byte: float
@@ -54,7 +54,7 @@ class Evaluation:
 
 
 class Answers(Protocol):
-    """What skills are measured of."""
+    """Interface of a model whose skills are measured."""
 
     def accuracy(self, conversations: Sequence[Sequence[Message]]) -> float:
         """Share of conversations whose last message the model reproduces exactly."""

@@ -1,4 +1,4 @@
-"""How long training goes on, in which pieces, and how fast it learns meanwhile."""
+"""Training schedule: steps, row lengths and learning rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the recipes of all models here have in common."""
+    """Schedule fields that the recipes of all models share."""
 
     num_steps: int
     warmup_steps: int

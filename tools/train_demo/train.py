@@ -20,7 +20,7 @@ REPORT_EVERY = 20
 
 @dataclass(frozen=True)
 class Recipe(Schedule):
-    """Everything that decides what comes out of training, besides the data."""
+    """Hyperparameters of training."""
 
     seed: int = 1616
     num_steps: int = 2600
@@ -34,7 +34,7 @@ class Recipe(Schedule):
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What training took and where it ended; the losses are averages over the last steps, in nats per token."""
+    """Time and final losses of training; the losses are averages over the last steps, in nats per token."""
 
     num_steps: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Measures a head: how many of its drafts the target accepts, on prompts that were never trained on."""
+"""Measures the acceptance of an EAGLE-3 head's draft tokens, on held-out prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What became of the drafts after one prompt, or after several.
+    """Acceptance of draft tokens after one prompt, or after several.
 
     num_drafted: by position, in how many rounds there was a draft, not counting those for tokens beyond the end.
     num_accepted: by position, in how many of the rounds it was accepted, which takes that those before it were.
@@ -45,7 +45,7 @@ class Acceptance:
 
     @property
     def shares(self) -> list[float]:
-        """The share of accepted drafts by position."""
+        """Acceptance rate by position."""
         return [accepted / drafted for accepted, drafted in zip(self.num_accepted, self.num_drafted, strict=True)]
 
     @property
@@ -75,7 +75,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that is measured of a head. prompts: by kind, as token ids."""
+    """Results of the evaluation of a head. prompts: by kind, as token ids."""
 
     num_parameters: int
     num_drafts: int
@@ -124,7 +124,7 @@ def questions(target: Target) -> list[list[int]]:
 
 
 def acceptance(head: Eagle3Head, target: Target, prompts: Sequence[list[int]], temperature: float) -> list[Acceptance]:
-    """How the drafts of each prompt fare. Prompt number i has the seed i; the head draws with the target's noise."""
+    """Acceptance for each prompt. Prompt number i has the seed i; the head samples with the target's noise."""
     params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=NEW_TOKENS) for seed in range(len(prompts))]
     rows = continued(target.folder, prompts, params)
     parts: list[Acceptance] = []
@@ -140,7 +140,7 @@ def acceptance(head: Eagle3Head, target: Target, prompts: Sequence[list[int]], t
 def accepted_drafts(
     head: Eagle3Head, target: Target, rows: Sequence[list[int]], temperature: float, seeds_B: Tensor
 ) -> Tensor:
-    """Whether drafts would be accepted, bool [drafts, B, T]: at place t those that are made knowing the token t + 1.
+    """Acceptance of draft tokens, bool [drafts, B, T]: at position t those drafted after token t + 1.
 
     A draft is only ever accepted after accepted ones, which are the row's own tokens: so all are computed at once.
     """

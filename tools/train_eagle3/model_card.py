@@ -1,4 +1,4 @@
-"""Writes what was measured, as `metrics.json`, and the card made from it, as `README.md`."""
+"""Writes the metrics, as `metrics.json`, and the model card made from them, as `README.md`."""
 
 from __future__ import annotations
 

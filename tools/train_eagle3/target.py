@@ -1,4 +1,4 @@
-"""The model to draft for: what it would say, and the hidden states that the head sees.
+"""Target model of the EAGLE-3 head: its logits and auxiliary hidden states.
 
 Shape suffixes: `B` rows of a batch, `T` tokens of a row, `V` vocabulary, `A` hidden states of several layers side by
 side.
@@ -20,7 +20,7 @@ from .head import AUX_LAYERS
 
 
 class TargetStates(NamedTuple):
-    """Of every token: the hidden states that enter `AUX_LAYERS`, side by side, and the logits of what follows it."""
+    """Auxiliary hidden states that enter `AUX_LAYERS`, concatenated, and next-token logits of every token."""
 
     aux_BTA: Tensor
     logits_BTV: Tensor
@@ -52,7 +52,7 @@ class Target:
 
     @torch.no_grad()
     def states(self, ids_BT: Tensor) -> TargetStates:
-        """What the head learns from, of whole rows."""
+        """Auxiliary hidden states and logits of whole rows."""
         output = self.model(ids_BT, output_hidden_states=True, use_cache=False)
         return TargetStates(torch.cat([output.hidden_states[layer] for layer in AUX_LAYERS], dim=-1), output.logits)
 

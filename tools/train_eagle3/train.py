@@ -20,10 +20,10 @@ REPORT_EVERY = 20
 
 @dataclass(frozen=True)
 class Recipe(Schedule):
-    """Everything that decides what comes out of training, besides the data.
+    """Hyperparameters of training.
 
-    num_drafts: how many drafts in a row are learnt; the loss of each weighs `draft_decay` of the one before.
-    later_stride: drafts after the first are learnt at every so manieth place of a row.
+    num_drafts: draft steps in the loss; each weighs `draft_decay` of the one before.
+    later_stride: stride of the positions at which drafts after the first are trained.
     """
 
     seed: int = 1623
@@ -42,7 +42,7 @@ class Recipe(Schedule):
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What training took, generating texts included; the losses, one per draft, are averages over the last steps."""
+    """Time of training, with the generation of texts; the losses, one per draft, are averages over the last steps."""
 
     num_steps: int
     num_tokens: int
@@ -105,7 +105,7 @@ def train(plays: str, target: Target, recipe: Recipe) -> tuple[Eagle3Head, Train
 
 
 def draft_losses(head: Eagle3Head, target: Target, rows: Rows, num_drafts: int, chosen_P: Tensor) -> Tensor:
-    """How far the head's distribution is from the target's at each draft, [num_drafts], in nats.
+    """Divergence of the head's distribution from the target's at each draft, [num_drafts], in nats.
 
     The Kullback-Leibler divergence over the tokens that the head can draft: soft cross-entropy, less what no head can
     get below. First drafts are learnt at all places of the rows where the token is wanted, later ones at chosen places.

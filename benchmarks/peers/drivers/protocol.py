@@ -1,4 +1,4 @@
-"""How a driver talks with the benchmark: one JSON object per line, jobs on standard input, replies on a pipe.
+"""Protocol between driver and benchmark: one JSON object per line, jobs on standard input, replies on a pipe.
 
 Runs in every engine's own environment, so it needs nothing but Python.
 
