@@ -2,9 +2,8 @@
 
     python tools/options_page.py
 
-The page is generated from the code: names, types and defaults from the configuration's dataclasses, meanings from their
-docstrings ("name: meaning" lines), flags from the command line, and allowed values from the error message for a value
-of the wrong type.
+Names, types and defaults are those of the configuration's dataclasses, meanings those of their docstrings ("name:
+meaning" lines), flags those of the command line, and allowed values those of the message that refuses an invalid value.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ TITLES = {
     "load": "Loading weights",
     "device": "Device, threads, attention",
     "cache": "KV cache and memory",
-    "scheduler": "What runs together",
+    "scheduler": "Scheduler",
     "sampling": "Sampling",
-    "parallel": "Workers",
-    "structured": "Outputs of a given form",
+    "parallel": "Parallelism and workers",
+    "structured": "Structured outputs",
     "speculative": "Speculative decoding: keys of `speculative_config`",
-    "profiler": "Profiles",
+    "profiler": "Profiler",
 }
 # An option whose flag has another name: commands have a --seed for their requests or prompts.
 OTHER_FLAGS = {"seed": "engine_seed"}
@@ -47,12 +46,11 @@ HEAD = """# Options
 
 Written by `make docs` from the code: change the docstrings there, not this page.
 
-Every option of an engine has one name: `LLM("demo", max_num_seqs=32)`, `AsyncEngine("demo", max_num_seqs=32)`. On the
-command line it is a flag, `--max-num-seqs 32`, of every command that has an engine, whether its `--help` lists it or
-not. What is True or False takes no value: `--use-tqdm-on-load`, `--no-enable-prefix-caching`. `--option name=value`
-says the same; the value is JSON where it can be, else text. `model`, the first argument or `--model`, is `demo` (the
-model that ships), a folder, or a hub id. Sizes in bytes may be texts such as `1GiB`, and what vLLM calls an option is
-in [vllm.md](vllm.md).
+An option of an engine has one name everywhere: `LLM("demo", max_num_seqs=32)`, `AsyncEngine("demo", max_num_seqs=32)`.
+On the command line it is a flag, `--max-num-seqs 32`, of every command that has an engine, whether its `--help` lists it
+or not. Booleans take no value: `--use-tqdm-on-load`, `--no-enable-prefix-caching`. `--option name=value` is equivalent;
+the value is JSON if possible, else text. `model`, the first argument or `--model`, is `demo` (the model that ships), a
+folder, or a hub id. Sizes in bytes may be texts such as `1GiB`. vLLM's names are in [vllm.md](vllm.md).
 """
 
 
@@ -110,7 +108,7 @@ def sampling_parameters() -> list[Option]:
 
 
 def meanings_in(docstring: str | None, names: Iterable[str]) -> dict[str, str]:
-    """Meanings of names in a docstring. `a, b: meaning of both` begins a line, or follows a full stop."""
+    """Return the meanings of names in a docstring. `a, b: meaning of both` begins a line, or follows a full stop."""
     name = "|".join(sorted(names, key=len, reverse=True))
     begin = re.compile(rf"(?:^|(?<=\. ))((?:{name})(?:, (?:{name}))*): ")
     meanings: dict[str, str] = {}
@@ -160,7 +158,7 @@ def _default(field: Any) -> Any:
 
 
 def _allowed(make: Callable[[dict[str, Any]], object], name: str) -> str:
-    """Allowed values, from the error message for a value of the wrong type."""
+    """Return the allowed values, from the message that refuses a value of an invalid type."""
     try:
         make({name: _Nothing()})
     except PenstockError as error:
@@ -172,7 +170,7 @@ def _allowed(make: Callable[[dict[str, Any]], object], name: str) -> str:
 
 
 def _engine_flags() -> dict[str, str]:
-    """Flags by option: of a command that lists it, else the general one."""
+    """Return the flag of each option: of a command that lists it, else the general one."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     with_engine = [command for command in commands.values() if _flag(command, "option") is not None]
     flags = {}
@@ -192,9 +190,9 @@ def _sampling_section() -> str:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     text = """## Sampling parameters
 
-Of each request: fields of `SamplingParams`, and of the lines of `penstock generate --input`
+Fields of `SamplingParams`, and of the lines of `penstock generate --input`
 ([requests.md](requests.md)). Those with a flag can be given to `penstock generate` for all requests; its `max_tokens`
-is 128 unless you say more. What they do to each other is in [sampling.md](sampling.md).
+is 128 unless you say more. [sampling.md](sampling.md) explains how they interact.
 
 """
     rows = []

@@ -28,7 +28,7 @@ QUICK = (
 
 
 def run(*arguments: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
-    """As a process of its own."""
+    """Run the command in a process."""
     environment = {**os.environ, "COLUMNS": str(columns)}
     command = [sys.executable, "-m", "penstock.cli", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)

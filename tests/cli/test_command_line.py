@@ -1,4 +1,4 @@
-"""What the command line shows without an engine."""
+"""Output of the command line without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What messages call options of Python is read on the command line as it is written there."""
+"""Messages on the command line name options by their flags."""
 
 from __future__ import annotations
 

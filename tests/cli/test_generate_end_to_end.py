@@ -29,7 +29,7 @@ def run(*arguments: str, exit_code: int = 0) -> tuple[str, str]:
 
 
 def test_garbage_is_collected_once_the_engine_has_started() -> None:
-    """What starting has made is left out of it; a library collects as its process is used to."""
+    """Objects of start-up are frozen; the library leaves its process's settings alone."""
     program = """
 import gc, sys
 from penstock.cli.main import main

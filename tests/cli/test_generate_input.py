@@ -1,4 +1,4 @@
-"""What `penstock generate` makes of its input, in this process and over a core that makes up its tokens."""
+"""Input of `penstock generate`, in this process and with a fake core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks find in their environment."""
+"""Environment variables of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's arguments, values, methods and names mean here: every entry of the table is tried."""
+"""vLLM's arguments, values, methods and names: every entry of the table is tried."""
 
 from __future__ import annotations
 

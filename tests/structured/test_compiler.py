@@ -1,4 +1,4 @@
-"""Constraints are compiled once each, by threads that keep nobody waiting: neither for a slow one nor a hung one."""
+"""Constraints are compiled once each, by threads; a slow or hung compilation blocks no other."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ FREE = [token for token in range(VOCAB_SIZE) if token != END]
 
 
 def oracle(markers: ReasoningMarkers, output: Sequence[int], opened: Sequence[int] | None) -> list[int]:
-    """What may come next, by definition: every token again from the first on.
+    """Oracle of the allowed tokens: replays every token from the first on.
 
     opened: what the prompt has behind the start of its reasoning; None where it has begun none.
     """

@@ -1,4 +1,4 @@
-"""By default objects close and everything has a bound; what comes out is valid for the schema as it was given."""
+"""By default objects are closed and everything is bounded; outputs are valid for the given schema."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ ENFORCED: dict[str, tuple[Any, list[Any]]] = {
         {"type": "object", "required": ["a"], "dependentRequired": {"a": ["b"]}},
         [{"a": 1}, {"a": 1, "b": 2}, {"b": 1}],
     ),
-    "unevaluated properties of nobody else": (
+    "unevaluated properties without applicators": (
         {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
         [{"a": 1}, {"b": 1}],
     ),
@@ -85,7 +85,7 @@ ENFORCED: dict[str, tuple[Any, list[Any]]] = {
         [[], [1], [1, "a"], [1, 2], ["a"]],
     ),
     "additional items of no tuple": ({**OLD, "items": {"type": "integer"}, "additionalItems": False}, [[1], [1, 2]]),
-    "unevaluated items of nobody else": ({"prefixItems": [True], "unevaluatedItems": False}, [[1], [1, 2]]),
+    "unevaluated items without applicators": ({"prefixItems": [True], "unevaluatedItems": False}, [[1], [1, 2]]),
     "one item is different from all others": ({"type": "array", "maxItems": 1, "uniqueItems": True}, [[], [1], [1, 1]]),
     "lengths": (
         {"type": "string", "minLength": 2, "maxLength": 3},
@@ -345,7 +345,7 @@ def test_what_only_compiling_tells_is_refused_then(schema: Any) -> None:
 
 
 def test_a_name_cannot_be_written_a_second_time_in_another_way() -> None:
-    """An escape would make another property of it for the grammar, and the same one for whoever reads the output."""
+    """An escape would make another property for the grammar, and the same one for a parser."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     matcher = schema_matcher(schema, disable_additional_properties=False)
     assert allows(matcher, '{"a":1,"b":2}')
