@@ -28,8 +28,8 @@ class SpeculativeConfig:
     """Options of speculative decoding, by vLLM's names; off without `method`.
 
     method: drafting method; None for no speculation.
-    model: folder or hub id of the draft model or head; "mtp" uses the target's layers, and "eagle3" defaults to the head
-        that ships with the demo model.
+    model: folder or hub id of the draft model or head; "mtp" uses the target's layers, and "eagle3" defaults to the
+        head that ships with the demo model.
     num_speculative_tokens: maximum draft length of a request in a step.
     adaptive: adaptive draft length, by measured acceptance and step times, down to 0; False always drafts
         num_speculative_tokens.
