@@ -57,5 +57,5 @@ def test_an_engine_that_pools_has_a_result_once_a_prompt_is_complete() -> None:
 
 
 def test_a_head_that_is_not_registered_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"output_head='nonsense' is not known. Known: generate"):
+    with pytest.raises(ConfigError, match=r"output_head='nonsense' is not registered. Registered: generate"):
         make_runner(output_head="nonsense")

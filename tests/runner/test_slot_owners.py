@@ -163,7 +163,7 @@ def test_two_owners_of_one_name_are_refused() -> None:
     def factory(device: object, num_slots: int, model: object) -> Shifts:
         return Shifts(num_slots)
 
-    with pytest.raises(ValueError, match="step inputs that several owners declare: shifts"):
+    with pytest.raises(ValueError, match="Step inputs declared by several owners: shifts"):
         make_runner(owners=[factory, factory])
 
 

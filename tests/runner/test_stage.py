@@ -111,10 +111,10 @@ def test_hidden_states_are_asked_for_when_the_step_is_prepared_and_waited_for_wh
 def test_what_belongs_to_another_step_is_refused() -> None:
     first, last = stages()
     send(first, 3, torch.zeros(2, 4), 2)
-    with pytest.raises(RanksDisagree, match="Stage 1 is at step 4, and stage 0 sent what belongs to step 3"):
+    with pytest.raises(RanksDisagree, match="Stage 1 is at step 4, and stage 0 sent data of step 3"):
         received(last, 4, 2)
     last.send_outcome(4, StepOutcome(torch.zeros(1, 4, dtype=torch.int64)))
-    with pytest.raises(RanksDisagree, match="Stage 0 is at step 3, and stage 1 sent what belongs to step 4"):
+    with pytest.raises(RanksDisagree, match="Stage 0 is at step 3, and stage 1 sent data of step 4"):
         first.receive_outcome(3, StepOutcome(torch.zeros(1, 4, dtype=torch.int64)))
 
 

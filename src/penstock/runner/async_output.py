@@ -1,4 +1,4 @@
-"""A step's result on its way to the host."""
+"""Outputs of a step: copies from the device to the host in flight, or results ready on the host."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from penstock.runner.waiting import wait_until
 
 
 class AsyncOutput:
-    """Begins the copy when it is made; `get_output` waits for it, once, and not for ever.
+    """The step's sampled tokens, copied to the host asynchronously from construction on; `get_output` waits once.
 
     It is made before the state is advanced, so the copy does not wait for that. Request ids are those at launch: slots
-    may belong to others by the time the result is read.
+    may belong to other requests by the time the result is read.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class AsyncOutput:
 
 
 class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
-    """A result that is there already: of a step that ran no token, or whose tokens are in the host's memory."""
+    """A result without a copy in flight: the step ran no token, or its tokens are in host memory already."""
 
     output: ModelRunnerOutput
 
@@ -115,7 +115,7 @@ class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class OutputWithParts(msgspec.Struct, frozen=True, gc=False):
-    """A result to which features on the worker's side add parts."""
+    """A result with the parts that worker-side features (`SlotOwner.part_of_results`) add."""
 
     result: AsyncOutput | ReadyOutput
     parts: Parts

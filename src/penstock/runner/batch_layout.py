@@ -1,4 +1,4 @@
-"""Which token of a step belongs to which request: what the host knows exactly, and its copy on the device."""
+"""Layout of a step's batch: request, slot and logits row of each token, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from penstock.runner.request_states import RequestStates
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Requests by rising number of tokens, so decodes come first; then padding. Never changed once it is made.
+    """The assignment of a step's tokens to requests, immutable: rising number of tokens (decodes first), then padding.
 
     Padding tokens belong to the last row, which is a padding row where there is one.
 
-    req_ids, slots_np, counts_np: of the actual requests, in batch order. query_start_loc_np: int64 [rows + 1].
-    is_all_decodes: every request has one token. has_one_token_each: and none is padding.
-    logits_slots_np: int64, whose each logits row is. drafts: more about them, where the step checks drafts.
-    num_drafts_np: int64 [actual requests], how many of each request's tokens are drafts; None where none are.
+    req_ids, slots_np, counts_np: the actual requests, in batch order. query_start_loc_np: int64 [rows + 1].
+    is_all_decodes: every request has one token. has_one_token_each: the same, and there is no padding.
+    logits_slots_np: int64 [logits rows], slot of each row. drafts: requests and drafts of the rows, in a step with
+    drafts.
+    num_drafts_np: int64 [actual requests], number of each request's draft tokens; None in a step without drafts.
     On the device: query_start_loc int32 [rows + 1]; slots int64 [actual requests]; logits_slots int64 [logits rows];
-    logits_indices int64 [logits rows], the token of each: a request's last one, or, where drafts are checked, the last
-    known one and each draft; tensors: int64, rows and tokens.
+    logits_indices int64 [logits rows], token index of each: a request's last token, or, in a step that verifies drafts,
+    the last known one and each draft; tensors: int64, rows and tokens.
     """
 
     plan: BatchPlan
@@ -51,25 +52,25 @@ class BatchLayout:
 
     @property
     def can_be_narrowed(self) -> bool:
-        """Whether the requests' last tokens are all that the logits need, and not all that there is."""
+        """Whether logits need the requests' last tokens only, and the step has more tokens than these."""
         return self.drafts is None and self.max_query_len > 1
 
     @property
     def first_rows(self) -> np.ndarray | None:
-        """int64 [actual requests], the first logits row of each; None where each has one."""
+        """Index of each request's first logits row, int64 [actual requests]; None where each has one row."""
         return None if self.drafts is None else np.flatnonzero(self.drafts.numbers_np == 0)
 
     def of_logits_rows(self, per_token: Tensor) -> Tensor:
-        """The logits rows of a tensor that has a row per token of the step."""
+        """Select the logits rows of a tensor [tokens of the step, ...]."""
         if self.is_all_decodes:
             return per_token if self.has_one_token_each else per_token[: len(self.req_ids)]
         return per_token.index_select(0, self.logits_indices)
 
 
 class _OneTokenEach:
-    """Layouts of steps in which every request has one token and nothing is padding: all but the slots is known before.
+    """Precomputed layouts of pure decode steps without padding: all but the slots is known at start.
 
-    What it knows it has for the most requests there may be; fewer of them take a part of it.
+    Tensors are sized for `max_num_reqs`; smaller batches take slices.
     """
 
     def __init__(self, device: Device, buffers: InputBuffers, max_num_reqs: int) -> None:
@@ -104,7 +105,7 @@ class _OneTokenEach:
 
 
 class DraftCounts(NamedTuple):
-    """Drafts of a step's requests in batch order, and those that may be accepted; int64 each."""
+    """Draft tokens of a step's requests in batch order, and those that may be accepted; int64 each."""
 
     num_drafts: np.ndarray
     num_checked: np.ndarray
@@ -119,7 +120,7 @@ def _lay_out(
     padding_slot: int,
     drafts: DraftCounts | None,
 ) -> BatchLayout:
-    """Any layout, carried to the device in one copy."""
+    """Build a layout of the general form, and upload it in one copy."""
     num_reqs, num_tokens = plan.num_reqs, plan.num_tokens
     # Padding tokens need a padding row, or they would be read as tokens of a real request.
     needs_row = plan.num_tokens_padded > num_tokens and plan.num_reqs_padded == num_reqs
@@ -177,7 +178,7 @@ def _lay_out(
 
 
 class Layouts:
-    """Makes the layout of each step. takes_drafts: whether the drafts of a slot's request may be accepted."""
+    """Builds the layout of each step. takes_drafts: whether drafts of the request in a slot may be accepted."""
 
     def __init__(
         self, device: Device, buffers: InputBuffers, requests: RequestStates, takes_drafts: Callable[[int], bool]
@@ -190,7 +191,7 @@ class Layouts:
     def make(
         self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan, drafts: Mapping[str, Sequence[int]]
     ) -> BatchLayout:
-        """The layout of a step that runs so many tokens of each request, the last of which are these drafts."""
+        """Build the layout of a step. num_scheduled_tokens: by request, the last of them its `drafts`."""
         if plan.num_tokens_padded == plan.num_tokens == plan.num_reqs:
             req_ids = list(num_scheduled_tokens)
             return self._one_token_each.lay_out(req_ids, self._slots_of(req_ids), plan)
@@ -214,7 +215,7 @@ class Layouts:
 
 
 def _order_by_count(num_scheduled_tokens: Mapping[str, int]) -> tuple[list[str], np.ndarray]:
-    """Requests by rising number of tokens, equal ones in the order given."""
+    """Sort requests by rising number of tokens, ties in the given order."""
     req_ids = list(num_scheduled_tokens)
     counts = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
     if (counts[1:] >= counts[:-1]).all():

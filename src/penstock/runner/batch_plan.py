@@ -1,4 +1,4 @@
-"""The sizes of a step, padding included, decided before anything is computed."""
+"""Batch sizes of a step, padding included, decided before the inputs are built."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class BatchPlan(NamedTuple):
-    """num_tokens, num_reqs: what the step really runs. The padded counts are what the tensors are made for."""
+    """num_tokens, num_reqs: actual sizes of the step. The padded counts are the sizes of the tensors."""
 
     num_tokens: int
     num_reqs: int
@@ -16,10 +16,10 @@ class BatchPlan(NamedTuple):
 
     @classmethod
     def without_padding(cls, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
-        """For a step that runs so many tokens of each request."""
+        """Plan a step with these tokens of each request and no padding."""
         num_tokens, num_reqs = sum(num_scheduled_tokens.values()), len(num_scheduled_tokens)
         return cls(num_tokens, num_reqs, num_tokens, num_reqs)
 
 
-# How many tokens and requests a step that runs so many tokens of each request is padded to: within the runner's limits.
+# Chooses a step's padded sizes, within the runner's limits, from the scheduled tokens of each request.
 Planner: TypeAlias = Callable[[Mapping[str, int]], BatchPlan]

@@ -15,7 +15,7 @@ from penstock.runner.staging import StagedTensor
 
 
 class BlockTables(SlotOwner):
-    """One table per KV-cache group: int32 [slots, most blocks of a request]; block 0 is the null block.
+    """One block table per KV-cache group: int32 [slots, max blocks of a request]; block 0 is the null block.
 
     Entries beyond a request's blocks are stale and never read.
     """
@@ -25,7 +25,7 @@ class BlockTables(SlotOwner):
         widths = [group.spec.table_width(max_model_len) for group in kv_cache_config.groups]
         self._tables = [StagedTensor(device, num_slots, width, torch.int32) for width in widths]
         self._num_blocks = np.zeros((len(widths), num_slots), dtype=np.int64)
-        # Of all that were ever in a table.
+        # The largest block id that any table has held.
         self.highest_block = 0
 
     def add(self, slot: int, request: NewRequestData) -> None:

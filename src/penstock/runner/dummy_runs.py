@@ -1,4 +1,4 @@
-"""Runs that serve no request: warm-up, an idle rank's step, and the profile of a runner made for that purpose."""
+"""Dummy batches and profiling runs: warm-up, steps of idle ranks, step costs and peak memory."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.prompt_logprobs import PromptRows
 
 _PROFILED = "profile"
-# How long steps are measured, in seconds, and how often each size at most, after the first time.
+# Duration of the step cost measurement in seconds, and repetitions of each size after the first time.
 _MEASURED_S, _NUM_MEASURED_AGAIN = 0.5, 9
 
 
 def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> Frame:
-    """A forward pass over padding alone: no block is written, no slot and no random stream is touched.
+    """Run a forward pass over padding only: no block is written, no slot and no random stream is touched.
 
-    An idle rank takes part in the others' collectives with it, and warm-up makes kernels ready.
+    An idle rank takes part in the collectives of the other ranks with it, and warm-up compiles kernels.
     """
-    # What a stage has not taken in yet of its last step is read from the buffers that this fills.
+    # Outcomes that this stage has not committed yet are read from the buffers that the dummy batch overwrites.
     runner.head.catch_up()
     frame = runner.frames.dummy(num_tokens, num_reqs)
     frame.run()
-    assert frame.all_hidden is not None, "it wants all rows"
+    assert frame.all_hidden is not None, "a dummy frame wants all rows"
     runner.model.compute_logits(frame.all_hidden[:num_reqs])
     return frame
 
 
 def run_dummy_step(runner: ModelRunner) -> None:
-    """All of a step, for no request: a forward pass, and what owners of per-slot state run after it."""
+    """Run a full step for no request: the forward pass, and the `dummy` of each slot owner."""
     runner.owners.dummy(run_dummy_batch(runner, num_tokens=1, num_reqs=1))
 
 
 def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelState) -> list[tuple[int, float]]:
-    """The shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits.
+    """Measure the shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits.
 
-    The same for all ranks, which call it together: of each stage its slowest rank's, and of all stages the sum.
+    All ranks call it together and get the same result: the slowest rank's time of each stage, summed over the stages.
     """
     shortest: dict[int, float] = {}
     start = time.perf_counter()
@@ -78,10 +78,10 @@ def _time_dummy_batch(runner: ModelRunner, num_tokens: int) -> float:
 
 
 def run_prompt(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
-    """The forward pass alone of one prompt, in a runner that serves no request: its hidden states, [T, hidden size].
+    """Run the forward pass of one prompt in an idle runner; returns its hidden states [T, hidden size].
 
-    Nothing of the runner's state is touched but the KV cache, which needs `num_profile_blocks` blocks. Weights need no
-    values, and neither does the prompt: no device may have any.
+    Of the runner's state only the KV cache is touched, which needs `num_profile_blocks` blocks. Weights and tokens
+    need no values: the device may be the stand-in without memory.
     """
     context, positions = _context_of_prompt(runner, len(token_ids))
     if runner.speculator.aux_layers:
@@ -91,20 +91,20 @@ def run_prompt(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
 
 
 def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:
-    """The forward pass of a prompt of so many tokens, to see what it takes."""
+    """Run the forward pass of a prompt of `num_tokens` tokens, to measure its peak memory."""
     return run_prompt(runner, [0] * num_tokens)
 
 
 def run_longest_prompt_of_drafter(runner: ModelRunner, num_tokens: int) -> None:
-    """The drafter's forward pass after such a prompt."""
+    """Run the drafter's forward pass after such a prompt."""
     num_tokens += runner.speculator.most_extra_tokens(runner.limits.max_num_reqs)
     runner.speculator.run_prompt(*_context_of_prompt(runner, num_tokens))
 
 
 def _context_of_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardContext, Tensor]:
-    """The context of a step that has one prompt, and its positions."""
+    """Build the forward context and the positions of a step with one prompt."""
     upload = runner.device.upload
-    # What the host can read where it computes is read there, by some backends.
+    # Some backends read on the host, where the host computes.
     place = torch.from_numpy if runner.device.kind == "cpu" else upload
     query_start_loc_np = np.array([0, num_tokens], dtype=np.int32)
     seq_lens = place(np.array([num_tokens], dtype=np.int32))
@@ -125,15 +125,15 @@ def _context_of_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardCon
 
 
 def profile_sampling(runner: ModelRunner, num_reqs: int) -> None:
-    """Every stage of sampling at once, over the rows of as many requests, all of them with drafts where there are any.
+    """Run all logits transforms at once over the rows of `num_reqs` requests, with log-probabilities.
 
-    With log-probabilities.
+    All requests have drafts, where the runner has a speculator.
     """
     limits = runner.limits
     num_rows = max(num_reqs, min(num_reqs * (1 + limits.max_drafts), limits.max_num_tokens))
     device = runner.device
     params = _heaviest_params(runner)
-    # On the CPU penalties take no memory beside their table (`kernels.logits_shaping`), and more of them only time.
+    # On the CPU penalties allocate nothing beside their table (`kernels.logits_shaping`); more of them only take time.
     without_penalties = msgspec.structs.replace(
         params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
     )
@@ -147,7 +147,7 @@ def profile_sampling(runner: ModelRunner, num_reqs: int) -> None:
 
 
 def profile_prompt_logprobs(runner: ModelRunner, hidden_TD: Tensor) -> None:
-    """The log-probabilities of a prompt of as many tokens as there are hidden states."""
+    """Compute prompt log-probabilities of one prompt with these hidden states."""
     num_tokens = len(hidden_TD)
     rows = PromptRows(
         req_ids=[_PROFILED],
@@ -160,7 +160,7 @@ def profile_prompt_logprobs(runner: ModelRunner, hidden_TD: Tensor) -> None:
 
 
 def num_profile_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks, the null block included, that `run_prompt` needs."""
+    """Blocks that `run_prompt` needs, the null block included."""
     return 1 + -(-num_tokens // block_size)
 
 

@@ -1,6 +1,6 @@
-"""Executables: ways to run a frame's forward pass. All of them give the same tokens and bits.
+"""Executables: ways to run a frame's forward pass, with identical tokens and bits.
 
-The choice is made from the frame and from what was known at start, so that all ranks choose alike.
+The choice depends on the frame and on what is fixed at start, so that all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.runner.frame import Frame
 
 
 class Executable(ABC):
-    """Delivers what a frame wants."""
+    """Computes the outputs that a frame wants."""
 
     @abstractmethod
     def run(self, frame: Frame) -> None:
@@ -26,14 +26,14 @@ class Executable(ABC):
 
 
 class ForwardExecutable(Executable):
-    """Runs any frame: the forward pass, and where only largest logits are wanted, the choice of tokens after it."""
+    """Runs any frame: the forward pass, and the argmax where the frame wants nothing else of its logits."""
 
     @abstractmethod
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
-        """Hidden states of these inputs, or of the tokens that the context asks for."""
+        """Return hidden states of these inputs, or of the tokens that the context is narrowed to."""
 
     def choose(self, frame: Frame) -> Executable:
-        """The best executable of a frame."""
+        """Return the fastest executable for a frame."""
         return self
 
     def run(self, frame: Frame) -> None:
@@ -55,14 +55,14 @@ class ForwardExecutable(Executable):
 
 
 class EagerExecutable(ForwardExecutable):
-    """Calls the model, layer by layer."""
+    """Calls the model layer by layer."""
 
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         return inputs.run(model, context)
 
 
 class ProgramExecutable(ForwardExecutable):
-    """Runs recorded kernels, or layer by layer what is not recorded."""
+    """Runs recorded programs, and layer by layer what is not recorded."""
 
     def __init__(self, programs: ModelPrograms) -> None:
         self._programs = programs
@@ -81,7 +81,7 @@ class ProgramExecutable(ForwardExecutable):
 
 
 class GreedyProgram(Executable):
-    """Recorded kernels that are bound to one frame's tensors."""
+    """A recorded program bound to one frame's tensors, from token ids to greedy tokens."""
 
     def __init__(self, bound: BoundChoices) -> None:
         self._bound = bound

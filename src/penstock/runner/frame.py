@@ -1,4 +1,4 @@
-"""Frames: all that one step needs, and the buffer sets in which their inputs lie."""
+"""Frames: inputs and outputs of one step, in reused sets of input buffers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class WantedOutputs(NamedTuple):
     """Outputs that a frame wants of the forward pass.
 
-    logits_rows: hidden states of the logits rows. all_rows: of all tokens. aux_layers: those before these layers, too.
-    greedy: the logits rows' largest logits decide their tokens, and nothing else is wanted of them.
-    prompt_rows: the tokens, among all, whose logits give log-probabilities of a prompt.
+    logits_rows: hidden states of the logits rows. all_rows: hidden states of all tokens. aux_layers: the layers whose
+    inputs are wanted too, as auxiliary hidden states.
+    greedy: the argmax of each logits row is enough.
+    prompt_rows: token indices, among all, whose logits give prompt log-probabilities.
     """
 
     logits_rows: bool = False
@@ -43,8 +44,8 @@ class WantedOutputs(NamedTuple):
 class BufferSet:
     """Input buffers of one step in flight. The next step that takes the set overwrites them.
 
-    named: by name, the tensor of each declared step input, for the most tokens. kept: a frame of decodes, for the step
-    that repeats it.
+    named: tensor of each declared step input by name, of the largest size. kept: a decode frame, for the step that
+    repeats it.
     """
 
     __slots__ = ("batcher", "kept", "named")
@@ -59,11 +60,11 @@ class BufferSet:
 class Frame:
     """One step, from its message to its hidden states.
 
-    errors: by request, why it cannot run. is_repeated: a kept frame that a step has repeated. has_tokens: something is
-    run, and the fields up to `executable` are there; they stay while the frame is kept.
-    owners: those with step inputs in it. aux_received: auxiliary hidden states of earlier stages.
+    errors: reason by request that cannot run. is_repeated: the frame was kept and runs again. has_tokens: the step runs
+    tokens; the fields up to `executable` are set then, and stay while the frame is kept.
+    owners: slot owners with step inputs in the frame. aux_received: auxiliary hidden states of earlier stages.
     After the forward pass: hidden: of each logits row; None where the tokens are `chosen` already. all_hidden: of all
-    tokens. aux: those before `wants.aux_layers`, in the order of the layers.
+    tokens. aux: inputs of `wants.aux_layers`, in the order of the layers.
     """
 
     output: SchedulerOutput
@@ -90,32 +91,32 @@ class Frame:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts wanted for the next step, of each request, at most."""
+        """Maximum number of drafts of each request that the next step wants."""
         return self.output.num_drafts_wanted
 
     @property
     def req_ids(self) -> list[str]:
-        """The requests that run, in batch order."""
+        """Request ids in batch order."""
         return self.batch.layout.req_ids if self.has_tokens else []
 
     def run(self) -> None:
-        """The forward pass."""
-        assert self.executable is not None, "a frame that is filled has its executable"
+        """Run the forward pass."""
+        assert self.executable is not None, "a filled frame has its executable"
         self.executable.run(self)
 
     def drop_outputs(self) -> None:
-        """Let go of what the forward pass gave."""
+        """Drop the references to the forward pass's outputs."""
         self.hidden = self.all_hidden = None
         self.aux = ()
 
 
 class Frames:
-    """Makes the frame of each step, in one of as many buffer sets as steps may be in flight.
+    """Builds the frame of each step, in one buffer set per step in flight.
 
-    A frame of decodes is kept in its buffer set, with everything that stays the same in a step that repeats it.
-    `SchedulerOutput.repeats_step_id` is the scheduler's word for that; it holds where that very step was the last one
-    in its buffer set, and served all its requests.
-    keeps_frames: if not, every step is put together anew. executable: for frames that no step has repeated.
+    A decode frame is kept in its buffer set, with everything that a repeated step shares with it. The scheduler
+    announces a repeated step by `SchedulerOutput.repeats_step_id`; the frame is reused if that step was the last one in
+    its buffer set and served all its requests.
+    keeps_frames: False builds every step anew. executable: runs frames that are not repeated.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Frames:
         keeps_frames: bool,
     ) -> None:
         self.model = model
-        # The one that was taken last comes last.
+        # Least recently used first.
         self._buffer_sets = list(buffer_sets)
         self._owners = owners
         self._kv_cache = kv_cache
@@ -146,10 +147,10 @@ class Frames:
         self._keeps_tensors = kv_cache.keeps_metadata and model_state.keeps_inputs
 
     def begin(self, output: SchedulerOutput) -> Frame:
-        """The kept frame that the step repeats, or a new one in the buffer set whose step is the longest ago.
+        """Return the kept frame that the step repeats, or a new one in the least recently used buffer set.
 
-        Waits for the outcome of the steps that this one needs. A step without tokens, which may come before the last
-        one is sampled, takes no buffer set.
+        Waits for the outcomes of steps that this one depends on. A step without tokens takes no buffer set; it may
+        begin before the last step is sampled.
         """
         if not output.num_scheduled_tokens:
             self._head.settle(output, None)
@@ -160,15 +161,15 @@ class Frames:
         if frame is not None and frame.output.step_id == output.repeats_step_id:
             frame.output = output
             if not frame.is_repeated:
-                # From now on a choice pays that is good for this frame alone.
+                # From the first repetition on it pays to bind an executable to this frame alone.
                 frame.is_repeated, frame.executable = True, None
             return frame
         return self._new_frame(output, buffers)
 
     def fill(self, frame: Frame) -> bool:
-        """Put the step's inputs together and choose what runs them; False where it runs no token."""
+        """Build the step's inputs and choose its executable; False where the step runs no token."""
         if frame.is_repeated:
-            assert not frame.errors, "these requests were here a step ago"
+            assert not frame.errors, "a repeated frame's requests ran in the step before"
             batch = frame.buffers.batcher.build_again()
             if batch is not frame.batch or not self._keeps_tensors:
                 frame.batch = batch
@@ -192,7 +193,7 @@ class Frames:
         return True
 
     def dummy(self, num_tokens: int, num_reqs: int) -> Frame:
-        """A frame of padding alone, which wants all rows and the head's auxiliary hidden states."""
+        """Build a frame of padding only, which wants all rows and the head's auxiliary hidden states."""
         message = SchedulerOutput(step_id=-1)
         frame = self._new_frame(message, self._take_buffers(message))
         plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
@@ -200,7 +201,7 @@ class Frames:
         frame.has_tokens = True
         frame.context = self._kv_cache.make_context(frame.batch)
         frame.inputs = self._model_state.inputs(frame.batch)
-        # As in steps that serve requests, so that a program which is recorded now is theirs.
+        # The wanted outputs of real steps, so that a program recorded now fits them.
         frame.wants = WantedOutputs(all_rows=True, aux_layers=self._head.wants(frame).aux_layers)
         frame.executable = self._executable
         return frame
@@ -212,7 +213,7 @@ class Frames:
             buffers.kept = None
 
     def forget_executables(self) -> None:
-        """Choose anew for frames that are kept: the model's weights may be others."""
+        """Drop the executables of kept frames: the model or its weights have changed."""
         for buffers in self._buffer_sets:
             if buffers.kept is not None:
                 buffers.kept.executable = None
@@ -231,7 +232,7 @@ class Frames:
         return frame
 
     def _complete(self, frame: Frame) -> None:
-        """Make of the batch's tensors what the model and its layers take."""
+        """Build the model's inputs and the forward context from the batch."""
         layout = frame.batch.layout
         frame.has_tokens = True
         frame.owners = [owner for owner in self._owners.with_inputs if owner.has_work(layout.slots_np)]
@@ -247,7 +248,7 @@ class Frames:
 
 
 def _named_inputs(frame: Frame) -> dict[str, Tensor]:
-    """The frame's rows of the inputs that its owners have declared."""
+    """The frame's rows of the declared step inputs."""
     plan = frame.batch.layout.plan
     named = {}
     for owner in frame.owners:

@@ -1,4 +1,4 @@
-"""From a scheduling decision to the tensors of one step."""
+"""Input batch: the tensors of one step, gathered from the persistent state."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NO_DRAFTS: Mapping[str, Sequence[int]] = {}
 
 
 class InputBatch(NamedTuple):
-    """One step's inputs, in the order of its layout. The next step overwrites the tensors.
+    """Inputs of one step, in the order of its layout. The next step overwrites the tensors.
 
     input_ids: int32 [tokens]. positions: int64 [tokens].
-    sequences: query starts and lengths. geometry: per KV-cache group, the same with places in its pages.
-    logits_rows: whose logits are computed. step: takes the step's outcome.
+    sequences: query starts and lengths. geometry: the same per KV-cache group, with block tables and slot mappings.
+    logits_rows: rows whose logits are computed. step: commits the step's outcome to the state.
     """
 
     layout: BatchLayout
@@ -40,7 +40,7 @@ class InputBatch(NamedTuple):
 
 
 class BatchBuilder:
-    """Gathers a step's inputs from the persistent state; knows nothing of what is done with them."""
+    """Gathers a step's inputs from the persistent state."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class BatchBuilder:
         self._step: BoundStep
         self._max_seq_len = 0
         self._num_columns: tuple[int, ...] = ()
-        # Positions that so many columns of every table cover.
+        # Positions that the used columns of every block table cover.
         self._capacity = 0
         self._tensors: StepTensors
         self._batch: InputBatch
@@ -67,7 +67,7 @@ class BatchBuilder:
     def build(
         self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan, drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> InputBatch:
-        """The inputs of a step that runs `num_scheduled_tokens[req_id]` tokens of each request, its drafts the last."""
+        """Build the inputs of a step. num_scheduled_tokens: by request, the last of them its `drafts`."""
         layout = self._layouts.make(num_scheduled_tokens, plan, drafts)
         self._bind(layout)
         self._tensors = self._step.gather(self._num_columns)
@@ -75,9 +75,9 @@ class BatchBuilder:
         return self._batch
 
     def build_again(self) -> InputBatch:
-        """The inputs of the step after the last one that was built: it has the same layout, with one token each.
+        """Build the inputs of a step that repeats the layout of the last one, one token further.
 
-        The same object as for that step, with new values in its tensors, where they can be filled anew.
+        Returns the same object as for that step, with new values in its tensors, where they can be filled anew.
         """
         self._max_seq_len += 1
         if self._max_seq_len > self._capacity:
@@ -104,7 +104,7 @@ class BatchBuilder:
         self._reach(self._max_seq_len)
 
     def _reach(self, max_seq_len: int) -> None:
-        """Take as many columns of the block tables as the longest request has."""
+        """Set the number of used block table columns from the longest sequence."""
         widths = [table.shape[1] for table in self._tables]
         self._num_columns = tuple(
             max(1, min(-(-max_seq_len // size), width)) for size, width in zip(self._block_sizes, widths, strict=True)

@@ -14,15 +14,15 @@ from penstock.kernels.bound_step import StepTensors
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.slot_owners import StepInput
 
-# Of a layout, numbers per row (request or padding) and per token: see `batch_layout`.
+# Numbers of a layout per row (request or padding) and per token: see `batch_layout`.
 _PER_ROW, _PER_TOKEN = 6, 5
 
 
 class InputBuffers:
-    """Inputs that are gathered for a step, and its layout; the next step overwrites both.
+    """Buffers of a step's gathered inputs and of its layout; the next step overwrites both.
 
-    Steps of one padded size find everything at the same addresses. tensors: of the largest step. named: the same of the
-    declared step inputs, by name.
+    Steps of one padded size find everything at the same addresses. tensors: sized for the largest step. named: buffers
+    of the declared step inputs by name.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class InputBuffers:
         step_inputs: Sequence[StepInput] = (),
     ) -> None:
         self._device = device
-        # One row more: padding tokens need a row of padding.
+        # One row more: padding tokens need a padding row.
         num_rows = max_num_reqs + 1
         tables = [block_tables.table(group) for group in range(len(block_tables.block_sizes))]
         self.tensors = StepTensors(
@@ -56,7 +56,7 @@ class InputBuffers:
         self._starts = self._allocate(torch.int32, num_rows + 1)
 
     def write_layout(self, parts: Sequence[np.ndarray]) -> Sequence[Tensor]:
-        """Carry the parts of a layout, int64 each, to the device in one copy."""
+        """Upload the parts of a layout, int64 each, in one copy."""
         array = np.concatenate(parts)
         layout = self._layout[: len(array)]
         layout.copy_(self._device.upload(array))
@@ -64,7 +64,7 @@ class InputBuffers:
         return tensors
 
     def write_starts(self, starts: Tensor) -> Tensor:
-        """Carry query starts, the numbers of a layout, to the device in int32."""
+        """Store query start locations, a part of the layout, as int32."""
         return self._starts[: len(starts)].copy_(starts)
 
     def _allocate(self, dtype: torch.dtype, size: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""The cache's memory in pages, and each layer's view of its own.
+"""Paged KV cache: its memory, and each layer's view of its pages.
 
-Blocks are cleared, copied and sent as bytes of pages; only the layers' backends know what is in them.
+Blocks are cleared, copied and sent as bytes of pages; only the attention backends know the layout inside a page.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from penstock.runner.input_batch import InputBatch
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """One KV-cache group with the backend that runs its layers; `refusals` says why better backends do not."""
+    """A KV-cache group with its backend; `refusals`: reasons why backends of higher priority cannot run it."""
 
     backend: CacheBackend
     refusals: Mapping[str, str]
 
 
 class PagedKVCache:
-    """Allocates the cache as planned and binds every layer to its backend and its part of the memory."""
+    """Allocates the planned KV cache and binds every layer to its backend and its pages."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class PagedKVCache:
             name: pages for tensor, pages in zip(config.tensors, self._pages, strict=True) for name in tensor.shared_by
         }
         self._pages_of_group: list[list[Tensor]] = []
-        # A stage of a pipeline may have no layer of a group, whose tables it keeps all the same.
+        # A pipeline stage may have no layer of a group, but keeps the group's block tables all the same.
         fullest = max(config.groups, key=lambda group: len(group.layer_names), default=None)
         for index, group in enumerate(config.groups):
             chosen_by = group if group.layer_names or fullest is None else fullest
@@ -72,19 +72,19 @@ class PagedKVCache:
             for name in group.layer_names:
                 self._layers[name] = BoundLayer(index, backend, backend.view_pages(pages_of[name], group.spec))
 
-        # Whether a batch's context stays good while its tensors take the next step's values.
+        # Whether a batch's forward context stays valid while its tensors take the next step's values.
         self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
 
     def make_context(self, batch: InputBatch) -> ForwardContext:
-        """The forward context of a step."""
+        """Build the forward context of a step."""
         return self.context(batch.sequences, batch.geometry)
 
     def context(self, sequences: SequenceGeometry, geometry: Sequence[StepGeometry]) -> ForwardContext:
-        """The forward context of a step with these sequences, and their places by group."""
+        """Build the forward context of a step from its sequences and its geometry by group."""
         return ForwardContext(self._layers, self._metadata(geometry), sequences=sequences)
 
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
-        """The context of the batch where no other hidden states than those of the requests' last tokens are needed."""
+        """Narrow the batch's context to the hidden states of the requests' last tokens."""
         rows = batch.layout.logits_indices
         geometry = [of_group.of_last_tokens(rows) for of_group in batch.geometry]
         sequences = geometry[0] if geometry else batch.sequences.of_last_tokens(rows)
@@ -98,9 +98,9 @@ class PagedKVCache:
         rows: Tensor,
         positions: Tensor,
     ) -> ForwardContext:
-        """The context where one token of each request is the last that counts: at these rows and positions, int64.
+        """Narrow a context to one token of each request, at these rows and positions (int64).
 
-        sequences, geometry: of these tokens alone (`SequenceGeometry.of_last_tokens`).
+        sequences, geometry: those of these tokens alone (`SequenceGeometry.of_last_tokens`).
         """
         starts, seq_lens = sequences.query_start_loc, sequences.seq_lens
         return replace(context, last=LastTokens(rows, positions, starts, seq_lens, self._metadata(geometry)))
@@ -110,25 +110,25 @@ class PagedKVCache:
         return [backend.make_metadata(backend.place(of_group)) for backend, of_group in pairs]
 
     def layer_memory(self, name: str) -> Tensor:
-        """One layer's cache, in its backend's layout."""
+        """KV cache of one layer, in its backend's layout."""
         return self._layers[name].kv_cache
 
     def clear_blocks(self, group: int, block_ids: Tensor) -> None:
-        """Fill these blocks (int64) of all of a group's layers with zeros."""
+        """Fill blocks (int64 ids) of all layers of a group with zeros."""
         for pages_NX in self._pages_of_group[group]:
             pages_NX.index_fill_(0, block_ids, 0)
 
     @property
     def page_size_bytes(self) -> int:
-        """Size of one block of one layer; 0 where no layer keeps anything."""
+        """Bytes of one block of one layer; 0 for a model without a KV cache."""
         return self._pages[0].shape[1] if self._pages else 0
 
     def memory_of_blocks(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The pages start .. stop of every allocation, contiguous: uint8 [stop - start, page_size_bytes]."""
+        """Pages start .. stop of every allocation, contiguous: uint8 [stop - start, page_size_bytes]."""
         for pages_NX in self._pages:
             yield pages_NX[start:stop]
 
     def touch(self) -> None:
-        """Write to all of it, so that a system that hands out pages on first use counts it as taken."""
+        """Write to all of the memory, so that a system with on-demand paging counts it as used."""
         for pages_NX in self._pages:
             pages_NX.zero_()

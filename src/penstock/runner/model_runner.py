@@ -1,7 +1,7 @@
-"""One scheduling decision in, one forward pass and its sampled tokens out.
+"""Model runner: executes one scheduled step, the forward pass and then the sampling.
 
-Only what every model shares is here. A feature that some requests or models need has a room of its own, and this file
-calls it unconditionally.
+This file has what every model shares. A feature that only some requests or models need is a module of its own, which
+this file calls unconditionally.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.runner.step_order import StepOrder
 class RunnerLimits:
     """Sizes of the runner's persistent state.
 
-    max_drafts: of a request in a step. max_concurrent_steps: whose outcome is not known here yet.
+    max_drafts: draft tokens of a request in a step. max_concurrent_steps: steps in flight.
     """
 
     max_num_reqs: int
@@ -54,10 +54,10 @@ class RunnerLimits:
 class ModelRunner:
     """Owns the per-slot state, the KV cache and the sampler of one rank.
 
-    logits_processors: instead of those that are installed and that `sampling` names. fast_paths: whether frames of
-    decodes are kept, and recorded programs run. model_state: makes the model's inputs, if not as a decoder's.
-    agreement: of all ranks on every step. speculator: guesses what the next step verifies; the limits' max_drafts has
-    room for it. stage: of a pipeline. owners: make further owners of per-slot state. output_head: its registered name.
+    logits_processors: replace the installed ones and those that `sampling` names. fast_paths: keep decode frames and
+    run recorded programs. model_state: builds the model's inputs; by default `DecoderModelState`. agreement: check that
+    all ranks run the same step. speculator: proposes draft tokens, at most `limits.max_drafts`. stage: this rank's
+    pipeline stage. owners: factories of further owners of per-slot state. output_head: its registered name.
     """
 
     def __init__(
@@ -128,9 +128,10 @@ class ModelRunner:
         self.steps: StepOrder[Frame] = StepOrder()
 
     def execute_model(self, output: SchedulerOutput) -> None:
-        """Bring the state up to the step and run its forward pass; `sample_tokens` of the same step takes the result.
+        """Apply the step's changes to the state and run its forward pass; `sample_tokens` of the same step follows.
 
-        Raises LifecycleError when it is not the step's turn (`StepOrder`), RanksDisagree when other ranks run another.
+        Raises LifecycleError where the step is out of order (`StepOrder`), RanksDisagree where other ranks run another
+        step.
         """
         self._agreement.on_step(output)
         self.steps.begin(output)
@@ -144,9 +145,10 @@ class ModelRunner:
         self.steps.wait(output.step_id, frame)
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
-        """Choose the tokens of an executed step and advance the state on the device.
+        """Sample the tokens of an executed step and advance the state on the device.
 
-        Raises LifecycleError when that step was never executed, or was sampled before, or another one must be first.
+        Raises LifecycleError where the step was not executed, was sampled before, or another one is to be sampled
+        first.
         """
         frame = self.steps.take(grammar.step_id)
         self.sampler.grammar.take(grammar, self.requests.slot_of)
@@ -156,21 +158,21 @@ class ModelRunner:
 
     @property
     def model(self) -> LanguageModel:
-        """The model that the next step runs."""
+        """The model of the next step."""
         return self.frames.model
 
     def replace_model(self, model: LanguageModel) -> None:
-        """Run another model, of the same layers, from the next step on."""
+        """Run another model with the same layers from the next step on."""
         self.frames.replace_model(model)
         self.forget_programs()
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts for the next step, for a scheduler that names them; None where there are none."""
+        """Draft tokens for the next step, for a scheduler that schedules them by id; None if there are none."""
         self.head.catch_up()
         return self.speculator.take_draft_token_ids()
 
     def forget_programs(self) -> None:
-        """Let models record anew what they run: they, or their weights, may be others."""
+        """Drop recorded programs: the model or its weights have changed."""
         self.frames.forget_executables()
         self.kv_cache.programs.forget()
 

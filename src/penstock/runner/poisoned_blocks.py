@@ -1,4 +1,4 @@
-"""Keeping one request's NaN out of the requests that get its KV blocks afterwards."""
+"""Clearing of KV blocks that may hold NaN, before other requests get them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from penstock.runner.kv_cache import PagedKVCache
 
 
 class PoisonedBlocks:
-    """Once a request's logits were not finite, its blocks may hold NaN, and what frees them does not clear them.
+    """Zeroes newly allocated blocks once a request's logits were not finite.
 
-    Attention multiplies by zero what is masked, and zero times NaN is NaN: a new owner that has filled only a part of
-    such a block would be hurt. So from the first such failure on, blocks are cleared when a request gets them, as the
-    step's message says to all ranks: results are read by one. Until then this costs nothing.
+    Its blocks may hold NaN, and freeing does not clear them. Attention multiplies masked positions by zero, and zero
+    times NaN is NaN: a later request that has filled only a part of such a block would fail too. From the first such
+    failure on the scheduler's message asks all ranks to clear (`clears_blocks`), since one rank reads the results.
+    Before that it costs nothing.
     """
 
     def __init__(self, device: Device, kv_cache: PagedKVCache) -> None:
@@ -25,7 +26,7 @@ class PoisonedBlocks:
         self._block_sizes = [group.spec.block_size for group in kv_cache.config.groups]
 
     def clear(self, output: SchedulerOutput) -> None:
-        """Clear the blocks that requests get in this step, but for cached prefixes, whose content is known good."""
+        """Clear the blocks that requests get in this step, except cached prefixes, whose content is known good."""
         if not output.clears_blocks:
             return
         for request in output.scheduled_new_reqs:

@@ -1,7 +1,7 @@
-"""Owners of per-slot state: the interface, and the list of them in one runner.
+"""Owners of per-slot state: the interface, and their list in one runner.
 
-A feature that keeps something of each request is an owner: it learns when a request takes a slot, gets blocks and
-leaves, fills the step inputs that it has declared, and commits each step's outcome.
+A feature with state per request is an owner: it is called when a request takes a slot, gets blocks and leaves; it
+fills the step inputs that it has declared, and commits each step's outcome.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class StepInput(NamedTuple):
     """A named input of the model's forward pass, with a row per token.
 
-    shape: of a token's row. padding: the value that rows of padding hold.
+    shape: of one row. padding: value in padding rows.
     """
 
     name: str
@@ -41,70 +41,70 @@ class StepInput(NamedTuple):
 
 
 class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
-    """State of requests by slot. Methods do nothing by default, and those of an owner that has none are not called.
+    """State of requests by slot. All methods are optional; a method that an owner does not override is not called.
 
-    step_inputs: what `fill` writes, at the same addresses in every step of a buffer set.
+    step_inputs: inputs that `fill` writes, at the same addresses in every step of a buffer set.
     """
 
     step_inputs: Sequence[StepInput] = ()
 
     def use_kv_cache(self, kv_cache: PagedKVCache) -> None:  # noqa: B027
-        """Take the runner's KV cache, once it is there."""
+        """Keep a reference to the runner's KV cache, once it is allocated."""
 
     def begin(self, output: SchedulerOutput) -> None:  # noqa: B027
         """Read the parts of a step's message, before its requests change. Not called for a message without parts."""
 
     def add(self, slot: int, request: NewRequestData) -> None:  # noqa: B027
-        """Take a request over; whatever the slot held before is overwritten.
+        """Add a request; the slot's previous state is overwritten.
 
-        What this raises ends the request with an error: all owners `rollback` then.
+        An exception ends the request with an error: `rollback` of all owners is called then.
         """
 
     def rollback(self, slot: int) -> None:
-        """Undo `add`, whether this owner has added the request, has failed to, or was not asked yet.
+        """Undo `add`, whether this owner has added the request, has failed to, or was not called yet.
 
-        Nothing of it may be written to the device afterwards.
+        Writes staged for it must not reach the device afterwards.
         """
         self.remove(slot)
 
     def extend(self, slot: int, block_ids: tuple[list[int], ...]) -> None:  # noqa: B027
-        """The request gets these blocks behind those it has; one list per KV-cache group."""
+        """Append blocks to the request's block tables; one list per KV-cache group."""
 
     def remove(self, slot: int) -> None:  # noqa: B027
-        """The request is gone; the next one may come at once."""
+        """Remove the slot's request; the slot may be reused at once."""
 
     def flush(self) -> None:  # noqa: B027
-        """Carry to the device what was staged for this step."""
+        """Upload the writes staged for this step."""
 
     def has_work(self, slots_np: np.ndarray) -> bool:
-        """Whether one of the requests in these slots needs the owner's step inputs. The same on all ranks.
+        """Whether a request in these slots needs the owner's step inputs. Equal on all ranks.
 
-        Asked once for a frame that is kept.
+        Called once for a frame that is kept.
         """
         return False
 
     def fill(self, frame: Frame) -> None:  # noqa: B027
-        """Write the step inputs, `frame.inputs.named`, for a frame in which it has work, but for rows of padding."""
+        """Write the step inputs, `frame.inputs.named`, except padding rows. Called where `has_work` is true."""
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:  # noqa: B027
-        """Take in what the step has computed and sampled. The next step overwrites the frame's tensors."""
+        """Commit the step's computed and sampled tokens. The next step overwrites the frame's tensors."""
 
     def commit_computed(self, frame: Frame) -> None:  # noqa: B027
-        """The first half of `commit` where a later stage of the pipeline samples: as if all drafts were accepted."""
+        """The first half of `commit` on a pipeline stage that does not sample: as if all drafts were accepted."""
 
     def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
-        """The second half, once the outcome is known here."""
+        """The second half of `commit`, once the outcome is received."""
         self.commit(frame, outcome)
 
     def part_of_results(self, output: SchedulerOutput) -> Part | None:
-        """A part of the step's results, for the scheduler's side of the feature; None where there is none."""
+        """Return this feature's part of the step's results for its scheduler side, or None."""
         return None
 
     def dummy(self, frame: Frame) -> None:  # noqa: B027
-        """Run what `commit` runs, after a step that serves no request."""
+        """Run the collectives and kernels of `commit` after a step without requests."""
 
 
-# Makes an owner for the runner of this model, None where the model needs none: (device, slots, model).
+# Makes an owner for a runner, or None where its model needs none: (device, number of slots, model).
 SlotOwnerFactory: TypeAlias = Callable[[Device, int, LanguageModel], SlotOwner | None]
 
 # Names of `ModelInputs`, which programs know as step inputs, too.
@@ -114,7 +114,7 @@ _registered: list[SlotOwnerFactory] = []
 
 
 def register_slot_owner(factory: SlotOwnerFactory) -> None:
-    """Let every worker's runner have such an owner. Plugins register functions or classes of their modules.
+    """Register an owner for every worker's runner. Plugins register functions or classes of their modules.
 
     Raises ConfigError for a lambda or a nested function.
     """
@@ -122,14 +122,14 @@ def register_slot_owner(factory: SlotOwnerFactory) -> None:
 
 
 def registered_slot_owners() -> Sequence[SlotOwnerFactory]:
-    """The factories that plugins have registered, in this order."""
+    """Factories registered by plugins, in this order."""
     return tuple(_registered)
 
 
 class SlotOwners:
     """The owners of one runner. A request is added to all of them or to none.
 
-    requests: the first of them, which gives out the slots.
+    requests: the first owner, which assigns the slots.
     """
 
     def __init__(self, requests: RequestStates, others: Sequence[SlotOwner]) -> None:
@@ -149,17 +149,16 @@ class SlotOwners:
         names = [step_input.name for step_input in inputs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"step inputs that several owners declare: {', '.join(twice)}. Names must be different.")
+            raise ValueError(f"Step inputs declared by several owners: {', '.join(twice)}. Names must be different.")
         reserved = sorted(MODEL_INPUT_NAMES.intersection(names))
         if reserved:
-            raise ValueError(f"step inputs with names of the model's own inputs: {', '.join(reserved)}. Choose others.")
+            raise ValueError(f"Step inputs with names of the model's own inputs: {', '.join(reserved)}. Choose others.")
         return inputs
 
     def apply(self, output: SchedulerOutput, *, repeats: bool = False) -> dict[str, str]:
-        """Bring the state up to this step: free slots first, then add, then extend, then one flush.
+        """Apply a step's message to the state: free slots first, then add, then extend, then one flush.
 
-        repeats: the step's requests are those of a frame that was kept, and no other is named. Returns the requests
-        that cannot run, with the reason.
+        repeats: the step repeats a kept frame, and names no other request. Returns reasons by request that cannot run.
         """
         if output.parts is not None:
             for owner in self._all:
@@ -174,7 +173,7 @@ class SlotOwners:
             self.remove(req_id)
         errors: dict[str, str] = {}
         for request in output.scheduled_new_reqs:
-            # An id that is still held is an update of that request: the old state goes, the new one comes.
+            # A known id is an update of that request: its old state is removed first.
             self.remove(request.req_id)
             error = self._add(request)
             if error is not None:
@@ -187,41 +186,41 @@ class SlotOwners:
         return errors
 
     def remove(self, req_id: str) -> None:
-        """Let go of a request, if it is here."""
+        """Remove a request, if it has a slot."""
         slot = self._requests.free_slot(req_id)
         if slot is not None:
             for owner in self._all:
                 owner.remove(slot)
 
     def use_kv_cache(self, kv_cache: PagedKVCache) -> None:
-        """Give all of them the runner's KV cache."""
+        """Pass the runner's KV cache to all owners."""
         for owner in self._all:
             owner.use_kv_cache(kv_cache)
 
     def parts_of_results(self, output: SchedulerOutput) -> Parts | None:
-        """The parts that owners have for a step's results."""
+        """The owners' parts of a step's results."""
         if not self._telling:
             return None
         parts = (owner.part_of_results(output) for owner in self._telling)
         return Parts.of(part for part in parts if part is not None) or None
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:
-        """Let all take in what the step has computed and sampled."""
+        """Call `commit` of all owners."""
         for owner in self._committing:
             owner.commit(frame, outcome)
 
     def commit_computed(self, frame: Frame) -> None:
-        """The first half of `commit`."""
+        """Call `commit_computed` of all owners."""
         for owner in self._all:
             owner.commit_computed(frame)
 
     def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
-        """The second half of `commit`."""
+        """Call `commit_sampled` of all owners."""
         for owner in self._all:
             owner.commit_sampled(frame, outcome)
 
     def dummy(self, frame: Frame) -> None:
-        """Run what owners run after a step, for no request."""
+        """Call `dummy` of all owners."""
         for owner in self._all:
             owner.dummy(frame)
 
@@ -230,7 +229,7 @@ class SlotOwners:
         try:
             for owner in self._all:
                 owner.add(slot, request)
-        except Exception as error:  # whatever one request brings, the others go on
+        except Exception as error:  # a bad request must not end the others
             self._requests.free_slot(request.req_id)
             for owner in self._all:
                 owner.rollback(slot)
@@ -244,7 +243,7 @@ class SlotOwners:
         if not all(map(slot_of.__contains__, cached.req_ids)):
             why = "the worker does not hold this request: adding it failed in an earlier step"
             errors |= {req_id: why for req_id in cached.req_ids if req_id not in slot_of}
-        # Between two new blocks there are as many steps as a block has positions.
+        # A request gets a new block only every block_size tokens.
         if not cached.new_block_ids or cached.new_block_ids.count(None) == len(cached.new_block_ids):
             return
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: hidden states go on to the next one, and the last one tells the others what it sampled."""
+"""Pipeline stages: hidden states go to the next stage, sampled tokens from the last stage to all others."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Stage(ABC):
-    """A stage of a pipeline, which has some of the layers.
+    """A pipeline stage, which has some of the layers.
 
-    is_last: it samples. has_others: there are stages beside it.
+    is_last: it samples. has_others: there is more than one stage.
     """
 
     is_last: bool
@@ -31,42 +31,42 @@ class Stage(ABC):
 
     @abstractmethod
     def expect_hidden(self, num_tokens: int) -> None:
-        """The next step runs so many tokens, and what it receives may come while it is prepared."""
+        """Post the receive of the next step's hidden states, which may arrive while the step is prepared."""
 
     @abstractmethod
     def place_hidden(self, inputs: ModelInputs) -> ModelInputs:
-        """The inputs with the place of the hidden states that this stage's layers go on from, if others come before."""
+        """Replace the inputs' hidden states by the receive buffer, except on the first stage."""
 
     @abstractmethod
     def receive(self, frame: Frame) -> None:
-        """Wait for what earlier stages have made of the step; to be called once it is needed.
+        """Wait for the hidden states of the previous stage.
 
-        Raises RanksDisagree where it is another step's.
+        Raises RanksDisagree where they belong to another step.
         """
 
     @abstractmethod
     def aux_here(self, layers: Sequence[int]) -> Sequence[int]:
-        """The layers among a speculator's `aux_layers` before which this stage notes hidden states."""
+        """The layers among a speculator's `aux_layers` whose inputs this stage records."""
 
     @abstractmethod
     def send(self, frame: Frame) -> None:
-        """Hand the step's hidden states to the next stage, if there is one."""
+        """Send the step's hidden states to the next stage, if there is one."""
 
     @abstractmethod
     def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
-        """From the last stage to all others, which have the state of the same requests."""
+        """Send the outcome from the last stage to all others, which have state of the same requests."""
 
     @abstractmethod
     def receive_outcome(self, step_id: int, outcome: StepOutcome) -> None:
-        """Wait for the outcome, into its table. Raises RanksDisagree where it is another step's."""
+        """Receive the outcome into its table. Raises RanksDisagree where it is another step's."""
 
     @abstractmethod
     def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None:
-        """After the outcome: rows of the last stage's table of drafts come into those of the others."""
+        """Copy rows of the last stage's draft table to the other stages. Follows the outcome."""
 
 
 class OneStage(Stage):
-    """All layers: nothing is received or sent."""
+    """The only stage: no pipeline parallelism, nothing is received or sent."""
 
     is_last = True
     has_others = False
@@ -94,12 +94,12 @@ ONE_STAGE = OneStage()
 
 
 class PipelineStage(Stage):
-    """A stage of several. max_num_tokens: of a step. dtype: of the hidden states, which are `hidden_size` wide.
+    """One of several stages. max_num_tokens: tokens of a step. dtype, hidden_size: of the hidden states.
 
-    aux_layers: before which layers a speculator on the last stage wants them too, and `layers` this stage's.
+    aux_layers: target layers whose inputs a speculator on the last stage wants. layers: this stage's layers.
 
-    Whatever goes to another stage comes behind the number of its step. What is received lies in the same place in every
-    step. Where ranks of a stage each send a part (`parts_between_stages`), those of the next put them together.
+    Every message begins with its step id. The receive buffer has the same address in every step. Where ranks of a stage
+    each send a part (`parts_between_stages`), the ranks of the next stage gather them.
     """
 
     has_others = True
@@ -124,7 +124,7 @@ class PipelineStage(Stage):
             1 + before, _most_received(group, max_num_tokens), hidden_size, dtype=dtype, device=device.torch_device
         )
         self._sent_number = torch.empty(1, dtype=torch.int64, device=device.torch_device)
-        # Waits for the hidden states that are expected.
+        # Waits for the posted receive.
         self._expected: Callable[[int], None] | None = None
 
     def expect_hidden(self, num_tokens: int) -> None:
@@ -146,7 +146,7 @@ class PipelineStage(Stage):
         if self._expected is None:
             self.expect_hidden(num_tokens)
         wait, self._expected = self._expected, None
-        assert wait is not None, "it is expected"
+        assert wait is not None, "expect_hidden posts a receive"
         wait(frame.step_id)
         parts = parts_between_stages(self._parallel, num_tokens)
         if parts is not None:
@@ -161,7 +161,7 @@ class PipelineStage(Stage):
     def send(self, frame: Frame) -> None:
         if self.is_last:
             return
-        assert frame.all_hidden is not None, "the next stage goes on from all rows"
+        assert frame.all_hidden is not None, "a stage before the last wants all rows"
         parts = parts_between_stages(self._parallel, frame.inputs.tokens.shape[0])
         states = (frame.all_hidden, *frame.aux)
         self._send(frame.step_id, self._group.rank + 1, *(states if parts is None else map(parts.own, states)))
@@ -183,7 +183,7 @@ class PipelineStage(Stage):
             drafts_SK.index_copy_(0, slots_R, drafts_RK)
 
     def _rows_sent(self, num_tokens: int) -> int:
-        """The number of rows that this rank receives in a step of so many tokens."""
+        """Rows that this rank receives in a step of `num_tokens` tokens."""
         rows = parts_between_stages(self._parallel, num_tokens) or scattered_rows(self._parallel, num_tokens)
         return num_tokens if rows is None else rows.num_own
 
@@ -193,7 +193,7 @@ class PipelineStage(Stage):
             self._group.send(tensor, stage)
 
     def _start_receiving(self, stage: int, *tensors: Tensor) -> Callable[[int], None]:
-        """Begin to receive; the result waits for the tensors, which must be of the step that it is given."""
+        """Post receives; the returned function waits for them and checks that they belong to the given step."""
         wait_for_number = self._group.start_receiving(torch.empty_like(self._sent_number), stage)
         waits = [self._group.start_receiving(tensor, stage) for tensor in tensors]
 
@@ -201,8 +201,8 @@ class PipelineStage(Stage):
             sent = int(wait_for_number())
             if sent != step_id:
                 raise RanksDisagree(
-                    f"Stage {self._group.rank} is at step {step_id}, and stage {stage} sent what belongs to step "
-                    f"{sent}. Every stage must be given every step, in the same order."
+                    f"Stage {self._group.rank} is at step {step_id}, and stage {stage} sent data of step {sent}. "
+                    "Every stage must be given every step, in the same order."
                 )
             for wait_for_tensor in waits:
                 wait_for_tensor()
@@ -211,9 +211,9 @@ class PipelineStage(Stage):
 
 
 def num_noted_before(aux_layers: Sequence[int], layers: range) -> int:
-    """The number of these layers, which rise, whose hidden states are noted before this stage, which has `layers`.
+    """The number of `aux_layers`, ascending, whose inputs are recorded on stages before the one that has `layers`.
 
-    A stage notes what it hands on, so what comes before its first layer was noted by the stage before.
+    A stage records its own output, so the input of its first layer was recorded by the stage before.
     """
     return sum(layers.start > 0 and layer <= layers.start for layer in aux_layers)
 
@@ -221,13 +221,13 @@ def num_noted_before(aux_layers: Sequence[int], layers: range) -> int:
 def receive_buffer_bytes(
     group: Group, max_num_tokens: int, hidden_size: int, dtype: torch.dtype, num_aux: int = 0
 ) -> int:
-    """Bytes of the receive buffer of a stage of this group, of one too, for any number of steps in flight.
+    """Bytes of the receive buffer of a stage, for any number of steps in flight; 0 without pipeline parallelism.
 
-    num_aux: of hidden states that were noted before.
+    num_aux: number of auxiliary hidden states received with them.
     """
     return (1 + num_aux) * _most_received(group, max_num_tokens) * hidden_size * dtype.itemsize
 
 
 def _most_received(group: Group, max_num_tokens: int) -> int:
-    """Rows of hidden states: the first stage gets none."""
+    """Maximum number of received rows of hidden states; the first stage receives none."""
     return max_num_tokens if group.rank > 0 else 0

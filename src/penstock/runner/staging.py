@@ -1,4 +1,4 @@
-"""Host-to-device writes, gathered during a step's preparation and carried over in one go."""
+"""Staged host-to-device writes, gathered while a step is prepared and uploaded in one copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StagedTensor:
         self._cells = self.tensor.view(-1)
         self._device = device
         self._width = width
-        # Of every write its row, its first cell and what is written there.
+        # (row, first cell, values) of each write.
         self._staged: list[tuple[int, int, Sequence[int]]] = []
         self._host_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
@@ -36,7 +36,7 @@ class StagedTensor:
         self._staged.append((row, row * self._width + start, values))
 
     def discard(self, row: int) -> None:
-        """Forget what is staged for `row`, whose owner could not be added after all."""
+        """Drop what is staged for `row`, whose request could not be added."""
         self._staged = [write for write in self._staged if write[0] != row]
 
     def flush(self) -> None:
@@ -44,7 +44,7 @@ class StagedTensor:
         if not staged:
             return
         if len(staged) == sum(len(values) for _, _, values in staged):
-            # A cell each, as when decoding requests get a block.
+            # One cell each, as when decoding requests get a block.
             index = np.array([first for _, first, _ in staged])
             cells = np.array([values[0] for _, _, values in staged], dtype=self._host_dtype)
         else:
@@ -55,7 +55,7 @@ class StagedTensor:
 
 
 class SlotParameter:
-    """One small value per slot: the host's array is the truth, the device has a copy of its last published state.
+    """One small value per slot: the host array is authoritative, the device has its last published copy.
 
     A step that is queued on the device keeps the copy it was launched with, whatever the host writes later.
     """
@@ -66,7 +66,7 @@ class SlotParameter:
         self._device = device
         self._published = device.upload(self.host.copy())
         self._is_stale = False
-        # Slots with another value than the neutral one, whether a request holds them or not.
+        # Slots with a non-neutral value, whether a request holds them or not.
         self._set_slots: set[int] = set()
 
     def set(self, slot: int, value: float) -> None:
@@ -80,12 +80,12 @@ class SlotParameter:
 
     @property
     def tensor(self) -> Tensor:
-        """The device's copy [num_slots], published anew if the host's has changed."""
+        """The device's copy [num_slots], uploaded again if the host's has changed."""
         if self._is_stale:
             self._published = self._device.upload(self.host.copy())
             self._is_stale = False
         return self._published
 
     def any_set(self, slots_np: np.ndarray) -> bool:
-        """Whether one of the slots has another value than the neutral one."""
+        """Whether one of the slots has a non-neutral value."""
         return bool(self._set_slots) and bool((self.host[slots_np] != self._neutral).any())

@@ -1,4 +1,4 @@
-"""The order of steps: each is executed once, then sampled once, before the next one that runs tokens."""
+"""Order of steps: each is executed once, then sampled once, before the next one with tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Step = TypeVar("_Step", bound=_Waiting)
 
 
 class StepOrder(Generic[_Step]):
-    """Holds the steps between `execute_model` and `sample_tokens`. A step without tokens has no `req_ids`.
+    """The steps between `execute_model` and `sample_tokens`. A step without tokens has no `req_ids`.
 
-    The tokens of a step are appended by its sampling, and its inputs lie where the next step's will: so a step with
-    tokens waits for the sampling of the one before.
+    Sampling appends a step's tokens, and steps may share their input buffers: so a step with tokens can only begin when
+    the one before is sampled.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StepOrder(Generic[_Step]):
         self.last_step_id = -1
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Take note that a step is executed. Raises LifecycleError, and changes nothing, where it is not its turn."""
+        """Register a step as executed. Raises LifecycleError, and changes nothing, where it is out of order."""
         step_id = output.step_id
         if step_id <= self.last_step_id:
             raise LifecycleError(self._describe_late(step_id))
@@ -37,11 +37,11 @@ class StepOrder(Generic[_Step]):
         self.last_step_id = step_id
 
     def wait(self, step_id: int, step: _Step) -> None:
-        """Keep a step that was executed until it is sampled."""
+        """Keep an executed step until it is sampled."""
         self._waiting[step_id] = step
 
     def take(self, step_id: int) -> _Step:
-        """The step, whose turn it is to be sampled. Raises LifecycleError where it is not."""
+        """Return the step to be sampled. Raises LifecycleError where it is out of order."""
         step = self._waiting.pop(step_id, None)
         if step is None:
             raise LifecycleError(
@@ -60,8 +60,8 @@ class StepOrder(Generic[_Step]):
         if step_id in self._waiting:
             return f"Step {step_id} was executed before and is still waiting for sample_tokens."
         return (
-            f"Step {step_id} came after step {self.last_step_id}. Steps are executed in the order of their numbers, "
-            "each once."
+            f"Step {step_id} came after step {self.last_step_id}. Steps are executed in the order of their ids, each "
+            "once."
         )
 
     def _require_sampled(self, output: SchedulerOutput) -> None:

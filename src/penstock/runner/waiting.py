@@ -1,4 +1,4 @@
-"""Waiting for the device: with a name and a limit."""
+"""Waiting for the device with a timeout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _POLL_INTERVAL_S = 50e-6
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float, describe: Callable[[], str]) -> None:
-    """Return when it is done.
+    """Poll until `is_done()`.
 
-    Raises WaitTimeout, with the description of who waited for what, when that takes longer than `timeout_s` seconds.
+    describe: text of the wait for the error. Raises WaitTimeout after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while not is_done():

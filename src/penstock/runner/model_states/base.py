@@ -1,4 +1,4 @@
-"""The interface of what makes a model's inputs."""
+"""Interface of the builders of a model's inputs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from penstock.runner.input_batch import InputBatch
 
 
 class ModelState(ABC):
-    """Makes what one model is called with, of what every model's batch has: token ids and positions in the sequence.
+    """Builds a model's inputs from the batch's token ids and sequence positions.
 
-    keeps_inputs: inputs that were made once stay good while the batch's tensors, the same ones, hold other values.
-    Those positions stay what seeds, slots and limits go by, whatever positions the model is given.
+    keeps_inputs: inputs built once stay valid while the batch's tensors, the same ones, take other values.
+    Seeds, slots and limits go by the sequence positions, whatever positions the model is given.
     """
 
     keeps_inputs = False
 
     @abstractmethod
     def inputs(self, batch: InputBatch) -> ModelInputs:
-        """The inputs of a step, for rows of padding too."""
+        """Build the inputs of a step, padding rows included."""
 
     @abstractmethod
     def dummy_inputs(self, input_ids_T: Tensor, positions_T: Tensor) -> ModelInputs:
-        """The inputs of as many tokens that belong to no request."""
+        """Build inputs of tokens that belong to no request."""

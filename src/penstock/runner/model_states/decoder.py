@@ -1,4 +1,4 @@
-"""Models that take token ids, and positions as the sequence has them."""
+"""Inputs of decoder-only models: token ids and sequence positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.runner.model_states.base import ModelState
 
 
 class DecoderModelState(ModelState):
-    """Hands on what the batch has."""
+    """Passes token ids and positions on unchanged."""
 
     keeps_inputs = True
 

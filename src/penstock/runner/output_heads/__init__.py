@@ -1,4 +1,4 @@
-"""Output heads: what an engine makes of a step's hidden states, one file per kind."""
+"""Output heads: from a step's hidden states to its results, one file per kind."""
 
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.pooling import PoolingHead

@@ -17,7 +17,7 @@ from penstock.runner.stage import Stage
 
 
 class HeadParts(NamedTuple):
-    """The parts of a runner that its head works with. rank: for what a wait is called."""
+    """Parts of a runner that its output head uses. rank: named in errors."""
 
     device: Device
     requests: RequestStates
@@ -30,18 +30,18 @@ class HeadParts(NamedTuple):
 
 
 class OutputHead(ABC):
-    """Decides which outputs a frame wants of the forward pass, and makes the step's result of them."""
+    """Decides which outputs a frame wants of the forward pass, and makes the step's result from them."""
 
     @abstractmethod
     def wants(self, frame: Frame) -> WantedOutputs:
-        """The outputs of a frame whose batch is put together: equal for all steps that repeat it, and on all ranks."""
+        """Outputs that a built frame wants: equal for all steps that repeat it, and on all ranks."""
 
     @abstractmethod
     def finish(self, frame: Frame) -> AsyncOutput | ReadyOutput:
-        """The result of a step that was run, begun to be copied; all owners commit its outcome."""
+        """Return the result of an executed step, with its copy to the host started; all owners commit the outcome."""
 
     def settle(self, output: SchedulerOutput, buffers: BufferSet | None) -> None:  # noqa: B027
-        """Before a step takes these buffers: commit outcomes that another rank has and that this step needs."""
+        """Before a step takes these buffers: receive and commit outcomes that it depends on."""
 
     def catch_up(self) -> None:  # noqa: B027
-        """Commit the outcomes of all steps that were run here."""
+        """Receive and commit the outcomes of all executed steps."""

@@ -1,4 +1,4 @@
-"""The head of a pipeline stage before the last one, which samples: outcomes come from there."""
+"""Output head of a pipeline stage before the last: it receives the outcomes that the last stage samples."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.runner.request_states import RequestStates, empty_outcome
 
 @dataclass(frozen=True, slots=True)
 class _UnsettledStep:
-    """A step that samples for these requests, whose tokens are not known here. Its frame keeps its inputs till then."""
+    """A step whose outcome is not received yet. Its frame keeps its inputs till then."""
 
     step_id: int
     frame: Frame
     req_ids: Collection[str]
 
     def concerns(self, output: SchedulerOutput) -> bool:
-        """Whether a step runs, or lets go of, a request that this one sampled for."""
+        """Whether a step runs, or removes, a request that this one sampled for."""
         return not (
             output.num_scheduled_tokens.keys().isdisjoint(self.req_ids)
             and output.finished_req_ids.isdisjoint(self.req_ids)
@@ -33,8 +33,8 @@ class _UnsettledStep:
 class EarlierStage(OutputHead):
     """Commits a step in two halves.
 
-    What it computes is noted at once, as if all its drafts were accepted, so that the next chunk of a prompt waits for
-    nothing; what it sampled, when a step comes that needs it. Outcomes come in the order of their steps.
+    Computed tokens are committed at once, as if all drafts were accepted, so that the next chunk of a prompt does not
+    wait; sampled tokens when a step depends on them. Outcomes are received in the order of their steps.
     """
 
     def __init__(self, parts: HeadParts) -> None:
@@ -76,7 +76,7 @@ class EarlierStage(OutputHead):
 
 
 def sampling_requests(layout: BatchLayout, requests: RequestStates) -> Collection[str]:
-    """For whom a step samples, as all stages know it from its message: not where a prompt goes on after it."""
+    """Requests that the step samples for, derived on all stages from its message: not those still in prefill."""
     if layout.is_all_decodes:
         return layout.req_ids
     known = requests.num_computed_tokens_upper_bound(layout.slots_np) + layout.counts_np

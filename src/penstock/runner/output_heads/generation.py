@@ -1,4 +1,4 @@
-"""Generation: logits of the last tokens, the sampler, and log-probabilities of prompts."""
+"""Generation: logits, sampling, and prompt log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.runner.sampling.sampler import SamplerOutput
 
 
 class Generation(OutputHead):
-    """Takes tokens from the logits of each request's last token."""
+    """Samples tokens from the logits rows."""
 
     def __init__(self, parts: HeadParts) -> None:
         self._device = parts.device
@@ -77,7 +77,7 @@ class Generation(OutputHead):
     def _sample(self, frame: Frame) -> SamplerOutput:
         if frame.chosen is not None:
             return SamplerOutput(*frame.chosen, None, {})
-        assert frame.hidden is not None, "a frame has its tokens, or what they are chosen from"
+        assert frame.hidden is not None, "a frame has either chosen tokens or hidden states"
         return self._sampler.sample(frame.model.compute_logits(frame.hidden), frame.batch.logits_rows)
 
 

@@ -17,7 +17,7 @@ _factories: dict[str, HeadFactory] = {GENERATE: Generation}
 
 
 def register_output_head(name: str, factory: HeadFactory) -> None:
-    """Make an output head known by its name. A plugin may call it again; `factory` is a function or class of a module.
+    """Register an output head by name. A plugin may call it again; `factory` is a function or class of a module.
 
     Raises ConfigError for a name that another head has.
     """
@@ -28,11 +28,11 @@ def register_output_head(name: str, factory: HeadFactory) -> None:
 
 
 def create_output_head(name: str, parts: HeadParts) -> OutputHead:
-    """The head of this name; before the last stage of a pipeline, the one that waits for it.
+    """Create the output head of this name; on stages before the last, `EarlierStage`.
 
-    Raises ConfigError for a name that is not known.
+    Raises ConfigError for an unknown name.
     """
     if name not in _factories:
         known = ", ".join(sorted(_factories))
-        raise ConfigError(f"output_head={name!r} is not known. Known: {known}. Plugins register others.")
+        raise ConfigError(f"output_head={name!r} is not registered. Registered: {known}. Plugins add others.")
     return _factories[name](parts) if parts.stage.is_last else EarlierStage(parts)
