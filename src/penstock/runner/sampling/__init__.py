@@ -1,4 +1,4 @@
-"""From logits to tokens, one file per stage."""
+"""Sampling: logits transforms, one per file, and the draw."""
 
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext

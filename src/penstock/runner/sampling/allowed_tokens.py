@@ -1,4 +1,4 @@
-"""Allowed token ids: all other tokens are impossible."""
+"""Allowed token ids: masks all other tokens."""
 
 from __future__ import annotations
 

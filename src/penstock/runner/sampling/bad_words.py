@@ -1,4 +1,4 @@
-"""Bad words: the last token of a sequence becomes impossible where the output ends with the ones before it."""
+"""Bad words: masks the last token of a sequence where the output ends with the tokens before it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NO_TOKEN = -1
 
 
 class BadWords(LogitsTransform):
-    """token_ids_SL: the runner's table of tokens. A word counts only if the output has all of it, not the prompt.
+    """token_ids_SL: the runner's token table. A word counts only if it lies in the output entirely, not in the prompt.
 
-    Prefixes are kept as wide as the longest of any request so far, since a step compares them all at once.
+    Prefixes are padded to the longest of any request so far, because a step compares them all at once.
     """
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor) -> None:
@@ -36,7 +36,7 @@ class BadWords(LogitsTransform):
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         words = [token_id_array("bad_words_token_ids", word, self._vocab_size) for word in params.bad_words_token_ids]
-        # A word that is longer than the context can never be written.
+        # A word longer than the context length cannot occur.
         words = [word for word in words if len(word) < self._token_ids_SL.shape[1]]
         self._prompt_len.set(slot, len(prompt_token_ids))
         self.remove_request(slot)

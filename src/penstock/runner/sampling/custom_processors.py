@@ -1,4 +1,4 @@
-"""Runs custom logits processors, and keeps what goes wrong in one from all requests but its own."""
+"""Custom logits processors; a failure in one ends only the requests that use it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class CustomProcessors(LogitsTransform):
-    """The processors in their order; each sees the rows of the requests that want it.
+    """The processors in their order; each gets the rows of the requests that want it.
 
-    Raises ConfigError when one cannot be made.
+    Raises ConfigError for a processor whose constructor fails.
     """
 
     def __init__(self, context: ProcessorContext, classes: Iterable[type[LogitsProcessor]]) -> None:
@@ -34,7 +34,7 @@ class CustomProcessors(LogitsTransform):
 
     @property
     def names(self) -> list[str]:
-        """What errors call each."""
+        """Names for errors."""
         return [f"{processor.name!r} ({type(processor).__qualname__})" for processor in self._processors]
 
     def add_request(
@@ -57,14 +57,14 @@ class CustomProcessors(LogitsTransform):
             processor = self._processors[index]
             try:
                 processor.remove_request(slot)
-            except BaseException as error:  # the request is gone: there is nobody to tell but the log
+            except BaseException as error:  # the request has finished: the failure can only be logged
                 if is_for_the_program(error):
                     raise
                 logger.exception("Logits processor %r failed in remove_request", processor.name)
         self._wants[:, slot] = False
 
     def takes_drafts(self, slot: int) -> bool:
-        """Whether all processors that the slot's request wants can tell what they do after drafts."""
+        """Whether all processors that the slot's request wants support rows after drafts."""
         wanted = np.flatnonzero(self._wants[:, slot]).tolist()
         return all(self._processors[index].takes_drafts for index in wanted)
 
@@ -80,20 +80,20 @@ class CustomProcessors(LogitsTransform):
         return logits
 
     def take_errors(self) -> dict[int, str]:
-        """What went wrong since the last call, by row of the step."""
+        """Return and clear the errors since the last call, by row of the step."""
         errors, self._errors = self._errors, {}
         return errors
 
     def take_spoilt_by(self) -> Tensor | None:
-        """int64 [rows]: of those that could be drawn from until a processor changed them, its number from 1 on, else 0.
+        """Number (from 1) of the processor that left the row without a drawable token, else 0; int64 [rows].
 
-        None where none took part since the last call.
+        None where no processor ran since the last call.
         """
         spoilt_by, self._spoilt_by = self._spoilt_by, None
         return spoilt_by
 
     def _apply_one(self, number: int, logits: Tensor, rows: LogitsRows, which: np.ndarray) -> None:
-        """Let a processor change rows of the logits, in place; those for which it raises stay as they are."""
+        """Apply a processor to these rows, in place; rows for which it raises keep their logits."""
         processor = self._processors[number]
         try:
             if not processor.is_needed(rows.slots_np[which]):

@@ -1,4 +1,4 @@
-"""The draw itself: greedy rows take the largest logit, the others use their own random stream."""
+"""The draw: argmax of greedy rows, and a random stream per request for the others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.runner.staging import SlotParameter
 
 
 class Draw:
-    """A row's number comes from (seed, position): not from the batch, the step, or what was drawn before."""
+    """Random numbers depend on (seed, position) only: not on the batch, the step, or earlier draws."""
 
     def __init__(self, device: Device, num_slots: int) -> None:
         self._seed = SlotParameter(device, num_slots, np.int64, 0)
         self._is_greedy = SlotParameter(device, num_slots, np.bool_, True)
-        # Where one of these is empty, nothing needs to be looked up.
+        # While one of the sets is empty, no row needs to be looked up.
         self._drawing_slots: set[int] = set()
         self._greedy_slots: set[int] = set()
 
@@ -50,7 +50,7 @@ class Draw:
         return greedy
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> ChosenTokens:
-        """The token of each row, by the logits that all stages left."""
+        """Draw a token from each row of fully transformed logits."""
         if self.is_all_greedy(rows):
             return greedy_tokens(logits)
         drawn = draw_tokens(logits, self._seed.tensor, rows.slots, rows.positions)

@@ -1,4 +1,4 @@
-"""Rows from which no token can be chosen: each ends its own request, and says why."""
+"""Sampling failures: rows without a drawable token, each of which ends its own request with an error."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Failure(IntEnum):
-    """NOT_FINITE: the model's logits have NaN or infinity. NOTHING_LEFT: the request's parameters leave no token.
+    """NOT_FINITE: the model's logits have NaN or infinity. NOTHING_LEFT: the request's parameters mask all tokens.
 
-    Larger ones say which custom logits processor leaves none: its number, from 1 on, is added to NOTHING_LEFT.
+    NOTHING_LEFT + n: the n-th custom logits processor, from 1 on, left no token.
     """
 
     NONE = 0
@@ -33,17 +33,17 @@ _MESSAGES = {
 
 
 def can_be_drawn(logits: Tensor) -> Tensor:
-    """bool [rows]: whether a token can be chosen from float32 logits [rows, vocabulary]."""
-    # The largest logit is NaN where any is.
+    """Whether a token can be drawn from float32 logits [rows, vocabulary]; bool [rows]."""
+    # amax propagates NaN.
     return logits.amax(dim=-1).isfinite()
 
 
 def find_failures(has_failed: Tensor, raw_logits: Tensor | None, spoilt_by: Tensor | None = None) -> Tensor:
-    """[rows], a `Failure` each, as an integer or a bool.
+    """Return a `Failure` per row, as an integer or a bool.
 
-    has_failed: bool [rows]. raw_logits: float32 [rows, vocabulary] as the model gave them, if stages changed them and
-    may be to blame; else None. spoilt_by: int64 [rows], the number of the custom processor that is, or 0; None where
-    there was none.
+    has_failed: bool [rows]. raw_logits: float32 [rows, vocabulary], the model's logits, where a transform has changed
+    them and may be the cause; else None. spoilt_by: int64 [rows], number of the custom processor that is the cause, or
+    0; None without custom processors.
     """
     if raw_logits is None or (has_failed.device.type == "cpu" and not has_failed.any()):
         return has_failed
@@ -53,7 +53,7 @@ def find_failures(has_failed: Tensor, raw_logits: Tensor | None, spoilt_by: Tens
 
 
 def describe_failure(failure: int, processor_names: Sequence[str] = ()) -> str:
-    """What to tell the request's owner. processor_names: of custom logits processors, in the order of their numbers."""
+    """Error text of a failure. processor_names: names of the custom logits processors, in their order."""
     if failure > Failure.NOTHING_LEFT:
         return (
             f"Logits processor {processor_names[failure - Failure.NOTHING_LEFT - 1]} left no token that could come "

@@ -1,4 +1,4 @@
-"""The form of outputs: only tokens that a request's grammar allows next, as the host says for each step."""
+"""Structured outputs: applies the grammar bitmask that the host sends for each step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NOT_MASKED = -1
 
 
 class GrammarMask(LogitsTransform):
-    """Applies a step's bitmask to the rows of requests that have structured outputs.
+    """Applies a step's bitmask to the rows of requests with structured outputs.
 
-    Requests without that parameter stay as they are, whatever the bitmask has for them. No state outlives a step.
+    Other requests keep their logits, whatever the bitmask has for them. No state outlives a step.
     """
 
     def __init__(self, device: Device, num_slots: int) -> None:
         self._device = device
         self._is_constrained = np.zeros(num_slots, dtype=bool)
-        # Of the present step: the bitmask, int32 [rows, words], and each slot's first row in it.
+        # The current step's bitmask, int32 [rows, words], and the first row of each slot in it.
         self._words: np.ndarray | None = None
         self._first_row = np.full(num_slots, _NOT_MASKED)
 
@@ -41,7 +41,7 @@ class GrammarMask(LogitsTransform):
         return bool(self._is_constrained[slot])
 
     def take(self, grammar: GrammarOutput, slots: Mapping[str, int]) -> None:
-        """The bitmask of the step that is sampled next. slots: of the requests that are here; others are left out."""
+        """Take the bitmask of the step that is sampled next. slots: by request id; unknown requests are ignored."""
         if not grammar.structured_output_request_ids:
             self._words = None
             return

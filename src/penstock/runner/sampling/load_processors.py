@@ -1,4 +1,4 @@
-"""Which logits processors an engine has: those that ship, those of installed packages, those that options name."""
+"""Loading of logits processors: built-in, installed as entry points, or named by the `logits_processors` option."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ GROUP = LOGITS_PROCESSORS_GROUP
 
 
 def load_logits_processors(configured: Iterable[str | type]) -> list[type[LogitsProcessor]]:
-    """The classes in the order in which they are applied; the thinking budget comes last, since it forces tokens.
+    """Return the classes in the order of application; the thinking budget is last, since it forces tokens.
 
     configured: classes, or their qualified names ("module:Class").
-    Raises ConfigError, naming it, for one that cannot be found, is no LogitsProcessor, or has another one's name.
+    Raises ConfigError for one that cannot be loaded, is not a LogitsProcessor, or repeats a name.
     """
     found = [_checked(_load_entry_point(entry_point), entry_point.value) for entry_point in installed()]
     found += [_checked(item if isinstance(item, type) else _import(item), item) for item in configured]
@@ -37,7 +37,7 @@ def load_logits_processors(configured: Iterable[str | type]) -> list[type[Logits
 
 
 def installed() -> list[EntryPoint]:
-    """The entry points of installed packages, by name; PENSTOCK_PLUGINS chooses among them."""
+    """Entry points of installed packages, by name; filtered by PENSTOCK_PLUGINS."""
     allowed = env.allowed_plugins()
     found = [point for point in entry_points(group=GROUP) if allowed is None or point.name in allowed]
     return sorted(found, key=lambda point: point.name)
@@ -57,7 +57,7 @@ def _import(name: str) -> object:
     module_name, colon, class_name = name.partition(":")
     try:
         if not (module_name and colon and class_name):
-            raise ValueError("it is no qualified name")
+            raise ValueError("it is not a qualified name")
         return getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
         raise ConfigError(
@@ -69,8 +69,8 @@ def _import(name: str) -> object:
 def _checked(found: object, origin: object) -> type[LogitsProcessor]:
     if not isinstance(found, type) or not issubclass(found, LogitsProcessor):
         raise ConfigError(
-            f"logits_processors has {origin!r}, which is no LogitsProcessor (penstock.runner.sampling). Derive it from "
-            "that class."
+            f"logits_processors has {origin!r}, which is not a LogitsProcessor (penstock.runner.sampling). Derive it "
+            "from that class."
         )
     name = getattr(found, "name", None)
     if not isinstance(name, str) or not name:

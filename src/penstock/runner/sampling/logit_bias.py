@@ -1,4 +1,4 @@
-"""Logit bias: what a request adds to the logits of single tokens."""
+"""Logit bias: added to the logits of single tokens."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ _NONE = -1
 
 
 class Logprobs:
-    """Computed for the whole step when one request asks; each request's share is cut out later.
+    """Computed for the whole step if any request asks; the host cuts out each request's part later.
 
-    mode: of `SamplingConfig.logprobs_mode`.
+    mode: `SamplingConfig.logprobs_mode`.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, mode: str) -> None:
@@ -24,7 +24,7 @@ class Logprobs:
         self._is_raw = mode.startswith("raw")
         self._normalizes = mode.endswith("logprobs")
         self._num_logprobs = np.full(num_slots, _NONE, dtype=np.int64)
-        # Slots whose requests ask; many steps have none.
+        # Slots of requests with logprobs; empty in most steps.
         self._asking_slots: set[int] = set()
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
@@ -38,7 +38,7 @@ class Logprobs:
         self._asking_slots.discard(slot)
 
     def most(self, rows: LogitsRows) -> int | None:
-        """The most that one of these requests asks for; None where none does."""
+        """Maximum number of log-probabilities that these requests ask for; None where none asks."""
         if not self._asking_slots:
             return None
         most = int(self._num_logprobs[rows.slots_np].max(initial=_NONE))
@@ -47,9 +47,9 @@ class Logprobs:
     def compute(
         self, raw: Tensor, processed: Tensor, sampled: Tensor, num_logprobs: int | None
     ) -> LogprobsTensors | None:
-        """raw, processed: float32 [rows, vocabulary], before and after all stages. sampled: int64 [rows].
+        """Compute log-probabilities. raw, processed: float32 [rows, vocabulary], before and after all transforms.
 
-        num_logprobs: `most` of the step.
+        sampled: int64 [rows]. num_logprobs: `most` of the step.
         """
         if num_logprobs is None:
             return None

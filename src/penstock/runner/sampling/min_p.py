@@ -1,4 +1,4 @@
-"""min-p: drops tokens that are unlikely beside the most likely one (Nguyen et al., "Turning Up the Heat", 2024)."""
+"""min-p: masks tokens far less likely than the most likely one (Nguyen et al., "Turning Up the Heat", 2024)."""
 
 from __future__ import annotations
 

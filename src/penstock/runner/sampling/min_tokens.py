@@ -1,4 +1,4 @@
-"""Minimal length: tokens that would end the output are impossible before it has as many tokens."""
+"""Minimum length: masks tokens that would end the output before `min_tokens`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.runner.staging import SlotParameter
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Which rows of a step were too short still, on its way to the host. tenants: of its slots, at that time."""
+    """Too-short rows of a step, in copy to the host. tenants: request counts of its slots at that time."""
 
     slots: np.ndarray
     tenants: np.ndarray
@@ -28,15 +28,15 @@ class _Report:
 
 
 class MinTokens(LogitsTransform):
-    """Goes idle once all requests have passed their minimum. The device says when that is, some steps later."""
+    """Goes idle once all requests have reached their minimum, which the device reports some steps later."""
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        # Positions of the last token, from the prompt's first one, at which the output is long enough.
+        # Position of the last token from which on the output is long enough.
         self._free_from = SlotParameter(device, num_slots, np.int64, 0)
         self._lists = SlotLists(device, num_slots)
-        # Counts the requests that each slot has had.
+        # Number of requests that each slot has had.
         self._tenants = np.zeros(num_slots, dtype=np.int64)
         self._reports: list[_Report] = []
 
@@ -57,14 +57,14 @@ class MinTokens(LogitsTransform):
         lists = self._lists.pack(rows)
         free_from = self._free_from.tensor.index_select(0, rows.slots)
         is_short = rows.positions < free_from
-        # Drafts may be rejected: a minimum is passed once it is with known tokens.
+        # Drafts may be rejected: only known tokens count as reaching the minimum.
         is_known_short = is_short if rows.drafts is None else rows.known_positions < free_from
         report = self._device.download([is_known_short])
         self._reports.append(_Report(rows.slots_np, self._tenants[rows.slots_np], report))
         return forbid_tokens(logits, lists.row_of, lists.columns[0], is_short.index_select(0, lists.row_of))
 
     def _release(self) -> None:
-        """Forget the lists of requests that are known to have passed their minimum, which they never lose again."""
+        """Drop the lists of requests that are known to have reached their minimum."""
         while self._reports and self._reports[0].is_short.is_done():
             report = self._reports.pop(0)
             has_passed = ~report.is_short.tensors[0].numpy() & (self._tenants[report.slots] == report.tenants)

@@ -18,10 +18,10 @@ from penstock.runner.staging import SlotParameter
 
 
 class Penalties(LogitsTransform):
-    """Keeps what has occurred in a table on the device, int32 [slots, vocabulary], made when it is first needed.
+    """Keeps a table of token occurrences on the device, int32 [slots, vocabulary], allocated at first use.
 
-    A row is written anew for each request with a penalty and advanced after each step, so it never waits for the host.
-    token_ids_SL: the runner's table of tokens.
+    A row is initialised for each request with a penalty and updated on the device after each step, without waiting.
+    token_ids_SL: the runner's token table.
     """
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor) -> None:
@@ -33,7 +33,7 @@ class Penalties(LogitsTransform):
         self._repetition = SlotParameter(device, num_slots, np.float32, 1.0)
         self._frequency = SlotParameter(device, num_slots, np.float32, 0.0)
         self._presence = SlotParameter(device, num_slots, np.float32, 0.0)
-        # Token ids and occurrences of requests whose row is not written yet.
+        # Token ids and occurrences of requests whose row is not initialised yet.
         self._unwritten: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._rows_for: np.ndarray | None = None
         self._rows: Tensor | None = None
@@ -79,14 +79,14 @@ class Penalties(LogitsTransform):
     def advance(self, slots: Tensor, slots_np: np.ndarray, outcome: StepOutcome) -> None:
         if self._table_SV is None or not self.is_needed(slots_np):
             return
-        # Requests without a penalty are counted too: their row is written anew before it is read.
+        # Requests without a penalty are counted too: their row is initialised before it is read.
         for number, sampled in enumerate(outcome.sampled_token_ids.unbind(1)):
             is_sampled = outcome.num_sampled > number
             self._table_SV.view(-1).index_add_(0, slots * self._shape[1] + sampled, is_sampled.to(torch.int32))
 
     def _with_drafts(self, table_SV: Tensor, rows: LogitsRows) -> Tensor:
-        """What has occurred before each of these rows, [rows, vocabulary], as if its drafts were output."""
-        assert rows.drafts is not None, "there are drafts"
+        """Occurrences before each of these rows, [rows, vocabulary], with its drafts counted as output."""
+        assert rows.drafts is not None, "called for steps with drafts"
         table_RV = table_SV.index_select(0, rows.slots)
         firsts = torch.arange(len(rows.slots), device=table_RV.device) * self._shape[1]
         for back in range(rows.max_drafts):
@@ -115,7 +115,7 @@ class Penalties(LogitsTransform):
 def _occurrences(
     prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that have occurred, int64, and how, int32: IN_PROMPT plus their count in the output."""
+    """Tokens that have occurred, int64, and their entries, int32: IN_PROMPT plus the count in the output."""
     counts = np.bincount(np.asarray(output_token_ids, dtype=np.int64), minlength=vocab_size).astype(np.int32)
     counts[np.asarray(prompt_token_ids, dtype=np.int64)] |= IN_PROMPT
     token_ids = np.flatnonzero(counts)

@@ -1,7 +1,7 @@
-"""Log-probabilities of prompts: of each token after the first, given those before it.
+"""Prompt log-probabilities: of each prompt token after the first, given those before it.
 
-They come step by step, as the prompt is computed: nothing is kept from one step to the next. Within a step the logits
-are made and reduced a few rows at a time, so memory is bounded whatever the prompt's length and the vocabulary.
+They are computed with each prefill chunk, and nothing is kept between steps. Within a step the logits are computed and
+reduced a few rows at a time, so memory is bounded whatever the prompt's length and the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from penstock.runner.slot_owners import SlotOwner
 from penstock.runner.waiting import wait_until
 
 _NONE = -1
-# Results beyond this leave the device before more are computed.
+# Results beyond this are copied to the host before more are computed.
 _MAX_RESULTS = MAX_PROMPT_RESULTS
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The tokens of a step whose logits say something about the next token of a prompt.
+    """Tokens of a step whose logits give prompt log-probabilities.
 
-    req_ids, counts: whose they are, and how many each. hidden_indices: their places in the step, int64.
-    target_indices: the cells of the table of tokens that hold the tokens after them, int64.
-    num_logprobs: the most that one of the requests asks for.
+    req_ids, counts: the requests, and tokens of each. hidden_indices: token indices in the step, int64.
+    target_indices: cells of the token table with the next tokens, int64.
+    num_logprobs: maximum number that one of the requests asks for.
     """
 
     req_ids: list[str]
@@ -48,7 +48,7 @@ class PromptRows:
 
 
 class PendingPromptLogprobs:
-    """A step's log-probabilities of prompts, on their way to the host. `copies` are consecutive rows."""
+    """Prompt log-probabilities of a step in copy to the host. `copies` are consecutive rows."""
 
     def __init__(self, rows: PromptRows, copies: Sequence[PendingCopy]) -> None:
         self._rows = rows
@@ -58,7 +58,7 @@ class PendingPromptLogprobs:
         return all(copy.is_done() for copy in self._copies)
 
     def by_request(self) -> dict[str, LogprobsLists]:
-        """Each request's rows, as wide as the most demanding request of the step wants; once `is_done`."""
+        """Rows of each request, as wide as the step's `num_logprobs`; call once `is_done`."""
         columns: list[list[list[object]]] = [[], [], []]
         for copy in self._copies:
             for column, tensor in zip(columns, copy.tensors, strict=True):
@@ -76,21 +76,21 @@ class PendingPromptLogprobs:
 
 
 class PromptLogprobs(SlotOwner):
-    """token_ids_SL: the runner's table of tokens, int32 [slots, positions]."""
+    """token_ids_SL: the runner's token table, int32 [slots, positions]."""
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor) -> None:
         self._device = device
         self._vocab_size = vocab_size
         self._token_ids_SL = token_ids_SL
         self._num_logprobs = np.full(num_slots, _NONE, dtype=np.int64)
-        # Slots whose requests ask; most steps have none.
+        # Slots of requests with prompt_logprobs; empty in most steps.
         self._asking: set[int] = set()
         self._prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.max_rows = rows_at_once(vocab_size, device.kind)
 
     def add(self, slot: int, request: NewRequestData) -> None:
         asked, num_prompt_tokens = request.sampling_params.prompt_logprobs, len(request.prompt_token_ids)
-        # One that comes back with output has had its prompt's log-probabilities.
+        # A preempted request with output has had its prompt log-probabilities.
         is_wanted = asked is not None and len(request.prefill_token_ids) == num_prompt_tokens
         self._num_logprobs[slot] = count(asked, self._vocab_size) if asked is not None and is_wanted else _NONE
         self._prompt_len[slot] = num_prompt_tokens
@@ -102,17 +102,17 @@ class PromptLogprobs(SlotOwner):
         self._asking.discard(slot)
 
     def rows(self, layout: BatchLayout, requests: RequestStates) -> PromptRows | None:
-        """Which tokens of the step are asked about; None for none.
+        """Select the tokens of the step with prompt log-probabilities; None for none.
 
-        The host knows the computed tokens exactly while a prompt is computed: nothing that was sampled, and so could be
-        rejected, is among them.
+        During prefill the host's count of computed tokens is exact: no sampled token, which could be rejected, is
+        included.
         """
         if not self._asking:
             return None
         slots = layout.slots_np
         asked = self._num_logprobs[slots]
         computed = requests.num_computed_tokens_upper_bound(slots)
-        # The last token of the prompt says something about the output only.
+        # The prompt's last token predicts the first output token.
         counts = np.minimum(layout.counts_np, self._prompt_len[slots] - 1 - computed)
         counts = np.where(asked == _NONE, 0, counts.clip(min=0))
         which = np.flatnonzero(counts)
@@ -130,7 +130,7 @@ class PromptLogprobs(SlotOwner):
     def compute(
         self, rows: PromptRows | None, model: LanguageModel, hidden: Tensor | None
     ) -> PendingPromptLogprobs | None:
-        """Begin to compute and copy a step's log-probabilities. hidden: [tokens of the step, hidden size]."""
+        """Start computing and copying prompt log-probabilities. hidden: [tokens of the step, hidden size]."""
         if rows is None or hidden is None:
             return None
         hidden_indices = self._device.upload(rows.hidden_indices)
@@ -154,7 +154,7 @@ class PromptLogprobs(SlotOwner):
         return PendingPromptLogprobs(rows, copies)
 
     def _new_results(self, num_rows: int, width: int) -> LogprobsTensors:
-        """Made before the logits of any part: what outlives those would leave gaps where they were."""
+        """Allocate the results before the logits of any part, which would leave gaps in memory otherwise."""
         device = self._device.torch_device
         return LogprobsTensors(
             torch.empty(num_rows, width, dtype=torch.int64, device=device),
@@ -164,4 +164,4 @@ class PromptLogprobs(SlotOwner):
 
 
 def _describe_wait() -> str:
-    return f"The runner waited {_TIMEOUT_S:g} s for the device to deliver a part of a prompt's log-probabilities."
+    return f"The runner waited {_TIMEOUT_S:g} s for the device to deliver a part of the prompt log-probabilities."

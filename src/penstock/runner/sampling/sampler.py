@@ -1,4 +1,4 @@
-"""The order in which logits become tokens."""
+"""Sampler: applies the logits transforms in order and draws tokens."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 class SamplerOutput(msgspec.Struct, frozen=True):
-    """sampled_token_ids: int64 [rows], on the device; any token where the row failed.
+    """sampled_token_ids: int64 [rows], on the device; undefined where the row failed.
 
     failures: [rows], on the device: a `Failure` per row, as an integer or a bool.
-    errors: by the request's place in the step, what went wrong in a custom logits processor.
+    errors: errors of custom logits processors, by batch index.
     """
 
     sampled_token_ids: Tensor
@@ -54,15 +54,15 @@ class SamplerOutput(msgspec.Struct, frozen=True):
 
 
 class Sampler(SlotOwner):
-    """Stages in the field's order: masks and bias, penalties, custom logits processors, the grammar's mask, then
-    temperature, min-p, top-k and top-p, the draw. Nothing after the mask lets a token in that it forbids.
+    """Order of transforms: masks and bias, penalties, custom logits processors, the grammar mask, then temperature,
+    min-p, top-k and top-p, the draw. No transform after the grammar mask can allow a token that it forbids.
 
-    The first group, `shaping`, decides greedy requests too; the second leaves their rows as they are. A batch of more
-    than `max_rows` is sampled in parts, since stages hold several times their rows' logits.
-    token_ids_SL: the runner's table of tokens, int32 [slots, positions].
-    processors: the custom ones; None for those that are installed and that `config` names.
-    verification: what becomes of tokens where there are drafts.
-    Raises ConfigError when a custom logits processor cannot be loaded or made.
+    The first group, `shaping`, applies to greedy requests too; the second skips their rows. A batch of more than
+    `max_rows` is sampled in parts, because transforms hold several copies of their rows' logits.
+    token_ids_SL: the runner's token table, int32 [slots, positions].
+    processors: custom logits processors; None for the installed ones and those that `config` names.
+    verification: acceptance rule of drafts.
+    Raises ConfigError for a custom logits processor that cannot be loaded or made.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class Sampler(SlotOwner):
             TopKTopP(device, num_slots, vocab_size),
         ]
         self.processor_names = self._custom.names
-        # Slots whose requests need shaping; most steps have none.
+        # Slots of requests with shaping; empty in most steps.
         self._shaped_slots: set[int] = set()
-        # Slots whose requests want anything but the largest logit.
+        # Slots of requests that want more than the argmax.
         self._demanding_slots: set[int] = set()
         self._draw = Draw(device, num_slots)
         self._verification = verification
         self._logprobs = Logprobs(num_slots, vocab_size, config.logprobs_mode)
 
     def add(self, slot: int, request: NewRequestData) -> None:
-        """Take over a new request, or one that comes back with what it has generated.
+        """Add a request, or a preempted one with its output.
 
-        Raises InvalidParameter, or whatever a custom logits processor raises.
+        Raises InvalidParameter, and any exception of a custom logits processor.
         """
         params, prompt = request.sampling_params, request.prompt_token_ids
         output = request.prefill_token_ids[len(prompt) :]
@@ -132,7 +132,7 @@ class Sampler(SlotOwner):
             stage.remove_request(slot)
 
     def is_plain_greedy(self, rows: LogitsRows) -> bool:
-        """Whether the largest logit of each row is all that these requests want."""
+        """Whether these requests want the argmax of each row and nothing else."""
         if rows.drafts is not None and self._verification.judges_greedy:
             return False
         if not self._demanding_slots:
@@ -140,14 +140,14 @@ class Sampler(SlotOwner):
         return not self._shaped_slots and self._draw.is_all_greedy(rows) and self._logprobs.most(rows) is None
 
     def is_all_greedy(self, rows: LogitsRows) -> bool:
-        """Whether these requests draw no numbers."""
+        """Whether all of these requests are greedy."""
         return self._draw.is_all_greedy(rows)
 
     def guess(self, logits: Tensor, rows: LogitsRows, probs: Tensor | None = None) -> Tensor:
-        """What a drafter's logits [rows, vocabulary] choose, by the numbers that the rows' own tokens are drawn with.
+        """Draw draft tokens, int64 [rows], from a drafter's logits [rows, vocabulary].
 
-        int64 [rows]. A request's temperature and truncation count, which shapes its logits does not: the better the
-        two distributions agree, the more often the tokens do. The logits may be overwritten.
+        The random numbers are those of the rows' own tokens. Temperature and truncation apply, `shaping` does not: the
+        closer the draft's distribution is to the target's, the higher the acceptance. The logits may be overwritten.
         probs: [rows, vocabulary], is filled with the distributions.
         """
         parts = [slice(start, start + self.max_rows) for start in range(0, logits.shape[0], self.max_rows)]
@@ -163,7 +163,7 @@ class Sampler(SlotOwner):
         return self._draw.sample(logits, rows).token_ids_R
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
-        """Choose one token per row from float32 logits [rows, vocabulary], which stay as they are."""
+        """Choose one token per row from float32 logits [rows, vocabulary], which are not changed."""
         num_rows, num_logprobs = logits.shape[0], self._logprobs.most(rows)
         if num_rows <= self.max_rows:
             output = self._sample(logits, rows, num_logprobs)
@@ -173,7 +173,7 @@ class Sampler(SlotOwner):
         return self._by_request(output, rows.drafts) if output.errors and rows.drafts is not None else output
 
     def _by_request(self, output: SamplerOutput, drafts: DraftRows) -> SamplerOutput:
-        """Errors of requests from those of rows. After a draft it is a row without a token: it may not be reached."""
+        """Map errors of rows to requests. A failing row after a draft gets no token: it may be rejected."""
         after_drafts = [row for row in output.errors if drafts.numbers_np[row] > 0]
         failures = output.failures.to(torch.int64)
         if after_drafts:
@@ -204,7 +204,7 @@ class Sampler(SlotOwner):
         )
 
     def takes_drafts(self, slot: int) -> bool:
-        """Whether the request's tokens after drafts can be told; if not, none of its drafts may be accepted."""
+        """Whether rows after the request's drafts can be sampled; if not, all its drafts are rejected."""
         if slot not in self._shaped_slots:
             return True
         leaves_form = self._verification.keeps_what_cannot_be and self.grammar.constrains(slot)
@@ -212,13 +212,13 @@ class Sampler(SlotOwner):
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:
         if self._shaped_slots:
-            # The next step may overwrite the outcome, and a stage may look at it later.
+            # The next step may overwrite the outcome, and a transform may read it later.
             kept, layout = StepOutcome(outcome.table_RX.clone()), frame.batch.layout
             for stage in self.shaping:
                 stage.advance(layout.slots, layout.slots_np, kept)
 
     def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
-        """Nothing: tokens are chosen on the last stage alone."""
+        """Do nothing: only the last stage samples."""
 
     @staticmethod
     def _needed(stages: list[LogitsTransform], rows: LogitsRows) -> list[LogitsTransform]:

@@ -1,4 +1,4 @@
-"""Lists of different lengths per slot, such as the tokens that a request may use."""
+"""Ragged lists per slot, such as allowed token ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.runner.logits_rows import LogitsRows
 
 @dataclass(frozen=True, slots=True)
 class PackedLists:
-    """The lists of a step's rows, one after another: E entries.
+    """Concatenated lists of a step's rows: E entries.
 
-    rows: int64, those rows of the step that have a list. row_of: int64 [E], the entry's row. columns: each [E, …].
+    rows: int64, rows of the step that have a list. row_of: int64 [E], row of each entry. columns: each [E, …].
     """
 
     rows: Tensor
@@ -26,7 +26,7 @@ class PackedLists:
 
 
 class SlotLists:
-    """Host arrays per slot, carried to the device for a step's rows, and kept there while the rows stay the same."""
+    """Host arrays per slot; the lists of a step's rows are uploaded, and kept while the rows stay the same."""
 
     def __init__(self, device: Device, num_slots: int) -> None:
         self._device = device
@@ -49,12 +49,12 @@ class SlotLists:
         return bool(self.has_list(slots_np).any())
 
     def has_list(self, slots_np: np.ndarray) -> np.ndarray:
-        """bool, for each of these slots."""
+        """Whether each of these slots has a list, bool [slots]."""
         found: np.ndarray = self._has_list[slots_np]
         return found
 
     def pack(self, rows: LogitsRows) -> PackedLists:
-        """The lists of these rows, of which one must have a list."""
+        """Return the lists of these rows, at least one of which must have one."""
         if self._packed is None or self._packed_for is not rows.slots_np:
             self._packed = self._upload(rows.slots_np)
             self._packed_for = rows.slots_np
@@ -73,7 +73,7 @@ class SlotLists:
 
 
 def token_id_array(name: str, token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Token ids as int64; raises InvalidParameter, naming it, when one is outside the vocabulary."""
+    """Convert token ids to int64; raises InvalidParameter, with `name`, for one outside the vocabulary."""
     array = np.asarray(token_ids, dtype=np.int64)
     if array.size and (array.min() < 0 or array.max() >= vocab_size):
         wrong = int(array.min()) if array.min() < 0 else int(array.max())

@@ -1,4 +1,4 @@
-"""Temperature: how flat the distribution is before anything is cut off."""
+"""Temperature, applied before truncation."""
 
 from __future__ import annotations
 

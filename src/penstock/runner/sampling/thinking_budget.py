@@ -1,7 +1,6 @@
-"""Thinking budget: a model that has thought for so many tokens is made to say that it has done so.
+"""Thinking budget: forces the end-of-thinking marker after a number of thinking tokens.
 
-Requests bring it as `thinking_token_budget`; the front end knows the texts that begin and end thinking, and sends their
-tokens along.
+Requests set `thinking_token_budget`; the front end adds the token ids of the start and end markers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from penstock.structured.reasoning import after_last
 
 _NOT_THINKING = -1
 _NO_TOKEN = -1
-# What begins thinking, and what ends it; a model is made to say the first of the ends.
+# Start marker and end markers; the first end marker is the forced one.
 _Markers = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 _IMPLIED_ENDS = "implied_end_token_ids"
 _STARTS_IN_THINKING = "starts_in_thinking"
@@ -30,14 +29,13 @@ _FIELDS = {"budget", "start_token_ids", "end_token_ids"}
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Its argument: {"budget": tokens, "start_token_ids": [...], "end_token_ids": [...]}, and perhaps
-    {"implied_end_token_ids": [[...], ...]}, other markers that end thinking, and {"starts_in_thinking": True} where an
-    output thinks from its first token on without a start marker.
+    """Its argument: {"budget": tokens, "start_token_ids": [...], "end_token_ids": [...]}, optionally with
+    {"implied_end_token_ids": [[...], ...]}, further end markers, and {"starts_in_thinking": True} where an output
+    thinks from its first token on without a start marker.
 
-    For each slot the device keeps the position at which thinking began. The prompt is searched for it on the host;
-    from then on every step looks at the last tokens only, so whether the host knows them does not matter. Those are as
-    many as the step before may have sampled, and for a row after drafts these too. What is kept is what was found
-    before the drafts.
+    The device keeps the position at which thinking began, per slot. The host searches the prompt; from then on every
+    step looks at the last tokens on the device only: as many as the step before may have sampled, and a row's drafts.
+    State excludes drafts.
     """
 
     name: ClassVar[str] = THINKING_BUDGET
@@ -50,7 +48,7 @@ class ThinkingBudget(LogitsProcessor):
         self._budget = SlotParameter(device, num_slots, np.int64, 0)
         self._num_known = SlotParameter(device, num_slots, np.int64, 0)
         self._markers: dict[int, _Markers] = {}
-        # That a request has had in a step.
+        # Maximum number of drafts of a request in a step so far.
         self._most_drafts = 0
 
     @classmethod
@@ -143,7 +141,7 @@ class ThinkingBudget(LogitsProcessor):
         self._began_at.tensor.view(-1).index_copy_(0, slots, began_at)
 
     def _last_tokens(self, slots: Tensor, positions: Tensor, count: int) -> Tensor:
-        """int64 [rows, count]: the tokens up to each row's position; _NO_TOKEN before the first."""
+        """Tokens up to each row's position, int64 [rows, count]; _NO_TOKEN before the first."""
         at = positions.unsqueeze(-1) + torch.arange(1 - count, 1, device=positions.device)
         tokens = self.context.token_ids[slots.unsqueeze(-1), at.clamp(min=0)].to(torch.int64)
         return tokens.masked_fill_(at < 0, _NO_TOKEN)
@@ -160,9 +158,9 @@ def _ends_with(tail: Tensor, marker: Sequence[int]) -> Tensor:
 def _thinking_since(
     token_ids: Sequence[int], start: Sequence[int], ends: Sequence[Sequence[int]], starts_at: int
 ) -> int:
-    """The position at which thinking began; _NOT_THINKING if it did not, or if an end came after it.
+    """Return the position at which thinking began; _NOT_THINKING if it did not, or has ended.
 
-    It begins behind the last start marker. starts_at: where it begins without one, _NOT_THINKING for nowhere.
+    It begins behind the last start marker. starts_at: start without a marker, or _NOT_THINKING.
     """
     last_start, last_end = after_last(token_ids, start), max(after_last(token_ids, end) for end in ends)
     if last_start > last_end:

@@ -16,7 +16,7 @@ from penstock.runner.staging import SlotParameter
 
 
 class TopKTopP(LogitsTransform):
-    """One stage for both, since both need the same sort."""
+    """One transform for both, since both need the same sort."""
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size

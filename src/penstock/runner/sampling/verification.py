@@ -1,4 +1,4 @@
-"""Rules for rows that have a draft behind them. The exact one keeps what is drawn."""
+"""Interface of acceptance rules of drafts, and the exact rule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from penstock.runner.logits_rows import LogitsRows
 
 
 class Verification:
-    """A draft is kept if it is the token that is drawn anyhow: no token ever changes.
+    """Exact rule: accepts a draft if it equals the sampled token. Tokens never change.
 
-    judges_greedy: whether a greedy request's tokens, too, are others than the largest logits. goes_by_probs: whether it
-    makes a difference to know from which distributions drafts were drawn. keeps_what_cannot_be: whether it may keep a
-    draft that the request's parameters forbid.
+    judges_greedy: the rule changes tokens of greedy requests too. goes_by_probs: the rule needs the draft's
+    distributions. keeps_what_cannot_be: it may accept a draft that the request's parameters forbid.
     """
 
     judges_greedy = False
@@ -22,18 +21,17 @@ class Verification:
     keeps_what_cannot_be = False
 
     def bind(self, draft_token_ids: Tensor, draft_probs: Tensor | None) -> None:
-        """draft_token_ids: int32 [slots, drafts], what a step verifies.
+        """Set the drafts: draft_token_ids: int32 [slots, drafts], verified by the step.
 
-        draft_probs: float32 [slots, drafts, vocabulary], from which those were drawn; None where they were not, or
-        where that is not kept.
+        draft_probs: float32 [slots, drafts, vocabulary], distributions of the drafts; None where they are not kept.
         """
 
     def choose(
         self, drawn: ChosenTokens, logits: Tensor, rows: LogitsRows, seeds: Tensor, is_greedy_np: np.ndarray
     ) -> ChosenTokens:
-        """What is said at each row of a step with drafts, which is then compared with them.
+        """Return the token of each row of a step with drafts; drafts equal to it are accepted.
 
-        logits: float32 [rows, vocabulary], from which was drawn. seeds: int64 [slots]. is_greedy_np: bool [rows].
+        logits: float32 [rows, vocabulary], as sampled from. seeds: int64 [slots]. is_greedy_np: bool [rows].
         """
         return drawn
 

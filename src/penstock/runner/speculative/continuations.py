@@ -1,4 +1,4 @@
-"""Continuations of a text from places that agree with the last tokens of another."""
+"""Continuations of a token sequence from the positions where it matches the last tokens of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Continuation(NamedTuple):
-    """score: how many of the drafts are expected to be accepted, by how often they followed."""
+    """Draft tokens. score: expected number of accepted ones, by how often each followed."""
 
     drafts: list[int]
     score: float
@@ -19,9 +19,9 @@ class Continuation(NamedTuple):
 def agreeing(
     text_L: np.ndarray, ends: np.ndarray, last: np.ndarray, length: int = 1
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """For one length after another, the places in a text that agree with so many of the last tokens.
+    """Yield (match length, positions) for one match length after another, in a text matched with `last`.
 
-    ends: places, rising, that agree with `length` of them. A place is the position of its last token.
+    ends: positions, ascending, of a match's last token, where `length` tokens match.
     """
     while len(ends):
         yield length, ends
@@ -33,10 +33,10 @@ def agreeing(
 
 
 def follow(text_L: np.ndarray, ends: np.ndarray, num_drafts: int, min_prob: float) -> Continuation:
-    """The path from these places that takes the token that followed most often each time; of equal ones, last.
+    """Follow the most frequent next token from these positions; ties go to the latest.
 
-    It ends before a token whose probability, along with those before it, is below `min_prob`, and at the end of a text,
-    which is that of the array, or a negative token.
+    The path ends before a token whose cumulative probability is below `min_prob`, and at the end of a text: the end of
+    the array, or a negative token.
     """
     drafts: list[int] = []
     prob, score = 1.0, 0.0
@@ -63,7 +63,7 @@ def follow(text_L: np.ndarray, ends: np.ndarray, num_drafts: int, min_prob: floa
 def _follow_one(
     text_L: np.ndarray, start: int, drafts: list[int], num_drafts: int, prob: float, score: float
 ) -> Continuation:
-    """The rest of the path where there is only one place left."""
+    """Follow the rest of the path from a single position."""
     for token in text_L[start : start + num_drafts - len(drafts)].tolist():
         if token < 0:
             break

@@ -1,4 +1,4 @@
-"""From the method of `SpeculativeConfig` to a speculator."""
+"""Factory of speculators, by the method of `SpeculativeConfig`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def create_speculator(
     drafter: CausalLM | None = None,
     aux_layers: tuple[int, ...] = (),
 ) -> Speculator:
-    """The speculator that the options ask for.
+    """Create the speculator of the configured method.
 
-    drafter: the model, loaded, of a method that has one; None on a stage that is told what another one guesses, with
-    the target's layers that the model there looks into.
+    drafter: the loaded draft model, of a method that has one; None on a pipeline stage before the last, which receives
+    the drafts and records the target's `aux_layers`.
     """
     if config.method is None:
         return NO_SPECULATOR
@@ -50,5 +50,5 @@ def _with_model(drafter: CausalLM, config: SpeculativeConfig, vocab_size: int, d
 def _without_model(config: SpeculativeConfig, device: Device) -> Speculator:
     if config.method == "ngram":
         return NgramOnHost(config) if device.kind == "cpu" else NgramOnDevice(config, device)
-    assert config.method == "suffix", "other methods have a model"
+    assert config.method == "suffix", "other methods have a draft model"
     return SuffixSpeculator(config)

@@ -1,4 +1,4 @@
-"""Drafts of a smaller model of its own. Suffixes: T tokens, R requests of the step, D hidden size."""
+"""Draft model: a smaller model of its own. Suffixes: T tokens, R requests of the step, D hidden size."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from penstock.runner.speculative.speculator import RunnerParts
 
 
 class DraftModel(ModelDrafter):
-    """A model of its own, with the target's vocabulary, which reads what the target has read.
+    """A separate model with the target's vocabulary, which computes its own KV of the target's tokens.
 
-    What it guessed right it has read already, but for the last of them; so it reads of each request as many tokens as
-    were known before the step, and one more.
+    Its KV covers its accepted drafts already, except for the last one; so of each request it reads the tokens that were
+    known before the step, and one more.
     """
 
     reads_ahead = 0
 
     def bind(self, parts: RunnerParts) -> None:
         super().bind(parts)
-        # By slot, tokens that wait.
+        # Postponed tokens by slot.
         self._num_waiting = np.zeros(parts.requests.max_num_reqs + 1, dtype=np.int64)
 
     def add(self, slot: int, request: NewRequestData) -> None:
@@ -35,7 +35,7 @@ class DraftModel(ModelDrafter):
         self._num_waiting[slot] = 0
 
     def remove(self, slot: int) -> None:
-        # Its blocks may be found as a cached prefix, and are no other request's before this step's forward pass.
+        # Its blocks may become a cached prefix, and are reused only after this step's forward pass.
         if self._num_waiting[slot]:
             slots_np = np.array([slot])
             slots_R = self.device.upload(slots_np)
@@ -61,11 +61,11 @@ class DraftModel(ModelDrafter):
         return self._read(layout.slots, counts, last_R)
 
     def _read(self, slots_R: Tensor, counts: np.ndarray, last_R: Tensor) -> Tensor:
-        """Hidden states [R, D] of these positions, after so many tokens of each request up to them."""
+        """Hidden states [R, D] of each request's last token, after a forward pass over its last `counts` tokens."""
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         request_of = np.repeat(np.arange(len(counts)), counts)
-        # From each request's last token backwards, so that none comes to lie behind its end.
+        # Counted back from each request's last token, so that no token lies behind its end.
         offsets = np.arange(starts[-1]) - starts[1:][request_of] + 1
         parts = (starts, request_of, offsets)
         starts_R, request_of_T, offsets_T = self.device.upload(np.concatenate(parts)).split([*map(len, parts)])
@@ -83,5 +83,5 @@ class DraftModel(ModelDrafter):
 
 
 def _num_known(layout: BatchLayout) -> np.ndarray:
-    """int64 [R], tokens of each request in the step but for drafts."""
+    """Tokens of each request in the step except drafts, int64 [R]."""
     return layout.counts_np if layout.num_drafts_np is None else layout.counts_np - layout.num_drafts_np

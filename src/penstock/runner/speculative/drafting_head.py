@@ -1,4 +1,4 @@
-"""Drafts of a head that goes on from the target's hidden states: EAGLE, EAGLE-3, MTP.
+"""Draft heads on the target's hidden states: EAGLE, EAGLE-3, MTP.
 
 Suffixes: T tokens, R requests of the step, D hidden size.
 """
@@ -25,10 +25,10 @@ from penstock.runner.speculative.speculator import RunnerParts
 
 
 class DraftingHead(ModelDrafter):
-    """A head on the target's hidden states, which reads at each position the token after it.
+    """A head that reads, at each position, the target's hidden state and the next token.
 
-    It reads all of a step's tokens again, since what it went on from before was guessed. Where drafts were rejected it
-    reads nonsense, which is never used. What waits to be read is kept with its hidden states.
+    It reads all tokens of a step again, because its drafts were made from its own hidden states. At rejected drafts its
+    input is wrong, and its output is never used. Postponed tokens are kept with their hidden states.
     """
 
     reads_ahead = 1
@@ -45,7 +45,7 @@ class DraftingHead(ModelDrafter):
     def bind(self, parts: RunnerParts) -> None:
         super().bind(parts)
         target = self.head.target
-        # Of tokens that wait, in the order of their steps: hidden states, positions and slots.
+        # Postponed tokens in the order of their steps: hidden states, positions and slots.
         dtype, shape = target.model.norm.weight.dtype, (MOST_WAITING, target.config.hidden_size)
         bytes_per_state = math.prod(shape) * dtype.itemsize
         self._states = [
@@ -56,7 +56,7 @@ class DraftingHead(ModelDrafter):
         self._num_waiting = 0
 
     def remove(self, slot: int) -> None:
-        # Its blocks may be found as a cached prefix, and are no other request's before this step's forward pass.
+        # Its blocks may become a cached prefix, and are reused only after this step's forward pass.
         if slot in self._slots[: self._num_waiting]:
             self._take_in_what_waits()
 
@@ -70,7 +70,7 @@ class DraftingHead(ModelDrafter):
             return False
         if self._num_waiting + num_reqs > MOST_WAITING:
             self._take_in_what_waits()
-        assert frame.all_hidden is not None, "it needs hidden states"
+        assert frame.all_hidden is not None, "needs_hidden is set"
         begin, end = self._num_waiting, self._num_waiting + num_reqs
         for kept, states in zip(self._states, (frame.all_hidden, *frame.aux), strict=True):
             kept[begin:end] = states[:num_reqs]
@@ -82,9 +82,9 @@ class DraftingHead(ModelDrafter):
     def take_in(self, frame: Frame, outcome: StepOutcome, last_R: Tensor) -> Tensor:
         self._take_in_what_waits()
         batch = frame.batch
-        assert frame.all_hidden is not None, "it needs hidden states"
+        assert frame.all_hidden is not None, "needs_hidden is set"
         hidden_TD = self.head.from_target(frame.all_hidden, frame.aux)
-        # Of a step's last known token, the row; behind it are rejected drafts.
+        # Row of the step's last known token; rejected drafts follow it.
         rows_R = batch.layout.query_start_loc[1 : len(batch.layout.req_ids) + 1] - 1 - outcome.num_rejected
         positions_R = last_R - 1
         seq_lens_R = last_R.to(torch.int32)
@@ -118,6 +118,6 @@ class DraftingHead(ModelDrafter):
         self.run(ids_T, positions_T, context, self.head.from_target(hidden_TD, aux))
 
     def _next_tokens(self, batch: InputBatch) -> Tensor:
-        """int32 [T], the token after each of the step's: of a prompt, or sampled."""
+        """The token after each token of the step, int32 [T]: of a prompt, or sampled."""
         tensors = batch.layout.tensors
         return self.tokens_at(tensors.idx_mapping_R.index_select(0, tensors.token_to_req_T), batch.positions + 1)

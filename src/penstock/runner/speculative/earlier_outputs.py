@@ -1,4 +1,4 @@
-"""Outputs of requests that have ended, as many as are kept, and the places in them of another's last tokens."""
+"""Cache of the outputs of finished requests, indexed by hashed n-grams, for suffix decoding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from penstock.runner.speculative.continuations import agreeing
 
-# Tokens that are remembered. The arrays hold twice as many; they take memory as they fill.
+# Capacity in tokens. The arrays hold twice as many; their pages are allocated as they fill.
 MAX_TOKENS = 1 << 20
-# Places that are looked at for each number of tokens, the last ones.
+# Maximum number of candidate positions per n-gram length, the latest ones.
 MAX_PLACES = 64
 _END = -1
 _SHORT, _LONG = 1, 4
@@ -20,7 +20,7 @@ _HASH_BITS = 18
 
 
 class _Chains:
-    """Positions of a text by a hash of the few tokens that end there, each with the position before it of that hash."""
+    """Positions of a text by the hash of the n-gram that ends there, chained to the previous position of that hash."""
 
     def __init__(self, length: int, num_positions: int) -> None:
         self.length = length
@@ -28,7 +28,7 @@ class _Chains:
         self._previous = np.empty(num_positions, dtype=np.int32)
 
     def add(self, text_L: np.ndarray, start: int) -> None:
-        """Take in the tokens of an output, which is text_L from `start` on."""
+        """Index an output: text_L from `start` on."""
         if len(text_L) - start < self.length:
             return
         hashes = self._hash(text_L[start:])
@@ -45,7 +45,7 @@ class _Chains:
         self._last[by_hash[is_last]] = positions[is_last]
 
     def places(self, last: np.ndarray, first_position: int) -> np.ndarray:
-        """The last positions from `first_position` on, rising, where these tokens may end."""
+        """Return the latest positions from `first_position` on, ascending, where the n-gram `last` may end."""
         position = self._last.item(self._hash(last[-self.length :]).item())
         found: list[int] = []
         while position >= first_position and len(found) < MAX_PLACES:
@@ -57,7 +57,7 @@ class _Chains:
         self._last.fill(-1)
 
     def _hash(self, tokens_L: np.ndarray) -> np.ndarray:
-        """int64 [tokens - length + 1]"""
+        """Hash of each n-gram, int64 [tokens - length + 1]."""
         hashes = np.zeros(len(tokens_L) - self.length + 1, dtype=np.uint64)
         for offset in range(self.length):
             hashes = (hashes + tokens_L[offset : offset + len(hashes)].astype(np.uint64)) * np.uint64(_MULTIPLIER)
@@ -65,13 +65,13 @@ class _Chains:
 
 
 class EarlierOutputs:
-    """The last `max_outputs` outputs, and no more than `max_tokens` of them; older ones are forgotten."""
+    """The last `max_outputs` outputs with at most `max_tokens` tokens in all; older ones are evicted."""
 
     def __init__(self, max_outputs: int, max_tokens: int = MAX_TOKENS) -> None:
         self._max_outputs = max_outputs
         self._max_tokens = max_tokens
         num_positions = 2 * max_tokens if max_outputs else 0
-        # One output after another, each with an end.
+        # Outputs, each followed by a separator.
         self._text = np.empty(num_positions, dtype=np.int32)
         self._num_positions = 0
         self._starts: deque[int] = deque()
@@ -79,7 +79,7 @@ class EarlierOutputs:
 
     @property
     def text(self) -> np.ndarray:
-        """int32 [tokens]: the outputs with a negative number after each."""
+        """The outputs, a negative token after each: int32 [tokens]."""
         return self._text[: self._num_positions]
 
     @property
@@ -87,7 +87,7 @@ class EarlierOutputs:
         return len(self._starts)
 
     def add(self, token_ids_L: np.ndarray) -> None:
-        """Remember an output; of one that is too long, its end."""
+        """Add an output; of one that is too long, its end."""
         token_ids_L = token_ids_L[-(self._max_tokens - 1) :]
         if not self._max_outputs or not len(token_ids_L):
             return
@@ -104,7 +104,7 @@ class EarlierOutputs:
             self._starts.popleft()
 
     def agreeing(self, last: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """For one length after another, the last places that agree with so many of the last tokens."""
+        """Yield (match length, latest positions) for one match length after another, for the tokens `last`."""
         if not self._starts:
             return
         text, first = self.text, self._starts[0]
@@ -118,7 +118,7 @@ class EarlierOutputs:
             yield from agreeing(text, ends, last[-most:], length)
 
     def _drop_forgotten(self) -> None:
-        """Move what is remembered to the front."""
+        """Compact the arrays: move the retained outputs to the front."""
         first = self._starts[0] if self._starts else self._num_positions
         kept = self._text[first : self._num_positions].copy()
         self._text[: len(kept)] = kept

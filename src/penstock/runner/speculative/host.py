@@ -1,4 +1,4 @@
-"""The base of speculators without a model: they read requests' tokens and write drafts, where the host can."""
+"""Base of speculators without a draft model that run on the host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from penstock.runner.speculative.speculator import RunnerParts, Speculator
 
 
 class HostSpeculator(Speculator):
-    """Drafts for one request after another, from the runner's table of tokens, which the host reads where it is."""
+    """Drafts for one request after another, from the runner's token table in host memory."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens
-        # Where acceptance is made up, so are drafts.
+        # Synthetic acceptance needs a draft at every step.
         self._always_drafts = config.rejection_sample_method == "synthetic"
-        # Slots whose requests want no drafts.
+        # Slots of requests that turned drafting off.
         self._silent_slots: set[int] = set()
         self._proposed: DraftTokenIds | None = None
         self.requests: RequestStates
@@ -51,7 +51,7 @@ class HostSpeculator(Speculator):
 
     @abstractmethod
     def draft(self, slot: int, token_ids_L: np.ndarray, num_drafts: int) -> np.ndarray | None:
-        """Drafts of a request: int32, up to num_drafts, or None. token_ids_L: int32, all it has."""
+        """Return int32 draft tokens of a request, at most num_drafts, or None. token_ids_L: int32, all its tokens."""
 
     def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         self._proposed = None

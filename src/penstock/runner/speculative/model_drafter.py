@@ -1,8 +1,8 @@
-"""Drafts of a model: what a smaller one of its own, and a head on the target's hidden states, have in common.
+"""Base of model-based speculators: a separate draft model, or a head on the target's hidden states.
 
-The drafter's layers have pages in the target's blocks. After each step it takes in what the step has settled, in one
-forward pass, and then guesses token by token, each of which it reads back. What it wrote for guesses that turn out
-wrong is overwritten when the right ones are known. Nothing waits for the device.
+The drafter's layers have pages in the target's blocks. After each step it reads the step's known tokens in one forward
+pass, and then decodes drafts one by one. KV of rejected drafts is overwritten once the right tokens are known. The
+host never waits for the device.
 
 Suffixes: T tokens, R requests of the step, D hidden size, K drafts, V vocabulary.
 """
@@ -37,14 +37,14 @@ from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
 from penstock.runner.staging import SlotParameter
 
-# Tokens of all requests together, at most, that a drafter has still to read.
+# Maximum number of tokens, of all requests together, that a drafter postpones.
 MOST_WAITING = 256
 
 
 class ModelDrafter(Speculator):
-    """While no drafts are wanted, it lets a few tokens of decoding requests wait, and reads them together.
+    """While no drafts are wanted, a few tokens of decoding requests are postponed and read together later.
 
-    reads_ahead: how many positions the token that is read at a position is ahead of it.
+    reads_ahead: distance between the position of a token and the position that the drafter reads it at.
     """
 
     reads_ahead: int
@@ -60,7 +60,7 @@ class ModelDrafter(Speculator):
         self.executable: ForwardExecutable
         self._block_tables: BlockTables
         self._sampler: Sampler
-        # Tokens at which each request ends: there are no blocks beyond.
+        # Maximum length of each request: no blocks are allocated beyond it.
         self._length_limit: SlotParameter
         self._proposed: tuple[list[str], Tensor] | None = None
 
@@ -69,7 +69,7 @@ class ModelDrafter(Speculator):
         requests = self.requests
         self._max_model_len = requests.all_token_ids.tensor.shape[1] - 1
         self._length_limit = SlotParameter(self.device, requests.max_num_reqs + 1, np.int64, 1)
-        # Requests of a step, counted: its first so many are those of any step.
+        # 0, 1, 2, …: batch indices of a step's requests are a slice of it.
         self._numbers = self.device.upload(np.arange(requests.max_num_reqs + 1))
         self._starts = self._numbers.int()
         self._proposed = None
@@ -119,32 +119,32 @@ class ModelDrafter(Speculator):
 
     @abstractmethod
     def lets_wait(self, frame: Frame) -> bool:
-        """Take note of a step after which no drafts are wanted, to take it in later; False where it must be now."""
+        """Postpone the tokens of a step after which no drafts are wanted; False where they must be read now."""
 
     @abstractmethod
     def take_in(self, frame: Frame, outcome: StepOutcome, last_R: Tensor) -> Tensor:
-        """Hidden states [R, D] that the first draft of each request is chosen from.
+        """Read a step's tokens. Returns the hidden states [R, D] of the first draft of each request.
 
-        last_R: int64, where each request's last known token is, to which all before are computed now.
+        last_R: int64, position of each request's last known token, up to which the drafter's KV is computed now.
         """
 
     @abstractmethod
     def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
-        """The model's hidden states. hidden_TD: those of the positions before, for a model that goes on from them."""
+        """Run the draft model. hidden_TD: hidden states of the positions before, for a head that takes them."""
 
     @abstractmethod
     def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
-        """The forward pass of `take_in` at these positions, for tokens of no request."""
+        """Run the forward pass of `take_in` at these positions, for tokens of no request."""
 
     def _guess(self, layout: BatchLayout, hidden_RD: Tensor, last_R: Tensor, num_drafts: int) -> Iterator[Tensor]:
-        """The drafts: int64 [R] each."""
+        """Yield the draft tokens: int64 [R] each."""
         token_R = self._choose(hidden_RD, layout, last_R, 0)
         yield token_R
         if num_drafts == 1:
             return
         limit_R = self._length_limit.tensor.index_select(0, layout.slots)
         ahead_K1 = self._numbers_from(1, num_drafts).unsqueeze(-1)
-        # Beyond its end a request has no blocks: what is guessed there is of no use, and does no harm at the last one.
+        # No blocks are allocated beyond a request's end: drafts there are clamped to the last position and never used.
         positions_KR = torch.minimum(last_R - self.reads_ahead + ahead_K1, limit_R - 1)
         contexts = map(self._context, self._single_tokens(layout, positions_KR))
         for number, (positions_R, context) in enumerate(zip(positions_KR, contexts, strict=True), start=1):
@@ -153,7 +153,7 @@ class ModelDrafter(Speculator):
             yield token_R
 
     def _choose(self, hidden_RD: Tensor, layout: BatchLayout, positions_R: Tensor, number: int) -> Tensor:
-        """The token after these positions: int64 [R]. number: which draft it is."""
+        """Choose the token after these positions: int64 [R]. number: index of the draft."""
         rows = LogitsRows(layout.slots, layout.slots_np, positions_R)
         if self._sampler.is_all_greedy(rows):
             chosen = self.model.compute_greedy(hidden_RD)
@@ -168,7 +168,7 @@ class ModelDrafter(Speculator):
         return token_R
 
     def _single_tokens(self, layout: BatchLayout, positions_KR: Tensor) -> Iterator[list[StepGeometry]]:
-        """The geometry of steps in which each request has one token, by KV-cache group."""
+        """Yield, for each draft, the geometry of a step with one token per request, by KV-cache group."""
         num_reqs = len(layout.req_ids)
         starts_np = np.arange(num_reqs + 1)
         tables = self.tables_of(layout.slots)
@@ -201,10 +201,10 @@ class ModelDrafter(Speculator):
         request_of_T: Tensor,
         positions_T: Tensor,
     ) -> ForwardContext:
-        """The forward context of requests with rising positions each, whose last tokens' hidden states are wanted.
+        """Build a forward context with ascending positions of each request, narrowed to each one's last token.
 
-        starts_np, starts_R: [R + 1], where each one's tokens begin among all, and their number. request_of_T: whose
-        each is.
+        starts_np, starts_R: [R + 1], start of each request's tokens, and the total. request_of_T: batch index of each
+        token.
         """
         num_reqs, num_tokens = len(starts_np) - 1, int(starts_np[-1])
         rows_R = starts_R[1:] - 1
@@ -231,12 +231,12 @@ class ModelDrafter(Speculator):
         return self.kv_cache.narrow(self._context(geometry), of_last[0], of_last, rows_R, last_R)
 
     def tokens_at(self, slots_T: Tensor, positions_T: Tensor) -> Tensor:
-        """int32 [T]: known tokens of these slots' requests."""
+        """Known tokens of these slots at these positions, int32 [T]."""
         token_ids_SL = self.requests.all_token_ids.tensor
         return token_ids_SL.view(-1).index_select(0, slots_T * token_ids_SL.shape[1] + positions_T)
 
     def tables_of(self, slots_R: Tensor) -> list[Tensor]:
-        """The requests' rows of the block tables, by KV-cache group."""
+        """Block table rows of these slots, by KV-cache group."""
         tables = self._block_tables
         return [tables.table(group).index_select(0, slots_R) for group in range(len(tables.block_sizes))]
 
@@ -247,7 +247,7 @@ class ModelDrafter(Speculator):
         return torch.arange(start, stop, device=self.device.torch_device)
 
     def _padding(self) -> Iterator[StepGeometry]:
-        """The geometry of one token of padding, by KV-cache group."""
+        """Yield the geometry of one padding token, by KV-cache group."""
         zeros = self._starts[:1] * 0
         for block_size in self._block_tables.block_sizes:
             yield StepGeometry(

@@ -1,4 +1,4 @@
-"""Drafts that repeat the request's own tokens: prompt lookup."""
+"""Prompt lookup: draft tokens from an earlier occurrence of the request's last n-gram."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_h
 
 
 class NgramOnHost(HostSpeculator):
-    """Looks for the last tokens of each request earlier in it, and drafts what followed them there."""
+    """Finds each request's last n-gram earlier in its tokens, and drafts the tokens that followed it there."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         super().__init__(config)
@@ -30,7 +30,7 @@ class NgramOnHost(HostSpeculator):
 
 
 class NgramOnDevice(Speculator):
-    """Prompt lookup where the host cannot read the tokens: the device compares all positions at once."""
+    """Prompt lookup on the device, where the host cannot read the tokens: compares all positions at once."""
 
     def __init__(self, config: SpeculativeConfig, device: Device) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""Drafts on a stage of a pipeline that comes before the last one, which has the model that makes them."""
+"""Drafts on a pipeline stage before the last one, which has the draft model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_h
 
 
 class ReceivedDrafts(Speculator):
-    """Guesses nothing: what the last stage has guessed comes into the same rows here.
+    """Receives the drafts of the last stage into its own table.
 
-    aux_layers: those that the model there wants.
+    aux_layers: target layers whose inputs the last stage's draft head wants.
     """
 
     drafts_for_all_stages = True

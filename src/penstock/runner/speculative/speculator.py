@@ -1,4 +1,4 @@
-"""Speculators: after each step they guess how requests go on, and the next step verifies that."""
+"""Interface of speculators: they propose draft tokens after each step, and the next step verifies them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.runner.slot_owners import SlotOwner
 
 
 class RunnerParts(NamedTuple):
-    """The parts of a runner that its speculator drafts with. executable: runs the forward passes of a drafter."""
+    """Parts of a runner that its speculator uses. executable: runs the drafter's forward passes."""
 
     requests: RequestStates
     block_tables: BlockTables
@@ -33,14 +33,15 @@ class RunnerParts(NamedTuple):
 
 
 class Speculator(SlotOwner):
-    """An owner of state per slot. Its drafts lie in the runner's `draft_token_ids`, where the next step reads them.
+    """An owner of per-slot state, which writes draft tokens to the runner's `draft_token_ids`.
 
-    num_speculative_tokens: drafts of a request in a step, at most.
-    verification: when its drafts are kept. draft_probs: float32 [slots, drafts, vocabulary], the distributions that
-        drafts were drawn from, for the rule that goes by them; None where they are not kept.
-    drafts_for_all_stages: of a pipeline, the last one tells the others its drafts; else each stage makes the same ones.
-    needs_hidden: whether `propose` needs the hidden states of all tokens of each step. aux_layers: and those before
-        these layers of the target.
+    num_speculative_tokens: maximum drafts of a request in a step.
+    verification: acceptance rule. draft_probs: float32 [slots, drafts, vocabulary], distributions that the drafts were
+        drawn from, for a rule that needs them; None where they are not kept.
+    drafts_for_all_stages: the last pipeline stage sends its drafts to the others; if not, every stage makes the same.
+    needs_hidden: `propose` needs the hidden states of all tokens of each step. aux_layers: and the inputs of these
+    layers
+        of the target.
     """
 
     num_speculative_tokens: int = 0
@@ -51,15 +52,14 @@ class Speculator(SlotOwner):
     aux_layers: tuple[int, ...] = ()
 
     def bind(self, parts: RunnerParts) -> None:
-        """Belong to the runner that has these; whatever was kept for another one is forgotten."""
+        """Attach to a runner; state of an earlier one is dropped."""
 
     @abstractmethod
     def propose(self, frame: Frame, outcome: StepOutcome) -> None:
-        """Write each request's drafts into its row of `RequestStates.draft_token_ids` on the device, without waiting.
+        """Write each request's drafts to its row of `RequestStates.draft_token_ids` on the device, without waiting.
 
-        At most `frame.num_drafts` for each request; with 0 it makes none, but takes note of the step's tokens. -1 where
-        there is none, and behind it. Only requests that have sampled in the step go on. The state has advanced by the
-        outcome.
+        At most `frame.num_drafts` each, padded with -1; with 0 only the step's tokens are read. Only requests that have
+        sampled in the step get drafts. The state has advanced by the outcome.
         """
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:
@@ -67,34 +67,34 @@ class Speculator(SlotOwner):
 
     @abstractmethod
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts that it has proposed after the last step, once, copied to the host, which may wait for the device.
+        """Return the drafts proposed after the last step, once, on the host; may wait for the device.
 
-        A request has as many as there really are.
+        Without the padding.
         """
 
     def most_extra_tokens(self, max_num_reqs: int) -> int:
-        """By how many tokens its forward pass may be longer than a step."""
+        """Maximum number of tokens by which the drafter's forward pass exceeds the step's."""
         return 0
 
     def run_prompt(self, context: ForwardContext, positions: Tensor) -> None:
-        """Run what `propose` runs for one prompt at these positions, int64, to see what it takes.
+        """Run the forward pass of `propose` for one prompt at these positions, int64, to measure its memory.
 
-        Nothing but the weights has to have values.
+        Only weights need values.
         """
 
     def cache_layers(self) -> Mapping[str, CacheLayer]:
-        """Its own layers that keep something in the KV cache, by name; the names begin with "draft."."""
+        """The drafter's own layers with a KV cache, by name; names begin with "draft."."""
         return {}
 
 
 def on_host(req_ids: Sequence[str], drafts_RK: Tensor) -> DraftTokenIds:
-    """The drafts of these requests, of those that have some. It waits for the device."""
+    """Copy the drafts of these requests to the host, without requests that have none. Waits for the device."""
     found = {req_id: row for req_id, row in zip(req_ids, drafts_RK.tolist(), strict=True) if row[0] != NO_DRAFT}
     return DraftTokenIds(req_ids=list(found), draft_token_ids=list(found.values()))
 
 
 class NoSpeculator(Speculator):
-    """No drafts."""
+    """Speculative decoding off."""
 
     def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         return

@@ -1,7 +1,7 @@
-"""Drafts from suffixes: how the request, and those before it, went on whenever they had said the same.
+"""Suffix decoding: drafts from matches in the request's own tokens and in earlier outputs.
 
-Oliaro et al., "SuffixDecoding", arXiv:2411.04975. Counts are those of its suffix trees; here nothing is kept of a tree
-but the texts themselves, and where in them a few tokens stand.
+Oliaro et al., "SuffixDecoding", arXiv:2411.04975. Counts equal those of its suffix trees; instead of trees it keeps
+the token sequences and an index of n-grams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.runner.speculative.speculator import RunnerParts
 
 
 class SuffixSpeculator(HostSpeculator):
-    """Compares what the request itself suggests with what the outputs of earlier requests do, and drafts the better."""
+    """Scores continuations from the request's own tokens and from earlier outputs, and drafts the better."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         super().__init__(config)
@@ -28,7 +28,7 @@ class SuffixSpeculator(HostSpeculator):
         self._min_prob = config.suffix_decoding_min_token_prob
         self._max_outputs = config.suffix_decoding_max_cached_requests
         self.earlier = EarlierOutputs(self._max_outputs)
-        # By slot: where the request's output begins.
+        # Start of the request's output by slot.
         self._prompt_lengths: dict[int, int] = {}
 
     def bind(self, parts: RunnerParts) -> None:
@@ -38,7 +38,7 @@ class SuffixSpeculator(HostSpeculator):
 
     def add(self, slot: int, request: NewRequestData) -> None:
         super().add(slot, request)
-        # What it said before a preemption is remembered already.
+        # The output before a preemption is in the cache already.
         self._prompt_lengths[slot] = len(request.prefill_token_ids)
 
     def remove(self, slot: int) -> None:
@@ -60,7 +60,7 @@ class SuffixSpeculator(HostSpeculator):
         pending: tuple[int, np.ndarray] | None = None
         for length, ends in places:
             allowed = min(num_drafts, int(length * self._factor), self._depth - length)
-            # The same places agree with more tokens: what is allowed for them is what is allowed for the best length.
+            # Longer matches at the same positions: the largest draft length allowed for any of them counts.
             if pending is not None and len(pending[1]) == len(ends):
                 pending = max(allowed, pending[0]), ends
                 continue

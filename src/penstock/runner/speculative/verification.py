@@ -1,4 +1,4 @@
-"""The choice of a rule by which drafts are kept. The rule itself decides what a request says at a row with a draft."""
+"""Acceptance rules of drafts, chosen by `rejection_sample_method`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.runner.sampling.verification import EXACT, Verification
 
 
 class _OfDrafts(Verification):
-    """A rule for the rows that have a draft behind them."""
+    """Base of the rules that change tokens of rows with a draft behind them."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -28,7 +28,7 @@ class _OfDrafts(Verification):
         self._draft_token_ids, self._draft_probs = draft_token_ids, draft_probs
 
     def _drafts_at(self, rows: LogitsRows, which_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """The numbers of these rows, the request's draft that follows each, which may be none, and its number."""
+        """Return these rows' indices, the draft after each (-1 for none), and its number."""
         assert rows.drafts is not None
         which = self._device.upload(which_np)
         numbers = rows.drafts.numbers.index_select(0, which)
@@ -37,14 +37,14 @@ class _OfDrafts(Verification):
 
 
 class StandardVerification(_OfDrafts):
-    """The rejection rule: outputs have the distribution that they would have without drafts, and other tokens."""
+    """Rejection sampling: keeps the output distribution, but not the sampled tokens themselves."""
 
     goes_by_probs = True
 
     def choose(
         self, drawn: ChosenTokens, logits: Tensor, rows: LogitsRows, seeds: Tensor, is_greedy_np: np.ndarray
     ) -> ChosenTokens:
-        # What is greedy has one token of probability 1, as it is.
+        # A greedy row is a distribution with one token of probability 1 already.
         which_np = np.flatnonzero(_has_draft(rows) & ~is_greedy_np)
         if not len(which_np):
             return drawn
@@ -65,7 +65,7 @@ class StandardVerification(_OfDrafts):
 
 
 class SyntheticVerification(_OfDrafts):
-    """Keeps drafts at a rate, for load tests. rates: the share of steps that keep the first draft, the second, …"""
+    """Synthetic acceptance for load tests. rates: share of steps that accept the first draft, the second, …"""
 
     judges_greedy = True
     keeps_what_cannot_be = True
@@ -73,7 +73,7 @@ class SyntheticVerification(_OfDrafts):
     def __init__(self, device: Device, rates: Sequence[float]) -> None:
         super().__init__(device)
         before = [1.0, *rates[:-1]]
-        # Of those whose drafts before it were kept.
+        # Conditional on the acceptance of the drafts before.
         conditional = [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=True)]
         self._rates = device.upload(np.array(conditional, dtype=np.float64))
 
@@ -96,7 +96,7 @@ class SyntheticVerification(_OfDrafts):
 
 
 def create_verification(config: SpeculativeConfig, device: Device) -> Verification:
-    """The rule that the options ask for."""
+    """Create the configured acceptance rule."""
     if config.rejection_sample_method == "standard":
         return StandardVerification(device)
     if config.rejection_sample_method == "synthetic":
@@ -105,7 +105,7 @@ def create_verification(config: SpeculativeConfig, device: Device) -> Verificati
 
 
 def synthetic_rates(config: SpeculativeConfig) -> list[float]:
-    """The share of steps that keep the first draft, the second, …: as given, or powers that make the mean length."""
+    """Acceptance rate of each draft number: as configured, or powers that give the configured mean length."""
     most, length = config.num_speculative_tokens, config.synthetic_acceptance_length
     if length is None:
         return [float(rate) for rate in config.synthetic_acceptance_rates or ()]
@@ -117,6 +117,6 @@ def synthetic_rates(config: SpeculativeConfig) -> list[float]:
 
 
 def _has_draft(rows: LogitsRows) -> np.ndarray:
-    """bool [rows]: whether the next row is that after a draft of the same request."""
+    """Whether the next row is the one after a draft of the same request, bool [rows]."""
     assert rows.drafts is not None
     return np.append(rows.drafts.numbers_np[1:] > 0, False)
