@@ -319,9 +319,9 @@ def test_which_backend_shares_positions() -> None:
     group = shared_memory_groups(2)[0]
     assert chosen(group, torch.int8) == "cpu_native"
     assert chosen(group, torch.float32, "cpu_context") == "cpu_context"
-    # Ranks that meet elsewhere.
+    # Ranks without shared memory in common.
     assert chosen(SilentGroup(0, 2), torch.float32) == "cpu_context"
-    with pytest.raises(UnsupportedFeature, match="cpu_paged: it needs all positions on one rank"):
+    with pytest.raises(UnsupportedFeature, match="cpu_paged: it does not support decode_context_parallel_size=2"):
         chosen(group, torch.float32, "cpu_paged")
-    with pytest.raises(UnsupportedFeature, match="do not meet in shared memory; cpu_context: it keeps no torch.int8"):
+    with pytest.raises(UnsupportedFeature, match="no shared memory in common; cpu_context: it does not"):
         chosen(SilentGroup(0, 2), torch.int8)

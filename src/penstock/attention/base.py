@@ -1,4 +1,4 @@
-"""What a backend of layers that keep pages provides, one for attention above all, and what it is told about a step.
+"""Interfaces of attention backends and of backends of other layers with a KV cache, and the geometry of a step.
 
 Suffixes: T tokens of the step, R requests of the step, H query heads, K KV heads, D head size, B blocks.
 """
@@ -18,12 +18,12 @@ from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.rotary import Rotation, apply_rotary
 from penstock.parallel.context_share import ContextShare
 
-# What a backend computes once per step and KV-cache group, for its layers. Each backend has its own type.
+# Computed by a backend once per step and KV-cache group, for the group's layers. Each backend has its own type.
 AttentionMetadata = Any
 
 
 class CacheLayer(Protocol):
-    """A layer that keeps pages, as it describes itself: `LayerAttention`, or whatever else `BringsBackend`."""
+    """A layer with pages in the KV cache: `LayerAttention`, or a layer that `BringsBackend`."""
 
     @property
     def name(self) -> str: ...
@@ -31,12 +31,12 @@ class CacheLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What one attention layer computes, whatever backend runs it.
+    """Parameters of one attention layer, independent of the backend.
 
     scale: factor on the scores, usually head_size ** -0.5.
-    sliding_window: number of last positions seen, the current one included; None sees all.
-    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap) before they are masked; None leaves them.
-    context: where several ranks keep the positions of its KV heads by turns; None keeps all of them here.
+    sliding_window: number of visible last positions, including the current one; None for full attention.
+    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap) before the mask; None for no cap.
+    context: ranks that shard the positions of the layer's KV heads (decode context parallelism); None without.
     """
 
     name: str
@@ -51,15 +51,14 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class SequenceGeometry:
-    """A step's sequences, whether layers keep anything of them or not.
+    """Sequences of a step, independent of any KV cache.
 
-    Requests are ordered by their number of tokens, so decodes come first. `…_np` arrays are exact host copies where
-    nothing runs ahead.
+    Requests are ordered by their number of tokens, so decodes come first. `…_np` arrays are exact host copies.
 
     query_start_loc: int32 [R + 1], first token of each request. query_start_loc_np: the same on the host.
-    seq_lens: int32 [R], positions that each request has after this step.
-    num_actual_tokens: tokens that are no padding.
-    num_actual_reqs: requests that are no padding.
+    seq_lens: int32 [R], length of each request after this step.
+    num_actual_tokens: tokens without padding.
+    num_actual_reqs: requests without padding.
     """
 
     query_start_loc: Tensor
@@ -70,7 +69,7 @@ class SequenceGeometry:
     max_query_len: int
 
     def of_last_tokens(self, rows_R: Tensor) -> Self:
-        """The last token of every request, at these rows."""
+        """Narrow to the last token of every request, at these rows."""
         return replace(self, **self._one_token_each(rows_R))
 
     def _one_token_each(self, rows_R: Tensor) -> dict[str, Any]:
@@ -85,12 +84,12 @@ class SequenceGeometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGeometry(SequenceGeometry):
-    """Sequences and their places in the pages of one KV-cache group.
+    """Sequences with their block table and slot mapping in one KV-cache group.
 
-    max_seq_len_upper_bound: known for certain while the device may be a step behind.
+    max_seq_len_upper_bound: an upper bound on the host, while the device may be a step behind.
     block_table: int32 [R, B], block ids of each request.
     slot_mapping: int64 [T], flat KV position (block * block_size + offset) of each token, -1 for padding.
-    is_written: the keys and values of these tokens are in the cache already.
+    is_written: keys and values of these tokens are in the cache already.
     """
 
     max_seq_len_upper_bound: int
@@ -100,72 +99,72 @@ class StepGeometry(SequenceGeometry):
     is_written: bool = False
 
     def of_last_tokens(self, rows_R: Tensor) -> Self:
-        """The last token of every request, at these rows, when all keys and values have been written."""
+        """Narrow to the last token of every request, at these rows, after all keys and values were written."""
         slot_mapping = self.slot_mapping.index_select(0, rows_R)
         return replace(self, **self._one_token_each(rows_R), slot_mapping=slot_mapping, is_written=True)
 
 
 class CacheBackend(ABC):
-    """What the layers of one KV-cache group need of a step, and what they see in their pages.
+    """Computes step metadata for the layers of one KV-cache group, and defines the layout of their pages.
 
-    A layer finds its own pages and the step's metadata with `ForwardContext.cache_of`.
+    A layer gets its own pages and the step's metadata from `ForwardContext.cache_of`.
     """
 
     name: ClassVar[str]
-    # Whether the metadata made of a geometry stays good when its tensors, the same ones, hold the next step's values.
+    # Whether metadata stays valid while the geometry's tensors, the same ones, take the next step's values.
     keeps_metadata: ClassVar[bool] = False
 
     @abstractmethod
     def view_pages(self, pages_NX: Tensor, spec: Any) -> Tensor:
-        """One layer's cache as its group's kind sees it, in uint8 pages of the spec: [num_blocks, page_size_bytes].
+        """View uint8 pages, [num_blocks, page_size_bytes], as one layer's cache.
 
-        Block b is the b-th page, whole: others clear, copy and send pages without knowing what is in them.
+        Block b must be the b-th page, whole: pages are cleared, copied and sent without knowledge of their layout.
         """
 
     def place(self, geometry: StepGeometry) -> StepGeometry:
-        """The lengths and slots of the group's requests: those of their sequences, unless a group has its own.
+        """Return lengths and slots of the group's requests; a group may have its own instead of the sequences'.
 
-        Then its metadata is made of other tensors than the step's, and is made anew in each step (`keeps_metadata`).
+        Its metadata is then made of other tensors than the step's, and anew in each step (`keeps_metadata`).
         """
         return geometry
 
     @abstractmethod
     def make_metadata(self, geometry: StepGeometry) -> AttentionMetadata:
-        """What the group's layers need of this step, computed once for all of them."""
+        """Compute the step's metadata, once for all layers of the group."""
 
 
 @runtime_checkable
 class BringsBackend(CacheLayer, Protocol):
-    """A layer that is no attention, and says itself what runs it."""
+    """A layer other than attention, which brings its own backend."""
 
     def make_backend(self, device: torch.device) -> CacheBackend:
-        """For all layers of its group."""
+        """Make the backend of all layers of its group."""
 
 
 class HeadNorm(Protocol):
-    """Normalises query and key heads, [T, H + K, D], before they are turned."""
+    """Normalisation of query and key heads, [T, H + K, D], before rotary embedding."""
 
     @property
     def rms_of_each_head(self) -> tuple[Tensor, float] | None:
-        """The weight [H + K, D] and the epsilon, if this is `rms_norm` of every head by itself."""
+        """The weight [H + K, D] and the epsilon, if this is `rms_norm` of each head; else None."""
 
     def __call__(self, query_key_THD: Tensor, /) -> Tensor: ...
 
 
 def keys_then_values(pages_NX: Tensor, dtype: str, *sizes: int) -> Tensor:
-    """Pages that each hold keys of these sizes and then as many values: [2, num_blocks, *sizes]."""
+    """View pages of keys of these sizes followed by as many values: [2, num_blocks, *sizes]."""
     return pages_NX.view(TORCH_DTYPES[dtype]).view(-1, 2, *sizes).transpose(0, 1)
 
 
 class AttentionBackend(CacheBackend):
-    """One way to compute attention over a paged KV cache.
+    """Attention over a paged KV cache.
 
-    An instance belongs to one KV-cache group of one runner and may keep buffers of its own. It is made with one of
-    the group's layers, which are alike in what they store and in how far they see; the rest of what a layer computes
-    (`scale`, `soft_cap`, query heads) is read from the layer that `forward` is given.
+    An instance belongs to one KV-cache group of one runner and may keep buffers of its own. It is made with one of the
+    group's layers, which are alike in their cache and their window; other parameters (`scale`, `soft_cap`, query heads)
+    are read from the layer passed to `forward`.
     """
 
-    # Whether it can do with a part of the positions, where other ranks have the others (`LayerAttention.context`).
+    # Whether it supports decode context parallelism: positions sharded over ranks (`LayerAttention.context`).
     shares_positions: ClassVar[bool] = False
 
     def __init__(self, layer: LayerAttention) -> None:
@@ -175,11 +174,11 @@ class AttentionBackend(CacheBackend):
     @classmethod
     @abstractmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
-        """Why this backend cannot run the layer here, or None if it can."""
+        """Reason why this backend cannot run the layer here, or None if it can."""
 
     @abstractmethod
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
-        """[2, num_blocks, ...] of the spec's dtype; keys and values are [0] and [1]. The rest is up to the backend."""
+        """View pages as [2, num_blocks, ...] of the spec's dtype: keys are [0], values [1]."""
 
     @abstractmethod
     def forward(
@@ -191,11 +190,11 @@ class AttentionBackend(CacheBackend):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Write the step's keys and values into the cache, then attend causally over each request's positions.
+        """Write the step's keys and values to the cache, then attend causally to each request's positions.
 
-        Requests may share blocks, also such as another one fills in this step, if that has more than one token in it.
-        Where the geometry says that keys and values are written, those given are not read.
-        Returns [T, H, D] in the query's dtype; rows of padding hold anything finite.
+        Requests may share blocks, including blocks that a request with several tokens fills in this step. Where the
+        geometry has `is_written`, the given keys and values are not read. Returns [T, H, D] in the query's dtype;
+        padding rows hold any finite value.
         """
 
     @abstractmethod
@@ -207,7 +206,7 @@ class AttentionBackend(CacheBackend):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """The first half of `forward`."""
+        """Write keys and values to the cache: the first half of `forward`."""
 
     def forward_last(
         self,
@@ -220,9 +219,9 @@ class AttentionBackend(CacheBackend):
         rows_R: Tensor,
         last_metadata: AttentionMetadata,
     ) -> Tensor:
-        """Write the keys and values of all tokens, then attend with the last token of each request alone: [R, H, D].
+        """Write the keys and values of all tokens, then attend with the last token of each request only: [R, H, D].
 
-        rows_R: int64, theirs. last_metadata: of `StepGeometry.of_last_tokens`.
+        rows_R: int64, rows of the last tokens. last_metadata: metadata of `StepGeometry.of_last_tokens`.
         """
         self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
         query_RHD = query_THD.index_select(0, rows_R)
@@ -237,10 +236,10 @@ class AttentionBackend(CacheBackend):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """`forward` from what the projections give; its query and key heads are normalised and turned first.
+        """Run `forward` on the output of the QKV projection, after normalisation and rotary embedding of its heads.
 
         qkv_TX: [T, (H + 2 * K) * D], query heads, key heads, value heads; overwritten. Returns [T, H * D].
-        A backend whose kernel does all of it at once has a method of its own.
+        A backend with a fused kernel overrides this.
         """
         heads = _prepared_heads(layer, qkv_TX, norm, rotation)
         return self.forward(layer, *heads, kv_cache, metadata).flatten(1)
@@ -256,7 +255,7 @@ class AttentionBackend(CacheBackend):
         rows_R: Tensor,
         last_metadata: AttentionMetadata,
     ) -> Tensor:
-        """`forward_last` from what the projections give, as in `forward_projected`: [R, H * D]."""
+        """Run `forward_last` on the output of the QKV projection, as in `forward_projected`: [R, H * D]."""
         heads = _prepared_heads(layer, qkv_TX, norm, rotation)
         return self.forward_last(layer, *heads, kv_cache, metadata, rows_R, last_metadata).flatten(1)
 
@@ -264,7 +263,7 @@ class AttentionBackend(CacheBackend):
 def _prepared_heads(
     layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value heads, the first two normalised and turned; in the memory of qkv_TX where that can be."""
+    """Split into query, key and value heads, with norm and rotary embedding applied, in place where possible."""
     num_query_key_heads = layer.num_heads + layer.num_kv_heads
     heads_THD = qkv_TX.view(qkv_TX.shape[0], -1, layer.head_size)
     query_key_THD = heads_THD[:, :num_query_key_heads]

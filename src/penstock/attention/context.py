@@ -1,4 +1,4 @@
-"""What a model's forward pass is told about the step it belongs to."""
+"""Forward context: KV cache and attention metadata of one step, passed to the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NO_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """One layer's cache, the KV-cache group it belongs to, and the backend of that group.
+    """One layer's cache, KV-cache group and backend.
 
-    backend: a `CacheBackend` of the layer's kind, which the layer knows. kv_cache: its view of the layer's pages.
+    backend: a `CacheBackend` of the layer's kind. kv_cache: the layer's view of its pages.
     """
 
     group: int
@@ -33,9 +33,9 @@ class BoundLayer:
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """The last token of each of a step's requests.
+    """The last token of each request of a step.
 
-    rows: int64 [R], rising. positions: int64 [R]. query_start_loc: int32 [R + 1], 0 to R. seq_lens: int32 [R].
+    rows: int64 [R], ascending. positions: int64 [R]. query_start_loc: int32 [R + 1], 0 to R. seq_lens: int32 [R].
     metadata: by KV-cache group, of `StepGeometry.of_last_tokens`.
     """
 
@@ -47,10 +47,10 @@ class LastTokens:
 
 
 class AuxHiddenStates:
-    """Takes down what a decoder's residual stream is before some of its layers, by their numbers, of all tokens.
+    """Auxiliary hidden states: the residual stream before given layers, of all tokens.
 
-    The number of layers stands for what comes after the last one, before the final norm. states: [T, D] each, in the
-    order of the layers, once the model has run.
+    Layer number num_layers stands for the output of the last layer, before the final norm. states: [T, D] each, in the
+    order of the layers, after the forward pass.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -64,16 +64,16 @@ class AuxHiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Passed to the model with every call.
+    """KV caches and attention metadata of one forward pass.
 
     layers: by layer name; the same in every step.
     metadata: by KV-cache group; this step's.
-    sequences: the step's, for layers that keep nothing; None while a program is recorded.
-    last: given where only these tokens' hidden states are asked for. What comes after the last attention then has only
-    their rows, [R, ...]; a layer that is told so attends with them alone.
-    aux: given where hidden states between layers are wanted too.
-    rows: given by a decoder to its layers where hidden states between them are scattered over ranks.
-    inputs: named step inputs beside token ids and positions, a row per token each.
+    sequences: the step's, for layers without a KV cache; None while a program is recorded.
+    last: narrows the output to these tokens. Everything after the last attention has their rows only, [R, ...], and
+    that attention runs with them only.
+    aux: records auxiliary hidden states.
+    rows: set by a decoder for its layers under sequence parallelism.
+    inputs: named step inputs beside token ids and positions, one row per token each.
     """
 
     layers: Mapping[str, BoundLayer]
@@ -85,29 +85,32 @@ class ForwardContext:
     sequences: SequenceGeometry | None = None
 
     def note_hidden(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
-        """Called by a decoder before each layer, and after the last: the layer's input is the sum of both."""
+        """Record aux hidden states; called before each layer and after the last.
+
+        The layer's input is the sum of both.
+        """
         if self.aux is not None:
             self.aux.note(layer, hidden_TD, residual_TD)
 
     def of_all_tokens(self) -> ForwardContext:
-        """For a layer that others follow, whose hidden states all are needed."""
+        """The context of a layer before the last one, which needs the hidden states of all tokens."""
         return self if self.last is None else replace(self, last=None)
 
     def by_layer(self, num_layers: int) -> list[ForwardContext]:
-        """For each layer of a model: only the last one may go on with less than all tokens."""
+        """The context of each layer of a model: only the last one is narrowed."""
         return [self.of_all_tokens()] * (num_layers - 1) + [self]
 
     def asked_for(self, per_token: Tensor) -> Tensor:
-        """The rows that are asked for, of something that has one for every token of the step."""
+        """Select the wanted rows of a tensor with a row per token of the step."""
         return per_token if self.last is None else self.whole(per_token).index_select(0, self.last.rows)
 
     @property
     def rows_asked_for(self) -> ScatteredRows | None:
-        """How the rows that are asked for are scattered: where they are few, not at all."""
+        """Sequence-parallel layout of the wanted rows; None where only the last tokens are wanted."""
         return self.rows if self.last is None else None
 
     def whole(self, hidden_TD: Tensor) -> Tensor:
-        """The rows of all tokens, of something between layers."""
+        """Gather the rows of all tokens from all ranks, between layers."""
         return hidden_TD if self.rows is None else self.rows.whole(hidden_TD)
 
     def opaque(
@@ -115,10 +118,9 @@ class ForwardContext:
     ) -> Sequence[Tensor]:
         """Call a declared opaque operation: `function(context, *rows)` returns rows of these widths, [T, width] each.
 
-        A recorded program stops for the call and goes on after it. Layers whose computation is no kernel of the library
-        call it so; without the declaration the whole model runs without a program. The function reads at least one
-        tensor of rows. Raises ValueError without one, and where results differ from the declaration in number, shape
-        or dtype.
+        A recorded program pauses for the call. Layers whose computation has no kernel in the library use it; a model
+        with an undeclared one runs without a program. Raises ValueError without rows, and where results differ from
+        the declaration in number, shape or dtype.
         """
         if not rows:
             raise ValueError(f"opaque operation {function}: pass it at least one tensor of rows, [T, width].")
@@ -127,14 +129,14 @@ class ForwardContext:
         return called(self, *rows) if traced is None else traced
 
     def cache_of(self, name: str) -> tuple[Tensor, AttentionMetadata]:
-        """A layer's cache, and what its group's backend made of this step."""
+        """Return a layer's cache, and its group's metadata of this step."""
         bound = self.layers[name]
         return bound.kv_cache, self.metadata[bound.group]
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
-        """Attention of one layer over this step: [T, H, D] from its queries, keys [T, K, D] and values [T, K, D].
+        """Attention of one layer: [T, H, D] from queries, keys [T, K, D] and values [T, K, D].
 
-        [R, H, D] where only last tokens are asked for.
+        [R, H, D] where the context is narrowed to last tokens.
         """
         bound = self.layers[layer.name]
         group = bound.group
@@ -146,9 +148,9 @@ class ForwardContext:
     def attend_projected(
         self, layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
     ) -> Tensor:
-        """`attend` from the output of the projections, [T, (H + 2 * K) * D], which it overwrites: [T, H * D].
+        """Run `attend` on the output of the QKV projection, [T, (H + 2 * K) * D], which it overwrites: [T, H * D].
 
-        [R, H * D] where only last tokens are asked for.
+        [R, H * D] where the context is narrowed to last tokens.
         """
         bound = self.layers[layer.name]
         group = bound.group

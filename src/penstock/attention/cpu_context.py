@@ -1,9 +1,9 @@
-"""Attention where several ranks keep the positions of the same KV heads by turns (decode context parallelism).
+"""Decode context parallelism on the CPU, in torch: the KV cache of the same KV heads is sharded by position.
 
-Each rank attends with the query heads of all of them to the positions that it has, and what they find is weighed by its
-log-sum-exp and added up. Blocks have the same ids on all ranks, so that the scheduler sees one cache, in blocks of the
-positions of all ranks; what lies where within a block is known to backends only. The pages are those of `cpu_paged`.
-`cpu_native` does the same faster, where the C++ kernels are there and ranks meet in shared memory.
+Each rank attends to its own positions with the query heads of all ranks, and the partial results are merged by their
+log-sum-exp. Block ids are the same on all ranks, so the scheduler sees one cache, with blocks of the positions of all
+ranks. Pages are laid out as in `cpu_paged`. `cpu_native` is the faster version, for the C++ kernels and ranks with
+shared memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.parallel.context_share import ContextShare
 
 @dataclass(frozen=True, slots=True)
 class DecodeParts:
-    """Requests of one token each that see something here. rows: int64, their tokens."""
+    """Decode requests with visible positions on this rank. rows: int64, their tokens."""
 
     rows: Tensor
     blocks: DecodeBlocks
@@ -37,7 +37,7 @@ class DecodeParts:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """One request's tokens start..stop of the step. first, end: int64, of the positions in `block_ids` each sees."""
+    """One request's tokens start..stop of the step. first, end: int64, visible range in `block_ids` of each token."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class PrefillPart:
 
 @dataclass(frozen=True, slots=True)
 class CpuContextMetadata:
-    """own: int64, tokens whose keys and values lie here. kv_rows: where."""
+    """own: int64, tokens whose keys and values this rank keeps. kv_rows: their rows in the cache."""
 
     num_tokens: int
     own: Tensor
@@ -64,13 +64,13 @@ class CpuContextBackend(HeadMajorBackend):
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
-        assert layer.context is not None, "all positions are on this rank"
+        assert layer.context is not None, "used with decode context parallelism only"
         self._share: ContextShare = layer.context
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         if layer.context is None:
-            return "it is for decode_context_parallel_size of more than 1"
+            return "it needs decode_context_parallel_size of more than 1"
         return super().why_not(layer, dtype, device, block_size)
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
@@ -100,7 +100,7 @@ class CpuContextBackend(HeadMajorBackend):
         )
 
     def _seen(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For queries at these positions, the first position here that they see, and the end of what they see."""
+        """Visible local positions of queries at these positions: first, and end (exclusive)."""
         end = self._share.num_kept(positions + 1)
         if self.sliding_window is None:
             return np.zeros_like(end), end
@@ -144,7 +144,7 @@ class CpuContextBackend(HeadMajorBackend):
     def _attend_here(
         self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, metadata: CpuContextMetadata
     ) -> tuple[Tensor, Tensor]:
-        """With the query heads of all ranks: float32 [T, H, D], and the log-sum-exp [T, H]."""
+        """Attend to local positions with the query heads of all ranks: float32 [T, H, D], and log-sum-exp [T, H]."""
         key_cache, value_cache = kv_cache[0], kv_cache[1]
         output_THD = query_THD.new_zeros(query_THD.shape, dtype=torch.float32)
         lse_TH = output_THD.new_full(query_THD.shape[:2], float("-inf"))

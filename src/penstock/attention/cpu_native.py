@@ -1,12 +1,12 @@
-"""The CPU backend whose attention is one C++ kernel for any mix of decodes and prefill chunks.
+"""CPU backend with one C++ kernel for any mix of decodes and prefill chunks.
 
-It computes in float32, or in integers over an int8 cache, which has a scale for each position of each head.
-Keys of the cache are [num_blocks, K, D, block_size], values [num_blocks, K, block_size, D]: either way the innermost
-dimension is the one that the kernel computes many of at once. Of int8, rows are interleaved two by two. In memory a
-head's values of a block follow its keys: pieces twice as long are read faster.
+It computes in float32, or in integers over an int8 KV cache with one scale per position and head.
+Keys are stored as [num_blocks, K, D, block_size], values as [num_blocks, K, block_size, D]: the innermost dimension is
+the kernel's vector dimension. Int8 rows are interleaved in pairs. In memory a head's values of a block follow its
+keys, because longer contiguous reads are faster.
 
-Where ranks keep the positions of the same KV heads by turns, a block has those that are here, and the kernel brings
-query heads and results together.
+With decode context parallelism, a block has this rank's positions only, and the kernel exchanges query heads and
+partial results between ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.kernels.rotary import Rotation, TableRotation
 
 @dataclass(frozen=True, slots=True)
 class CpuNativeMetadata:
-    """The step's requests, and how many of its tokens are no padding. is_written: as in the geometry."""
+    """The step's requests, and its tokens without padding. is_written: as in the geometry."""
 
     requests: StepRequests
     num_tokens: int | None
@@ -47,11 +47,11 @@ class CpuNativeBackend(AttentionBackend):
         if device.type != "cpu":
             return "it runs on the CPU only"
         if NATIVE is None:
-            return "the C++ kernels are not there or were turned off"
+            return "the C++ kernels are not built or are turned off"
         if dtype not in CACHE_TYPES:
-            return f"it keeps keys and values in {', '.join(map(str, CACHE_TYPES))}, not in {dtype}"
+            return f"it supports KV caches of {', '.join(map(str, CACHE_TYPES))}, not {dtype}"
         if layer.context is not None and layer.context.group.collectives is None:
-            return "ranks that share positions do not meet in shared memory"
+            return "decode context parallel ranks have no shared memory in common"
         return None
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
@@ -145,7 +145,7 @@ class CpuNativeBackend(AttentionBackend):
         )
 
     def _shape(self, layer: LayerAttention, kv_cache: Tensor) -> HeadShape:
-        # Positions of a block that are here.
+        # Local positions of a block.
         block_size = kv_cache.shape[3]
         shape = self._shapes.get((layer.name, block_size))
         if shape is None:
@@ -163,7 +163,7 @@ class CpuNativeBackend(AttentionBackend):
 
 
 def _preparation(rotation: Rotation, norm: HeadNorm | None) -> HeadPreparation | None:
-    """The kernel's own normalisation and rotation of heads; None where it cannot do these."""
+    """The kernel's fused normalisation and rotary embedding; None where it does not support these."""
     if not isinstance(rotation, TableRotation):
         return None
     if norm is None:
@@ -173,14 +173,14 @@ def _preparation(rotation: Rotation, norm: HeadNorm | None) -> HeadPreparation |
 
 
 def _without_padding(output: Tensor, metadata: CpuNativeMetadata) -> Tensor:
-    # A traced step has no number of tokens; its program leaves zeros.
+    # A recording has no number of tokens; its program zeroes the padding.
     if metadata.num_tokens is not None and metadata.num_tokens < output.shape[0]:
         output[metadata.num_tokens :] = 0
     return output
 
 
 def _as_the_kernel_takes_it(heads_THD: Tensor) -> Tensor:
-    """In float32, with a token's heads side by side: models may compute in bfloat16, or have their heads apart."""
+    """Convert to contiguous float32, the kernel's input: models may compute in bfloat16 or have strided heads."""
     heads_THD = heads_THD.to(torch.float32)
     has_adjacent = heads_THD.stride(2) == 1 and heads_THD.stride(1) == heads_THD.shape[2]
     return heads_THD if has_adjacent else heads_THD.contiguous()

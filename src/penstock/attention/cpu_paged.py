@@ -1,4 +1,4 @@
-"""The CPU backend: decodes as one batch of blocks, prefills one request at a time. Nothing is padded."""
+"""CPU backend in torch: batched decodes, and prefills one request at a time. Nothing is padded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.kernels.paged_attention import (
     write_kv_rows,
 )
 
-# Bytes of keys that one batch of decodes copies at once, and as many of values: about what the caches hold.
+# Bytes of keys, and of values, that one batch of decodes gathers at once: about the size of the CPU caches.
 _MAX_BYTES_AT_ONCE = 8 << 20
 
 
@@ -34,7 +34,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One request's tokens start..stop of the step; `block_ids` hold the `num_positions` that they see."""
+    """Tokens start..stop of one request; `block_ids` hold its `num_positions` visible positions."""
 
     start: int
     stop: int
@@ -66,7 +66,7 @@ class CpuPagedBackend(HeadMajorBackend):
         return keys_then_values(pages_NX, spec.dtype, spec.num_kv_heads, spec.block_size, spec.elements_per_head)
 
     def make_metadata(self, geometry: StepGeometry) -> CpuPagedMetadata:
-        # The CPU is its own host, so the lengths are exact and reading them waits for nothing.
+        # On the CPU lengths are exact, and reading them does not wait.
         num_reqs = geometry.num_actual_reqs
         seq_lens = geometry.seq_lens[:num_reqs].numpy().astype("int64")
         starts = geometry.query_start_loc_np[: num_reqs + 1]
@@ -160,7 +160,7 @@ class CpuPagedBackend(HeadMajorBackend):
 
 
 def _split_by_blocks(seq_lens: np.ndarray, block_size: int, most: int) -> list[tuple[int, int]]:
-    """Cut requests into runs of at most `most` blocks (or one request, if it is longer)."""
+    """Split requests into runs of at most `most` blocks (or one request, if it is longer)."""
     num_reqs = len(seq_lens)
     if num_reqs == 0:
         return []

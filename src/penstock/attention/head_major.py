@@ -1,4 +1,4 @@
-"""What backends share whose cache is head-major, [2, num_blocks, K, positions, D]: a block of one head is a matrix.
+"""Base of backends with a head-major cache, [2, num_blocks, K, positions, D]: a block of one head is a matrix.
 
 In memory a block's values follow its keys.
 """
@@ -12,7 +12,7 @@ from penstock.attention.base import AttentionBackend, LayerAttention
 
 
 class HeadMajorBackend(AttentionBackend):
-    """Writes rows, and keeps memory for copies of blocks; the attention itself is the subclass's."""
+    """Writes keys and values, and keeps a workspace for gathered blocks; subclasses compute attention."""
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
@@ -21,20 +21,20 @@ class HeadMajorBackend(AttentionBackend):
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         if not dtype.is_floating_point:
-            return f"it keeps no {dtype} cache"
+            return f"it does not support a {dtype} KV cache"
         return None if device.type == "cpu" else "it runs on the CPU only"
 
     def write_rows(
         self, layer: LayerAttention, key_TKD: Tensor, value_TKD: Tensor, kv_cache: Tensor, kv_rows_2X: Tensor
     ) -> None:
-        """kv_rows_2X: of `write_kv_rows`, where the keys and the values of these tokens get."""
-        # A block is its keys of all heads, then its values.
+        """Write keys and values. kv_rows_2X: rows of keys and of values in the cache, of `write_kv_rows`."""
+        # A block is the keys of all heads, then the values.
         rows_XD = kv_cache.transpose(0, 1).view(-1, layer.head_size)
         for row_ids, new_TKD in zip(kv_rows_2X.to(kv_cache.device), (key_TKD, value_TKD), strict=True):
             rows_XD.index_copy_(0, row_ids, new_TKD.reshape(-1, layer.head_size).to(kv_cache.dtype))
 
     def workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Two tensors like the cache, of at least so many blocks; all layers of the group take turns with them."""
+        """Return two tensors like the cache, of at least `num_blocks` blocks; shared by all layers of the group."""
         if self._workspace is None or self._workspace[0].shape[0] < num_blocks:
             shape = (num_blocks + num_blocks // 4, *cache_BKPD.shape[1:])
             self._workspace = (cache_BKPD.new_empty(shape), cache_BKPD.new_empty(shape))
@@ -42,5 +42,5 @@ class HeadMajorBackend(AttentionBackend):
 
 
 def gather_blocks(cache_BKPD: Tensor, block_ids: Tensor) -> Tensor:
-    """[L, K, D]: all positions of these blocks."""
+    """Gather all positions of these blocks: [L, K, D]."""
     return cache_BKPD.index_select(0, block_ids).transpose(1, 2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The reference backend: correct on every device and dtype, padded and slow."""
+"""Reference backend: correct on every device and dtype, padded and slow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.kernels.paged_attention import paged_attention_reference
 
 
 class ReferenceBackend(TokenMajorBackend):
-    """Attention by definition, for tests and for devices that have nothing better."""
+    """Attention by its definition, for tests and as the fallback of any device."""
 
     name = "reference"
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
-        return None if dtype.is_floating_point else f"it keeps no {dtype} cache"
+        return None if dtype.is_floating_point else f"it does not support a {dtype} KV cache"
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
         num_reqs = geometry.num_actual_reqs

@@ -1,4 +1,4 @@
-"""Which backend runs a layer on a device."""
+"""Selection of the attention backend of a layer on a device."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def select_backend(
     candidates: tuple[str, ...],
     requested: str | None = None,
 ) -> tuple[type[AttentionBackend], dict[str, str]]:
-    """The first of the device's candidates (best first) that can run all the layers, and why the better ones cannot.
+    """Return the first of the device's candidates (best first) that can run all layers, and why better ones cannot.
 
-    Raises ConfigError for an unknown name, UnsupportedFeature when the requested one cannot run here.
+    Raises ConfigError for an unknown name, UnsupportedFeature when the requested backend cannot run here.
     """
     if requested is not None and requested not in BACKENDS:
         raise ConfigError(f"attention_backend={requested!r} is not valid. Allowed: {', '.join(BACKENDS)}.")
-    # Asked once for layers that differ in nothing but their names.
+    # Checked once for layers that differ only in their names.
     if layers[0].context is not None and device.type == "cpu":
         candidates = (CpuNativeBackend.name, CpuContextBackend.name)
     distinct = {replace(layer, name=""): layer for layer in reversed(layers)}.values()
@@ -59,7 +59,7 @@ def _why_not(
     backend: type[AttentionBackend], layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> str | None:
     if layer.context is not None and not backend.shares_positions:
-        return f"it needs all positions on one rank, and decode_context_parallel_size={layer.context.group.size}"
+        return f"it does not support decode_context_parallel_size={layer.context.group.size}"
     return backend.why_not(layer, dtype, device, block_size)
 
 
@@ -71,16 +71,16 @@ def select_cache_backend(
     candidates: tuple[str, ...],
     requested: str | None = None,
 ) -> tuple[CacheBackend, dict[str, str]]:
-    """What runs the layers of one KV-cache group, and why better backends do not.
+    """Return the backend of one KV-cache group's layers, and why better backends cannot run them.
 
-    Raises as `select_backend`, whose arguments the others are.
+    Arguments and exceptions as in `select_backend`.
     """
     first = layers[0]
     if isinstance(first, BringsBackend):
         return first.make_backend(device), {}
     attention = [layer for layer in layers if isinstance(layer, LayerAttention)]
-    assert len(attention) == len(layers), f"{first.name} says neither what it attends to nor what runs it"
-    assert isinstance(spec, AttentionSpec), f"{first.name} attends, and keeps no keys and values of its positions"
+    assert len(attention) == len(layers), f"{first.name} is neither attention nor brings a backend"
+    assert isinstance(spec, AttentionSpec), f"{first.name} is attention without an attention spec"
     backend, refusals = select_backend(
         *attention,
         dtype=TORCH_DTYPES[spec.dtype],

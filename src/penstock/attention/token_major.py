@@ -1,4 +1,4 @@
-"""What backends share whose cache is token-major, [2, num_blocks, block_size, K, D]: keys, then values of a block."""
+"""Base of backends with a token-major cache, [2, num_blocks, block_size, K, D]: keys, then values of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.contract import AttentionSpec
 
 
 class TokenMajorBackend(AttentionBackend):
-    """Writes the step's keys and values, and leaves padding out; the attention itself is the subclass's."""
+    """Writes keys and values, and strips padding; subclasses compute attention."""
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
         return keys_then_values(pages_NX, spec.dtype, spec.block_size, spec.num_kv_heads, spec.elements_per_head)
@@ -47,7 +47,7 @@ class TokenMajorBackend(AttentionBackend):
     ) -> None:
         num_tokens = metadata.num_actual_tokens
         slots_T, block_size = metadata.slot_mapping[:num_tokens], metadata.block_size
-        # Rows of [num_blocks, 2, block_size], which a block's keys and its values have in turn.
+        # Rows of [num_blocks, 2, block_size], which alternate between a block's keys and its values.
         key_rows_T = slots_T + torch.div(slots_T, block_size, rounding_mode="floor") * block_size
         rows_XKD = kv_cache.transpose(0, 1).flatten(0, 2)
         for rows_T, new_TKD in zip((key_rows_T, key_rows_T + block_size), (key_TKD, value_TKD), strict=True):
@@ -55,4 +55,4 @@ class TokenMajorBackend(AttentionBackend):
 
     @abstractmethod
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
-        """[T, H, D] for the actual tokens; their keys and values are in the cache."""
+        """Return [T, H, D] of the actual tokens, whose keys and values are in the cache."""

@@ -1,4 +1,4 @@
-"""The CUDA backend: torch's own variable-length attention over a paged cache (torch.nn.attention.varlen)."""
+"""CUDA backend: torch's variable-length attention over a paged cache (torch.nn.attention.varlen)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.attention.token_major import TokenMajorBackend
 
 
 class TorchVarlenBackend(TokenMajorBackend):
-    """Flash attention behind torch. What it supports differs by release and GPU, so it is tried once, not assumed."""
+    """Flash attention through torch. Support differs by release and GPU, so it is probed once."""
 
     name = "torch_varlen"
 
@@ -24,11 +24,11 @@ class TorchVarlenBackend(TokenMajorBackend):
         if dtype not in (torch.bfloat16, torch.float16):
             return f"it computes in bfloat16 or float16, not {dtype}"
         if layer.soft_cap is not None:
-            return "it knows no soft caps"
+            return "it does not support soft caps"
         return _try(layer, dtype, device, block_size)
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
-        if query_THD.is_meta:  # the kernel makes nothing else
+        if query_THD.is_meta:  # the output is all that the kernel allocates
             return torch.empty_like(query_THD)
         num_reqs = geometry.num_actual_reqs
         return _varlen_attention(
@@ -76,7 +76,7 @@ def _varlen_attention(
 
 @functools.cache
 def _try(layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
-    """Run one small step, since neither the release's number nor the signature tells what the kernels accept."""
+    """Probe with one small step: neither torch's version nor the signature tells what the kernels accept."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -86,7 +86,7 @@ def _try(layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_
     try:
         query = torch.zeros(2, layer.num_heads, layer.head_size, dtype=dtype, device=device)
         sizes = block_size, layer.num_kv_heads, layer.head_size
-        # As `view_pages` lays them.
+        # The layout of `view_pages`.
         kv_cache = torch.zeros(2, 2, *sizes, dtype=dtype, device=device).transpose(0, 1)
         starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
         length = torch.tensor([2], dtype=torch.int32, device=device)

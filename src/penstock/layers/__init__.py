@@ -1,1 +1,1 @@
-"""The building blocks of models."""
+"""Layers of models."""

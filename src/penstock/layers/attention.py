@@ -1,4 +1,4 @@
-"""The attention layer of a model: what it computes and what it stores, whatever backend runs it.
+"""Attention layer of a model, independent of the backend.
 
 Suffixes: T tokens, H query heads, K KV heads, D head size.
 """
@@ -15,14 +15,14 @@ from penstock.kernels.rotary import Rotation
 
 
 class Attention(nn.Module):
-    """Causal attention over a request's positions, of the last `sliding_window` ones if the layer has that."""
+    """Causal attention, over the last `sliding_window` positions if the layer has a window."""
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, context: ForwardContext) -> Tensor:
-        """[T, H, D], or [R, H, D] where the context asks for last tokens only.
+        """[T, H, D], or [R, H, D] where the context is narrowed to last tokens.
 
         The arguments may be strided views; their last dimension is contiguous.
         """
@@ -31,15 +31,14 @@ class Attention(nn.Module):
     def from_projection(
         self, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation, context: ForwardContext
     ) -> Tensor:
-        """[T, H * D] from query, key and value heads side by side, [T, (H + 2 * K) * D], which it overwrites.
+        """Attention from the output of the QKV projection, [T, (H + 2 * K) * D], which it overwrites: [T, H * D].
 
-        [R, H * D] where the context asks for last tokens only.
-        Query and key heads are normalised and turned before they attend.
+        [R, H * D] where the context is narrowed to last tokens. Query and key heads are normalised and rotated first.
         """
         return context.attend_projected(self.layer, qkv_TX, norm, rotation)
 
     def get_kv_cache_spec(self, block_size: int, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
-        """What this layer keeps per block. block_size: positions that a rank keeps. dtype: of the cache, by name."""
+        """KV cache spec of this layer. block_size: positions per block on this rank. dtype: of the cache, by name."""
         layer = self.layer
         num_ranks = 1 if layer.context is None else layer.context.group.size
         kept: dict[str, Any] = {

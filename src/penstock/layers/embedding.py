@@ -1,4 +1,4 @@
-"""From token ids to hidden states, and from hidden states to logits.
+"""Vocabulary embedding and output projection (LM head).
 
 Suffixes: T tokens, L logits rows, D hidden size, V vocabulary.
 """
@@ -19,10 +19,10 @@ from penstock.parallel import ParallelState, rows_of_vocabulary
 
 
 class VocabEmbedding(nn.Module):
-    """weight: [V, D], a row per token; empty while an output projection that is tied to it keeps it in another form.
+    """weight: [V, D], a row per token; empty while a tied output projection keeps it in another layout.
 
-    vocab_size: of all ranks, which have shares of the rows and put them together.
-    compute_dtype: what rows are widened to, where the weight is kept in a narrower dtype.
+    vocab_size: over all ranks; rows are sharded, and all-reduced.
+    compute_dtype: dtype of the output rows, where the weight has a narrower one.
     """
 
     shares_weight = False
@@ -56,7 +56,7 @@ class VocabEmbedding(nn.Module):
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
-    """An embedding whose rows are multiplied by `scale`, which is first rounded to their dtype."""
+    """An embedding whose rows are multiplied by `scale`, rounded to their dtype first."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float, parallel: ParallelState) -> None:
         super().__init__(vocab_size, hidden_size, parallel=parallel)
@@ -68,7 +68,7 @@ class ScaledVocabEmbedding(VocabEmbedding):
 
 
 class LMHead(ColumnParallelLinear):
-    """The output projection: [V, D]. Tied to an embedding, it has that one's weight."""
+    """The output projection: [V, D]. With `tied_to` it shares the embedding's weight."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, parallel: ParallelState, tied_to: VocabEmbedding | None = None
@@ -87,15 +87,14 @@ class LMHead(ColumnParallelLinear):
         logits_LV = self._logits_of_rank(hidden_LD)
         if self._most_rows * self._group.size == self._vocab_size:
             return self._group.all_gather(logits_LV, dim=-1)
-        # Ranks give equally many, and what the last one has too few of is at the end.
+        # Ranks gather equal sizes; the last rank's padding is at the end.
         padded_LV = F.pad(logits_LV, (0, self._most_rows - logits_LV.shape[-1]))
         return self._group.all_gather(padded_LV, dim=-1)[:, : self._vocab_size].contiguous()
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
-        """`greedy_tokens` of the logits, where the product is in C++, and else None.
+        """Return `greedy_tokens` of the logits without materialising them, or None without a fused kernel.
 
-        For rows that need nothing else: no log-probabilities, and nothing that changes logits before the choice.
-        Ranks tell each other their largest logits, and no others.
+        For rows without log-probabilities and without logits transforms. Ranks exchange their largest logits only.
         """
         if self._group.size > 1:
             return self._greedy_of_ranks(hidden_LD)
@@ -116,7 +115,7 @@ class LMHead(ColumnParallelLinear):
         if chosen is None:
             return largest_logits(self._logits_of_rank(hidden_LD))
         token_ids_L, _, values_L = chosen
-        assert values_L is not None, "the largest were asked for"
+        assert values_L is not None, "called with with_largest"
         return LargestLogits(values_L, token_ids_L)
 
     def _logits_of_rank(self, hidden_LD: Tensor) -> Tensor:

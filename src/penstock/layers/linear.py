@@ -1,6 +1,6 @@
 """Linear layers, by how tensor parallelism splits them.
 
-Each keeps its weight as a `LinearMethod` decides, once all weights are loaded.
+A `LinearMethod`, chosen after loading, decides the layout of the weight.
 Suffixes: T tokens, I input features, O output features.
 """
 
@@ -23,11 +23,11 @@ from penstock.parallel.scattered_rows import ScatteredRows
 
 
 class LinearMethod(ABC):
-    """How one linear layer multiplies, and the form of the weight that this takes."""
+    """The matrix product of a linear layer, and the layout of its weight."""
 
     @abstractmethod
     def process_weights_after_loading(self, layer: LinearLayer) -> None:
-        """Bring the layer's loaded weight into this method's form."""
+        """Convert the layer's loaded weight to this method's layout."""
 
     @abstractmethod
     def restore_weights(self, layer: LinearLayer) -> None:
@@ -40,15 +40,15 @@ class LinearMethod(ABC):
     def argmax(
         self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """The first of the largest of `apply`, and whether a row failed: int64 [L] and bool [L].
+        """Argmax of `apply` over the outputs, and whether a row failed (is not finite): int64 [L] and bool [L].
 
-        None where that saves nothing. The layer has no bias. with_largest: those products too, float32 [L].
+        None where there is no fused kernel. The layer has no bias. with_largest: return the maxima too, float32 [L].
         """
         return None
 
 
 class PlainMethod(LinearMethod):
-    """Multiplies by the weight as it was loaded."""
+    """Multiplies by the weight as loaded."""
 
     def process_weights_after_loading(self, layer: LinearLayer) -> None: ...
 
@@ -59,26 +59,26 @@ class PlainMethod(LinearMethod):
 
 
 class PackedMethod(LinearMethod):
-    """Keeps the weight in a layout of its kernels instead of the loaded one."""
+    """Keeps the weight packed for its kernels instead of as loaded."""
 
     def __init__(self) -> None:
         self.packed_OI: Tensor | None = None
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """All that is kept of the weight."""
+        """All tensors of the packed weight."""
         return () if self.packed_OI is None else (self.packed_OI,)
 
     @abstractmethod
     def pack(self, weight_OI: Tensor) -> Tensor:
-        """The weight in the layout that `multiply` takes."""
+        """Pack a weight for `multiply`."""
 
     @abstractmethod
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
-        """The weight that was packed, bit for bit: [O, I]."""
+        """Restore the packed weight bit for bit: [O, I]."""
 
     def row_lookup(self, packed_OI: Tensor) -> RowLookup | None:
-        """How to read rows of the weight from its packed form, if that is possible."""
+        """Return a lookup of the weight's rows in packed form, if possible."""
         return None
 
     @abstractmethod
@@ -113,7 +113,7 @@ class OneDnnMethod(PackedMethod):
 
 
 class NativeMethod(PackedMethod):
-    """Our own C++ kernels."""
+    """Penstock's C++ kernels."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         super().__init__()
@@ -134,9 +134,9 @@ class NativeMethod(PackedMethod):
     def argmax(
         self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """None of the products is written down."""
+        """Compute without materialising the products."""
         assert self.packed_OI is not None, "argmax before process_weights_after_loading"
-        assert layer.bias is None, "a bias would change the largest"
+        assert layer.bias is None, "argmax ignores a bias"
         return self._kernels.greedy(x_LI, self.packed_OI, layer.output_size, with_largest=with_largest)
 
 
@@ -150,7 +150,7 @@ class _PackedRows(RowLookup):
 
 
 def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = None) -> LinearMethod:
-    """The fastest method for this weight where it lies. compute_dtype: None for the weight's."""
+    """Return the fastest method for this weight on its device. compute_dtype: None for the weight's."""
     is_ours = is_on_cpu(weight_OI) and (compute_dtype or weight_OI.dtype) is torch.float32 and not uses_torch_products()
     if NATIVE is not None and is_ours:
         return NativeMethod(NATIVE)
@@ -160,10 +160,10 @@ def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = 
 def process_weights_after_loading(
     model: nn.Module, choose: Callable[[LinearLayer], LinearMethod] | None = None
 ) -> None:
-    """Choose a method for every linear layer and hand it the loaded weight. A layer at a time, to need little memory.
+    """Choose a method for every linear layer and convert its weight, one layer at a time to limit peak memory.
 
-    choose: another choice than the fastest method, such as one that quantises.
-    Without this call a loaded model is right, but slower.
+    choose: instead of the fastest method, such as one that quantises.
+    A model works without this call, but slower.
     """
     for module in model.modules():
         if isinstance(module, LinearLayer):
@@ -175,7 +175,7 @@ def process_weights_after_loading(
 
 
 def restore_weights(model: nn.Module) -> None:
-    """Undo `process_weights_after_loading`: every parameter holds its weight again and can be loaded anew."""
+    """Undo `process_weights_after_loading`: parameters hold their weights again and can be reloaded."""
     for module in model.modules():
         if isinstance(module, LinearLayer):
             module.method.restore_weights(module)
@@ -183,7 +183,7 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def weights_size_bytes(model: nn.Module) -> int:
-    """Bytes of all weights and buffers, in whatever form the layers keep them."""
+    """Bytes of all weights and buffers, in their present layout."""
     tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         if isinstance(module, LinearLayer) and isinstance(module.method, PackedMethod):
@@ -194,10 +194,10 @@ def weights_size_bytes(model: nn.Module) -> int:
 class LinearLayer(nn.Module):
     """x @ weight^T + bias.
 
-    weight: [O, I]; empty while the method keeps it in another form. bias: [O] or None.
-    shares_weight: another module needs the weight too, as it is. compute_dtype: of x and of the product, where the
-    weight is kept in a narrower one. tied_to: embeddings that have the same weight, and can read its rows from another
-    form of it; in a tuple, since a module's attributes become its children.
+    weight: [O, I]; empty while the method keeps it packed. bias: [O] or None.
+    shares_weight: another module uses the weight as loaded. compute_dtype: dtype of x and of the product, where the
+    weight has a narrower one. tied_to: embeddings with the same weight, which can look up rows in packed form; in a
+    tuple, since a module's attributes become its children.
     """
 
     weight: nn.Parameter
@@ -218,7 +218,7 @@ class LinearLayer(nn.Module):
         return self.method.apply(self, x_TI)
 
     def drop_weight(self, lookup: RowLookup | None) -> None:
-        """Free the weight, of which the method has a form of its own; `lookup` reads rows of that form."""
+        """Free the weight, which the method keeps packed; `lookup` reads rows of the packed form."""
         if self.shares_weight or (self.tied_to and lookup is None):
             return
         self.weight = empty_like_weight(self.weight, self.compute_dtype)
@@ -226,16 +226,17 @@ class LinearLayer(nn.Module):
             embedding.weight, embedding.lookup = self.weight, lookup
 
     def take_weight(self, weight_OI: Tensor) -> None:
-        """Hold the weight again."""
+        """Set the weight again."""
         self.weight = nn.Parameter(weight_OI, requires_grad=False)
         for embedding in self.tied_to:
             embedding.weight, embedding.lookup = self.weight, None
 
 
 class ColumnParallelLinear(LinearLayer):
-    """A layer whose output features are split over the ranks. output_size: of all; the layer's own is this rank's.
+    """A layer whose output features are split over the ranks.
 
-    share: of them, where it is not as large as the other ranks'.
+    output_size: over all ranks; the layer's own is this rank's. share: of the output features, where ranks have unequal
+    shares.
     """
 
     def __init__(
@@ -250,9 +251,9 @@ class ColumnParallelLinear(LinearLayer):
 
 
 class RowParallelLinear(LinearLayer):
-    """A layer whose input features are split over the ranks, and whose partial products are summed.
+    """A layer whose input features are split over the ranks; the partial products are all-reduced.
 
-    input_size: of all; the layer's own is this rank's. The first rank adds the bias, that of the others is zero.
+    input_size: over all ranks; the layer's own is this rank's. Only the first rank has a nonzero bias.
     """
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelState) -> None:
@@ -261,7 +262,7 @@ class RowParallelLinear(LinearLayer):
         self._share, self._group = share, parallel.tensor
 
     def forward(self, x_TI: Tensor, rows: ScatteredRows | None = None) -> Tensor:
-        """rows: how the sum is scattered over ranks; None gives all of it to each."""
+        """rows: sequence-parallel layout of the reduce-scattered output; None for an all-reduce."""
         part_TO = super().forward(x_TI)
         return self._group.all_reduce(part_TO) if rows is None else rows.add_up(part_TO)
 
@@ -273,9 +274,9 @@ class RowParallelLinear(LinearLayer):
 
 
 class MergedColumnParallelLinear(LinearLayer):
-    """Several projections of the same input in one product, their outputs side by side.
+    """Several projections of one input fused into one product, outputs side by side.
 
-    output_shares: by shard, in the order of the output, which output features this rank has of it.
+    output_shares: this rank's output features of each shard, in the order of the output.
     """
 
     def __init__(self, input_size: int, output_shares: Mapping[Shard, Share], *, bias: bool) -> None:
@@ -286,7 +287,7 @@ class MergedColumnParallelLinear(LinearLayer):
     def of_sizes(
         cls, input_size: int, output_sizes: Mapping[Shard, int], *, bias: bool, parallel: ParallelState
     ) -> MergedColumnParallelLinear:
-        """With an equal share of each projection. output_sizes: by shard, of all ranks."""
+        """Split each projection equally. output_sizes: by shard, over all ranks."""
         shares = {
             shard: share_of_rank(size, parallel.tensor, f'output features "{shard}"')
             for shard, size in output_sizes.items()
@@ -294,7 +295,7 @@ class MergedColumnParallelLinear(LinearLayer):
         return MergedColumnParallelLinear(input_size, shares, bias=bias)
 
     def slots(self) -> dict[str, WeightSlot]:
-        """Where tensors go that hold all shards, each whole, side by side."""
+        """Slots of tensors that hold all shards, each whole, side by side."""
         rows, begin = [], 0
         for share in self.output_shares.values():
             rows.append(Share(begin + share.start, share.size, share.whole))
@@ -312,9 +313,9 @@ class MergedColumnParallelLinear(LinearLayer):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """The query, key and value projections of an attention layer: shards "q", "k" and "v".
+    """Fused query, key and value projections of an attention layer: shards "q", "k" and "v".
 
-    num_heads, num_kv_heads: of all ranks; the layer's own are this rank's.
+    num_heads, num_kv_heads: over all ranks; the layer's own are this rank's.
     """
 
     def __init__(
@@ -338,5 +339,5 @@ def _part(dim: int, share: Share) -> Part | None:
 
 
 def rows_of_rank(target: Tensor, share: Share) -> WeightSlot:
-    """Of a tensor that holds the rows of all ranks."""
+    """Slot of a tensor with the rows of all ranks."""
     return WeightSlot((share.whole, *target.shape[1:]), target, _part(0, share))

@@ -29,7 +29,7 @@ class GatedMLP(nn.Module):
         self._activate_and_mul = GATED_ACTIVATIONS[activation]
 
     def forward(self, hidden_TD: Tensor, rows: ScatteredRows | None = None) -> Tensor:
-        """rows: how hidden states are scattered over ranks, before and after."""
+        """rows: sequence-parallel layout of input and output."""
         if rows is not None:
             hidden_TD = rows.whole(hidden_TD)
         return self.down_proj(self._activate_and_mul(self.gate_up_proj(hidden_TD)), rows)  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """What stands where a layer has no norm."""
+    """Identity, in place of a norm."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return x_TD
@@ -39,9 +39,9 @@ class NoNorm(nn.Module):
 
 
 class RMSNormRoundedLast(RMSNorm):
-    """An RMSNorm that rounds to the input's dtype only after the weight, and whose weight may be stored less an offset.
+    """RMSNorm that rounds to the input's dtype after multiplying by the weight.
 
-    weight_offset: what is added to the stored weight; 1 for weights that are trained around 0.
+    weight_offset: added to the stored weight; 1 for weights trained around 0.
     """
 
     def __init__(self, size: int, eps: float, *, weight_offset: float = 0.0) -> None:
@@ -98,7 +98,7 @@ class QueryKeyNorm(nn.Module):
 
 
 class RoundedLastQueryKeyNorm(QueryKeyNorm):
-    """A QueryKeyNorm of `RMSNormRoundedLast`'s kind."""
+    """A QueryKeyNorm that rounds as `RMSNormRoundedLast`."""
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float, weight_offset: float = 0.0
@@ -115,7 +115,7 @@ class RoundedLastQueryKeyNorm(QueryKeyNorm):
 
 
 class WholeQueryKeyNorm(nn.Module):
-    """One RMSNorm over all query heads of a token together, another over all its key heads."""
+    """RMSNorm over all query heads of a token together, and another over all its key heads."""
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class WholeQueryKeyNorm(nn.Module):
 
 
 class _NormOfShare(RMSNormRoundedLast):
-    """A rank's part of a norm's weight, and of what it is a norm of."""
+    """A rank's share of a norm's weight and of its input."""
 
     def __init__(self, share: Share, eps: float) -> None:
         super().__init__(share.size, eps)
@@ -141,7 +141,7 @@ class _NormOfShare(RMSNormRoundedLast):
         return {"weight": WeightSlot((self._share.whole,), self.weight, Part(0, (self._share,)))}
 
     def mean_of_squares(self, wide_TX: Tensor) -> Tensor:
-        """[T, 1]."""
+        """Mean of squares per token, [T, 1]."""
         return (wide_TX * wide_TX).mean(-1, keepdim=True)
 
     def scaled(self, wide_TX: Tensor, mean_T1: Tensor) -> Tensor:
@@ -149,9 +149,9 @@ class _NormOfShare(RMSNormRoundedLast):
 
 
 class SplitWholeQueryKeyNorm(nn.Module):
-    """`WholeQueryKeyNorm` over the heads of all ranks, of which each has as many.
+    """`WholeQueryKeyNorm` with heads split over the ranks.
 
-    heads, kv_heads: of this rank; several ranks may have the same KV heads.
+    heads, kv_heads: this rank's shares; several ranks may have the same KV heads.
     """
 
     rms_of_each_head = None
@@ -177,7 +177,7 @@ class SplitWholeQueryKeyNorm(nn.Module):
         wide_THD = query_key_THD.to(torch.float32)
         query_TX, key_TX = [heads.flatten(1) for heads in wide_THD.split_with_sizes(self.head_counts, 1)]
         means_T2 = torch.cat((self.q_norm.mean_of_squares(query_TX), self.k_norm.mean_of_squares(key_TX)), dim=-1)
-        # The mean of all ranks' means, each of as many values.
+        # The mean of the ranks' means, which have equal numbers of values.
         query_T1, key_T1 = self._group.all_reduce(means_T2).mul_(1 / self._group.size).split_with_sizes([1, 1], 1)
         normed_TX = torch.cat((self.q_norm.scaled(query_TX, query_T1), self.k_norm.scaled(key_TX, key_T1)), dim=-1)
         return normed_TX.view(query_key_THD.shape).to(query_key_THD.dtype)

@@ -1,7 +1,7 @@
-"""Rotary frequencies: how fast each pair of dimensions turns, and how models stretch that to longer contexts.
+"""Rotary frequencies (RoPE), and the scaling methods for longer contexts.
 
-Every function gives (float32 [R / 2] radians per position, factor on cosines and sines) for R rotated dimensions, and
-equals its namesake in Transformers' `modeling_rope_utils`.
+Every function returns (float32 [R / 2] radians per position, factor on cosines and sines) for R rotated dimensions,
+and equals its namesake in Transformers' `modeling_rope_utils`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _KEEP_PRETRAINED_LENGTH = ("llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """What `config.json` says about rotary embedding.
+    """RoPE settings of `config.json`.
 
-    rotary_dim: dimensions of a head that turn. max_position_embeddings: the configuration's.
+    rotary_dim: rotated dimensions of a head. max_position_embeddings: the configuration's.
     num_positions: positions that the engine serves, from 0 on.
-    settings: what belongs to `rope_type` alone.
+    settings: settings of the `rope_type`.
     """
 
     rope_type: str
@@ -41,11 +41,11 @@ class RopeParameters:
 
     @property
     def original_max_position_embeddings(self) -> int:
-        """Positions that the model saw before its context was stretched."""
+        """Context length before scaling."""
         return int(self.number("original_max_position_embeddings", self.max_position_embeddings))
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive setting; null counts as absent. Raises ModelError when there is none, or it is no such number."""
+        """Return a positive setting; null counts as absent. Raises ModelError for a missing or invalid one."""
         value = self.settings.get(name)
         value = default if value is None else value
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
@@ -56,7 +56,7 @@ class RopeParameters:
         return value
 
     def numbers(self, name: str) -> Tensor:
-        """float32 [R / 2]: a setting that is a list with a positive number for each pair of dimensions."""
+        """Return a list setting with a positive number for each pair of dimensions: float32 [R / 2]."""
         values, length = self.settings.get(name), self.rotary_dim // 2
         if (
             not isinstance(values, list)
@@ -73,10 +73,10 @@ class RopeParameters:
 def read_rope_parameters(
     hf_config: Mapping[str, Any], *, head_size: int, num_positions: int, may_be_partial: bool = False
 ) -> RopeParameters:
-    """Understands Transformers 4 (`rope_theta`, `rope_scaling`) and Transformers 5 (`rope_parameters`).
+    """Read the settings of Transformers 4 (`rope_theta`, `rope_scaling`) or Transformers 5 (`rope_parameters`).
 
-    may_be_partial: whether the model can turn a part of each head only, which `partial_rotary_factor` gives.
-    Raises ModelError when the fields are damaged, UnsupportedFeature for a kind of embedding that is not known here.
+    may_be_partial: the model supports `partial_rotary_factor`.
+    Raises ModelError for invalid fields, UnsupportedFeature for an unknown `rope_type`.
     """
     settings = rope_settings(hf_config)
     if not isinstance(settings, Mapping):
@@ -96,7 +96,7 @@ def read_rope_parameters(
     theta = _given("rope_theta", settings, hf_config)
     theta = _DEFAULT_THETA if theta is None else theta
     own = dict(settings)
-    # Transformers lets a field of the model itself win over the one among the rotary settings.
+    # As in Transformers, a field of the model itself overrides the one among the rotary settings.
     if rope_type in _KEEP_PRETRAINED_LENGTH and hf_config.get("original_max_position_embeddings") is not None:
         own["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
     positions = hf_config.get("max_position_embeddings")
@@ -108,12 +108,12 @@ def read_rope_parameters(
 
 
 def _given(name: str, *objects: Mapping[str, Any]) -> Any:
-    """The value of a field in the first object that has it; null counts as absent."""
+    """Return the field of the first object that has it; null counts as absent."""
     return next((one[name] for one in objects if one.get(name) is not None), None)
 
 
 def _rotary_dim(head_size: int, partial: Any, may_be_partial: bool) -> int:
-    """The leading dimensions of a head that turn; `partial` is their share, None for all."""
+    """Number of leading dimensions of a head that are rotated; `partial` is their share, None for all."""
     if partial in (None, 1):
         return head_size
     if not may_be_partial:
@@ -123,14 +123,14 @@ def _rotary_dim(head_size: int, partial: Any, may_be_partial: bool) -> int:
     rotary_dim = int(head_size * partial)
     if rotary_dim == 0 or rotary_dim % 2 != 0:
         raise UnsupportedFeature(
-            f"config.json has partial_rotary_factor={partial!r}, which turns {rotary_dim} of a head's {head_size} "
-            "dimensions. Only a positive even number of them is supported, since rotary embedding turns pairs."
+            f"config.json has partial_rotary_factor={partial!r}, which rotates {rotary_dim} of a head's {head_size} "
+            "dimensions. Only a positive even number of them is supported, since rotary embedding rotates pairs."
         )
     return rotary_dim
 
 
 def rope_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
-    """The frequencies of whatever kind the model asks for."""
+    """Compute the frequencies of the configured `rope_type`."""
     return ROPE_FUNCTIONS[rope.rope_type](rope)
 
 
@@ -148,9 +148,9 @@ def linear_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
 def dynamic_ntk_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
     """A larger base for contexts beyond the model's own ("dynamic NTK", by u/emozilla).
 
-    Transformers changes the base as a sequence grows. Keys in a paged cache must not change after they are written,
-    so here the base is constant, that of the longest sequence which the engine serves. Up to
-    `max_position_embeddings` both are the default embedding.
+    Transformers changes the base as a sequence grows. Keys in a paged cache cannot change after they are written, so
+    the base is constant here, that of the longest sequence that the engine serves. Up to `max_position_embeddings` both
+    equal the default embedding.
     """
     length = max(rope.num_positions, rope.max_position_embeddings)
     if length > rope.max_position_embeddings:
@@ -172,7 +172,7 @@ def llama3_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
 
 
 def yarn_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
-    """Dimensions that turn often are kept, slow ones divided by `factor`, and attention is sharpened.
+    """YaRN: high frequencies are kept, low ones divided by `factor`, and attention is scaled.
 
     Peng et al. 2023, https://arxiv.org/abs/2309.00071.
     """
@@ -194,12 +194,11 @@ def yarn_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
 
 
 def longrope_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
-    """Every pair's period stretched by a factor of its own, and attention sharpened.
+    """LongRoPE: each frequency is divided by its own factor, and attention is scaled.
 
     Ding et al. 2024, https://arxiv.org/abs/2402.13753. There are two lists of factors: `short_factor` for sequences up
-    to the pretrained length and `long_factor` beyond. Transformers changes from one to the other as a sequence grows.
-    Keys in a paged cache must not change after they are written, so here the longest sequence that the engine serves
-    decides for all.
+    to the pretrained length and `long_factor` beyond. Transformers switches as a sequence grows. Keys in a paged cache
+    cannot change after they are written, so here the longest sequence that the engine serves decides for all.
     """
     original = rope.original_max_position_embeddings
     is_long = rope.num_positions > original
@@ -213,7 +212,7 @@ def longrope_frequencies(rope: RopeParameters) -> tuple[Tensor, float]:
 
 
 def warn_about_long_factors(num_positions: int, original: int) -> None:
-    """Say which of longrope's factors are in use, and what that costs."""
+    """Warn which of longrope's factors are in use, and about their cost in quality."""
     logger.warning(
         "The model stretches its rotary embedding (longrope). Since up to %s tokens are served, all sequences use "
         "its factors for long ones. For best quality on shorter ones, start with max_model_len=%s or less.",
@@ -223,7 +222,7 @@ def warn_about_long_factors(num_positions: int, original: int) -> None:
 
 
 def warn_about_stretched_base(num_positions: int, original: int) -> None:
-    """Warn that "dynamic" stretches the rotary embedding of all sequences, and what that costs."""
+    """Warn that "dynamic" scales the rotary embedding of all sequences, and about its cost in quality."""
     logger.warning(
         "The model stretches its rotary embedding (dynamic NTK). Since up to %s tokens are served, all sequences use "
         "the base for that length. For best quality on shorter ones, start with max_model_len=%s or less.",

@@ -13,14 +13,14 @@ from penstock.kernels.rotary import Rotation, gather_rotation, rotary_table
 from penstock.layers.rope_scaling import RopeParameters, rope_frequencies
 from penstock.observability.units import format_bytes
 
-# Its angles, their cosines and their sines are there at once.
+# Angles, cosines and sines exist at once.
 _TABLES_WHILE_COMPUTED = 3
 
 
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of all positions that an engine serves.
 
-    The table is computed in float32 on the CPU, also while a model is built on the meta device, and moved from there.
+    The table is computed in float32 on the CPU, even for a model built on the meta device, and copied from there.
     """
 
     table: Tensor
@@ -39,7 +39,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", rotary_table(inv_freq, rope.num_positions, attention_scaling), persistent=False)
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
-        """What turns the heads of tokens at these positions; once per step, for all layers."""
+        """Rotation of heads at these positions; computed once per step, for all layers."""
         return gather_rotation(self.table, positions_T, dtype)
 
 
@@ -56,6 +56,6 @@ class LayerRotations(nn.Module):
         self._embedding_of_layer = [distinct.index(rope) for rope in ropes]
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> list[Rotation]:
-        """By layer, what turns the heads of tokens at these positions."""
+        """Rotation of heads at these positions, by layer."""
         rotations = [embedding(positions_T, dtype) for embedding in self.embeddings]
         return [rotations[index] for index in self._embedding_of_layer]

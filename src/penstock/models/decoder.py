@@ -106,7 +106,7 @@ class DecoderConfig:
         if head_size == 0:
             raise fields.unsupported("num_attention_heads", num_heads, f"up to hidden_size={hidden_size}")
         if head_size % 2 != 0:
-            raise fields.unsupported("head_dim", head_size, "even numbers, since rotary embedding turns pairs")
+            raise fields.unsupported("head_dim", head_size, "even numbers, since rotary embedding rotates pairs")
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,

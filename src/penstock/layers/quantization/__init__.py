@@ -1,1 +1,1 @@
-"""Linear layers whose weights are integers of 8 or 4 bits."""
+"""Quantised linear layers: int8 and int4 weights."""

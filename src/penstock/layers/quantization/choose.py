@@ -1,4 +1,4 @@
-"""Which linear layers are quantised at loading, and how."""
+"""Choice of the quantisation method of linear layers at loading."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MethodChoice = Callable[[LinearLayer], LinearMethod]
 
 
 def choose_method(quantization: str) -> MethodChoice:
-    """How each linear layer of a model with float weights multiplies. quantization: "int8" or "int4"."""
+    """Return the choice of a `LinearMethod` for float weights. quantization: "int8" or "int4"."""
     if quantization == "int8":
         return lambda _layer: QuantizedMethod(quantize_int8)
     return lambda layer: int4_method(layer, quantize_int4)
 
 
 def int4_method(layer: LinearLayer, round_weight: Rounding) -> LinearMethod:
-    """How a layer multiplies whose weight is rounded to 4 bits in this way."""
+    """Return the int4 method of a layer. round_weight: quantises its weight."""
     return RefinedMethod(round_weight) if layer.tied_to else QuantizedMethod(round_weight)

@@ -1,7 +1,7 @@
-"""Rounding to 4 bits that makes up for its errors, by what inputs a layer has.
+"""GPTQ: int4 quantisation with error feedback (Frantar et al., 2023, https://arxiv.org/abs/2210.17323).
 
-GPTQ (Frantar et al., 2023, https://arxiv.org/abs/2210.17323): inputs are rounded one after another, and what rounding
-one changes in the layer's results is taken out, as far as possible, by changing the weights of the inputs that follow.
+Input features are quantised one after another; the weights of the features that follow compensate each one's error in
+the layer's outputs, as measured on calibration data.
 Suffixes: O output features, I input features, B input features of a block, G groups of input features.
 """
 
@@ -14,18 +14,18 @@ from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS, QuantizedWeight
 from penstock.layers.quantization.rounding import INT4_GROUP_SIZE, join_rows, quantize_int4
 
-# Added to the diagonal, as a share of its mean: what the inputs of few texts do not tell.
+# Damping of the Hessian's diagonal, relative to its mean.
 _DAMPING = 0.01
-# Several copies of so many are there in float32.
+# Weights processed at once; several float32 copies of them exist.
 _WEIGHTS_AT_ONCE = 1 << 23
-# Inputs whose changes reach the inputs of later blocks together.
+# Input features per block; a block's errors are applied to later features together.
 _BLOCK = 128
 
 
 def quantize_int4_for(weight_OI: Tensor, gram_II: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
-    """As `quantize_int4`, with the same scales and zero points, but other integers.
+    """Quantise like `quantize_int4`, with the same scales and zero points, but GPTQ's choice of integers.
 
-    gram_II: x^T x of the inputs x that the layer has, added up over many; zeros round to the nearest.
+    gram_II: x^T x of the layer's calibration inputs x, summed; zeros give round-to-nearest.
     Raises ModelError for a sum that is not finite.
     """
     upper_II = _inverse_factor(gram_II)
@@ -34,7 +34,7 @@ def quantize_int4_for(weight_OI: Tensor, gram_II: Tensor, group_size: int = INT4
 
 
 def _round_rows(weight_OI: Tensor, upper_II: Tensor, group_size: int) -> QuantizedWeight:
-    """Outputs do not depend on each other."""
+    """Quantise rows (output features), which are independent of each other."""
     nearest = quantize_int4(weight_OI, group_size)
     weight_IO = weight_OI.float().T.contiguous()
     values_IO = torch.empty(weight_IO.shape, dtype=torch.int8)
@@ -50,11 +50,11 @@ def _round_rows(weight_OI: Tensor, upper_II: Tensor, group_size: int) -> Quantiz
 def _round_block(
     weight_BO: Tensor, values_BO: Tensor, grid: QuantizedWeight, groups: list[int], upper_BB: Tensor
 ) -> Tensor:
-    """Write the integers of a block, and change its weights on the way. Returns the errors to take out of later ones.
+    """Quantise a block, updating its remaining weights in place. Returns the errors to compensate in later blocks.
 
-    groups: that of each input.
+    groups: group of each input feature.
     """
-    assert grid.zeros_OG is not None, "4 bits without zero points"
+    assert grid.zeros_OG is not None, "int4 has zero points"
     errors_BO = torch.empty_like(weight_BO)
     diagonal_B = upper_BB.diagonal().tolist()
     for index, group in enumerate(groups):
@@ -69,7 +69,7 @@ def _round_block(
 
 
 def _inverse_factor(gram_II: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped sum: float32 [I, I]."""
+    """The upper Cholesky factor of the inverse of the damped Hessian: float32 [I, I]."""
     gram_II = gram_II.double()
     if not gram_II.isfinite().all():
         raise ModelError(
@@ -77,7 +77,7 @@ def _inverse_factor(gram_II: Tensor) -> Tensor:
             "'none'."
         )
     diagonal_I = gram_II.diagonal()
-    # An input that is always zero may be rounded in any way.
+    # An input feature that is always zero has no effect.
     diagonal_I[diagonal_I == 0] = 1
     diagonal_I += _DAMPING * diagonal_I.mean()
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(gram_II))

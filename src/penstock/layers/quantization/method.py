@@ -1,4 +1,4 @@
-"""Multiplies by a weight of integers.
+"""Linear methods with quantised weights.
 
 Suffixes: T tokens, I input features, O output features.
 """
@@ -29,7 +29,7 @@ PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProdu
 
 
 class QuantizedMethod(PackedMethod):
-    """Keeps the weight as `round_weight` makes it, and rounds activations to 8 bits as they come."""
+    """Int8 or int4 weights as quantised by `round_weight`; activations are quantised to int8 at run time."""
 
     def __init__(self, round_weight: Rounding, products: QuantizedProducts = PRODUCTS) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class QuantizedMethod(PackedMethod):
         return self._products.pack(weight)
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
-        """The weight after rounding, in float32."""
+        """The dequantised weight, float32."""
         assert self.shape is not None, "unpack before pack"
         return self._products.unpack(packed_OI, self.shape).dequantize()
 
@@ -68,9 +68,9 @@ class QuantizedMethod(PackedMethod):
 
 
 class RefinedMethod(QuantizedMethod):
-    """Multiplies by a weight of 4 bits, and has 4 more for its rows: for a projection that an embedding is tied to.
+    """Int4 weight with 4 more bits of precision for its rows: an output projection tied to an embedding.
 
-    Errors in the rows of an embedding add up in all layers after it, those in the products of a head in none.
+    Errors in embedding rows propagate through all layers, those in the LM head's products through none.
     """
 
     def __init__(self, round_weight: Rounding, products: QuantizedProducts = PRODUCTS) -> None:
@@ -101,7 +101,7 @@ class RefinedMethod(QuantizedMethod):
 
 
 class ReorderedMethod(QuantizedMethod):
-    """order_I: the inputs, group by group, of a weight whose groups are not inputs that lie side by side."""
+    """order_I: input features, group by group, of a weight whose groups are not contiguous (act-order)."""
 
     def __init__(self, round_weight: Rounding, order_I: Tensor, products: QuantizedProducts = PRODUCTS) -> None:
         super().__init__(round_weight, products)
@@ -142,7 +142,7 @@ class _ReorderedRows(RowLookup):
 
 
 def refuse_quantized(model: nn.Module, action: str) -> None:
-    """Raises UnsupportedFeature when a layer keeps its weight quantised, for which `action` is not built."""
+    """Raise UnsupportedFeature if a layer has a quantised weight, which `action` does not support."""
     for name, module in model.named_modules():
         if isinstance(module, LinearLayer) and isinstance(module.method, QuantizedMethod):
             raise UnsupportedFeature(

@@ -1,4 +1,4 @@
-"""What inputs linear layers have while a model runs.
+"""Recording of linear layers' inputs for calibration.
 
 Suffixes: T tokens, I input features.
 """
@@ -15,9 +15,9 @@ from penstock.layers.linear import LinearLayer, LinearMethod
 
 
 class ObservedMethod(LinearMethod):
-    """Multiplies as another method does, and adds up x^T x of what it multiplies, in float32: `gram_II`.
+    """Wraps a linear method and accumulates x^T x of its inputs in float32: `gram_II`.
 
-    only_inputs: nothing is multiplied, and zeros stand for the results.
+    only_inputs: skip the product and return zeros.
     """
 
     def __init__(self, method: LinearMethod, input_size: int, *, only_inputs: bool) -> None:
@@ -41,9 +41,9 @@ class ObservedMethod(LinearMethod):
 
 @contextmanager
 def observed(layers: Sequence[LinearLayer], *, only_inputs_of: Sequence[LinearLayer] = ()) -> Iterator[list[Tensor]]:
-    """While it lasts, observe the inputs of these layers. Yields the sum of each, [I, I], which grow as they run.
+    """Record the inputs of these layers inside the block. Yields the accumulated x^T x of each, [I, I].
 
-    only_inputs_of: those whose results nobody needs meanwhile.
+    only_inputs_of: layers whose outputs are not needed meanwhile.
     """
     methods = [ObservedMethod(layer.method, layer.input_size, only_inputs=layer in only_inputs_of) for layer in layers]
     for layer, method in zip(layers, methods, strict=True):

@@ -1,4 +1,4 @@
-"""From weights to integers.
+"""Weight quantisation: round-to-nearest int8 and int4.
 
 Suffixes: O output features, I input features, G groups of input features.
 """
@@ -14,17 +14,17 @@ from torch import Tensor
 from penstock.kernels.quantized import INT4_LEVELS, INT8_LIMIT, QuantizedShape, QuantizedWeight
 
 INT4_GROUP_SIZE = 128
-# So many weights stay in the caches while their ranges are tried.
+# Weights processed at once in the search for ranges, to stay in the CPU caches.
 _ELEMENTS_AT_ONCE = 1 << 18
-# Shares of a group's range that are tried for its grid.
+# Fractions of a group's range that the clipping search tries.
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 def quantize_int8(weight_OI: Tensor) -> QuantizedWeight:
-    """Symmetric, one scale per output feature: the largest of a row, a weight or a sum of two neighbours, becomes 127.
+    """Symmetric int8, one scale per output feature: the largest weight, or sum of two neighbours, of a row becomes 127.
 
-    Neighbours are inputs 2i and 2i + 1. Rounded, they are never beyond 128 together, so that products can be made of
-    bytes (`quantized_int8.inl`). The rule is the same everywhere, so that all processors round a checkpoint alike.
+    Neighbours are inputs 2i and 2i + 1. Their quantised sum never exceeds 128, which the byte products of
+    `quantized_int8.inl` need. All CPUs use this rule, so that a checkpoint is quantised alike everywhere.
     """
     weight_OI = weight_OI.float()
     num_outputs, num_inputs = weight_OI.shape
@@ -35,7 +35,7 @@ def quantize_int8(weight_OI: Tensor) -> QuantizedWeight:
 
 
 def round_to_int8(weight_OI: Tensor, scales_O1: Tensor) -> QuantizedWeight:
-    """The nearest integers for these scales; some tools make use of -128 too."""
+    """Round to the nearest integers for these scales; some tools use -128 too."""
     values_OI = (weight_OI.float() / _divisor(scales_O1)).round_().clamp_(-INT8_LIMIT - 1, INT8_LIMIT)
     num_outputs, num_inputs = weight_OI.shape
     shape = QuantizedShape(8, num_outputs, num_inputs, num_inputs)
@@ -43,9 +43,9 @@ def round_to_int8(weight_OI: Tensor, scales_O1: Tensor) -> QuantizedWeight:
 
 
 def quantize_int4(weight_OI: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
-    """Asymmetric, a scale and a zero point per group of input features.
+    """Asymmetric int4, a scale and a zero point per group of input features.
 
-    Of several ranges, from a group's full one down, each takes the one with the least squared error.
+    The clipping range of each group is the one with the least squared error.
     """
     num_rows = _rows_at_once(weight_OI)
     grids = [_best_grid(_groups(part_OI.float(), group_size)) for part_OI in weight_OI.split(num_rows)]
@@ -55,7 +55,7 @@ def quantize_int4(weight_OI: Tensor, group_size: int = INT4_GROUP_SIZE) -> Quant
 
 
 def quantize_int4_rest(weight_OI: Tensor, rounded: QuantizedWeight) -> QuantizedWeight:
-    """4 bits more, for what rounding to 4 bits has left over: together they are nearly as exact as 8 bits."""
+    """Quantise the residual of an int4 weight to 4 more bits: together they are nearly as exact as int8."""
     num_outputs = weight_OI.shape[0]
     num_rows = _rows_at_once(weight_OI)
     parts = [slice(first, first + num_rows) for first in range(0, num_outputs, num_rows)]
@@ -68,13 +68,13 @@ def quantize_int4_rest(weight_OI: Tensor, rounded: QuantizedWeight) -> Quantized
 
 
 def _rows_at_once(weight_OI: Tensor) -> int:
-    if weight_OI.is_meta:  # nothing is tried without values
+    if weight_OI.is_meta:  # no search without values
         return weight_OI.shape[0]
     return max(1, _ELEMENTS_AT_ONCE // weight_OI.shape[1])
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights of 4 bits below each other."""
+    """Concatenate int4 weights along the output features."""
     values_OI = torch.cat([part.values_OI for part in parts])
     num_outputs, num_inputs = values_OI.shape
     shape = QuantizedShape(4, num_outputs, num_inputs, parts[0].shape.group_size)
@@ -87,7 +87,7 @@ def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def round_to_int4(weight_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, group_size: int) -> QuantizedWeight:
-    """The nearest integers for these scales and zero points."""
+    """Round to the nearest integers for these scales and zero points."""
     num_outputs, num_inputs = weight_OI.shape
     group_size = min(group_size, num_inputs)
     values_OGS = _values(_groups(weight_OI.float(), group_size), scales_OG.float(), zeros_OG.float())
@@ -97,7 +97,7 @@ def round_to_int4(weight_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, group_
 
 
 def _groups(weight_OI: Tensor, group_size: int) -> Tensor:
-    """[O, G, S]; zeros fill up the last group, which do not change its range."""
+    """Reshape to [O, G, S]; the last group is padded with zeros, which do not change its range."""
     num_inputs = weight_OI.shape[1]
     group_size = min(group_size, num_inputs)
     padded_OI = F.pad(weight_OI, (0, -num_inputs % group_size))
@@ -135,5 +135,5 @@ def _squared_error(groups_OGS: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> Ten
 
 
 def _divisor(scales: Tensor) -> Tensor:
-    """What to divide by: a scale of zero belongs to weights that are all zero."""
+    """Replace zero scales, of groups that are all zero, to divide by."""
     return torch.where(scales == 0, 1.0, scales.float())
