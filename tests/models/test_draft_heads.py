@@ -222,7 +222,7 @@ def _eagle3(
             lambda weights: None,
             {"vocab_size": 98},
             ModelError,
-            "vocab_size=98, but the model that it guesses for has 97",
+            "vocab_size=98, but the target model has 97",
         ),
         (lambda weights: None, {"num_hidden_layers": 2}, UnsupportedFeature, "num_hidden_layers=2"),
         (lambda weights: None, {"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}, UnsupportedFeature, "layer_ids"),

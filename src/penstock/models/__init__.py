@@ -1,1 +1,1 @@
-"""One file per model family, and the registry that finds it."""
+"""Model families, one file each, and the registry of architectures."""

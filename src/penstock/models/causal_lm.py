@@ -1,4 +1,4 @@
-"""What every model here is: a module that turns tokens into logits, and that takes weights one way only.
+"""Base class of causal language models.
 
 Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 """
@@ -21,16 +21,16 @@ from penstock.models.weights import load_into_slots
 class CausalLM(nn.Module, ABC):
     """Constructed with a `ModelConfig` and a `ParallelState`.
 
-    ignorable: regular expressions for tensors that checkpoints may hold although the model has no slot for them.
+    ignorable: regular expressions for checkpoint tensors that the model has no slot for.
     """
 
     ignorable: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        """Hidden states [T, D] from token ids (int32 or int64) and positions, which padding too must have in range.
+        """Hidden states [T, D] from token ids (int32 or int64) and positions, which must be in range for padding too.
 
-        Where `context.last` is given: of those tokens only.
+        With `context.last`, of those tokens only.
         """
 
     @abstractmethod
@@ -38,38 +38,38 @@ class CausalLM(nn.Module, ABC):
         """float32 logits [L, V]."""
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
-        """The greedy choice of those logits without writing them down; None where there is no way to."""
+        """Greedy tokens without materialising the logits; None without a fused kernel."""
         return None
 
     def names_elsewhere(self) -> Sequence[str]:
-        """Regular expressions for tensors of the checkpoint that other stages of the pipeline have places for."""
+        """Regular expressions for checkpoint tensors that belong to other pipeline stages."""
         return ()
 
     def is_scattered(self, num_tokens: int) -> bool:
-        """Whether each rank keeps some tokens only of what is between the layers of a step of so many."""
+        """Whether hidden states between layers are sequence parallel in a step of `num_tokens` tokens."""
         return False
 
     @abstractmethod
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        """Every tensor that a checkpoint of this model must hold, by name, with the place it fills."""
+        """Slots of all required checkpoint tensors by name."""
 
     def tied_weights(self) -> Mapping[str, str]:
-        """By name in the checkpoint, each weight that the configuration ties, and the name of the one it is tied to."""
+        """Tied weights: checkpoint name of each, and the name of the weight it is tied to."""
         return {}
 
     def checkpoint_name(self, name: str) -> str:
-        """The name among `checkpoint_slots` of a tensor that checkpoints may have under an older one."""
+        """Map the name of an older checkpoint format to one of `checkpoint_slots`."""
         return name
 
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
     ) -> None:
-        """Fill all parameters from a checkpoint's tensors; may be called again with other weights.
+        """Load all parameters from a checkpoint's tensors; may be called again with other weights.
 
-        slots: what the tensors fill, by name, where their names are not those of a checkpoint of this model.
+        slots: slots by tensor name, for tensors with other names than in checkpoints of this model.
 
-        Raises CheckpointError, naming them, when some are missing, unexpected, misshapen or duplicate. The weights
-        are then undefined. Afterwards `process_weights_after_loading` makes the model fast.
+        Raises CheckpointError, naming them, for missing, unexpected, misshapen or duplicate tensors. The weights are
+        then undefined. `process_weights_after_loading` follows.
         """
         restore_weights(self)
         if slots is None:

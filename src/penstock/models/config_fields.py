@@ -1,4 +1,4 @@
-"""Reading `config.json` field by field, so that what is missing or not supported is named."""
+"""Typed access to `config.json`, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from penstock.errors import ModelError, UnsupportedFeature
 
 
 class ConfigFields:
-    """The fields of one model's `config.json`, with their types checked. A null field counts as absent."""
+    """Fields of a model's `config.json` with type checks. A null field counts as absent."""
 
     def __init__(self, model_config: ModelConfig) -> None:
         self.model_config = model_config
         self.hf_config = model_config.hf_config
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer. Raises ModelError when it is anything else, or absent and there is no default."""
+        """A positive integer. Raises ModelError for any other value, and for an absent field without default."""
         if default is not None and self.hf_config.get(name) is None:
             return default
         return self.model_config.require_int(name)
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """A positive integer, or None where the file says null; `default` where it says nothing."""
+        """A positive integer, or None for null; `default` for an absent field."""
         if name not in self.hf_config:
             return default
         return None if self.hf_config[name] is None else self.model_config.require_int(name)
 
     def count(self, name: str, default: int) -> int:
-        """An integer of 0 or more. Raises ModelError when it is anything else."""
+        """A non-negative integer. Raises ModelError for any other value."""
         value = self.hf_config.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -38,7 +38,7 @@ class ConfigFields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number. Raises ModelError when it is anything else, or absent and there is no default."""
+        """A positive number. Raises ModelError for any other value, and for an absent field without default."""
         value = self.hf_config.get(name)
         value = default if value is None else value
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
@@ -46,13 +46,13 @@ class ConfigFields:
         return value
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """A positive number, or None where the file says null; `default` where it says nothing."""
+        """A positive number, or None for null; `default` for an absent field."""
         if name not in self.hf_config:
             return default
         return None if self.hf_config[name] is None else self.number(name)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """true or false. Raises ModelError when it is anything else."""
+        """A boolean. Raises ModelError for any other value."""
         value = self.hf_config.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -60,7 +60,7 @@ class ConfigFields:
         return value
 
     def choice(self, name: str, allowed: Collection[str], default: str) -> str:
-        """One of several names. Raises UnsupportedFeature when it is another."""
+        """One of `allowed`. Raises UnsupportedFeature for any other value."""
         value = self.hf_config.get(name)
         value = default if value is None else value
         if not isinstance(value, str) or value not in allowed:
@@ -68,19 +68,19 @@ class ConfigFields:
         return value
 
     def refuse_flags(self, *names: str) -> None:
-        """Raises UnsupportedFeature when one of these is true."""
+        """Raise UnsupportedFeature if one of these fields is true."""
         for name in names:
             if self.flag(name, default=False):
                 raise self.unsupported(name, True, "false")
 
     @property
     def num_positions(self) -> int:
-        """Positions that the engine may serve, from 0 on."""
+        """Number of positions that the engine may serve, from 0 on."""
         wanted, longest = self.model_config.max_model_len, self.model_config.longest_context
         return wanted if isinstance(wanted, int) else longest
 
     def layer_types(self, num_layers: int) -> list[str] | None:
-        """The kind of each layer's attention, or None where the file names none."""
+        """Attention type of each layer, or None for an absent field."""
         value = self.hf_config.get("layer_types")
         if value is None:
             return None
@@ -89,11 +89,11 @@ class ConfigFields:
         return value
 
     def refuse_unsupported(self) -> None:
-        """Raises UnsupportedFeature for what no model here can do."""
+        """Raise UnsupportedFeature for features that no native model supports."""
         read_quantized_checkpoint(self.hf_config, self.model_config.model)
 
     def unsupported(self, name: str, value: Any, allowed: str) -> UnsupportedFeature:
-        """An error to raise for a field whose value this model cannot honour."""
+        """Make the error for a field with an unsupported value."""
         return UnsupportedFeature(
             f"config.json of {self.model_config.model} has {name}={value!r}, which "
             f"{self.model_config.architecture} does not support here. Supported: {allowed}."

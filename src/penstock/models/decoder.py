@@ -1,6 +1,6 @@
-"""The dense decoder that most families share: layers of self-attention with rotary positions and a gated MLP.
+"""Dense decoder that most families share: layers of self-attention with rotary embedding and a gated MLP.
 
-A family's own file says how its configuration is read, and what its attention and its layers have of their own.
+A family's own file reads its configuration, and has the parts of its attention and layers that differ.
 Suffixes: T tokens of the step, L logits rows, D hidden size or head size, H query heads, K KV heads, V vocabulary.
 """
 
@@ -57,14 +57,14 @@ DECODER_WEIGHTS: WeightTable = {
 }
 _IGNORABLE = (
     r"model\.(layers\.\d+\.self_attn\.)?" + ROTARY_BUFFERS,
-    # Where the head is tied to the embedding; a head of its own has a slot.
+    # Present in checkpoints although the LM head is tied; an untied head has a slot.
     r"lm_head\.weight",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What the layers need to know of `config.json`."""
+    """Parameters of the layers, from `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -89,10 +89,10 @@ class DecoderConfig:
         default_activation: str = "silu",
         rope: Callable[[int], RopeParameters] | None = None,
     ) -> DecoderConfig:
-        """Raises ModelError for a field that is missing or damaged, UnsupportedFeature for one that asks too much.
+        """Raises ModelError for a missing or invalid field, UnsupportedFeature for an unsupported value.
 
-        default_head_size: where `head_dim` is absent; None divides the hidden size among the heads.
-        rope: reads the rotary embedding for heads of a given size; None takes one that turns whole heads.
+        default_head_size: for an absent `head_dim`; None takes hidden_size / num_attention_heads.
+        rope: reads the rotary embedding for a head size; None takes a plain one over whole heads.
         """
         fields.refuse_unsupported()
         hidden_size = fields.integer("hidden_size")
@@ -127,15 +127,15 @@ class DecoderConfig:
 
 
 _Argument = TypeVar("_Argument")
-# Makes what normalises query and key heads, from their numbers and size.
+# Makes the norm of query and key heads, from their numbers and head size.
 AttentionNorm: TypeAlias = Callable[..., QueryKeyNorm | WholeQueryKeyNorm | SplitWholeQueryKeyNorm]
 
 
 class SelfAttention(nn.Module):
-    """Attention with rotary positions.
+    """Attention with rotary embedding.
 
-    scale: on the scores; None takes head_size ** -0.5. query_key_norm: the class of what normalises
-    the heads before they are turned. input_size: where it is not the hidden size.
+    scale: factor on the scores; None takes head_size ** -0.5. query_key_norm: class of the norm of query and key heads
+    before rotary embedding. input_size: if it is not the hidden size.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them.
 
-    A layer takes and returns its input as two tensors, x = hidden + residual, so that the next norm can add them.
-    input_layernorm: where it is not the usual one.
+    A layer takes and returns the residual stream as two tensors, x = hidden + residual, so that the next norm can add
+    them. input_layernorm: replaces the RMSNorm.
     """
 
     def __init__(
@@ -234,12 +234,12 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers, final norm, or those of them that are this stage's of a pipeline.
+    """Embedding, layers and final norm, or this pipeline stage's part of them.
 
-    Between stages goes the sum of what a layer takes as two tensors: of each rank its rows, where they are scattered.
+    Between stages the residual stream is sent as one tensor; under sequence parallelism each rank sends its rows.
 
-    layer: makes a layer, such as `DecoderLayer`, given its number. ropes: the rotary embedding of each layer; None
-    takes the configuration's for all. embed_tokens, norm: where they are not the usual ones.
+    layer: makes a layer, such as `DecoderLayer`, from its number. ropes: rotary embedding of each layer; None takes the
+    configuration's for all. embed_tokens, norm: replace the default ones.
     """
 
     def __init__(
@@ -289,13 +289,13 @@ class DecoderModel(nn.Module):
         return hidden_TD if context.rows_asked_for is None else context.whole(hidden_TD)
 
     def _scattering(self, input_ids_T: Tensor, context: ForwardContext) -> ForwardContext:
-        """The context in which this step's hidden states are scattered over ranks, if they are."""
+        """The context with a sequence-parallel layout for this step, if it has one."""
         if self.parallel.min_scattered_tokens is None:
             return context
         return replace(context, rows=scattered_rows(self.parallel, input_ids_T.shape[0]))
 
     def _first_hidden(self, input_ids_T: Tensor) -> Tensor:
-        """Embeddings; in later stages, whose steps are given hidden states, those of a step that serves nobody."""
+        """Embeddings; on later stages, whose real steps receive hidden states, zeros for a dummy step."""
         if self.is_first:
             return self.embed_tokens(input_ids_T)  # type: ignore[no-any-return]
         dtype = next(self.layers[self._stage.start].parameters()).dtype
@@ -312,7 +312,10 @@ def plain_decoder(
     windows: Sequence[int | None] | None = None,
     query_key_norm: AttentionNorm | None = None,
 ) -> DecoderModel:
-    """A model of `DecoderLayer`s. windows: each layer's, None for full attention; None for all."""
+    """Build a model of `DecoderLayer`s.
+
+    windows: sliding window of each layer, None for full attention; None for all.
+    """
 
     def layer(index: int) -> DecoderLayer:
         attention = SelfAttention(
@@ -330,7 +333,7 @@ def plain_decoder(
 
 
 class DecoderForCausalLM(CausalLM):
-    """A decoder with its output projection."""
+    """A decoder with its LM head."""
 
     weight_table: ClassVar[WeightTable] = DECODER_WEIGHTS
     ignorable: ClassVar[tuple[str, ...]] = _IGNORABLE
@@ -339,24 +342,24 @@ class DecoderForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = model
-        # A stage with the embedding alone keeps it as the head that is tied to it would, so that rows are the same.
+        # A stage with the embedding of a tied head keeps it in the head's layout, so that rows are the same.
         has_head = model.is_last or (model.is_first and config.tie_word_embeddings)
         self.lm_head = _head(config, parallel, model) if has_head else elsewhere()
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
-        """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much."""
+        """See `CausalLM`. given_TD: hidden states of the previous stage; stages before the last return such."""
         return self.model(input_ids_T, positions_T, context, *_if_any(given_TD))  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         if not self.model.is_last:
-            # Of a step that serves nobody.
+            # A dummy step on a stage before the last.
             return hidden_LD.new_zeros(hidden_LD.shape[0], self.config.vocab_size, dtype=torch.float32)
         return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
-        # A family that does more to its logits, such as capping them, may make equal ones.
+        # A family that transforms its logits, for example caps them, may create ties.
         if type(self).compute_logits is not DecoderForCausalLM.compute_logits or not self.model.is_last:
             return None
         return self.lm_head.compute_greedy(hidden_LD)
@@ -381,7 +384,7 @@ class DecoderForCausalLM(CausalLM):
 
 
 def _if_any(argument: _Argument | None) -> tuple[_Argument, ...]:
-    """Arguments that only some steps have, so that modules of one's own need not know of them."""
+    """Optional arguments, omitted where absent so that plugins' modules need not accept them."""
     return () if argument is None else (argument,)
 
 

@@ -1,6 +1,6 @@
-"""Heads that guess on from another model's hidden states: what EAGLE, EAGLE-3 and MTP have in common.
+"""Base of draft heads on a target's hidden states: EAGLE, EAGLE-3 and MTP.
 
-At each position a head reads the target's hidden state there and the token after it, and guesses the one after that.
+At each position a head reads the target's hidden state and the next token, and predicts the token after that.
 Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 """
 
@@ -26,17 +26,17 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM
 from penstock.models.weights import ROTARY_BUFFERS, Into, WeightTable, expand_table
 from penstock.parallel import ParallelState
 
-# Where a head's `config.json` is told which tensors its checkpoint has, since formats differ in what they say.
+# Key added to a head's `config.json`: names of its checkpoint's tensors, since formats differ in their fields.
 STORED_NAMES = "stored_tensor_names"
 
 
 def plain_name(name: str) -> str:
-    """The same name for a tensor in each of the formats: some begin with `model.`, EAGLE-3 has one `midlayer`."""
+    """Normalise a tensor name: some formats have a `model.` prefix, EAGLE-3 has one `midlayer`."""
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
 class StoredNames:
-    """Which tensors a head's checkpoint has. Without a checkpoint, those that the method's own ones have."""
+    """Tensor names of a head's checkpoint. Without a checkpoint, those of the method's published ones."""
 
     def __init__(self, fields: ConfigFields) -> None:
         names = fields.hf_config.get(STORED_NAMES)
@@ -47,7 +47,7 @@ class StoredNames:
 
 
 class DraftHead(CausalLM):
-    """Decoder layers, and the target's embedding and output projection where the checkpoint has none of its own.
+    """Decoder layers, with the target's embedding and LM head unless the checkpoint has its own.
 
     `attach` comes before the first use.
     """
@@ -73,7 +73,7 @@ class DraftHead(CausalLM):
         has_embedding: bool = False,
         head_size: int | None = None,
     ) -> None:
-        """has_embedding: of its own. head_size: tokens that its own output projection knows; None for the target's."""
+        """has_embedding: an own embedding. head_size: vocabulary of an own LM head; None shares the target's."""
         super().__init__()
         self.name = model_config.model
         self.config = config
@@ -89,7 +89,7 @@ class DraftHead(CausalLM):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads (`AuxHiddenStates`); () for the last hidden states only."""
+        """Target layers whose inputs the head reads (`AuxHiddenStates`); () for the last hidden states only."""
         return ()
 
     @property
@@ -101,25 +101,28 @@ class DraftHead(CausalLM):
     def forward(  # type: ignore[override]  # it goes on from hidden states
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor
     ) -> Tensor:
-        """Hidden states for `compute_logits` and for the next guess, [T, D], or those that the context asks for.
+        """Hidden states for `compute_logits` and for the next draft, [T, D], or [R, D] with a narrowed context.
 
-        input_ids_T: the token after each position. hidden_TD: of `from_target`, or what this returned for the position
-        before.
+        input_ids_T: the token after each position. hidden_TD: from `from_target`, or the output of this for the
+        position before.
         """
 
     def from_target(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
-        """What `forward` takes, [T, D]. hidden_TD: of the target, after its final norm. aux: those it wants besides."""
+        """Make the input of `forward`, [T, D]. hidden_TD: after the target's final norm.
+
+        aux: its auxiliary hidden states.
+        """
         return hidden_TD
 
     def attach(self, target: object) -> None:
-        """Guess for this model, whose parts it shares.
+        """Attach to a target model and share its embedding and LM head.
 
-        Raises UnsupportedFeature for one whose hidden states cannot be had, ModelError for one of another size.
+        Raises UnsupportedFeature for a target without accessible hidden states, ModelError for one of another size.
         """
         if not isinstance(target, DecoderForCausalLM):
             raise UnsupportedFeature(
-                f"{self.name} guesses on from hidden states, which {type(target).__name__} does not give. Use a target "
-                "that is one of this project's decoders, or the method 'draft_model', 'ngram' or 'suffix'."
+                f"{self.name} needs hidden states of the target, which {type(target).__name__} does not give. Use a "
+                "target with a native decoder, or the method 'draft_model', 'ngram' or 'suffix'."
             )
         shares = self.embed_tokens is None or self.lm_head is None
         own = {"hidden_size": self.config.hidden_size if shares else self.target_size}
@@ -127,8 +130,8 @@ class DraftHead(CausalLM):
             wanted = getattr(target.config, field)
             if size != wanted:
                 raise ModelError(
-                    f"{self.name} has {field}={size}, but the model that it guesses for has {wanted}. Use a drafter "
-                    "that was trained for this model."
+                    f"{self.name} has {field}={size}, but the target model has {wanted}. Use a drafter that was "
+                    "trained for this model."
                 )
         self._target = (target,)
 
@@ -157,7 +160,7 @@ class DraftHead(CausalLM):
 
     @abstractmethod
     def weight_table(self) -> WeightTable:
-        """Beside those of `embed_tokens` and `lm_head`."""
+        """Weights other than `embed_tokens` and `lm_head`."""
 
     def checkpoint_name(self, name: str) -> str:
         return plain_name(name)

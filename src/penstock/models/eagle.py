@@ -1,5 +1,5 @@
-"""EAGLE (Li et al. 2024, https://arxiv.org/abs/2401.15077): a decoder layer that goes on from a target's last hidden
-states. Suffixes: T tokens of the step, D hidden size.
+"""EAGLE (Li et al. 2024, https://arxiv.org/abs/2401.15077): a draft head of one decoder layer on the target's last
+hidden states. Suffixes: T tokens of the step, D hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.parallel import ParallelState
 
 
 class EagleLlamaForCausalLM(DraftHead):
-    """fc([token, hidden]), then Llama's layers. The first has an input norm only if the checkpoint has one there."""
+    """fc([token, hidden]), then Llama's layers. The first has an input norm only if the checkpoint has one."""
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)

@@ -1,6 +1,6 @@
-"""EAGLE-3 (Li et al. 2025, https://arxiv.org/abs/2503.01840): a decoder layer that goes on from hidden states of three
-of a target's layers, with a vocabulary of its own. Suffixes: T tokens of the step, L logits rows, D hidden size, S
-tokens of the head's own vocabulary, V of the target's.
+"""EAGLE-3 (Li et al. 2025, https://arxiv.org/abs/2503.01840): a draft head of one decoder layer on auxiliary hidden
+states of three target layers, with a vocabulary of its own. Suffixes: T tokens of the step, L logits rows, D hidden
+size, S draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3Layer(DecoderLayer):
-    """A decoder layer that attends with [token, hidden], each normalised by itself.
+    """A decoder layer whose attention reads [token, hidden], each with its own norm.
 
-    norm_before_residual: the normalised hidden state goes past the attention, not the hidden state itself.
+    norm_before_residual: the residual connection carries the normalised hidden state.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3LlamaForCausalLM(DraftHead):
-    """fc(hidden states of three layers) is what the first guess goes on from, and its own output what the next ones do.
+    """The first draft reads fc(auxiliary hidden states of three layers), the next ones the head's own output.
 
-    target_ids: int64 [S], the target's number of each of its tokens.
+    target_ids: int64 [S], target token id of each draft vocabulary entry.
     """
 
-    # Which tokens of the target the head knows, which follows from `d2t`.
+    # Mask of the draft vocabulary, which follows from `d2t`.
     ignorable: ClassVar[tuple[str, ...]] = (*DraftHead.ignorable, r"t2d")
 
     target_ids: Tensor
@@ -77,7 +77,7 @@ class Eagle3LlamaForCausalLM(DraftHead):
         if num_tokens < config.vocab_size and not stored.has("d2t", by_default=True):
             raise CheckpointError(
                 f"{model_config.model} has draft_vocab_size={num_tokens} of {config.vocab_size} tokens, but no tensor "
-                "d2t that says which ones. Download it again, or convert it anew."
+                "d2t that maps them. Download it again, or convert it anew."
             )
         has_head = num_tokens < config.vocab_size or stored.has("lm_head.weight", by_default=True)
         super().__init__(
@@ -110,7 +110,7 @@ class Eagle3LlamaForCausalLM(DraftHead):
 
     @property
     def _fused_layers(self) -> tuple[int, ...]:
-        """In their order; of a small target, two may be the same."""
+        """The layers in their order; a small target may have duplicates."""
         return self._named_layers or _usual_layers(self.target.config.num_layers)
 
     def attach(self, target: object) -> None:
@@ -118,9 +118,9 @@ class Eagle3LlamaForCausalLM(DraftHead):
         num_layers = self.target.config.num_layers
         if max(self._fused_layers) > num_layers:
             raise ModelError(
-                f"{self.name} goes on from what comes before the layers {', '.join(map(str, self._fused_layers))}, but "
-                f"the model that it guesses for has {num_layers}. Name others as {_AUX_LAYERS} in its config.json, or "
-                "use a drafter that was trained for this model."
+                f"{self.name} reads the inputs of the layers {', '.join(map(str, self._fused_layers))}, but the target "
+                f"model has {num_layers}. Name others as {_AUX_LAYERS} in its config.json, or use a drafter that was "
+                "trained for this model."
             )
 
     def from_target(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
@@ -135,7 +135,7 @@ class Eagle3LlamaForCausalLM(DraftHead):
         return sum_rows(hidden_TD, residual_TD)
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        """Minus infinity for tokens that the head does not know."""
+        """Logits of target tokens outside the draft vocabulary are minus infinity."""
         logits_LS = super().compute_logits(self.norm(hidden_LD))
         size = self.config.vocab_size
         if logits_LS.shape[-1] == size:
@@ -166,7 +166,7 @@ class Eagle3LlamaForCausalLM(DraftHead):
                 yield name, tensor
 
     def _take_map(self, offsets_S: Tensor) -> None:
-        """d2t: what is to be added to the number of each of the head's tokens."""
+        """Load d2t: offset from each draft vocabulary entry to its target token id."""
         if offsets_S.shape != self.target_ids.shape or offsets_S.is_floating_point():
             raise CheckpointError(
                 f"d2t is {offsets_S.dtype} {list(offsets_S.shape)}, and must be [{len(self.target_ids)}] integers."
@@ -180,7 +180,7 @@ class Eagle3LlamaForCausalLM(DraftHead):
 
 
 def aux_layers_of(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """The `aux_layers` of a head with this configuration, for a target with so many layers."""
+    """Return the `aux_layers` of a head with this configuration, for a target with `num_layers` layers."""
     return _each_once(_read_aux_layers(fields) or _usual_layers(num_layers))
 
 
@@ -193,10 +193,9 @@ def _each_once(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _read_aux_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """The target's layers that `config.json` names; () where it names none.
+    """Read the target layers that `config.json` names; () where it names none.
 
-    As vLLM has them, by the layers that the hidden states enter; else as SGLang has them, in an object of their own, by
-    those that they leave.
+    In vLLM's format by the layers whose inputs they are; in SGLang's, a nested object, by those whose outputs they are.
     """
     nested = fields.hf_config.get("eagle_config")
     value, more = fields.hf_config.get(_AUX_LAYERS), 0
@@ -206,5 +205,5 @@ def _read_aux_layers(fields: ConfigFields) -> tuple[int, ...]:
         return ()
     is_list = isinstance(value, list) and len(value) == _NUM_AUX_LAYERS
     if not is_list or not all(isinstance(layer, int) and layer >= 0 for layer in value) or sorted(value) != value:
-        raise fields.unsupported(_AUX_LAYERS, value, f"{_NUM_AUX_LAYERS} numbers of layers that do not fall")
+        raise fields.unsupported(_AUX_LAYERS, value, f"{_NUM_AUX_LAYERS} ascending layer numbers")
     return tuple(layer + more for layer in value)

@@ -8,7 +8,7 @@ from penstock.models.gemma_decoder import GemmaForCausalLM, read_gemma_config
 from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds
 from penstock.parallel import ParallelState
 
-# What a configuration without the field means; null means none.
+# Default of an absent field; null means no cap.
 _DEFAULT_ATTENTION_SOFT_CAP = 50.0
 _DEFAULT_LOGITS_SOFT_CAP = 30.0
 

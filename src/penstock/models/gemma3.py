@@ -16,16 +16,16 @@ from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
-# What a configuration without the field means.
+# Default of an absent field.
 _DEFAULT_PATTERN = 6
-# By kind of layer: the old field for the base of its rotary embedding, and what a configuration without it means.
+# Old field of the rotary base and its default, by attention type.
 _THETA = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
 
 
 class Gemma3ForCausalLM(GemmaForCausalLM):
-    """Gemma's decoder with a norm on every query and key head, and two kinds of layers.
+    """Gemma's decoder with query and key norms, and two attention types.
 
-    Most have a sliding window and a rotary embedding of short period; every sixth sees all and has one of long period.
+    Most layers have a sliding window and a small rotary base; every sixth has full attention and a large base.
     """
 
     weight_table: ClassVar[WeightTable] = {
@@ -58,10 +58,10 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
 
 
 def _read_rope(fields: ConfigFields, kind: str, head_size: int) -> RopeParameters:
-    """The rotary embedding of one kind of layers.
+    """Read the rotary embedding of one attention type.
 
-    Transformers 5 has `rope_parameters` with an object for each kind. Before, there were two bases, and `rope_scaling`
-    for the layers that see all.
+    Transformers 5 has `rope_parameters` with an object for each type. Older files have two bases, and `rope_scaling`
+    for full attention only.
     """
     by_kind = _object(fields, "rope_parameters")
     if not set(by_kind) <= set(_THETA) or not all(isinstance(value, Mapping | None) for value in by_kind.values()):

@@ -1,4 +1,4 @@
-"""What Gemma 2 and 3 share: norms before and after each part of a layer, scaled embeddings, capped logits.
+"""Decoder shared by Gemma 2 and 3: norms before and after attention and MLP, scaled embeddings, capped logits.
 
 Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 """
@@ -30,16 +30,16 @@ from penstock.models.layer_kinds import windows_of
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
-# Norm weights are trained around 0 and mean one more.
+# Stored norm weights are offsets from 1.
 NORM_WEIGHT_OFFSET = 1.0
-# What a configuration without the field means.
+# Default of an absent field.
 _DEFAULT_HEAD_SIZE = 256
 _DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
 _DEFAULT_WINDOW = 4096
 
 
 def read_gemma_config(fields: ConfigFields, rope: Callable[[int], RopeParameters] | None = None) -> DecoderConfig:
-    """rope: as in `DecoderConfig.read`."""
+    """Read the configuration. rope: as in `DecoderConfig.read`."""
     fields.refuse_flags("use_bidirectional_attention")
     fields.integer("num_key_value_heads")
     return DecoderConfig.read(
@@ -53,7 +53,7 @@ def read_gemma_config(fields: ConfigFields, rope: Callable[[int], RopeParameters
 
 
 class GemmaLayer(nn.Module):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with four norms of their own."""
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with four separate norms."""
 
     def __init__(self, config: DecoderConfig, self_attn: SelfAttention, parallel: ParallelState) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class GemmaForCausalLM(DecoderForCausalLM):
     ) -> None:
         windows = windows_of(fields, kinds, fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW))
         bias = fields.flag("attention_bias", default=False)
-        # It does not follow from the head size.
+        # Independent of the head size.
         scale = 1 / math.sqrt(fields.number("query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR))
 
         def layer(index: int) -> GemmaLayer:

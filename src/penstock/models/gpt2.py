@@ -27,7 +27,7 @@ from penstock.models.weights import Elsewhere, Into, WeightTable, elsewhere, exp
 from penstock.parallel import ParallelState, layers_of_stage
 from penstock.parallel.context_share import context_share
 
-# Checkpoints hold the layers' matrices as [inputs, outputs].
+# Conv1D checkpoints: matrices are [inputs, outputs].
 _WEIGHTS: WeightTable = {
     "transformer.wte": Into("wte"),
     "transformer.wpe": Into("wpe"),
@@ -45,7 +45,7 @@ _PREFIX = "transformer."
 
 @dataclass(frozen=True, slots=True)
 class GPT2Config:
-    """What the layers need to know of `config.json`."""
+    """Parameters of the layers, from `config.json`."""
 
     vocab_size: int
     num_positions: int
@@ -61,7 +61,7 @@ class GPT2Config:
 
     @classmethod
     def read(cls, fields: ConfigFields) -> GPT2Config:
-        """Raises ModelError for a field that is missing or damaged, UnsupportedFeature for one that asks too much."""
+        """Raises ModelError for a missing or invalid field, UnsupportedFeature for an unsupported value."""
         fields.refuse_unsupported()
         fields.refuse_flags("add_cross_attention")
         hidden_size, num_heads = fields.integer("n_embd"), fields.integer("n_head")
@@ -86,13 +86,13 @@ class GPT2Config:
         return self.hidden_size // self.num_heads
 
     def attention_scale(self, layer: int) -> float:
-        """The factor on the scores of a layer."""
+        """Factor on the scores of a layer."""
         scale = self.head_size**-0.5 if self.scale_by_head_size else 1.0
         return scale / (layer + 1) if self.scale_by_layer else scale
 
 
 class GPT2Attention(nn.Module):
-    """Attention without positions of its own: they were added to the embeddings."""
+    """Attention without rotary embedding: positions are embedded with the tokens."""
 
     def __init__(self, config: GPT2Config, layer: int, parallel: ParallelState) -> None:
         super().__init__()
@@ -142,12 +142,12 @@ class GPT2Layer(nn.Module):
 
 
 class GPT2LMHeadModel(CausalLM):
-    """Token and position embeddings, layers, final norm, and an output projection that is usually the embedding."""
+    """Token and position embeddings, layers, final norm, and an LM head that is usually tied."""
 
     ignorable: ClassVar[tuple[str, ...]] = (
-        # Causal masks of old checkpoints.
+        # Causal masks in old checkpoints.
         r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
-        # Where the head is tied to the embedding; a head of its own has a slot.
+        # Present in checkpoints although the LM head is tied; an untied head has a slot.
         r"lm_head\.weight",
     )
 
@@ -158,20 +158,20 @@ class GPT2LMHeadModel(CausalLM):
         self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
         has_embedding = self.is_first or (self.is_last and config.tie_word_embeddings)
         self.wte = _embedding(config.vocab_size, config, parallel) if has_embedding else elsewhere()
-        # Every rank of the first stage has all positions.
+        # Position embeddings are replicated on all ranks of the first stage.
         self.wpe = _embedding(config.num_positions, config, ParallelState()) if self.is_first else elsewhere()
         self.layers = nn.ModuleList(
             GPT2Layer(config, index, parallel) if index in stage else Elsewhere() for index in range(config.num_layers)
         )
         self.ln_f = LayerNorm(config.hidden_size, config.norm_eps) if self.is_last else elsewhere()
-        # A stage with the embedding alone keeps it as the head that is tied to it would, so that rows are the same.
+        # A stage with the embedding of a tied head keeps it in the head's layout, so that rows are the same.
         has_head = self.is_last or (self.is_first and config.tie_word_embeddings)
         self.lm_head = _head(config, parallel, self.wte) if has_head else elsewhere()
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
-        """As in `CausalLM`. given_TD: what later stages of a pipeline go on from; all but the last return as much."""
+        """See `CausalLM`. given_TD: hidden states of the previous stage; stages before the last return such."""
         hidden_TD = self._first_hidden(input_ids_T, positions_T) if given_TD is None else given_TD
         for index, of_layer in zip(self._stage, context.by_layer(len(self._stage)), strict=True):
             hidden_TD = self.layers[index](hidden_TD, of_layer)
@@ -179,7 +179,7 @@ class GPT2LMHeadModel(CausalLM):
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         if not self.is_last:
-            # Of a step that serves nobody.
+            # A dummy step on a stage before the last.
             return hidden_LD.new_zeros(hidden_LD.shape[0], self.config.vocab_size, dtype=torch.float32)
         return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
 
@@ -193,7 +193,7 @@ class GPT2LMHeadModel(CausalLM):
         return {"lm_head.weight": "transformer.wte.weight"} if self.config.tie_word_embeddings else {}
 
     def checkpoint_name(self, name: str) -> str:
-        """As in `CausalLM`. The names of OpenAI's own checkpoints lack the prefix."""
+        """See `CausalLM`. OpenAI's own checkpoints lack the prefix."""
         return name if name.startswith((_PREFIX, "lm_head.")) else _PREFIX + name
 
     def _table(self) -> WeightTable:
@@ -203,7 +203,7 @@ class GPT2LMHeadModel(CausalLM):
         return table
 
     def _first_hidden(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Embeddings; in later stages, whose steps are given hidden states, those of a step that serves nobody."""
+        """Embeddings; on later stages, whose real steps receive hidden states, zeros for a dummy step."""
         if self.is_first:
             return self.wte(input_ids_T).add_(self.wpe(positions_T))  # type: ignore[no-any-return]
         weight = next(self.layers[self._stage.start].parameters())

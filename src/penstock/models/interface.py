@@ -1,4 +1,4 @@
-"""What the runner asks of a model, and what it calls it with."""
+"""Interface between the runner and a model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.kernels.sampling import ChosenTokens
 class ModelInputs(NamedTuple):
     """Inputs of a model's forward pass in one step.
 
-    tokens: int32 ids [T], or embeddings [T, D]. positions: int64 [T], or of the shape that the model takes, such as
-    [3, T]. named: further step inputs, a row per token each, which layers read as `ForwardContext.inputs`. hidden:
-    hidden states that a later pipeline stage or a draft head goes on from, [T, D]; they may be overwritten.
+    tokens: int32 ids [T], or embeddings [T, D]. positions: int64 [T], or another shape such as [3, T] for M-RoPE.
+    named: further step inputs, a row per token each, read by layers as `ForwardContext.inputs`. hidden: input hidden
+    states of a later pipeline stage or a draft head, [T, D]; may be overwritten.
     """
 
     tokens: Tensor
@@ -26,7 +26,7 @@ class ModelInputs(NamedTuple):
     hidden: Tensor | None = None
 
     def run(self, model: LanguageModel, context: ForwardContext) -> Tensor:
-        """The model's hidden states."""
+        """Return the model's hidden states."""
         hidden = () if self.hidden is None else (self.hidden,)
         if self.named:
             context = replace(context, inputs=self.named)
@@ -37,13 +37,13 @@ class LanguageModel(Protocol):
     """Suffixes: T tokens of the step, R requests, D hidden size, L logits rows, V vocabulary."""
 
     def __call__(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, /, *hidden: Tensor) -> Tensor:
-        """Hidden states [T, D] from int32 token ids and int64 positions; [R, D] of `context.last`, if that is given.
+        """Hidden states [T, D] from int32 token ids and int64 positions; [R, D] with `context.last`.
 
-        Or from the embeddings and positions that the model's own `ModelState` makes.
+        Or from the embeddings and positions of the model's own `ModelState`.
         """
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """float32 logits [L, V]."""
 
     def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
-        """The greedy choice of those logits without writing them down; None where the model has no way to."""
+        """Greedy tokens without materialising the logits; None without a fused kernel."""

@@ -1,4 +1,4 @@
-"""How configurations say which layers see everything and which only a window."""
+"""Attention type of each layer, full or sliding window, from the configuration."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_layer_kinds(fields: ConfigFields, default: Sequence[str]) -> list[str]:
-    """`FULL` or `SLIDING` for every layer; `default` where the file names none.
+    """Return `FULL` or `SLIDING` for every layer; `default` for an absent field.
 
-    Raises UnsupportedFeature for other kinds.
+    Raises UnsupportedFeature for other types.
     """
     kinds = fields.layer_types(len(default))
     if kinds is None:
@@ -23,7 +23,7 @@ def read_layer_kinds(fields: ConfigFields, default: Sequence[str]) -> list[str]:
 
 
 def windows_of(fields: ConfigFields, kinds: Sequence[str], window: int | None) -> list[int | None]:
-    """Each layer's window, None for full attention. Raises UnsupportedFeature when one is needed and there is none."""
+    """Return the window of each layer, None for full attention. Raises UnsupportedFeature for a missing window."""
     if SLIDING in kinds and window is None:
         raise fields.unsupported("sliding_window", window, f"a positive integer, since some layers are {SLIDING}")
     return [window if kind == SLIDING else None for kind in kinds]

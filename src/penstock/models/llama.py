@@ -9,7 +9,7 @@ from penstock.parallel import ParallelState
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    """The plain decoder. `attention_bias` and `mlp_bias` give all projections of their kind a bias."""
+    """The plain decoder. `attention_bias` and `mlp_bias` add biases to the attention's and the MLP's projections."""
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)

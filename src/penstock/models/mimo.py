@@ -1,4 +1,4 @@
-"""MiMo (Xiaomi 2025, https://arxiv.org/abs/2505.07608): Qwen2 with a layer that predicts one token more (MTP).
+"""MiMo (Xiaomi 2025, https://arxiv.org/abs/2505.07608): Qwen2 with a multi-token prediction (MTP) layer.
 
 Suffixes: T tokens of the step, D hidden size.
 """
@@ -23,18 +23,18 @@ from penstock.parallel import ParallelState
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Without its MTP layer, which drafts (`MiMoMTP`)."""
+    """The target model, without its MTP layer (`MiMoMTP`)."""
 
     ignorable = (*DecoderForCausalLM.ignorable, r"model\.mtp_layers\..*")
 
 
 class MiMoMTP(DraftHead):
-    """input_proj([hidden, token]), each normalised by itself, then a Qwen2 layer and a norm.
+    """MTP draft head: input_proj([hidden, token]), each with its own norm, then a Qwen2 layer and a norm.
 
-    The model's own checkpoint has it. It goes on from hidden states before the model's final norm.
+    Its weights are in the target's checkpoint. It reads the hidden states before the target's final norm.
     """
 
-    # The model itself.
+    # Tensors of the target model.
     ignorable = (r"(?!mtp_layers\.).*",)
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:

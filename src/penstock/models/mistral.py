@@ -7,12 +7,12 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.parallel import ParallelState
 
-# What a configuration without `sliding_window` means; null means none.
+# Default of an absent `sliding_window`; null means full attention.
 _DEFAULT_WINDOW = 4096
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """The plain decoder whose layers all see the last `sliding_window` positions, or all if that is null."""
+    """The plain decoder, with one `sliding_window` for all layers, or full attention if that is null."""
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)

@@ -48,7 +48,7 @@ class Olmo2Layer(nn.Module):
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
-    """The plain decoder with norms after attention and MLP instead of before, and norms on all queries and all keys."""
+    """The plain decoder with norms after attention and MLP, not before, and query and key norms over all heads."""
 
     weight_table: ClassVar[WeightTable] = {
         **{name: into for name, into in DECODER_WEIGHTS.items() if not name.endswith("input_layernorm")},

@@ -12,17 +12,17 @@ from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderForCa
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
-# What a configuration without the field means.
+# Default of an absent field.
 _DEFAULT_ORIGINAL_LENGTH = 4096
-# What early configurations call longrope.
+# Names of longrope in early configurations.
 _LONGROPE_NAMES = ("su", "yarn")
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
-    """The plain decoder, whose checkpoints hold query, key and value as one matrix, and gate and up as another.
+    """The plain decoder with fused QKV and fused gate and up projections in the checkpoint.
 
-    Rotary embedding may turn a part of each head, and may be stretched by longrope.
+    Rotary embedding may be partial, and scaled by longrope.
     """
 
     weight_table: ClassVar[WeightTable] = {

@@ -1,4 +1,4 @@
-"""A model's forward pass as one call into the C++ kernels. Suffixes: T tokens of the step, D hidden size."""
+"""Recorded programs: a model's forward pass as one call into the C++ kernels. Suffixes: T tokens, D hidden size."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from penstock.models.interface import LanguageModel, ModelInputs
 
 logger = logging.getLogger(__name__)
 
-# Names of the step inputs that models are called with.
+# Names of a model's step inputs.
 _TOKEN_IDS, _EMBEDDINGS, _POSITIONS, _HIDDEN = "token_ids", "inputs_embeds", "positions", "hidden_states"
-# Dtypes that programs read them in.
+# Dtypes that programs read.
 _DTYPES = {_TOKEN_IDS: torch.int32, _POSITIONS: torch.int64}
 
 
 class ModelPrograms:
     """Recorded programs of models over a KV cache's layers, one for each set of step inputs.
 
-    layers: by name. A model, or a step, of which no program can be recorded runs layer by layer, as its forward says.
-    refusals: how often a recording was refused, by the reason.
+    layers: by name. Models and steps that cannot be recorded run layer by layer.
+    refusals: number of refused recordings by reason.
     """
 
     def __init__(self, layers: Mapping[str, BoundLayer]) -> None:
@@ -40,7 +40,7 @@ class ModelPrograms:
         self.refusals: Counter[str] = Counter()
 
     def run(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
-        """`inputs.run(...)`: [T, D], or the rows that the context asks for."""
+        """Run `inputs.run(...)`: [T, D], or the rows that the context is narrowed to."""
         named = _by_name(inputs)
         aux: frozenset[int] = frozenset() if context.aux is None else context.aux.layers
         scatters = _is_scattered(model, inputs.tokens.shape[0])
@@ -60,10 +60,10 @@ class ModelPrograms:
         context: ForwardContext,
         states_before: Sequence[int] | None = None,
     ) -> BoundChoices | None:
-        """`model.compute_greedy` of its hidden states, as long as these tensors and the context stay.
+        """Bind `model.compute_greedy` of the hidden states to these tensors and this context.
 
         states_before: layers whose inputs are wanted too, with the last hidden states (`AuxHiddenStates`).
-        None where the model has no way to do it all at once, or the inputs cannot be read in place.
+        None for a model without a greedy kernel, or inputs that cannot be read in place.
         """
         named = _by_name(inputs)
         states = None if states_before is None else tuple(sorted(states_before))
@@ -76,7 +76,7 @@ class ModelPrograms:
         return program.bind(_step_tokens(named, context), _with_inputs(context, inputs))
 
     def describe(self) -> list[str]:
-        """Lines for people: how many programs are recorded, and why others were refused."""
+        """Log lines: number of recorded programs, and reasons of refusals."""
         recorded = [program for program in self._recorded.values() if program is not None]
         lines = [f"Recorded programs: {len(recorded)}"] if recorded else []
         if any(program.num_segments > 1 for program in recorded):
@@ -84,7 +84,7 @@ class ModelPrograms:
         return lines + [f"Layer by layer ({count} times): {reason}" for reason, count in self.refusals.items()]
 
     def forget(self) -> None:
-        """Record anew what is run: models, or their weights, may be others."""
+        """Drop all programs: models or their weights have changed."""
         self._recorded.clear()
 
     def _program(self, model: LanguageModel, what: _Forward | _Greedy) -> NativeProgram | None:
@@ -100,7 +100,7 @@ class ModelPrograms:
         try:
             _refuse_what_is_watched(model)
             outputs = what.trace(trace, model, self._context(trace))
-        except Exception as reason:  # a model of a user's may fail in any way where its tensors have no values
+        except Exception as reason:  # a user's model may fail in any way on tensors without values
             logger.debug("The model runs layer by layer: %s", reason)
             self.refusals[str(reason) if isinstance(reason, Untraceable) else repr(reason)] += 1
             return None
@@ -116,14 +116,14 @@ class ModelPrograms:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A step input as a program sees it. size: of each token's row; () for an element."""
+    """A step input in a program. size: of each token's row; () for a scalar."""
 
     name: str
     dtype: torch.dtype
     size: tuple[int, ...]
 
     def stand_in(self, trace: Trace) -> TracedTensor:
-        """Raises Untraceable for an input that no kernel reads."""
+        """Make the traced tensor. Raises Untraceable for an input that no kernel reads."""
         if self.dtype.is_floating_point and len(self.size) == 1:
             return trace.input(self.name, torch.float32, self.size[0])
         if not self.dtype.is_floating_point and not self.size:
@@ -133,13 +133,13 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A program from step inputs to hidden states. aux: before these layers hidden states are wanted too."""
+    """A program from step inputs to hidden states. aux: layers whose inputs are wanted too."""
 
     shapes: tuple[_Shape, ...]
     aux: frozenset[int]
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[Cell, list[Cell]]:
-        """Cells of the results. Raises Untraceable."""
+        """Trace; returns cells of the results. Raises Untraceable."""
         aux = AuxHiddenStates(sorted(self.aux))
         hidden = _run(trace, model, replace(context, aux=aux), self.shapes)
         return trace.result(hidden), list(_cells(aux))
@@ -147,27 +147,27 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Greedy:
-    """A program from step inputs to tokens.
+    """A program from step inputs to greedy tokens.
 
-    states_before: given where hidden states are wanted too, and those before these layers.
+    states_before: layers whose inputs are wanted too, with the last hidden states; None for none.
     """
 
     shapes: tuple[_Shape, ...]
     states_before: tuple[int, ...] | None
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
-        """Cells of the states. Raises Untraceable."""
+        """Trace; returns cells of the hidden states. Raises Untraceable."""
         aux = AuxHiddenStates(self.states_before or ())
         hidden = _run(trace, model, replace(context, aux=aux), self.shapes)
         wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(aux)]
         chosen = model.compute_greedy(hidden)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
-            raise Untraceable("tokens are not chosen by a kernel")
+            raise Untraceable("the model has no greedy kernel")
         return None, wanted
 
 
 def _is_scattered(model: LanguageModel, num_tokens: int) -> bool:
-    """Whether ranks keep some tokens each between the layers of such a step, which is recorded of none."""
+    """Whether the step is sequence parallel between layers; such steps are not recorded."""
     return isinstance(model, CausalLM) and model.is_scattered(num_tokens)
 
 
@@ -201,9 +201,9 @@ def _with_inputs(context: ForwardContext, inputs: ModelInputs) -> ForwardContext
 
 
 def _refuse_what_is_watched(model: LanguageModel) -> None:
-    """Raises Untraceable where something else than the classes' own code is to run in every step."""
+    """Raise Untraceable for a model with hooks or instance methods, which a program would skip."""
     if not isinstance(model, nn.Module):
-        raise Untraceable("it is no module of torch")
+        raise Untraceable("it is not a torch module")
     for module in model.modules():
         has_methods = any(callable(getattr(type(module), name, None)) for name in vars(module))
         if has_methods or module._forward_hooks or module._forward_pre_hooks:
@@ -213,7 +213,7 @@ def _refuse_what_is_watched(model: LanguageModel) -> None:
 def _step_tokens(named: Mapping[str, Tensor], context: ForwardContext) -> StepTokens:
     metadata, last = context.metadata, context.last
     num_rows = named[_POSITIONS].shape[0]
-    # Groups of layers that are no attention of the library have nothing that a kernel reads.
+    # KV-cache groups without attention of the library have no tensors that a kernel reads.
     return StepTokens(
         named,
         num_rows,

@@ -10,7 +10,7 @@ from penstock.parallel import ParallelState
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
-    """The plain decoder with biases on query, key and value, and sliding windows in some layers where asked for."""
+    """The plain decoder with QKV biases, and sliding windows in some layers if enabled."""
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)

@@ -12,12 +12,12 @@ from penstock.models.qwen_windows import read_qwen_windows
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
-# What a configuration without `head_dim` means, whatever the hidden size is.
+# Default of an absent `head_dim`, independent of the hidden size.
 _DEFAULT_HEAD_SIZE = 128
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """The plain decoder with a norm on every query and key head; heads need not divide the hidden size."""
+    """The plain decoder with query and key norms; head_dim is independent of the hidden size."""
 
     weight_table: ClassVar[WeightTable] = {
         **DECODER_WEIGHTS,

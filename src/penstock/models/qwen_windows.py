@@ -1,20 +1,19 @@
-"""How Qwen configurations say which layers have a sliding window."""
+"""Sliding windows in Qwen configurations."""
 
 from __future__ import annotations
 
 from penstock.models.config_fields import ConfigFields
 from penstock.models.layer_kinds import FULL, SLIDING, read_layer_kinds
 
-# What a configuration without these fields means.
+# Defaults of absent fields.
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
 def read_qwen_windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
-    """Each layer's window, None for full attention.
+    """Return the window of each layer, None for full attention.
 
-    Without `use_sliding_window` there are none. With it, `layer_types` names each layer's kind, or else the layers
-    from `max_window_layers` on have one.
+    Windows need `use_sliding_window`. Then `layer_types` names the layers, or else those from `max_window_layers` on.
     """
     window = None
     if fields.flag("use_sliding_window", default=False):

@@ -1,4 +1,4 @@
-"""Registry of model architectures. A class is imported when it is first asked for."""
+"""Registry of model architectures. A class is imported at its first use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MODELS = {
     "Qwen2ForCausalLM": "penstock.models.qwen2",
     "Qwen3ForCausalLM": "penstock.models.qwen3",
 }
-# Heads that guess for a model, whatever their own `config.json` calls them.
+# Architectures of draft heads, by method and target, whatever their own `config.json` says.
 _DRAFT_HEADS = {
     "EagleLlamaForCausalLM": "penstock.models.eagle",
     "Eagle3LlamaForCausalLM": "penstock.models.eagle3",
@@ -36,7 +36,7 @@ _TRANSFORMERS = ("penstock.models.transformers_fallback", "TransformersForCausal
 
 
 def register_model(architecture: str, model_class: str | Callable[[ModelConfig, ParallelState], CausalLM]) -> None:
-    """Let plugins implement an architecture, or replace its implementation.
+    """Register an implementation of an architecture, or replace it; called by plugins.
 
     model_class: the class, or "module:Class", which is imported when a model of this architecture is loaded.
     Raises ConfigError for a string of another form.
@@ -47,14 +47,14 @@ def register_model(architecture: str, model_class: str | Callable[[ModelConfig, 
 
 
 def supported_architectures() -> list[str]:
-    """Names that may be the first of `architectures` in a model's `config.json`."""
+    """Allowed values of `architectures[0]` in a model's `config.json`."""
     return sorted({*_MODELS, *_registered})
 
 
 def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, ParallelState], CausalLM]:
-    """The class for the model's architecture, or the one that runs it through Transformers.
+    """Return the native class of the model's architecture, or the Transformers fallback.
 
-    Raises UnsupportedModel when `model_impl` forbids all there is, ModelError when `config.json` names no architecture.
+    Raises UnsupportedModel where `model_impl` excludes both, ModelError where `config.json` names no architecture.
     """
     architecture = model_config.architecture
     if runs_through_transformers(model_config):
@@ -78,9 +78,10 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
 
 
 def refuse_unsuitable(model_config: ModelConfig) -> None:
-    """Raise UnsupportedModel, with the reason, for a kind of model that cannot run here.
+    """Raise UnsupportedModel, with the reason, for an unsupported kind of model.
 
-    Only the kind is looked at, no field that another kind may not have: whoever reads those asks here first.
+    Checks the kind only, not fields of `config.json`, which may differ between kinds; so it is called before these are
+    read.
     """
     find_model_class(model_config)
     if runs_through_transformers(model_config):
@@ -88,14 +89,14 @@ def refuse_unsuitable(model_config: ModelConfig) -> None:
 
 
 def runs_through_transformers(model_config: ModelConfig) -> bool:
-    """Whether the implementation is that of Transformers: by option, or because there is no other."""
+    """Whether the Transformers fallback is used: by option, or without a native class."""
     if model_config.model_impl == "auto":
         return model_config.architecture not in supported_architectures()
     return model_config.model_impl == "transformers"
 
 
 def describe_implementation(model_config: ModelConfig) -> str:
-    """Which implementation runs, and why."""
+    """Describe the implementation and the reason for it."""
     architecture = model_config.architecture
     if not runs_through_transformers(model_config):
         return f"{architecture} of Penstock"

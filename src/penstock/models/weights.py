@@ -1,4 +1,4 @@
-"""Checkpoint weights into a model, strictly: every tensor once, none too many, all of the right shape."""
+"""Strict weight loading: every checkpoint tensor once, no unexpected ones, all of the right shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.layers.weights import Shard, WeightSlot, weight_slots
 
-# Buffers of rotary embedding in old checkpoints, which follow from the configuration; a pattern of names' ends.
+# Rotary buffers in old checkpoints, derived from the configuration; matches ends of names.
 ROTARY_BUFFERS = r"rotary_emb\.(?:inv_freq|cos_cached|sin_cached)"
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES_PER_COMPLAINT = 8
@@ -21,9 +21,9 @@ _NAMES_PER_COMPLAINT = 8
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """The module here that takes a checkpoint module's tensors, and which shard of it they are.
+    """Destination module of a checkpoint module's tensors, and their shard.
 
-    transposed: whether the checkpoint holds matrices as [inputs, outputs] rather than [outputs, inputs].
+    transposed: the checkpoint has matrices as [inputs, outputs] instead of [outputs, inputs].
     """
 
     module: str
@@ -31,21 +31,21 @@ class Into:
     transposed: bool = False
 
 
-# From a module's name in the checkpoint to the module here. `*` stands for a layer's number.
+# Checkpoint module name to destination. `*` stands for a layer's number.
 WeightTable = Mapping[str, Into]
 
 
 class Elsewhere(nn.Module):
-    """In the place of what another stage of the pipeline has."""
+    """Placeholder of a module on another pipeline stage."""
 
 
 def elsewhere() -> Any:
-    """The same, for places whose module nobody asks this stage for."""
+    """Return a placeholder, typed for attributes of any module class."""
     return Elsewhere()
 
 
 def names_elsewhere(model: nn.Module, table: WeightTable, num_layers: int) -> list[str]:
-    """Regular expressions for tensors of the table that fill nothing here, since other stages have their modules."""
+    """Regular expressions for checkpoint tensors of the table that belong to other pipeline stages."""
     return [
         re.escape(pattern.replace("*", str(layer))) + r"\.\w+"
         for pattern, into in table.items()
@@ -55,7 +55,7 @@ def names_elsewhere(model: nn.Module, table: WeightTable, num_layers: int) -> li
 
 
 def _module(model: nn.Module, into: Into, layer: int) -> nn.Module | None:
-    """None where another stage has it."""
+    """The destination module; None on another stage."""
     module = model
     for name in into.module.replace("*", str(layer)).split("."):
         module = module.get_submodule(name)
@@ -65,7 +65,7 @@ def _module(model: nn.Module, into: Into, layer: int) -> nn.Module | None:
 
 
 def expand_table(model: nn.Module, table: WeightTable, num_layers: int) -> dict[str, WeightSlot]:
-    """Every tensor that a checkpoint of this model holds for this stage, by name, with the place it fills."""
+    """Return the slots of this stage's checkpoint tensors by name."""
     slots: dict[str, WeightSlot] = {}
     for pattern, into in table.items():
         for layer in range(num_layers) if "*" in pattern else (0,):
@@ -91,9 +91,9 @@ def load_into_slots(
 ) -> None:
     """Copy each tensor into its slot.
 
-    ignorable: regular expressions for names that checkpoints may hold although there is no slot for them.
-    Raises CheckpointError, after all tensors were seen, naming those that are missing, unexpected, misshapen,
-    duplicate, or not of a floating-point dtype. The model's weights are then undefined.
+    ignorable: regular expressions for names without a slot.
+    Raises CheckpointError, after all tensors were seen, naming missing, unexpected, misshapen and duplicate ones and
+    those of unsupported dtypes. The model's weights are then undefined.
     """
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignorable) or r"(?!)")
     seen: set[str] = set()
@@ -117,7 +117,7 @@ def load_into_slots(
 
 
 def _complaint(name: str, tensor: Tensor, slot: WeightSlot | None, seen: set[str]) -> tuple[str, str] | None:
-    """What is wrong with a tensor, and its name with the detail; None if nothing is."""
+    """Return the kind of error of a tensor, and its name with details; None for a valid one."""
     if name in seen:
         return "duplicate", name
     if slot is None:

@@ -1,4 +1,4 @@
-"""Models that have no file here, run by their own implementation in Transformers on this engine's paged attention."""
+"""Transformers fallback: models without a native class run their Transformers code on paged attention."""
 
 from penstock.models.transformers_fallback.model import TransformersForCausalLM, refuse_unsuitable
 

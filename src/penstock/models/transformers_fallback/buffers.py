@@ -1,4 +1,4 @@
-"""Values for the buffers of a model that was built without memory, such as rotary frequencies."""
+"""Initialisation of buffers, such as rotary frequencies, of a model built on the meta device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from penstock.layers.rope_scaling import warn_about_long_factors, warn_about_str
 from penstock.models.transformers_fallback.refusal import CannotRun
 from penstock.observability.units import format_bytes
 
-# What a rotary module is told that it is, once its frequencies are never to change again.
+# The rope type of a rotary module whose frequencies are fixed.
 _FIXED = "fixed"
 
 
 def create_buffers(model: PreTrainedModel) -> None:
-    """Give every buffer on the meta device memory on the CPU, and the value that the model's own class gives it.
+    """Allocate every buffer on the CPU, with the value from the model class's own initialisation.
 
-    Those that checkpoints hold stay uninitialised. Raises CannotRun, naming it, for another one that gets no value.
+    Buffers that checkpoints hold stay uninitialised. Raises CannotRun for another buffer without a value.
     """
     num_bytes = sum(buffer.nbytes for buffer in model.buffers() if buffer.is_meta)
     if num_bytes > memory_limit().total_bytes:
         raise CannotRun(f"its buffers take {format_bytes(num_bytes)}, more memory than this machine has")
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    # A submodel's own class knows its modules best, and `modules` lists it after the model around it.
+    # `modules` lists a submodel after the model around it; the innermost class initialises its modules best.
     for owner in reversed(owners):
         for name, module in owner.named_modules():
             empty = [buffer for buffer, value in module.named_buffers(recurse=False) if value.is_meta]
@@ -43,7 +43,7 @@ def create_buffers(model: PreTrainedModel) -> None:
 
 @contextmanager
 def buffers_on_meta(model: nn.Module) -> Iterator[None]:
-    """While this lasts, all buffers are without values, as parameters on the meta device are."""
+    """Create all buffers on the meta device inside the block, like parameters."""
     kept = [
         (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
@@ -57,11 +57,11 @@ def buffers_on_meta(model: nn.Module) -> Iterator[None]:
 
 
 def fix_rotary_frequencies(model: nn.Module, max_model_len: int) -> None:
-    """Keep rotary frequencies the same in every step.
+    """Fix the rotary frequencies for all steps.
 
-    Transformers changes them with the longest position of a batch where the type is "dynamic" or "longrope", so that
-    one request would change another's tokens, and keys that were written would no longer fit. As in native families,
-    the longest text that the engine serves decides for all.
+    For "dynamic" and "longrope" Transformers changes them with the longest position of a batch: one request would
+    change another's tokens, and cached keys would become invalid. As in native families, the longest context that the
+    engine serves decides for all.
     """
     modules: Iterable[Any] = model.modules()
     for module in modules:
@@ -76,7 +76,7 @@ def fix_rotary_frequencies(model: nn.Module, max_model_len: int) -> None:
 
 
 def _choose_frequencies(rope_type: Any, module: nn.Module, layer_type: str | None, max_model_len: int) -> None:
-    """Give the module the frequencies for long texts, where such are served; it was built with those for short ones."""
+    """Set the module's frequencies for long contexts, if such are served; it was built with those for short ones."""
     config: Any = module.config
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     if rope_type == "longrope":
@@ -95,7 +95,7 @@ def _choose_frequencies(rope_type: Any, module: nn.Module, layer_type: str | Non
 
 
 def _initialise(owner: PreTrainedModel, module: nn.Module, buffers: list[str], fill: int) -> dict[str, Tensor]:
-    """The values that the class of `owner` gives these buffers, which before are full of `fill`."""
+    """Values from the initialisation in the class of `owner` for these buffers, filled with `fill` before."""
     for name in buffers:
         value: Tensor = getattr(module, name)
         setattr(module, name, torch.full(value.shape, fill, dtype=value.dtype, device="cpu"))

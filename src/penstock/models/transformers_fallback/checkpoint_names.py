@@ -1,7 +1,7 @@
-"""Which tensors a checkpoint of a Transformers model holds, and where each of them goes.
+"""Checkpoint tensor names of a Transformers model, and the slot of each tensor.
 
-Checkpoints keep the names that a family had when it was published. Transformers has tables that say how those become
-its own parameters' names, and these are read here; their weights take the one way that all weights take.
+Checkpoints keep the names of a family's first release. The conversion tables of Transformers map these to its own
+parameter names; the weights are loaded as those of native models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.layers.weights import WeightSlot
 from penstock.models.transformers_fallback.refusal import CannotRun
 from penstock.models.weights import ROTARY_BUFFERS
 
-# Buffers of old checkpoints, which follow from the configuration.
+# Buffers in old checkpoints, derived from the configuration.
 _OLD_BUFFERS = (
     r".*\." + ROTARY_BUFFERS,
     r".*\.(attention|attn|self_attn)\.(bias|masked_bias)",
@@ -31,10 +31,10 @@ _OLD_BUFFERS = (
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """A parameter that checkpoints hold in pieces, one of each source per expert.
+    """An expert parameter that checkpoints hold in pieces, one of each source per expert.
 
-    sources: names of the pieces, with `*` for the expert. The experts are stacked along the parameter's first
-    dimension; an expert's sources lie one after the other along its first. shape: of the whole parameter.
+    sources: names of the pieces, with `*` for the expert. Experts are stacked along the parameter's first dimension,
+    and an expert's sources are concatenated along its first. shape: of the whole parameter.
     """
 
     sources: tuple[str, ...]
@@ -49,7 +49,7 @@ class StackedExperts:
 
 
 class CheckpointNames:
-    """Made while the model of Transformers is whole; knows its names after it was taken apart, too."""
+    """Created from the complete Transformers model, and valid after the model is taken apart."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         conversions = get_model_conversion_mapping(model)
@@ -61,11 +61,11 @@ class CheckpointNames:
 
     @property
     def ignorable(self) -> tuple[str, ...]:
-        """Regular expressions for names that checkpoints may hold although there is no slot for them."""
+        """Regular expressions for checkpoint names without a slot."""
         return tuple(f".*(?:{pattern}).*" for pattern in self._ignorable)
 
     def slots(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightSlot]:
-        """The slots of the model's parameters and persistent buffers, given by their names in Transformers."""
+        """Return the slots of the model's parameters and persistent buffers, given by their Transformers names."""
         slots: dict[str, WeightSlot] = {}
         for name, tensor in tensors:
             if name in self._stacked:
@@ -77,14 +77,14 @@ class CheckpointNames:
     def renamed(
         self, weights: Iterable[tuple[str, Tensor]], is_slot: Callable[[str], bool]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors under the names of their slots, where they have one; stacked experts in pieces."""
+        """Yield tensors under the names of their slots, if they have one; stacked experts in pieces."""
         for name, tensor in weights:
             slot_name = self.slot_name(name, lambda candidate: candidate in self._stacked or is_slot(candidate))
             stacked = self._stacked.get(slot_name)
             if stacked is None:
                 yield slot_name, tensor
             elif tuple(tensor.shape) == stacked.shape:
-                # A checkpoint holds as a whole what others hold piece by piece.
+                # A checkpoint may hold stacked experts as one tensor.
                 yield from ((piece, slot.target) for piece, slot in stacked.slots(tensor).items())
             else:
                 raise CheckpointError(
@@ -92,7 +92,7 @@ class CheckpointNames:
                 )
 
     def slot_name(self, name: str, is_slot: Callable[[str], bool]) -> str:
-        """The name of the slot that a checkpoint's tensor fills, or what Transformers renames it to."""
+        """Return the name of a checkpoint tensor's slot, or its Transformers name."""
         if is_slot(name):
             return name
         for renaming in self._renamings:
@@ -104,7 +104,7 @@ class CheckpointNames:
 
 
 def checkpoint_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers by name; of those that are shared, the first name only."""
+    """Yield parameters and persistent buffers by name; shared ones once, under their first name."""
     yield from module.named_parameters()
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
@@ -113,16 +113,16 @@ def checkpoint_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _derived(model: nn.Module) -> list[str]:
-    """Names of what checkpoints need not hold: buffers that are computed, and further names of shared parameters."""
+    """Names that checkpoints may lack: computed buffers, and further names of shared parameters."""
     all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     all_names |= {name for name, _ in model.named_buffers()}
     return [f"^{re.escape(name)}$" for name in sorted(all_names - {name for name, _ in checkpoint_tensors(model)})]
 
 
 def _find_stacked(shapes: Mapping[str, tuple[int, ...]], converters: Iterable[Any]) -> dict[str, StackedExperts]:
-    """By parameter name, those that a converter makes of several tensors.
+    """Return the parameters that a converter builds from several tensors, by name.
 
-    Raises CannotRun where one makes a parameter in a way that is not known here.
+    Raises CannotRun for an unknown kind of conversion.
     """
     stacked = {}
     for name, shape in shapes.items():
@@ -133,7 +133,7 @@ def _find_stacked(shapes: Mapping[str, tuple[int, ...]], converters: Iterable[An
             kinds = [type(operation) for operation in converter.operations]
             if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or len(converter.target_patterns) > 1:
                 how = ", ".join(kind.__name__ for kind in kinds)
-                raise CannotRun(f"its checkpoints hold {name} in a form that is not known here ({how})")
+                raise CannotRun(f"its checkpoints hold {name} in an unknown form ({how})")
             prefix = name.removesuffix(target)
             sources = tuple(prefix + _plain(one) for one in converter.source_patterns)
             stacked[name] = StackedExperts(sources, shape)

@@ -1,4 +1,4 @@
-"""From hidden states to logits by a model's own code, whatever it does beside its output projection.
+"""Logits from hidden states by the model's own code, including scaling and caps.
 
 Suffixes: T tokens, L logits rows, D hidden size, V vocabulary, _1… a batch of one.
 """
@@ -15,7 +15,7 @@ from penstock.models.transformers_fallback.refusal import CannotRun
 
 
 class GivenHiddenStates(nn.Module):
-    """Stands where a model's backbone was, and returns what it is given as the last layer's output."""
+    """Replaces the backbone; returns given hidden states as its output."""
 
     def __init__(self, output_type: type) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class GivenHiddenStates(nn.Module):
 
 
 class LogitsHead(nn.Module):
-    """A causal language model without its backbone: scales, caps and projects as its own forward pass does."""
+    """A causal language model without its backbone: applies the LM head, with the model's own scaling and caps."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class LogitsHead(nn.Module):
 def take_backbone(
     model: PreTrainedModel, name: str, output_type: type, hidden_size: int, vocab_size: int
 ) -> tuple[nn.Module, LogitsHead]:
-    """The submodule of that name, and what is left of the model without it.
+    """Split the model into its backbone, the submodule of that name, and the rest as a head.
 
-    Raises CannotRun when the rest does not make logits of hidden states.
+    Raises CannotRun when the rest cannot compute logits from hidden states.
     """
     backbone = model.get_submodule(name)
     parent, _, attribute = name.rpartition(".")

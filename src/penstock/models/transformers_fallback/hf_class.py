@@ -1,4 +1,4 @@
-"""Which class of Transformers implements an architecture, and whether its kind of model can run on paged attention."""
+"""Selection of the Transformers class of an architecture, and checks that it can run on paged attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.models.transformers_fallback.refusal import CannotRun
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"
 _PLURALS = {"image": "images", "video": "videos"}
-# What classes do that are no causal language models, by the tables that Transformers has them in.
+# Purposes of classes other than causal language models, by the Transformers table that lists them.
 _OTHER_PURPOSES = {
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "it fills in masked tokens instead of going on with a text",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "it classifies texts, which is planned",
@@ -28,9 +28,9 @@ _OTHER_PURPOSES = {
 
 
 def find_suitable(model_config: ModelConfig) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """The class that `architectures` names, and its configuration, if its kind of model can run on paged attention.
+    """Return the class of `architectures` and its configuration, for a kind of model that paged attention can run.
 
-    Nothing but the kind of model is looked at, so that what it lacks is not found in its place.
+    Checks the kind of model only, before any field of the configuration.
 
     Raises CannotRun with the reason; and as `_find_hf_class` and `_read_hf_config`.
     """
@@ -41,9 +41,9 @@ def find_suitable(model_config: ModelConfig) -> tuple[type[PreTrainedModel], Pre
 
 
 def _find_hf_class(model_config: ModelConfig) -> type[PreTrainedModel]:
-    """The class that `architectures` names.
+    """Return the class of `architectures`.
 
-    Raises UnsupportedModel when Transformers has none.
+    Raises UnsupportedModel for an architecture that Transformers does not have.
     """
     architecture = model_config.architecture
     found = getattr(transformers, architecture, None)
@@ -59,9 +59,9 @@ def _find_hf_class(model_config: ModelConfig) -> type[PreTrainedModel]:
 
 
 def _read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel]) -> PretrainedConfig:
-    """`config.json` as the class wants it.
+    """Parse `config.json` into the class's configuration.
 
-    Raises ModelError when Transformers does not take it, UnsupportedFeature for a quantized model.
+    Raises ModelError when Transformers rejects it, UnsupportedFeature for a quantized model.
     """
     refuse_quantized_checkpoint(model_config.hf_config, model_config.model)
     try:
@@ -71,14 +71,14 @@ def _read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel
             f"config.json of {model_config.model} is not one that Transformers {transformers.__version__} takes for "
             f"{model_class.__name__}: {error}"
         ) from error
-    # What it returns, whatever the file says.
+    # The output format needed here, whatever the file says.
     config.return_dict, config.use_cache = True, False
     config.output_hidden_states, config.output_attentions = False, False
     return config
 
 
 def _decode_floats(value: Any) -> Any:
-    """Numbers that JSON lacks, such as infinity, which Transformers writes as an object with one field."""
+    """Decode numbers that JSON lacks, such as infinity, written by Transformers as an object with one field."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -87,7 +87,7 @@ def _decode_floats(value: Any) -> Any:
 
 
 def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Raises CannotRun for kinds of models that say themselves why paged attention alone cannot run them."""
+    """Raise CannotRun for kinds of models that paged attention alone cannot run."""
     if getattr(config, "is_encoder_decoder", False):
         raise CannotRun("it is an encoder-decoder model, which are planned")
     media = _media(model_class, config)
@@ -111,9 +111,9 @@ def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedCon
 
 
 def _media(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str:
-    """What a model takes beside text, or instead of it, such as "images and audio"."""
+    """Input media other than text, such as "images and audio"."""
     if not config.sub_configs and model_class.main_input_name == "input_ids":
-        return ""  # the part for text of a family with others, which says that it takes what the family does
+        return ""  # the text part of a multimodal family, which inherits the family's list
     taken = getattr(model_class, "input_modalities", None) or ()
     others = [_PLURALS.get(medium, medium) for medium in ([taken] if isinstance(taken, str) else taken)]
     return " and ".join(medium for medium in others if medium != "text")

@@ -1,8 +1,7 @@
-"""Where the attention modules of Transformers meet the paged attention here.
+"""Adapter of the Transformers attention interface to paged attention.
 
-Transformers looks attention functions up by name in a registry of the process. The two registered here have no state:
-what they need hangs on the module that calls them. Keyword arguments would be lost on the way in some families, which
-do not hand them down to their attention modules.
+Transformers looks attention functions up by name in a process-wide registry. The two registered here are stateless and
+read their parameters from the calling module, because some families do not pass keyword arguments down.
 
 Suffixes: T tokens of the step, H query heads, K KV heads, D head size, _1… a batch of one.
 """
@@ -20,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from penstock.attention import LayerAttention
 from penstock.layers.attention import Attention
 
-# Names in the registry of Transformers. The paged one has no mask function, so that no mask is made.
+# Names in the Transformers registry. The paged one has no mask function, so that no mask is built.
 PAGED = "penstock_paged"
 TRIAL = "penstock_trial"
 _ATTENTION = "penstock_attention"
@@ -29,19 +28,19 @@ _MASK_FUNCTION = "penstock_mask_function"
 
 
 class Attends(Protocol):
-    """A `ForwardContext`, or what stands for one in a check."""
+    """A `ForwardContext`, or a stand-in during checks."""
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
         """[T, H, D] from queries, keys [T, K, D] and values [T, K, D]."""
 
 
-# Sees every call of the attention interface during a trial run: the module, its query [1, H, T, D], key [1, K, T, D]
-# and value, and all else. Returns what the module is given back: [1, T, H, D].
+# Called for every attention call of a trial run: module, query [1, H, T, D], key [1, K, T, D], value, and all other
+# arguments. Returns the attention output: [1, T, H, D].
 Record: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
 class ContextSlot:
-    """Holds what one model's attention modules attend over while that model runs."""
+    """Holds the forward context of a model's attention modules during its forward pass."""
 
     def __init__(self) -> None:
         self._context: Attends | None = None
@@ -61,14 +60,14 @@ class ContextSlot:
 
 
 class SlotAttention(Attention):
-    """The attention of a module that does not hand down a context, and so finds it in its model's slot."""
+    """Attention of a module without a context argument, which reads it from its model's slot."""
 
     def __init__(self, layer: LayerAttention, slot: ContextSlot) -> None:
         super().__init__(layer)
         self._slot = slot
 
     def attend_heads(self, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor) -> Tensor:
-        """[1, T, H, D] from heads as Transformers lays them out."""
+        """Attention from heads in the Transformers layout: [1, T, H, D]."""
         output_THD = self._slot.context.attend(
             self.layer, _token_major(query_1HTD), _token_major(key_1KTD), _token_major(value_1KTD)
         )
@@ -76,13 +75,13 @@ class SlotAttention(Attention):
 
 
 def install_attention(module: nn.Module, layer: LayerAttention, slot: ContextSlot) -> None:
-    """Make an attention module of Transformers run `layer`."""
+    """Make a Transformers attention module run `layer`."""
     setattr(module, _ATTENTION, SlotAttention(layer, slot))
 
 
 @contextmanager
 def recording(model: nn.Module, record: Record) -> Iterator[None]:
-    """While this lasts, attention named TRIAL is recorded, from whatever module of the model calls it."""
+    """Record all attention calls of the model inside the block (implementation TRIAL)."""
     modules = list(model.modules())
     for module in modules:
         setattr(module, _RECORD, record)
@@ -94,7 +93,7 @@ def recording(model: nn.Module, record: Record) -> Iterator[None]:
 
 
 def mask_function_of(mask: Tensor) -> Any | None:
-    """What decides about each pair of positions in a mask made during a trial; None for any other tensor."""
+    """Return the mask function of a mask made during a trial; None for any other tensor."""
     return getattr(mask, _MASK_FUNCTION, None)
 
 
@@ -106,7 +105,7 @@ def _token_major(heads_1HTD: Tensor) -> Tensor:
 def _paged_attention(
     module: nn.Module, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, *_mask: Any, **_arguments: Any
 ) -> tuple[Tensor, None]:
-    """What else is given was seen in a trial and is part of the layer that was made of it."""
+    """Ignore other arguments: the trial run has checked them, and `layer` includes them."""
     return getattr(module, _ATTENTION).attend_heads(query_1HTD, key_1KTD, value_1KTD), None
 
 
@@ -124,7 +123,7 @@ def _trial_attention(
 
 
 def _trial_mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_arguments: Any) -> Tensor:
-    """A mask without values, which says what made it and so can be recognised where it arrives."""
+    """Make a mask without values that carries its mask function, to be recognised in attention calls."""
     mask = torch.empty(batch_size, 1, q_length, kv_length, device="meta")
     setattr(mask, _MASK_FUNCTION, mask_function)
     return mask

@@ -1,4 +1,4 @@
-"""The linear layers of a wrapped model multiply as all others here do."""
+"""Replacement of a wrapped model's linear layers by the library's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from penstock.parallel import ParallelState
 
 
 def replace_linears(model: nn.Module, parallel: ParallelState) -> None:
-    """Put a `LinearLayer` with the same parameters in place of every `nn.Linear`; subclasses stay as they are.
+    """Replace every `nn.Linear` by a `LinearLayer` with the same parameters; subclasses stay as they are.
 
-    An embedding that only looks up its rows is replaced too: its weight may then be kept in a narrower dtype, and held
-    once where it is that of a linear layer.
+    A plain embedding is replaced too: its weight may then have a narrower dtype, and is shared with a tied linear
+    layer.
     """
     owners: defaultdict[int, list[nn.Module]] = defaultdict(list)
     for module in model.modules():

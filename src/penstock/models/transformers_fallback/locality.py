@@ -1,7 +1,7 @@
-"""A check on the loaded model that tokens reach each other through the paged attention and by no other way.
+"""Check of the loaded model that tokens interact through paged attention only.
 
-A trial run without weights sees every call of the attention interface, but not what else a model may mix tokens with:
-a convolution, a recurrent state, positions that it counts by itself. Nor does it see from where positions count.
+A trial run without weights sees every attention call, but not other ways to mix tokens: a convolution, a recurrent
+state, positions counted by the model itself. Nor does it see the position of the first token.
 
 Suffixes: T tokens, H query heads, K KV heads, D head size.
 """
@@ -19,18 +19,18 @@ from penstock.attention import LayerAttention
 from penstock.models.transformers_fallback.interface import Attends
 from penstock.models.transformers_fallback.refusal import CannotRun
 
-# Token and position of each row. (1, 1) and (2, 2) come twice, among other tokens and in other places.
-# The first four are a text from its beginning.
+# Token and position of each row. (1, 1) and (2, 2) are repeated among other tokens and in other rows.
+# The first four are a sequence from position 0.
 _TOKENS = (0, 1, 2, 3, 4, 2, 1, 5)
 _POSITIONS = (0, 1, 2, 3, 0, 2, 1, 3)
 _TWINS = ((1, 6), (2, 5))
 _NUM_FROM_BEGINNING = 4
-# Difference of twins, relative to their size: rounding in one product of eight rows is far below this.
+# Relative difference of repeated rows; rounding errors in one product of eight rows are far below this.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 class LocalAttention:
-    """In place of attention, something that depends on a token's own query, key and value alone; counts its calls."""
+    """Replaces attention by a function of each token's own query, key and value; counts its calls."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -45,18 +45,18 @@ class LocalAttention:
         return (mixed_TKD.repeat_interleave(group, 1) * (1 + 0.5 * query_TH1)).to(query_THD.dtype)
 
 
-# The model's forward pass, from tokens and positions to hidden states [T, D]. Without positions, the model numbers the
-# tokens as it sees fit.
+# The model's forward pass, from tokens and positions to hidden states [T, D]. Without positions the model counts them
+# itself.
 Forward: TypeAlias = Callable[[Tensor, Tensor | None, Attends], Tensor]
 
 
 def check_locality(
     forward: Forward, layers: Iterable[str], *, vocab_size: int, pad_token_id: int | None, device: torch.device
 ) -> None:
-    """Raises CannotRun when a token's hidden state depends on other tokens although attention does not mix them, when
-    a layer does not attend exactly once, or when positions do not count from 0.
+    """Raise CannotRun when a token's hidden state depends on other tokens although attention does not mix them, when
+    a layer does not attend exactly once, or when positions do not start at 0.
 
-    layers: the names of all attention layers.
+    layers: names of all attention layers.
     """
     attention = LocalAttention()
     tokens_T = _spread_tokens(vocab_size, pad_token_id).to(device)
@@ -79,12 +79,12 @@ def check_locality(
 
 
 def _spread_tokens(vocab_size: int, pad_token_id: int | None) -> Tensor:
-    """[T], different ones all over the vocabulary; none is padding, which some models treat as no token."""
+    """Distinct tokens spread over the vocabulary, [T]; without padding, which some models treat specially."""
     usable = [token for token in range(min(vocab_size, 4096)) if token != pad_token_id]
     return torch.tensor([usable[token * 7919 % len(usable)] for token in _TOKENS])
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """By more than rounding. NaN does not differ from anything: what weights of NaN lead to is no concern here."""
+    """Whether they differ by more than rounding errors. NaN never differs: its effects are not checked here."""
     difference = (one - other).float().abs().max()
     return bool(difference > _TOLERANCE.get(one.dtype, 5e-2) * one.float().abs().max())

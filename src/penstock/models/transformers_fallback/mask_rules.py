@@ -1,4 +1,4 @@
-"""Which positions an attention mask lets a token see: all before it, the last few, or something else."""
+"""Classification of attention masks: causal, sliding window, or unsupported."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from penstock.models.transformers_fallback.refusal import CannotRun
 
-# (batch, head, query position, key position) -> whether the query sees the key.
+# (batch, head, query position, key position) -> whether the key is visible.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def read_window(mask_function: Any, longest_context: int) -> int | None:
-    """The sliding window that the function describes, the current position included; None if all are seen.
+    """Return the sliding window of a mask function, the current position included; None for a causal mask.
 
-    Found by asking the function, not by its name. Raises CannotRun for any other rule.
+    Found by evaluating the function. Raises CannotRun for any other mask.
     """
     last = longest_context - 1
     try:
@@ -48,7 +48,7 @@ def _telling_positions(window: int | None, longest_context: int) -> list[int]:
 
 
 def _seen_keys(mask_function: MaskFunction, query: int, num_keys: int) -> Tensor:
-    """bool [num_keys]: whether the query sees each key."""
+    """Visible keys of a query, bool [num_keys]."""
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     keys = torch.arange(num_keys, device="cpu")
     seen = mask_function(zero, zero, torch.full_like(keys, query), keys)

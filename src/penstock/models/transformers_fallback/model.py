@@ -1,7 +1,7 @@
-"""A causal language model of Transformers as one of ours.
+"""Transformers model with paged attention.
 
-Its own code runs, token by token of a step, with three things exchanged: attention goes to the paged KV cache, linear
-layers to the products here, and weights come in as all weights here do. Nothing is kept between steps.
+The model's own code runs on the flattened tokens of a step, with three replacements: attention uses the paged KV cache,
+linear layers the library's products, and weights the library's loading. It keeps no state between steps.
 
 Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 """
@@ -39,10 +39,10 @@ from penstock.parallel import ParallelState
 
 
 class TransformersForCausalLM(CausalLM):
-    """Whatever class of Transformers `architectures` names. Its parameters are on the meta device at first.
+    """Wraps the Transformers class that `architectures` names. Its parameters are on the meta device at first.
 
-    Raises UnsupportedModel with the reason for a model that paged attention cannot run: at construction for what the
-    configuration and a trial run show, at loading for what only a run with weights shows.
+    Raises UnsupportedModel with the reason for a model that paged attention cannot run: at construction from the
+    configuration and a trial run, at loading from a run with weights.
     """
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
@@ -70,7 +70,7 @@ class TransformersForCausalLM(CausalLM):
         replace_linears(self, parallel)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        # Its layers add to their input what attention returned, and so need a row of that for every token.
+        # Its layers add attention's output to their input, and so need a row for every token.
         return context.asked_for(self._run(input_ids_T, positions_T, context.of_all_tokens()))
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
@@ -90,9 +90,10 @@ class TransformersForCausalLM(CausalLM):
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
     ) -> None:
-        """As any model's; then check on the loaded model that it can run this way.
+        """See `CausalLM`; the loaded model is then checked by a run.
 
-        Raises CheckpointError for weights that do not fit, UnsupportedModel for a model that cannot.
+        Raises CheckpointError for weights that do not fit, UnsupportedModel for a model that paged attention cannot
+        run.
         """
         restore_weights(self)
         if slots is None:
@@ -100,7 +101,7 @@ class TransformersForCausalLM(CausalLM):
             weights = self._names.renamed(weights, slots.__contains__)
         load_into_slots(slots, self._names.ignorable, weights)
         device = next(self.parameters()).device
-        if device.type == "meta":  # there are no values to check with
+        if device.type == "meta":  # no values to check with
             return
         try:
             check_locality(
@@ -120,7 +121,7 @@ class TransformersForCausalLM(CausalLM):
         return output[0][0]  # type: ignore[no-any-return]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What checkpoints hold, by the names that it has in the whole model of Transformers."""
+        """Yield checkpoint tensors by their names in the complete Transformers model."""
         seen: set[int] = set()
         for prefix, part in ((f"{self._backbone_name}.", self.backbone), ("", self.head.model)):
             for name, tensor in checkpoint_tensors(part):
@@ -144,7 +145,7 @@ def _refusal(config: ModelConfig, reason: CannotRun) -> UnsupportedModel:
 
 
 def _build(model_config: ModelConfig) -> PreTrainedModel:
-    """The model of Transformers: parameters on the meta device, buffers on the CPU with their values."""
+    """Build the Transformers model: parameters on the meta device, buffers on the CPU with their values."""
     model_class, config = find_suitable(model_config)
     try:
         with torch.device("meta"):

@@ -1,7 +1,7 @@
-"""Why a model cannot run this way."""
+"""Reason why a model cannot run through Transformers."""
 
 from __future__ import annotations
 
 
 class CannotRun(Exception):
-    """The reason as half a sentence; whoever knows the model's name makes an error of it."""
+    """The reason, as the second half of a sentence; the caller adds the model's name."""

@@ -1,4 +1,4 @@
-"""A run of a few tokens without weights, which shows how a model calls attention, and whether that can be paged.
+"""Trial run on the meta device, which records the model's attention calls and checks that they can be paged.
 
 Suffixes: T tokens, H query heads, K KV heads, D head size, V vocabulary, _1… a batch of one.
 """
@@ -22,7 +22,7 @@ from penstock.models.transformers_fallback.mask_rules import read_window
 from penstock.models.transformers_fallback.refusal import CannotRun
 
 _NUM_TOKENS = 3
-# Arguments of an attention call that are understood, or that decide nothing in a causal layer without dropout.
+# Supported arguments of an attention call, and those without effect in a causal layer without dropout.
 _UNDERSTOOD = ("scaling", "sliding_window", "softcap", "attention_mask", "dropout", "is_causal")
 _IRRELEVANT = ("position_ids", "cache_position", "layer_idx", "use_cache")
 _MEANINGS = {"s_aux": "attention sinks", "position_bias": "a bias that depends on positions"}
@@ -41,7 +41,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class SubmoduleCall:
-    """A submodule that the model itself called. arguments: by parameter. num_attention_calls: made inside."""
+    """A submodule called by the model itself. arguments: by parameter. num_attention_calls: calls inside it."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -51,9 +51,9 @@ class SubmoduleCall:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """backbone: name of the submodule that turns tokens into hidden states. output_type: of what it returns.
-    hidden_size: of the hidden states. vocab_size: of the logits.
-    layers: the attention modules in the order in which they ran, and what each computes.
+    """backbone: name of the submodule that turns tokens into hidden states. output_type: type of its output.
+    hidden_size, vocab_size: widths of hidden states and logits.
+    layers: attention modules in execution order, and the parameters of each.
     """
 
     backbone: str
@@ -82,8 +82,8 @@ class _Recorder:
 def run_trial(model: PreTrainedModel, longest_context: int) -> TrialResult:
     """Run a causal language model of Transformers, whose parameters are on the meta device, on a few tokens.
 
-    Its attention implementation must be TRIAL. Raises CannotRun for whatever the paged attention could not do, and for
-    whatever it would not see.
+    Its attention implementation must be TRIAL. Raises CannotRun for any attention that paged attention does not
+    support.
     """
     recorder = _Recorder()
     with (
@@ -96,7 +96,7 @@ def run_trial(model: PreTrainedModel, longest_context: int) -> TrialResult:
         input_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
         position_ids = torch.arange(_NUM_TOKENS).unsqueeze(0)
         try:
-            # The mask says that nothing is padding, which spares a look at the positions that meta tensors do not have.
+            # A mask of ones spares a check of positions, which meta tensors do not have.
             output = model(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -176,7 +176,7 @@ def _read_layer(name: str, call: AttentionCall, mask_window: int | None, longest
 
 
 def _agreed_window(name: str, call: AttentionCall, mask_window: int | None, longest_context: int) -> int | None:
-    """What the mask and the argument say; one of them may be silent."""
+    """Return the window of the mask or of the argument, which must agree if both are given."""
     argument = call.arguments.get("sliding_window")
     if argument is not None and argument >= longest_context:
         argument = None
@@ -205,12 +205,12 @@ def _refuse_unknown_arguments(name: str, call: AttentionCall) -> None:
         if argument in _UNDERSTOOD or argument in _IRRELEVANT or value is None or value is False:
             continue
         what = f"{_MEANINGS[argument]} ({argument})" if argument in _MEANINGS else f"the argument {argument}"
-        raise CannotRun(f"{name} gives its attention {what}, which the attention here does not know")
+        raise CannotRun(f"{name} passes {what} to its attention, which is not supported here")
 
 
 @contextmanager
 def _watching_submodules(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Record which submodules the model calls itself, not those that they call in turn."""
+    """Record the submodules that the model itself calls, not nested calls."""
     depth, attention_calls_before = 0, 0
 
     def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -224,7 +224,7 @@ def _watching_submodules(model: nn.Module, recorder: _Recorder) -> Iterator[None
         depth -= 1
         if depth == 0:
             num_attention_calls = len(recorder.attention_calls) - attention_calls_before
-            # Positional arguments may be fewer than the parameters, and are the first of them.
+            # Positional arguments are the first parameters.
             arguments = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
             recorder.submodule_calls.append(SubmoduleCall(names[module], arguments, output, num_attention_calls))
 
@@ -242,7 +242,7 @@ def _watching_submodules(model: nn.Module, recorder: _Recorder) -> Iterator[None
 
 @contextmanager
 def _experts_of_fixed_shapes(model: PreTrainedModel) -> Iterator[None]:
-    """Multiply experts in a way whose shapes do not depend on which tokens go where, as a run without values needs."""
+    """Compute experts in a way whose shapes do not depend on the routing, for a run without values."""
     can_set = getattr(model, "_can_set_experts_implementation", None)
     if can_set is None or not can_set():
         yield
