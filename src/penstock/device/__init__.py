@@ -1,6 +1,6 @@
-"""What differs between machines: memory, threads, copies, events, dtypes. The runner sees only this interface.
+"""Devices: memory, threads, copies, events and dtypes behind one interface.
 
-The names load on first use, since what is known without torch (limits, dtypes) must not import it.
+Names load on first use, because parts without torch (limits, dtypes) must not import it.
 """
 
 from __future__ import annotations

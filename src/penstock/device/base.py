@@ -1,4 +1,4 @@
-"""The interface that a kind of device implements."""
+"""Interface of devices."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """Bytes at one moment.
+    """Memory in bytes at one moment.
 
-    total: what this process could use if it were alone.
-    free: what it could still take.
-    used_by_process: what it holds now.
+    total: usable by this process if it were alone.
+    free: still available.
+    used_by_process: in use by this process.
     """
 
     total: int
@@ -37,9 +37,9 @@ class MemorySnapshot:
 
 @dataclass(slots=True)
 class PeakMemory:
-    """Filled when the block of `Device.measure_peak` ends: bytes of tensors above the level at its start.
+    """Result of `Device.measure_peak`, set at its end: bytes of tensors above the level at its start.
 
-    bytes_above_start: at most. bytes_kept: at its end.
+    bytes_above_start: peak. bytes_kept: at the end.
     """
 
     bytes_above_start: int = 0
@@ -47,23 +47,23 @@ class PeakMemory:
 
 
 class PendingCopy(ABC):
-    """Tensors on their way to the host."""
+    """Asynchronous copy of tensors to the host."""
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether `tensors` may be read; never waits."""
+        """Whether `tensors` may be read; does not wait."""
 
     @property
     @abstractmethod
     def tensors(self) -> Sequence[Tensor]:
-        """The host copies, in the order given."""
+        """Host copies, in the order given."""
 
 
 class Device(ABC):
     """One device of this process.
 
-    kind: "cpu" or "cuda". overlaps_with_host: work is queued, so the host can run ahead of it.
-    attention_backends: names of the backends that may work here, best first.
+    kind: "cpu" or "cuda". overlaps_with_host: work is asynchronous, so the host can run ahead.
+    attention_backends: names of candidate backends, best first.
     """
 
     kind: str
@@ -73,13 +73,13 @@ class Device(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """The device in a few words, for the log."""
+        """Describe the device for the log."""
 
     @abstractmethod
     def choose_dtype(self, requested: str, checkpoint: str, stored: str | None = None) -> DtypeChoice:
-        """The dtypes for a request ("auto" or a name) and a checkpoint.
+        """Choose dtypes for a request ("auto" or a name) and a checkpoint.
 
-        checkpoint: what config.json names. stored: what the files' matrices are in, where that is known.
+        checkpoint: dtype in config.json. stored: dtype of the matrices in the weight files, if known.
         Raises UnsupportedFeature when the device cannot compute in it.
         """
 
@@ -89,35 +89,35 @@ class Device(ABC):
     @abstractmethod
     @contextmanager
     def measure_peak(self) -> Iterator[PeakMemory]:
-        """Measure how far the memory of tensors rises above its present level inside the block."""
+        """Measure the peak of tensor memory above its present level inside the block."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] of zeros: attention multiplies by zero what is masked, and garbage may be NaN."""
+        """Allocate zeros, uint8 [num_bytes]: masked positions are multiplied by zero, and garbage may be NaN."""
 
     def make_pages_ready(self, memory: Tensor) -> bool:
-        """Let the system hand out now what it would when this memory, contiguous, is first written to.
+        """Populate the pages of this contiguous memory now instead of at the first write.
 
-        Changes no value, and may run beside what reads and writes there. False where it cannot, or need not.
+        Changes no value, and may run concurrently with reads and writes. False where it is not possible or not needed.
         """
         return False
 
     @abstractmethod
     def upload(self, array: np.ndarray) -> Tensor:
-        """A device tensor with the array's contents, without waiting. The array must not be changed afterwards."""
+        """Copy an array to the device without waiting. The array must not be changed afterwards."""
 
     def scatter(self, cells: Tensor, index: np.ndarray, values: np.ndarray) -> None:
-        """cells[index] = values, without waiting: a flat tensor of the device, int64 numbers of its cells, its dtype.
+        """cells[index] = values, without waiting: a flat device tensor, int64 indices, and values of its dtype.
 
-        The arrays must not be changed afterwards. Of two values for one cell, either may be the one that stays.
+        The arrays must not be changed afterwards. For duplicate indices either value may win.
         """
         cells.index_copy_(0, self.upload(index), self.upload(values))
 
     @abstractmethod
     def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
-        """Begin to copy the tensors to the host; work queued later does not delay the copy.
+        """Start copying the tensors to the host; later work does not delay the copy.
 
-        Nobody may write to them any more: a device that shares the host's memory hands them over as they are.
+        The tensors must not be written to any more: a device with host memory returns them without a copy.
         """
 
     @abstractmethod
@@ -126,13 +126,13 @@ class Device(ABC):
 
     @abstractmethod
     def return_unused_memory(self) -> None:
-        """Give back to the system what the allocator keeps of freed memory."""
+        """Return the allocator's free memory to the system."""
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        """Load weights in this block: what it frees goes back to the system.
+        """Load weights in this block: freed memory is returned to the system.
 
-        Elsewhere what a step frees may stay with the process, for the next one.
+        Outside, memory that a step frees may stay with the process for the next step.
         """
         try:
             yield
@@ -140,4 +140,4 @@ class Device(ABC):
             self.return_unused_memory()
 
     def close(self) -> None:  # noqa: B027 - a device that sets nothing has nothing to restore
-        """Leave the process as it was before this device, unless others still need it; harmless when called twice."""
+        """Restore process settings, unless other devices need them; may be called twice."""

@@ -1,4 +1,4 @@
-"""The CPU: the host's own memory, no queue, no copies."""
+"""CPU device: host memory, synchronous, no copies."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from penstock.device.process_setting import ProcessSetting
 from penstock.device.tensor_memory import TensorMemory
 from penstock.device.threads import BINDING, plan_threads
 
-# MADV_POPULATE_WRITE, which Linux has from 5.14 on.
+# MADV_POPULATE_WRITE, Linux 5.14 and later.
 _POPULATE = 23
 _NUM_THREADS = ProcessSetting(torch.get_num_threads, torch.set_num_threads)
 
 
 class HostCopy(PendingCopy):
-    """No copy at all: the tensors are in the host's memory."""
+    """No copy: the tensors are in host memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -42,7 +42,7 @@ class HostCopy(PendingCopy):
 
 
 class CpuDevice(Device):
-    """num_threads: for all computing; None takes one per core that this process may use, on one NUMA node.
+    """num_threads: of all computation; None takes one per core of this process's affinity on one NUMA node.
 
     rank, num_ranks: of processes that share threads, cores and memory.
     """
@@ -56,7 +56,8 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         self.threads = plan_threads(num_threads, quota=cpu_quota(), rank=rank, num_ranks=num_ranks)
         self._num_ranks = num_ranks
-        # Before the threads are made, which inherit it. Weights are packed later, so their memory is on the same node.
+        # Before threads start, which inherit the binding. Weights are packed later, so their memory is on the same
+        # node.
         BINDING.bind(self, self.threads.cpus)
         self.num_threads = self.threads.num_threads
         _NUM_THREADS.want(self, self.num_threads)
@@ -91,7 +92,7 @@ class CpuDevice(Device):
     def allocate(self, num_bytes: int) -> Tensor:
         if num_bytes >= LARGE_PAGE and HAS_LARGE_PAGES:
             memory = fresh_memory(num_bytes)
-            if self._counts is not None:  # no operator made it
+            if self._counts is not None:  # not allocated by an operator
                 self._counts.count(memory)
             return memory
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -106,7 +107,7 @@ class CpuDevice(Device):
         return torch.from_numpy(array)
 
     def scatter(self, cells: Tensor, index: np.ndarray, values: np.ndarray) -> None:
-        # An operator of torch takes ten times as long as writing these few.
+        # Ten times as fast as a torch operator for a few values.
         cells.numpy()[index] = values
 
     def download(self, tensors: Sequence[Tensor]) -> PendingCopy:

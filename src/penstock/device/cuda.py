@@ -1,4 +1,4 @@
-"""CUDA: queued work, a second stream for copies to the host, torch's caching allocator."""
+"""CUDA device: asynchronous work, a second stream for copies to the host, torch's caching allocator."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BF16_CAPABILITY = (8, 0)
 
 
 class CudaCopy(PendingCopy):
-    """A copy on its own stream. Keeps the device tensors, lest the allocator hands their memory to another."""
+    """A copy on its own stream. Keeps the device tensors, so that the allocator does not reuse their memory."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
         self._sources = list(tensors)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Into pinned memory: a copy into any other makes the host wait.
+            # Pinned memory: a copy to pageable memory would block the host.
             self._tensors = [
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
                 for tensor in tensors
@@ -88,7 +88,7 @@ class CudaDevice(Device):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def upload(self, array: np.ndarray) -> Tensor:
-        # The pinned copy is freed at once, but torch's host allocator does not reuse it before the copy has run.
+        # The pinned copy is freed at once, but torch's host allocator reuses it only after the copy has run.
         return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
 
     def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
@@ -102,7 +102,7 @@ class CudaDevice(Device):
 
 
 def gpu_memory() -> MemoryLimit | None:
-    """What the GPU has and what of it is free; None where there is none, or the installed torch cannot use it."""
+    """Memory of the GPU; None without a GPU, or with a torch that cannot use it."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()

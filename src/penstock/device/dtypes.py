@@ -1,4 +1,4 @@
-"""Which dtype a model computes in, and which its weights are kept in. Needs no torch, as plans do without it."""
+"""Choice of the compute dtype and of the weights' dtype. Does not need torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SUPPORTED = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
-    """name: what the model computes in, with its activations, norms, biases and KV cache. reason: why, for people.
-    weights: what its matrices are kept in; products widen them exactly where that is narrower than `name`.
+    """name: dtype of computation, activations, norms, biases and KV cache. reason: for the log.
+    weights: dtype of the weight matrices; products widen them exactly where it is narrower than `name`.
     """
 
     name: str
@@ -35,11 +35,11 @@ class DtypeChoice:
 
 
 def choose_cpu_dtype(requested: str, checkpoint: str, stored: str | None = None) -> DtypeChoice:
-    """float32, with the weights kept in the dtype that was asked for, or in the checkpoint's.
+    """Choose float32 for computation, and the requested or the checkpoint's dtype for weights.
 
-    checkpoint: what config.json names. stored: what the files' matrices are in, which counts where it is known.
-    Without our C++ kernels weights are kept in what is computed in: float32, or what was asked for by name.
-    Raises UnsupportedFeature when the checkpoint's dtype is not known.
+    checkpoint: dtype in config.json. stored: dtype of the matrices in the weight files, which takes precedence if
+    known. Without the C++ kernels weights have the compute dtype: float32, or the requested one. Raises
+    UnsupportedFeature for an unknown dtype of the checkpoint.
     """
     checkpoint = stored or checkpoint
     if requested == "auto" and checkpoint not in _SUPPORTED:
@@ -59,9 +59,9 @@ def choose_cpu_dtype(requested: str, checkpoint: str, stored: str | None = None)
 
 
 def choose_cuda_dtype(requested: str, checkpoint: str) -> DtypeChoice:
-    """The one that config.json names unless another is asked for; whether the GPU has it is not known here.
+    """Choose the dtype of config.json unless another is requested; does not check the GPU's support.
 
-    Raises UnsupportedFeature when the checkpoint's dtype is not known.
+    Raises UnsupportedFeature for an unknown dtype of the checkpoint.
     """
     name, reason = (checkpoint, "the checkpoint's own") if requested == "auto" else (requested, "as asked for")
     if name not in _SUPPORTED:
@@ -72,12 +72,12 @@ def choose_cuda_dtype(requested: str, checkpoint: str) -> DtypeChoice:
 
 
 def choose_kv_cache_dtype(requested: str, model_dtype: str) -> str:
-    """What keys and values are kept in: what is asked for, "auto" being what the model computes in."""
+    """Resolve the KV cache dtype: "auto" is the model's compute dtype."""
     return model_dtype if requested == "auto" else requested
 
 
 def has_native_kernels() -> bool:
-    """Whether our C++ kernels compute on the CPU: they were built and are wanted. Importing them would import torch."""
+    """Whether the C++ kernels are built and enabled, found without importing torch."""
     built = (Path(__file__).parents[1] / "kernels" / "native").glob("_kernels*.*")
     return env.cpu_kernels() != "torch" and any(built)
 

@@ -1,4 +1,4 @@
-"""What keeps a process that was forked from this one able to compute."""
+"""Support of torch in forked child processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PAUSE_HARD = 2
 
 @functools.cache
 def keep_forks_computing() -> None:
-    """From now on, whatever Python forks can use torch and make engines of its own.
+    """Let processes that Python forks use torch and create engines of their own.
 
-    A child has none of its parent's threads, but GCC's OpenMP runtime, which torch brings, goes on to count on those
-    that the forking thread had, and waits for them for ever. So they end before a fork, and begin anew when they are
-    needed next. The other runtimes see to it by themselves.
+    A child has none of its parent's threads, but GCC's OpenMP runtime, which torch ships, still waits for those of the
+    forking thread, forever. So its thread pool is shut down before a fork, and restarts at the next use. Other OpenMP
+    runtimes handle forks themselves.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_end_threads)
@@ -30,7 +30,7 @@ def _end_threads() -> None:
 
 @functools.cache
 def _gcc_runtimes() -> list[ctypes.CDLL]:
-    """The OpenMP runtimes of GCC, from version 9 on, that this process has loaded."""
+    """GCC's OpenMP runtimes, version 9 and later, that are loaded in this process."""
     try:
         paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:

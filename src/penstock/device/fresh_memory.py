@@ -1,7 +1,6 @@
-"""Memory that comes from the system, not from the heap, in large pages where it has them.
+"""Zeroed memory mapped from the system, in huge pages where available.
 
-The heap keeps what is freed (`host_allocator`), and would give zeros from there by writing them: all their pages would
-be taken at once.
+The heap caches freed memory (`host_allocator`) and would zero it by writing, which populates all pages at once.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-# What Linux has on x86-64, and with 4 KiB pages on Arm.
+# Huge page size of Linux on x86-64, and on Arm with 4 KiB pages.
 LARGE_PAGE = 2 << 20
 HAS_LARGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def fresh_memory(num_bytes: int) -> Tensor:
-    """Zeros, of which the system hands out pages on first use: uint8 [num_bytes], beginning on a large page.
+    """Map zeros whose pages are populated on first use: uint8 [num_bytes], aligned to a huge page.
 
-    What does not fill a large page is in small ones. Needs HAS_LARGE_PAGES.
+    The remainder is in small pages. Needs HAS_LARGE_PAGES.
     """
     region = mmap.mmap(-1, num_bytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The tensor keeps the region, and the region goes with its last view.
+    # The tensor keeps the mapping alive, and unmaps it with its last view.
     memory = torch.frombuffer(region, dtype=torch.uint8)
     start = -memory.data_ptr() % LARGE_PAGE
-    with suppress(OSError):  # a kernel without large pages: the memory is good all the same
+    with suppress(OSError):  # no huge page support: the memory is usable all the same
         region.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // LARGE_PAGE * LARGE_PAGE)
     return memory[start : start + num_bytes]

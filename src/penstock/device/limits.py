@@ -1,4 +1,4 @@
-"""What this process may really use of its machine: control groups and CPU affinity, not the host's totals."""
+"""Resource limits of this process: control groups and CPU affinity."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 
 import psutil
 
-# For the KV cache, of a CPU machine half of what is there: the rest stays usable, and so do other engines.
+# Default memory fraction of the KV cache; half on a CPU machine leaves room for other processes and engines.
 DEFAULT_MEMORY_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _SELF_CGROUP = Path("/proc/self/cgroup")
 DEVICES = Path("/sys/devices/system")
-# Version 1 writes "no limit" as a number near 2**63.
+# Version 1 encodes "no limit" as a number near 2**63.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """total_bytes: the tightest of the host's memory and the limits of the control groups around this process.
-    free_bytes: what can still be taken within all of them.
+    """total_bytes: minimum of the host's memory and the limits of all enclosing control groups.
+    free_bytes: available within all of them.
     """
 
     total_bytes: int
@@ -32,7 +32,7 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> MemoryLimit:
-    """The memory that this process may use, in bytes."""
+    """Memory limit of this process."""
     host = psutil.virtual_memory()
     total, free = host.total, host.available
     for folder in _groups(root, membership, "memory"):
@@ -47,19 +47,19 @@ def memory_limit(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> 
 
 
 def usable_cores(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP, devices: Path = DEVICES) -> int:
-    """Physical cores within this process's affinity and CPU quota, hardware threads of one counted once; at least 1."""
+    """Physical cores within affinity and CPU quota, hardware threads of one core counted once; at least 1."""
     return min(len(physical_cores(usable_cpus(), devices)), cpu_quota(root, membership) or sys.maxsize)
 
 
 def usable_cpus() -> frozenset[int]:
-    """The numbers of the logical CPUs that this process may run on."""
+    """Logical CPUs of this process's affinity."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def physical_cores(cpus: Iterable[int], devices: Path = DEVICES) -> list[frozenset[int]]:
-    """These logical CPUs by the core that they are hardware threads of, in order."""
+    """Group logical CPUs by physical core, in order."""
     cores: dict[str, set[int]] = {}
     for cpu in sorted(cpus):
         topology = devices / "cpu" / f"cpu{cpu}" / "topology"
@@ -69,7 +69,7 @@ def physical_cores(cpus: Iterable[int], devices: Path = DEVICES) -> list[frozens
 
 
 def memory_nodes(cpus: Iterable[int], devices: Path = DEVICES) -> dict[int, frozenset[int]]:
-    """By number, the NUMA nodes that these logical CPUs are of, and which of them; empty where there are no nodes."""
+    """Group logical CPUs by NUMA node number; empty without NUMA nodes."""
     wanted = frozenset(cpus)
     nodes: dict[int, frozenset[int]] = {}
     for folder in (devices / "node").glob("node[0-9]*"):
@@ -81,7 +81,7 @@ def memory_nodes(cpus: Iterable[int], devices: Path = DEVICES) -> dict[int, froz
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Numbers as the kernel lists them: "0-3,8"."""
+    """Parse a CPU list of the kernel: "0-3,8"."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -90,13 +90,13 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def cpu_quota(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> int | None:
-    """Whole CPUs' worth of time that the control groups grant, at least 1; None without a limit."""
+    """Whole CPUs of the control groups' quota, at least 1; None without a limit."""
     quotas = [quota for folder in _groups(root, membership, "cpu") if (quota := _cpu_quota(folder)) is not None]
     return max(1, math.floor(min(quotas))) if quotas else None
 
 
 def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
-    """The control groups around this process, innermost first, of versions 1 and 2."""
+    """Yield the enclosing control groups of this process, innermost first, of versions 1 and 2."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -147,7 +147,7 @@ def _read_text(*paths: Path) -> str | None:
 
 
 def _reclaimable_bytes(folder: Path) -> int:
-    """Page cache of files not recently used, which the kernel gives up before it refuses memory."""
+    """Inactive page cache, which the kernel reclaims before it refuses memory."""
     try:
         for line in (folder / "memory.stat").read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -1,4 +1,4 @@
-"""Which of a machine's devices a rank has. Needs no torch."""
+"""Device index of a local rank. Does not need torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from penstock.errors import ConfigError
 def local_device_index(
     local_rank: int, num_visible: int, *, ranks_per_replica: int = 1, data_parallel_rank_local: int = 0
 ) -> int:
-    """Of the devices that this process sees. Raises ConfigError where there are too few.
+    """Index among the visible devices. Raises ConfigError where there are too few.
 
-    local_rank: among those of the replica on this machine. ranks_per_replica: tensor times pipeline parallel size.
-    data_parallel_rank_local: of the replica among those of the machine, which take their devices one after another.
+    local_rank: among the replica's ranks on this machine. ranks_per_replica: tensor times pipeline parallel size.
+    data_parallel_rank_local: the replica's number on this machine; replicas take consecutive devices.
     """
     index = data_parallel_rank_local * ranks_per_replica + local_rank
     if index >= num_visible:

@@ -1,7 +1,7 @@
-"""The sizes of what operators make of tensors without values, on torch's meta device.
+"""Shapes of operator results on torch's meta device.
 
-Torch knows most of them. Here is what it refuses or does in another way without values; and what native models and the
-sampler use, for which torch would import its compiler and a computer algebra system, which takes seconds.
+Torch infers most of them. This module handles operators that torch rejects or runs differently without values, and
+those of native models and the sampler for which torch would import its compiler and sympy, which takes seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 class KnownSizes(TorchFunctionMode):
-    """Of functions of torch as they are called."""
+    """Overrides at the level of torch functions."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -33,7 +33,7 @@ class KnownSizes(TorchFunctionMode):
 
 
 class SizesOfOperators(TorchDispatchMode):
-    """Of the operators that functions consist of."""
+    """Overrides at the level of operators (aten)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -45,9 +45,9 @@ class SizesOfOperators(TorchDispatchMode):
         if func.overloadpacket is _aten.arange and given.get("device") == META:
             return torch.empty_like(func(*args, **{**given, "device": "cpu"}), device=META)
         if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, given))):
-            return func(*args, **given)  # what has values keeps them
+            return func(*args, **given)  # real tensors
         if func._schema.is_mutable and len(func._schema.returns) == 1 and torch.Tag.inplace_view not in func.tags:
-            return given.get("out", args[0])  # in place: nothing is made
+            return given.get("out", args[0])  # in place: no new tensor
         if torch.Tag.pointwise in func.tags and "memory_format" not in given:
             return _made(func, args, given, _broadcast)
         if func in _SHAPES:
@@ -58,7 +58,7 @@ class SizesOfOperators(TorchDispatchMode):
 def _made(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[..., Sequence[int]]
 ) -> Any:
-    """A result of this shape; its dtype is what single numbers give."""
+    """Make a result of this shape; its dtype is inferred from scalars."""
     one = func(*tree_map(_one_of, args), **tree_map(_one_of, kwargs))
     if not isinstance(one, Tensor):
         return func(*args, **kwargs)
@@ -71,7 +71,7 @@ def _made(
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
+    """Whether the elements are contiguous in some order of dimensions."""
     strides = x.stride()
     return x.permute(sorted(range(x.dim()), key=lambda dim: -strides[dim])).is_contiguous()
 
@@ -81,7 +81,7 @@ def _one_of(value: Any) -> Any:
 
 
 def _broadcast(*args: Any, **kwargs: Any) -> Sequence[int]:
-    # Torch's own function imports what is to be avoided.
+    # torch.broadcast_shapes imports what is to be avoided.
     leaves = tree_leaves((args, kwargs))
     return torch.Size(np.broadcast_shapes(*(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))))
 
@@ -95,7 +95,7 @@ def _of_second(_: Tensor, x: Tensor, **__: Any) -> Sequence[int]:
 
 
 def _reduced(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> Sequence[int]:
-    # None, and no dimension at all, mean every one.
+    # None and an empty list mean all dimensions.
     dims = {one % x.dim() for one in ([dim] if isinstance(dim, int) else dim or range(x.dim()))}
     sizes = [1 if place in dims else size for place, size in enumerate(x.shape)]
     return torch.Size(size for place, size in enumerate(sizes) if keepdim or place not in dims)
@@ -138,7 +138,7 @@ _SHAPES: dict[Any, Callable[..., Sequence[int]]] = {
 
 
 def _attended(query: Tensor, *given: Any, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
-    """As the CPU does it, with a sum per row, and a mask of numbers; without values torch would keep all scores."""
+    """Attention like the CPU's, with a log-sum-exp per row; torch's meta version would allocate all scores."""
     mask = given[2] if len(given) > 2 else attn_mask
     beside = [query.new_empty(query.shape[:-1], dtype=torch.float32)]
     if mask is not None:
@@ -147,12 +147,12 @@ def _attended(query: Tensor, *given: Any, attn_mask: Tensor | None = None, **_: 
 
 
 def _contains(_tensor: Tensor, _element: object) -> bool:
-    """No one number is anywhere: such as the padding, of which Transformers would warn."""
+    """Return False: no token id is in a meta tensor, such as the padding that Transformers would warn of."""
     return False
 
 
 def _grouped_products(rows_SI: Tensor, weight_EIO: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The products of rows that are ordered by expert, each with its expert's weight; torch refuses float32."""
+    """Grouped matrix product of rows sorted by expert; torch rejects float32."""
     return rows_SI.new_empty(rows_SI.shape[0], weight_EIO.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""What an engine sets for its whole process, and leaves as it was."""
+"""Process-wide settings of engines, restored afterwards."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _Value = TypeVar("_Value")
 
 
 class ProcessSetting(Generic[_Value]):
-    """One setting of the process, which several engines may want at the same time.
+    """One process-wide setting that several engines may request at the same time.
 
-    The one that asked last has it its way. When it gives up, what the one before it asked for holds again; when the
-    last one does, what was there before the first.
+    The latest request applies. When its owner gives up, the one before it applies again; after the last one, the
+    original value.
 
-    read: what is set. write: sets it.
+    read: returns the present value. write: sets it.
     """
 
     def __init__(self, read: Callable[[], _Value], write: Callable[[_Value], None]) -> None:
         self._read = read
         self._write = write
         self._lock = threading.Lock()
-        # In the order in which they asked.
+        # In the order of the requests.
         self._wanted: dict[Hashable, _Value] = {}
         self._before: _Value
 
     def want(self, owner: Hashable, value: _Value) -> None:
-        """Set it, until `give_up` of the same owner; asking again replaces what it asked for."""
+        """Set the value, until `give_up` of the same owner; a repeated call replaces the owner's request."""
         with self._lock:
             if not self._wanted:
                 self._before = self._read()
@@ -36,7 +36,7 @@ class ProcessSetting(Generic[_Value]):
             self._write(value)
 
     def give_up(self, owner: Hashable) -> None:
-        """The owner wants nothing any more; harmless when it never did."""
+        """Withdraw the owner's request, if any."""
         with self._lock:
             if owner in self._wanted:
                 del self._wanted[owner]

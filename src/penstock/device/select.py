@@ -1,4 +1,4 @@
-"""From the `device` option to a device."""
+"""Creation of the device that the `device` option names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from penstock.errors import UnsupportedFeature
 
 
 def create_device(config: DeviceConfig, local_rank: int = 0, num_local_ranks: int = 1) -> Device:
-    """The device that the options ask for, or this rank's of those on this machine, which share a CPU.
+    """Create the configured device, for this rank of those on this machine, which share a CPU.
 
-    Raises what `gpu_of_rank` raises.
+    Raises as `gpu_of_rank`.
     """
     gpu = gpu_of_rank(config, local_rank, num_local_ranks)
     if gpu is not None:
@@ -26,9 +26,9 @@ def create_device(config: DeviceConfig, local_rank: int = 0, num_local_ranks: in
 
 
 def gpu_of_rank(config: DeviceConfig, local_rank: int = 0, num_local_ranks: int = 1) -> torch.device | None:
-    """None where the options ask for the CPU.
+    """Return this rank's GPU; None for the CPU.
 
-    Raises UnsupportedFeature where there is no GPU, ConfigError where there are fewer than ranks.
+    Raises UnsupportedFeature without a GPU, ConfigError with fewer GPUs than ranks.
     """
     has_cuda = torch.cuda.is_available()
     if config.device == "cpu" or (config.device == "auto" and not has_cuda):

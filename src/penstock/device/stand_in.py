@@ -1,7 +1,7 @@
-"""Tensors that have sizes and no memory, on torch's meta device, in the place of another device's.
+"""Meta tensors that stand in for tensors of another device, for planning without memory.
 
-What is done with them shows what it would take, and costs nothing. Whoever asks where a tensor is, is told what it
-stands for; and the C++ kernels, for which there are no addresses then, are not called (`kernels.native.library`).
+Code that checks a tensor's device sees the one it stands for; the C++ kernels, which need addresses, are not called
+(`kernels.native.library`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.device.operator_sizes import META, KnownSizes, SizesOfOperators
 
 
 class _Here(threading.local):
-    """kind: of the device whose place this thread's tensors take; None where they are what they are."""
+    """kind: device kind that this thread's meta tensors stand for; None for none."""
 
     kind: str | None = None
 
@@ -32,12 +32,12 @@ def is_on_cpu(tensor: Tensor) -> bool:
 
 
 def stands_for_cpu() -> bool:
-    """Whether the tensors that are made now have no memory, and stand for a CPU's."""
+    """Whether new tensors are meta tensors that stand for the CPU's."""
     return _here.kind == "cpu"
 
 
 def host_array(tensor: Tensor) -> np.ndarray:
-    """Array on the memory of a tensor of the CPU; read-only zeros without memory where the tensor has none."""
+    """View a CPU tensor as an array; read-only zeros without memory for a meta tensor."""
     if not tensor.is_meta:
         return tensor.numpy()
     dtype = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
@@ -46,7 +46,7 @@ def host_array(tensor: Tensor) -> np.ndarray:
 
 @contextmanager
 def standing_for(kind: str) -> Iterator[None]:
-    """Make all tensors without memory, in this thread, and let them stand for those of a kind of device."""
+    """Create all tensors of this thread on the meta device, standing for a kind of device."""
     before, _here.kind = _here.kind, kind
     try:
         with torch.no_grad(), META, KnownSizes(), SizesOfOperators():  # type: ignore[no-untyped-call]

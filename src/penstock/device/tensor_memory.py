@@ -1,4 +1,4 @@
-"""Counts the memory of tensors on devices whose allocator keeps no statistics."""
+"""Counting of tensor memory on devices without allocator statistics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorMemory(TorchDispatchMode):
-    """While it lasts, adds up the tensors that operators make, and takes them off when the last reference is gone.
+    """Inside the mode, counts the memory of operators' results until their last reference is gone.
 
-    Exact, where a process's resident memory would show pages, and what an allocator holds back. Not seen is what an
-    operator itself allocates and frees again, and what is no tensor.
+    Exact, unlike resident memory, which includes pages and the allocator's cache. Temporaries inside an operator, and
+    memory of other objects, are not counted.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class TensorMemory(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to be skipped would import the compiler, which takes seconds."""
+        """Return True: nothing is compiled here, and dynamo would be imported otherwise, which takes seconds."""
         return False
 
     def __torch_dispatch__(
@@ -41,7 +41,7 @@ class TensorMemory(TorchDispatchMode):
         return result
 
     def count(self, tensor: Tensor) -> None:
-        """Add a tensor that no operator made."""
+        """Count a tensor that was not made by an operator."""
         self._note(tensor, set())
 
     def _note(self, tensor: Tensor, known: set[int]) -> None:
@@ -59,5 +59,5 @@ class TensorMemory(TorchDispatchMode):
 
 
 def _has_storage(leaf: object) -> TypeGuard[Tensor]:
-    """A weight that oneDNN has packed has none that could be asked for; steps make no such tensors."""
+    """Whether the tensor has an accessible storage: oneDNN's packed weights have none; steps make no such tensors."""
     return isinstance(leaf, Tensor) and not leaf.is_mkldnn

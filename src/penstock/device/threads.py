@@ -1,4 +1,4 @@
-"""How many threads compute on the CPU, and where they run."""
+"""Number and placement of CPU threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.device import limits
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """cpus: logical CPUs that the threads must stay on; None leaves them to the system. reason: for the log."""
+    """cpus: logical CPUs to bind the threads to; None for no binding. reason: for the log."""
 
     num_threads: int
     cpus: frozenset[int] | None
@@ -30,14 +30,14 @@ def plan_threads(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> ThreadPlan:
-    """Threads for products that all take part in.
+    """Plan the threads of products in which all take part.
 
-    One per physical core of the process's affinity `cpus` (hardware threads of a core share its arithmetic), within its
-    quota of CPU time. Where those cores are on several NUMA nodes, one node's are taken and kept to, the one with the
-    most: every thread reads its share of the weights in each product, and at another node's memory all wait for the
-    slowest. A number that was asked for is taken as it is, and kept to one node if it fits there.
+    One per physical core of the process's affinity `cpus` (hardware threads share a core's arithmetic), within its CPU
+    quota. With cores on several NUMA nodes, the node with the most cores is used: every thread reads its share of the
+    weights in each product, and with remote memory all wait for the slowest. A requested number is used as it is, and
+    bound to one node if it fits there.
 
-    rank, num_ranks: of processes that share all this; each gets cores of its own, where there are enough.
+    rank, num_ranks: of processes on this machine; each gets cores of its own, if there are enough.
     """
     cpus = limits.usable_cpus() if cpus is None else cpus
     if num_ranks > 1:
@@ -62,7 +62,7 @@ def plan_threads(
 def _plan_share(
     requested: int | None, cpus: frozenset[int], quota: int | None, devices: Path, rank: int, num_ranks: int
 ) -> ThreadPlan:
-    """One rank's: as many cores as the others have, next to each other, so that most ranks are on one node."""
+    """Plan one rank's threads: equal numbers of adjacent cores, so that most ranks are on one node."""
     nodes = limits.memory_nodes(cpus, devices) or {0: cpus}
     cores = [core for node in nodes.values() for core in limits.physical_cores(node, devices)]
     size = len(cores) // num_ranks
@@ -76,7 +76,7 @@ def _plan_share(
 
 
 class Binding:
-    """Threads of this process that are kept to CPUs, on behalf of all its devices together."""
+    """CPU binding of this process's threads, on behalf of all its devices."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,9 +85,9 @@ class Binding:
         self._before: frozenset[int] = frozenset()
 
     def bind(self, owner: Hashable, cpus: frozenset[int] | None) -> None:
-        """Keep the calling thread, and those that it starts, to the CPUs, until the last owner's `release`.
+        """Bind the calling thread, and those that it starts, to the CPUs, until the last owner's `release`.
 
-        cpus: None leaves them to the system, or to what another owner has kept them to, for as long as this one needs.
+        cpus: None requests no binding, and keeps another owner's for as long as this one is bound.
         """
         with self._lock:
             if cpus is not None and hasattr(os, "sched_setaffinity"):
@@ -99,7 +99,7 @@ class Binding:
                 self._owners.add(owner)
 
     def release(self, owner: Hashable) -> None:
-        """The owner needs it no more. With the last one, all threads that were kept may run where the first did."""
+        """Release the owner's binding. After the last one, all bound threads get their original affinity back."""
         with self._lock:
             if owner not in self._owners:
                 return
@@ -107,7 +107,7 @@ class Binding:
             if self._owners:
                 return
             for thread in map(int, os.listdir("/proc/self/task")):
-                # One may end meanwhile.
+                # Threads may end meanwhile.
                 with contextlib.suppress(ProcessLookupError):
                     if os.sched_getaffinity(thread) in self._kept_to:
                         os.sched_setaffinity(thread, self._before)

@@ -1,4 +1,4 @@
-"""A device whose tensors have sizes and no memory, which stands for another one (`device.stand_in`)."""
+"""Meta device, which stands for another one in memory plans (`device.stand_in`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.device.tensor_memory import TensorMemory
 
 
 class NothingToCopy(PendingCopy):
-    """What leaves a device without memory: nothing is kept of it."""
+    """Result of a copy from the meta device: empty."""
 
     def is_done(self) -> bool:
         return True
@@ -29,7 +29,7 @@ class NothingToCopy(PendingCopy):
 
 
 class DeviceWithoutMemory(Device):
-    """Stands for a device of some kind. All that happens with it happens within `standing_for` this kind."""
+    """Stands for a device of some kind. Must be used within `standing_for` this kind."""
 
     overlaps_with_host = False
 
@@ -46,7 +46,7 @@ class DeviceWithoutMemory(Device):
         raise AssertionError("a plan chooses the dtype before it has a device")
 
     def memory_snapshot(self) -> MemorySnapshot:
-        raise AssertionError("a device without memory has none to show")
+        raise AssertionError("a device without memory has no snapshot")
 
     @contextmanager
     def measure_peak(self) -> Iterator[PeakMemory]:

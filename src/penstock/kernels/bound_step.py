@@ -1,7 +1,7 @@
-"""What one layout's steps read from and write to the per-slot state, bound once to the tensors of both.
+"""Gathering of inputs and updates of the per-slot state, bound once to the tensors of one batch layout.
 
-While the same requests decode on, step after step has the same layout, and then nothing but the state's contents
-changes from one call to the next. Suffixes are those of `kernels.step_state`.
+While the same requests decode, every step has the same layout, and only the state's contents change. Suffixes are those
+of `kernels.step_state`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 class SlotTensors(NamedTuple):
-    """The state: as in `kernels.step_state`; block_tables_SB and block_sizes have an entry per KV-cache group.
+    """Per-slot state: as in `kernels.step_state`; block_tables_SB and block_sizes have an entry per KV-cache group.
 
-    draft_token_ids_SD: where a step that has drafts finds them, the first of them at 0.
+    draft_token_ids_SD: draft tokens that a step verifies, from column 0 on.
     """
 
     all_token_ids_SL: Tensor
@@ -28,10 +28,10 @@ class SlotTensors(NamedTuple):
 
 
 class DraftTensors(NamedTuple):
-    """The drafts of a step's actual requests; int64 [requests] each.
+    """Drafts of a step's actual requests; int64 [requests] each.
 
-    num_drafts_R: how many each has, the last of its tokens. num_checked_R: how many of them may be accepted: it has one
-    logits row more than that. first_row_R: the first of its logits rows. max_drafts: the most that a request has.
+    num_drafts_R: draft tokens, the last of the request's tokens. num_checked_R: drafts that may be accepted; the
+    request has one logits row more. first_row_R: its first logits row. max_drafts: maximum of num_drafts_R.
     """
 
     num_drafts_R: Tensor
@@ -41,9 +41,9 @@ class DraftTensors(NamedTuple):
 
 
 class LayoutTensors(NamedTuple):
-    """Which token belongs to which request: as in `kernels.step_state`, padding included.
+    """Mapping of tokens to requests: as in `kernels.step_state`, padding included.
 
-    num_reqs, num_tokens: the actual ones, which come first. drafts: None where the step has none.
+    num_reqs, num_tokens: the actual ones, which come first. drafts: None in a step without drafts.
     """
 
     idx_mapping_R: Tensor
@@ -72,7 +72,7 @@ class StepTensors(NamedTuple):
     slot_mappings_T: tuple[Tensor, ...]
 
     def part(self, num_tokens: int, num_rows: int, num_columns: tuple[int, ...]) -> StepTensors:
-        """The beginning of each, with so many columns of the tables: the tensors of a step, in those of the largest."""
+        """Slice a step's tensors from those of the largest step. num_columns: used columns of each block table."""
         tables = zip(self.block_tables_RB, num_columns, strict=True)
         return StepTensors(
             self.input_ids_T[:num_tokens],
@@ -84,10 +84,10 @@ class StepTensors(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What came of a step, for each of its requests.
+    """Outcome of a step for each of its requests.
 
-    table_RX: int64, the sampled tokens, as many columns as a request may have, then their number, the number of
-    rejected drafts, and the failure. Of columns beyond the number of sampled tokens the content is void.
+    table_RX: int64, sampled tokens, in as many columns as a request may sample, then their number, the number of
+    rejected drafts, and the failure. Token columns beyond the number of sampled tokens are undefined.
     """
 
     table_RX: Tensor
@@ -110,31 +110,31 @@ class StepOutcome(NamedTuple):
         return self.table_RX[:, -1]
 
 
-# Per request its sampled tokens; and its failure, None if there is none at all.
+# Sampled tokens per request; and failures, None if no request has failed.
 TokensOnHost: TypeAlias = tuple[list[list[int]], list[int] | None]
 
 
 class BoundStep(ABC):
-    """The calls of a step, in their order. The tensors must stay where they are as long as this is in use."""
+    """The calls of a step, in their order. The bound tensors must keep their addresses."""
 
     @abstractmethod
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
-        """The inputs of the next step, whose drafts are written behind the known tokens.
+        """Gather the next step's inputs, with its drafts written behind the known tokens.
 
-        num_columns: per KV-cache group, columns of the block table that the step's requests reach.
-        They lie in the buffers that the step was bound with. Where they are those of the step before, with new
-        contents, it returns the same object.
+        num_columns: per KV-cache group, block table columns that the step's requests use.
+        The results are views of the bound buffers. The same object is returned as for the step before, where its views
+        fit.
         """
 
     @abstractmethod
     def outcome(self, sampled_token_ids_L: Tensor, failures_L: Tensor) -> tuple[StepOutcome, TokensOnHost | None]:
-        """What came of the step, by what was sampled at its logits rows (`kernels.step_state.verify_drafts`).
+        """Compute the step's outcome from the tokens of its logits rows (`kernels.step_state.verify_drafts`).
 
-        sampled_token_ids_L: int64. failures_L: bool or int64, not 0 where the row has no token.
-        Where the host can read the outcome at once it comes with what the host wants of it; then, and only then, the
-        next outcome may overwrite the table.
+        sampled_token_ids_L: int64. failures_L: bool or int64, nonzero where the row has no token.
+        TokensOnHost is returned where the host can read the outcome at once; only then may the next outcome overwrite
+        the table.
         """
 
     @abstractmethod
     def advance(self, outcome: StepOutcome) -> None:
-        """Record the outcome of the step in the state."""
+        """Update the state by the step's outcome."""

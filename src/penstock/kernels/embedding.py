@@ -1,4 +1,4 @@
-"""Rows of a table, such as tokens' embeddings. Suffixes: V rows of the table, D row size."""
+"""Embedding lookup. Suffixes: V rows of the table, D row size."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from penstock.kernels.native.tracing import share_of_input
 def embedding(ids: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
     """table[ids] in `dtype`: [..., D] for int32 or int64 ids of any shape.
 
-    Raises IndexError for a row that is not there (on the CPU).
+    Raises IndexError for an id out of range (on the CPU).
     """
-    # Where a step is one token, torch's operator takes several times as long as all rows of the layers' norms.
+    # For one-token steps the overhead of torch's operator is several times the cost of all norms of the layers.
     if NATIVE is not None and dtype is torch.float32 and is_on_cpu(ids) and native_takes(table_VD):
         return NATIVE.lookup(ids, table_VD)
     return F.embedding(ids, table_VD).to(dtype)
 
 
 def rows_of_share(ids_T: Tensor, start: int, size: int, whole: int, look_up: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rows of the ids from `start` on, `size` of `whole`, which `look_up` finds by their place among these; zeros for
-    other ids: [T, D].
+    """Look up a rank's shard of rows, `size` of `whole` from `start` on; zeros for other ids: [T, D].
+
+    look_up: takes ids relative to the shard.
     """
     share_T = share_of_input(ids_T, start, size, whole)
     if share_T is not None:

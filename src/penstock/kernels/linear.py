@@ -11,9 +11,9 @@ from torch import Tensor
 
 from penstock.device.stand_in import is_on_cpu
 
-# oneDNN looks its primitive up in every call (about 20 us), which only larger weights make up for.
+# oneDNN looks its primitive up in every call (about 20 us), which pays for larger weights only.
 _MIN_PACKED_ELEMENTS = 256 * 1024
-# Rows that oneDNN lays the packed weight out for; it multiplies any number of them.
+# Batch rows that the packed layout is optimised for; any number works.
 _PACKED_ROWS = 32
 
 

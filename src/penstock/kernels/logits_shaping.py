@@ -1,7 +1,7 @@
-"""Raising, lowering and forbidding tokens before anything is drawn. Rows are independent.
+"""Logits transforms: bias, masks and penalties. Rows are independent.
 
 Suffixes: R logits rows, V vocabulary, E entries (a token of a row each), S slots, L positions, P prefix tokens,
-N rows of the step that are concerned.
+N affected rows of the step.
 Logits are float32, contiguous, and changed in place.
 """
 
@@ -16,28 +16,28 @@ from torch import Tensor
 from penstock.kernels.native import NATIVE
 
 _NEG_INF = float("-inf")
-# How a token's occurrences are kept in one int32: one bit for the prompt, the rest counts the output.
+# Occurrences of a token in one int32: one bit for the prompt, the rest counts the output.
 IN_PROMPT = 1 << 30
 OUTPUT_COUNT = IN_PROMPT - 1
 
 
 def add_to_tokens(logits_RV: Tensor, row_of_E: Tensor, token_E: Tensor, value_E: Tensor) -> Tensor:
-    """Add float32 values to single tokens' logits; several entries may name the same token."""
+    """Add float32 values to logits of single tokens; several entries may name the same token."""
     logits_RV.view(-1).index_add_(0, row_of_E * logits_RV.shape[1] + token_E, value_E)
     return logits_RV
 
 
 def forbid_tokens(logits_RV: Tensor, row_of_E: Tensor, token_E: Tensor, is_forbidden_E: Tensor) -> Tensor:
-    """Give minus infinity to the tokens whose entry says so; the number of those need not be known to the host."""
+    """Set forbidden tokens to minus infinity; their number need not be known to the host."""
     flat_E = row_of_E * logits_RV.shape[1] + token_E
-    # Several entries may name one token, so each must leave it no larger than it finds it.
+    # Several entries may name one token, so each takes the minimum.
     ceiling_E = torch.where(is_forbidden_E, _NEG_INF, float("inf"))
     logits_RV.view(-1).scatter_reduce_(0, flat_E, ceiling_E, "amin")
     return logits_RV
 
 
 def keep_tokens(logits_RV: Tensor, rows: Tensor, row_of_E: Tensor, token_E: Tensor) -> Tensor:
-    """Give minus infinity to all tokens of `rows` but those that an entry names."""
+    """Set all tokens of `rows` to minus infinity, except those that have an entry."""
     flat_E = row_of_E * logits_RV.shape[1] + token_E
     kept_E = logits_RV.view(-1).index_select(0, flat_E)
     logits_RV.index_fill_(0, rows, _NEG_INF)
@@ -46,10 +46,10 @@ def keep_tokens(logits_RV: Tensor, rows: Tensor, row_of_E: Tensor, token_E: Tens
 
 
 def allow_by_bits_reference(logits_RV: Tensor, rows_N: Tensor | None, words_NW: Tensor) -> Tensor:
-    """Give minus infinity to all tokens whose bit is not set, in these rows.
+    """Set all tokens without a set bit to minus infinity, in these rows.
 
-    rows_N: int64, different ones; None where there is one of words for each row of the logits. words_NW: int32; bit
-    i of word w is that of token 32 w + i.
+    rows_N: int64, distinct; None where the bitmask has a row for each row of the logits. words_NW: int32; bit i of word
+    w is token 32 w + i.
     """
     bits_NW32 = (words_NW.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words_NW.device)) & 1
     is_forbidden_NV = bits_NW32.view(len(words_NW), -1)[:, : logits_RV.shape[1]] == 0
@@ -59,9 +59,9 @@ def allow_by_bits_reference(logits_RV: Tensor, rows_N: Tensor | None, words_NW: 
 
 
 def allow_by_bits(logits_RV: Tensor, rows_N: Tensor | None, words_NW: Tensor) -> Tensor:
-    """`allow_by_bits_reference`, faster. rows_N and words_NW are contiguous.
+    """Apply a bitmask like `allow_by_bits_reference`, faster. rows_N and words_NW are contiguous.
 
-    Where the C++ kernels do not run, what is not a number stays so even where it is forbidden.
+    Without the C++ kernels NaN stays NaN even where the token is masked.
     """
     if NATIVE is not None and NATIVE.runs(logits_RV):
         return NATIVE.allow_by_bits(logits_RV, rows_N, words_NW)
@@ -78,7 +78,7 @@ def allow_by_bytes(logits_RV: Tensor, rows_N: Tensor | None, words_NW: Tensor) -
 
 @functools.cache
 def _penalties_by_byte(device: torch.device) -> Tensor:
-    """float32 [256, 8]: for each value of a byte, what is added to the logits of its eight tokens."""
+    """Additive mask of eight tokens for each value of a byte, float32 [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits, np.float32(0), np.float32(_NEG_INF))).to(device)
 
@@ -86,9 +86,9 @@ def _penalties_by_byte(device: torch.device) -> Tensor:
 def ends_with_prefix(
     token_ids_SL: Tensor, slot_E: Tensor, length_E: Tensor, begin_E: Tensor, prefix_EP: Tensor
 ) -> Tensor:
-    """bool [E]: whether the tokens from `begin` on, of a sequence of `length`, end with the entry's prefix.
+    """Whether the tokens from `begin` on, of a sequence of `length`, end with the entry's prefix: bool [E].
 
-    token_ids_SL: int32. slot_E, length_E, begin_E: int64. prefix_EP: int64, aligned to the right; -1 left of it.
+    token_ids_SL: int32. slot_E, length_E, begin_E: int64. prefix_EP: int64, right-aligned, padded with -1.
     """
     num_prefix = prefix_EP.shape[1]
     position_EP = length_E.unsqueeze(-1) + torch.arange(-num_prefix, 0, device=prefix_EP.device)
@@ -107,9 +107,9 @@ def penalise(
     frequency_N: Tensor,
     presence_N: Tensor,
 ) -> Tensor:
-    """Make tokens that have occurred less likely, in N of the rows.
+    """Apply repetition, frequency and presence penalties to N of the rows.
 
-    rows_N: int64, which rows. slots_N: int64, the same rows' lines of the table.
+    rows_N: int64, row indices. slots_N: int64, their rows of the table.
     table_SV: int32, IN_PROMPT if the prompt has the token, plus its count in the output.
     repetition_N, frequency_N, presence_N: float32, the requests' penalties.
     Repetition: Keskar et al., "CTRL", 2019, over prompt and output. Frequency and presence: the OpenAI API's, over
@@ -128,7 +128,7 @@ def penalise_reference(
     frequency_N: Tensor,
     presence_N: Tensor,
 ) -> Tensor:
-    """The specification of `penalise`, and what a GPU runs: every token, whether it has occurred or not."""
+    """The specification of `penalise`, used on GPUs: computes all tokens."""
     before_NV = logits_RV.index_select(0, rows_N)
     occurrences_NV = table_SV.index_select(0, slots_N)
     repetition_N1 = repetition_N.unsqueeze(-1)
@@ -149,7 +149,7 @@ def _penalise_cpu(
     frequency_N: Tensor,
     presence_N: Tensor,
 ) -> Tensor:
-    """Only the tokens that have occurred, few beside the vocabulary: a seventh of the time at 32 rows of 32,000."""
+    """Update tokens that have occurred only: a seventh of the time at 32 rows of 32,000."""
     logits, table = logits_RV.numpy(), table_SV.numpy()
     penalties = zip(repetition_N.numpy(), frequency_N.numpy(), presence_N.numpy(), strict=True)
     for row, slot, (repetition, frequency, presence) in zip(rows_N.tolist(), slots_N.tolist(), penalties, strict=True):

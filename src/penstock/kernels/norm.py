@@ -1,7 +1,7 @@
-"""Root mean square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
+"""RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
 
-Statistics are computed in float32. Whether the normalised values are rounded to the input's dtype before they meet the
-weight or after is a matter of how a model was trained. Suffixes: T tokens, D the normalised dimension.
+Statistics are computed in float32. Models differ in whether normalised values are rounded to the input's dtype before
+or after the product with the weight. Suffixes: T tokens, D the normalised dimension.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from penstock.kernels.native.operations import have_same_shape
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype; rounds before it meets the weight.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype; rounds before the product.
 
     x_TD:     [..., D], any strides.
-    weight_D: [D], or anything that broadcasts against x, such as [H, D] for heads with weights of their own.
+    weight_D: [D], or anything that broadcasts against x, such as [H, D] for a weight per head.
     """
     if NATIVE is not None and NATIVE.runs(x_TD) and _native_takes(x_TD, weight_D):
         return NATIVE.rms_norm(x_TD, weight_D, eps)
@@ -32,9 +32,9 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum: (normalised, new residual).
+    """Add x to the residual stream and normalise the sum: (normalised, new residual).
 
-    Overwrites x, which becomes the new residual; `residual_TD` is left as it is, since it may be the caller's input.
+    Overwrites x with the new residual; `residual_TD` is not changed, since it may be the caller's input.
     """
     if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and _native_adds(x_TD, residual_TD):
         return NATIVE.rms_norm(x_TD, weight_D, eps, residual_TD), x_TD
@@ -43,9 +43,9 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
 
 def rms_norm_rounded_last(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (weight_offset + weight), all in float32 and only then rounded to x's dtype.
+    """x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in float32, then rounded to x's dtype.
 
-    The arguments are those of `rms_norm`, which this is in float32, where nothing is rounded.
+    Arguments as in `rms_norm`, to which it is equal in float32 without an offset.
     """
     if x_TD.dtype is torch.float32:
         return rms_norm(x_TD, _shifted(weight_D, weight_offset), eps)
@@ -73,7 +73,7 @@ def _native_adds(x: Tensor, residual: Tensor) -> bool:
 
 
 def _native_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows, and heads within a row, lie one after the other, and the weight is one for all or one per head."""
+    """Whether rows, and heads within a row, are contiguous, and the weight is one for all or one per head."""
     if x.dim() == 2:
         return x.stride(1) == 1 and weight.dim() == 1
     return x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2] and weight.is_contiguous()

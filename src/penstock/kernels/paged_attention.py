@@ -1,4 +1,4 @@
-"""Attention over a paged cache: the specification in plain torch, and the CPU's two ways of computing it.
+"""Paged attention: the specification in plain torch, and two CPU implementations in torch.
 
 Suffixes: T tokens of the step, R requests, H query heads, K KV heads, G query heads per KV head, D head size,
 B blocks per request, N blocks read in this step (over all requests), P positions in a block, L context positions,
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Capped scores are in memory for so many queries at once, or for less of them: 4 MiB, or those of one query.
+# Limits the memory of capped scores: to this many queries at once, or 4 MiB, but at least one query.
 _CAPPED_QUERIES = 16
 _MAX_SCORES = 1 << 20
 
@@ -33,7 +33,7 @@ def paged_attention_reference(
     sliding_window: int | None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Causal attention of every request's queries over its own positions. Pads all requests to the longest.
+    """Causal attention of every request's queries to its own positions. Pads all requests to the longest.
 
     key_BPKD, value_BPKD: the whole cache, [num_blocks, block_size, K, D]. block_table_RB: int32.
     query_start_loc: [R + 1]. seq_lens_R: positions after this step; the queries are the last ones.
@@ -63,7 +63,7 @@ def paged_attention_reference(
     weights = scores.masked_fill(~visible_RQL[:, None, None], _NEG_INF).softmax(dim=-1)
     output_RQHD = torch.einsum("rkgql,rlkd->rqkgd", weights, value_RLKD).flatten(2, 3)
 
-    # A row of a shorter query is some other request's token: write each request's own rows only.
+    # Rows beyond a shorter query belong to other requests: mask them out of the scatter.
     output_THD = torch.zeros(num_tokens + 1, num_heads, head_size, device=query_THD.device)
     is_own_RQ = offset_Q < query_len_R[:, None]
     output_THD[torch.where(is_own_RQ, token_RQ, num_tokens)] = output_RQHD
@@ -71,7 +71,7 @@ def paged_attention_reference(
 
 
 def write_kv_rows(slot_mapping_T: np.ndarray, block_size: int, num_kv_heads: int) -> np.ndarray:
-    """int64 [2, T * K]: rows of a head-major cache [num_blocks * 2 * K * P, D] that a step's keys and values go to."""
+    """Rows of a head-major cache [num_blocks * 2 * K * P, D] for a step's keys and values: int64 [2, T * K]."""
     # (block * 2 * K + head) * P + offset, with slot = block * P + offset; K heads of values follow those of keys.
     first_T = slot_mapping_T + slot_mapping_T // block_size * ((2 * num_kv_heads - 1) * block_size)
     heads_2K = np.arange(2 * num_kv_heads).reshape(2, 1, num_kv_heads)
@@ -81,11 +81,11 @@ def write_kv_rows(slot_mapping_T: np.ndarray, block_size: int, num_kv_heads: int
 
 @dataclass(frozen=True, slots=True)
 class DecodeBlocks:
-    """All blocks that a batch of single-token queries reads, side by side: no request is padded to another's length.
+    """All blocks that a batch of single-token queries reads, concatenated without padding.
 
-    block_ids_N, owner_N: int64, and the request that reads each block. bias_NP: 0, or -inf where a position is not
-    visible. segment_start_R: int64, first block of each request. blocks_of_R: int64 [R, most blocks], indices into N;
-    N itself where a request has fewer.
+    block_ids_N, owner_N: int64, block ids, and request of each. bias_NP: 0, or -inf for an invisible position.
+    segment_start_R: int64, first block of each request. blocks_of_R: int64 [R, most blocks], indices into N; padded
+    with N.
     """
 
     block_ids_N: Tensor
@@ -99,7 +99,7 @@ class DecodeBlocks:
 def list_decode_blocks(
     block_table_RB: np.ndarray, seq_lens_R: np.ndarray, block_size: int, sliding_window: int | None
 ) -> DecodeBlocks:
-    """The blocks that the last position of each request sees."""
+    """List the visible blocks of each request's last position."""
     first_visible_R = (
         np.zeros_like(seq_lens_R) if sliding_window is None else np.maximum(seq_lens_R - sliding_window, 0)
     )
@@ -109,7 +109,7 @@ def list_decode_blocks(
 def list_blocks_between(
     block_table_RB: np.ndarray, first_visible_R: np.ndarray, seq_lens_R: np.ndarray, block_size: int
 ) -> DecodeBlocks:
-    """The blocks of the positions from the first visible one of each request up to its length; it has at least one."""
+    """List the blocks from each request's first visible position to its length; it has at least one position."""
     first_block_R = first_visible_R // block_size
     num_blocks_R = -(-seq_lens_R // block_size) - first_block_R
     num_reqs, num_blocks = len(seq_lens_R), int(num_blocks_R.sum())
@@ -119,7 +119,7 @@ def list_blocks_between(
     index_N = np.arange(num_blocks)
     within_N = index_N - segment_start_R[owner_N]
     column_N = first_block_R[owner_N] + within_N
-    # Only a request's first and last blocks can hold positions that are not visible.
+    # Only a request's first and last blocks can have invisible positions.
     bias_NP = np.zeros((num_blocks, block_size), dtype=np.float32)
     offset_P = np.arange(block_size)
     last_N = segment_start_R + num_blocks_R - 1
@@ -148,9 +148,9 @@ def decode_attention_cpu(
     workspace: tuple[Tensor, Tensor],
     soft_cap: float | None = None,
 ) -> Tensor:
-    """One query per request over a head-major cache [num_blocks, K, P, D]; returns [R, H, D].
+    """Attention of one query per request over a head-major cache [num_blocks, K, P, D]; returns [R, H, D].
 
-    workspace: for copies of keys and of values, [N or more, K, P, D] each; fresh memory would cost as much as a copy.
+    workspace: for gathered keys and values, [N or more, K, P, D] each; new allocations would double the cost.
     """
     output_RHD, _ = decode_attention_part(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
     return output_RHD.to(query_RHD.dtype)
@@ -165,10 +165,10 @@ def decode_attention_part(
     workspace: tuple[Tensor, Tensor],
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same over a part of the positions: float32 [R, H, D], and the log-sum-exp of the scores [R, H].
+    """Partial attention, over these blocks only: float32 [R, H, D], and the log-sum-exp of the scores [R, H].
 
-    Every block is a partial attention of its own, merged per request with the usual rescaling (split-KV, as in
-    Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023), so a batch of any lengths takes the same few operators.
+    Every block is a partial attention of its own, merged per request by rescaling (split-KV, as in Flash-Decoding: Dao,
+    Haziza, Massa and Sizov, 2023), so a batch of any lengths takes the same few operators.
     """
     num_reqs, num_heads, head_size = query_RHD.shape
     num_kv_heads = key_BKPD.shape[1]
@@ -200,7 +200,7 @@ def _sum_segments(rows_NX: Tensor, blocks: DecodeBlocks) -> Tensor:
 
 
 def _cap(scores: Tensor, soft_cap: float | None) -> Tensor:
-    """In place: soft_cap * tanh(score / soft_cap)."""
+    """Apply soft_cap * tanh(score / soft_cap) in place."""
     return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
@@ -213,10 +213,10 @@ def prefill_attention_cpu(
     soft_cap: float | None = None,
     tile: int = 512,
 ) -> Tensor:
-    """One request's last Q positions over all its L positions, causally; returns [Q, H, D].
+    """Causal attention of one request's last Q positions to all its L positions; returns [Q, H, D].
 
-    Goes through the queries in tiles, so that the mask stays small however long the context is; smaller ones where
-    scores are capped, for which torch has no attention that does without them.
+    Queries are processed in tiles, which bounds the mask's size; in smaller ones with a soft cap, for which torch has
+    no fused attention.
     """
     num_queries, context = query_QHD.shape[0], key_LKD.shape[0]
     query_1HQD = query_QHD.transpose(0, 1).unsqueeze(0)
@@ -253,10 +253,10 @@ def prefill_attention_cpu(
 def _capped_attention(
     query_1HQD: Tensor, key_1KLD: Tensor, value_1KLD: Tensor, visible_QL: Tensor, scale: float, soft_cap: float
 ) -> Tensor:
-    """As scaled_dot_product_attention with grouped heads, of capped scores: [1, H, Q, D]."""
+    """scaled_dot_product_attention with grouped heads and capped scores: [1, H, Q, D]."""
     _, num_heads, num_queries, head_size = query_1HQD.shape
     num_kv_heads = key_1KLD.shape[1]
-    # The queries of a group are rows of one matrix: else its keys and values would be copied for each of them.
+    # A group's queries are rows of one matrix, so that its keys and values are not copied per query head.
     query_KXD = (query_1HQD * scale).reshape(num_kv_heads, -1, head_size)
     scores_KXL = _cap(torch.matmul(query_KXD, key_1KLD[0].transpose(1, 2)).float(), soft_cap)
     scores_KXL.view(num_kv_heads, -1, *visible_QL.shape).masked_fill_(~visible_QL, _NEG_INF)
@@ -265,5 +265,5 @@ def _capped_attention(
 
 
 def _capped_queries(num_heads: int, num_positions: int) -> int:
-    """Queries whose scores are in memory at once, of attention over so many positions."""
+    """Number of queries whose scores are in memory at once."""
     return max(1, min(_CAPPED_QUERIES, _MAX_SCORES // (num_heads * num_positions)))

@@ -1,4 +1,4 @@
-"""Attention over a part of the positions, and what several parts come to together.
+"""Partial attention, over a part of the positions, and the merge of parts.
 
 Suffixes: T tokens, Q queries of a request, H query heads, K KV heads, D head size, L positions of the part, N parts,
 X queries of all query heads of a KV head.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Scores that are in memory at once, or those of one query.
+# Maximum number of scores in memory at once, but at least those of one query.
 _MAX_SCORES = 1 << 20
 
 
@@ -22,9 +22,10 @@ def prefill_attention_part(
     scale: float,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One request's queries, each over positions first .. end of the part: float32 [Q, H, D], and log-sum-exp [Q, H].
+    """Attend with one request's queries, each to positions first .. end of the part.
 
-    first_Q, end_Q: int64. A query that sees nothing has zeros, and -inf.
+    Returns float32 [Q, H, D], and the log-sum-exp [Q, H]. first_Q, end_Q: int64. A query without visible positions has
+    zeros, and -inf.
     """
     num_queries, num_heads, head_size = query_QHD.shape
     num_positions, num_kv_heads = key_LKD.shape[:2]
@@ -53,8 +54,8 @@ def prefill_attention_part(
 
 
 def weigh_part(output_THD: Tensor, lse_TH: Tensor, lse_NTH: Tensor) -> Tensor:
-    """A part's attention by its share of the weights of all N: their sum is attention over all positions.
+    """Scale a partial attention by its softmax weight among all N parts; the sum of the parts is full attention.
 
-    Every token sees something in some part. Overwrites the output.
+    Every token must have a visible position in some part. Overwrites the output.
     """
     return output_THD.mul_((lse_TH - lse_NTH.logsumexp(dim=0)).exp_().unsqueeze(-1))

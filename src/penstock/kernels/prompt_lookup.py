@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: what followed the last tokens of a text where they stood in it before.
+"""Prompt lookup decoding: draft tokens that followed an earlier occurrence of the last n-gram.
 
 Saxena, "Prompt Lookup Decoding" (2023). Suffixes: S slots, R requests of the step, L positions, D drafts.
 """
@@ -15,11 +15,11 @@ NO_DRAFT = -1
 def look_up_reference(
     token_ids_RL: Tensor, num_tokens_R: Tensor, min_length: int, max_length: int, num_drafts: int
 ) -> Tensor:
-    """The tokens behind the place that agrees with the most of a text's last tokens; of equal ones, the last place.
+    """Return the tokens after the longest earlier match of the last tokens; of equally long matches, the latest.
 
-    token_ids_RL: int32, of which each row's first num_tokens_R (int64) count. Places that agree with fewer than
-    min_length tokens do not count; more than max_length make no difference. What follows a place near the end is
-    repeated: a period goes on. Returns int32 [R, D], a row of NO_DRAFT where there is no such place.
+    token_ids_RL: int32, of which each row's first num_tokens_R (int64) are valid. Matches shorter than min_length are
+    ignored; longer than max_length count as max_length. After a match near the end, its continuation is repeated
+    periodically. Returns int32 [R, D], a row of NO_DRAFT without a match.
     """
     num_positions = token_ids_RL.shape[1]
     positions_L = torch.arange(num_positions, device=token_ids_RL.device)
@@ -41,9 +41,9 @@ def look_up_reference(
 
 
 def look_up(token_ids_L: np.ndarray, min_length: int, max_length: int, num_drafts: int) -> np.ndarray | None:
-    """The same for one text on the host, int32 [tokens]: int32 [D], None where there is no such place."""
+    """Look up one sequence on the host, int32 [tokens]: int32 [D], None without a match."""
     last = len(token_ids_L) - 1
-    # Ends of places that agree; with each token more there are fewer of them.
+    # Last positions of matches; longer matches are a subset.
     ends = np.flatnonzero(token_ids_L[:last] == token_ids_L[last])
     best, length = ends, 0
     while len(ends):

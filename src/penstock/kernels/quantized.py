@@ -1,7 +1,7 @@
-"""Weights of 8 or 4 bits, and products with them: the specification in plain torch.
+"""Int8 and int4 weights, and products with them: the specification in plain torch.
 
-Activations are rounded row by row to integers of -127 to 127, so that sums of products are exact integers within a
-group. Suffixes: T rows (tokens), I input features, O output features, G groups of input features.
+Activations are quantised per row to integers of -127 to 127, so that sums of products are exact within a group.
+Suffixes: T rows (tokens), I input features, O output features, G groups of input features.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 
 INT8_LIMIT = 127
 INT4_LEVELS = 16
-# The kernels take 4-bit weights in runs of so many input features.
+# The kernels require int4 group sizes that are multiples of this.
 GROUP_MULTIPLE = 32
-# Below this a row of activations is taken for zero: the inverse of its scale would not be finite.
+# A row of activations below this is quantised to zeros: the inverse of its scale would not be finite.
 _NEGLIGIBLE = 1e-30
-# Values that are widened at once, to float64: 4 MiB. Large enough for products at full speed. The heap keeps all places
-# that such values have been at; how many those are, one or four, depends on addresses and differs between processes.
+# Weights dequantised to float64 at once: 4 MiB, large enough for full speed of the products. The allocator may keep up
+# to four freed blocks of this size, depending on addresses.
 _MAX_WIDENED = 1 << 19
-# Rows that are multiplied at once, for which the weight is widened again.
+# Activation rows per pass over the weight.
 _MAX_ROWS = 256
-# Else the sums of many rows would take the most, where groups are small.
+# Limits the memory of many rows' sums with small groups.
 _MAX_OUTPUTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedShape:
-    """bits: 8 or 4. group_size: input features that share a scale; the last group may have fewer.
+    """bits: 8 or 4. group_size: input features that share a scale; the last group may be smaller.
 
-    kernel_sizes: all four as the C++ kernels take them, where a group that is the whole row may be larger than that.
+    kernel_sizes: arguments of the C++ kernels, where a group of the whole row may be larger than it.
     """
 
     bits: int
@@ -52,11 +52,11 @@ class QuantizedShape:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight as integers: weight = (values - zeros) * scales.
+    """A quantised weight: weight = (values - zeros) * scales.
 
-    values_OI: int8; of 8 bits any, of 4 bits from 0 to 15. scales_OG: float32.
-    zeros_OG: uint8; None for 8 bits. There is one group for 8 bits; for 4 bits its size is a multiple of 32, unless
-    there is only one.
+    values_OI: int8; for int4 from 0 to 15. scales_OG: float32.
+    zeros_OG: uint8; None for int8. Int8 has one group; an int4 group size is a multiple of 32, unless there is only one
+    group.
     """
 
     shape: QuantizedShape
@@ -72,7 +72,7 @@ class QuantizedWeight:
         return centred_OI.mul_(self._spread(self.scales_OG))
 
     def rows(self, rows: Tensor | slice) -> QuantizedWeight:
-        """Some rows, by their numbers: int64, or a slice."""
+        """Select rows: int64 indices, or a slice."""
 
         def of(values_OX: Tensor) -> Tensor:
             return values_OX[rows] if isinstance(rows, slice) else values_OX.index_select(0, rows)
@@ -92,28 +92,28 @@ class QuantizedWeight:
 
 
 class QuantizedProducts(Protocol):
-    """Who packs quantised weights and multiplies by them. Packed weights are opaque."""
+    """Packing of quantised weights and products with them. Packed weights are opaque."""
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
-        """One tensor of bytes."""
+        """Pack into one tensor of bytes."""
 
     def unpack(self, packed: Tensor, shape: QuantizedShape) -> QuantizedWeight:
-        """What was packed, bit for bit."""
+        """Restore the packed weight bit for bit."""
 
     def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:
-        """x @ weight^T + bias, with x rounded to 8 bits row by row: float32, as many dimensions as x has."""
+        """x @ weight^T + bias, with x quantised to int8 per row: float32, with the leading dimensions of x."""
 
     def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape, rest: Tensor | None = None) -> Tensor:
-        """Rows of the weight, such as tokens' embeddings: float32 [T, I].
+        """Look up rows of the weight, such as embeddings: float32 [T, I].
 
-        rest: another packed weight of that shape, whose rows are added.
+        rest: packed residual of the same shape, whose rows are added.
         """
 
 
 def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as integers, int8 [T, I], and their scales, float32 [T, 1]: x is about scale * integer.
+    """Quantise rows to int8 [T, I] with scales, float32 [T, 1]: x is about scale * integer.
 
-    The scale of a row that holds what is not finite is not a number.
+    A row with a value that is not finite has the scale NaN.
     """
     values_TI = torch.empty(x_TI.shape, dtype=torch.int8, device=x_TI.device)
     scale_T1 = torch.empty(x_TI.shape[0], 1, device=x_TI.device)
@@ -125,16 +125,16 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 def _quantize(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     largest_T1 = x_TI.abs().amax(dim=1, keepdim=True)
     is_zero_T1 = largest_T1 <= _NEGLIGIBLE
-    # Of a number and a tensor, torch would multiply the number by the tensor's reciprocal, which is rounded twice.
+    # Torch computes number / tensor by the reciprocal, which rounds twice.
     inverse_T1 = torch.where(is_zero_T1, 0.0, torch.full_like(largest_T1, INT8_LIMIT) / largest_T1)
-    # In float64 the product is exact, so that it is rounded once.
+    # In float64 the product is exact, so it is rounded once.
     values_TI = x_TI.double().mul_(inverse_T1).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
     scale_T1 = torch.where(is_zero_T1, 0.0, largest_T1 / INT8_LIMIT)
     return values_TI, torch.where(largest_T1.isfinite(), scale_T1, torch.nan)
 
 
 def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias: float32 [T, O]. Never is more of the weight widened than `_outputs_at_once` says."""
+    """x @ weight^T + bias: float32 [T, O]. Dequantises at most `_outputs_at_once` outputs at a time."""
     out_TO = torch.zeros(x_TI.shape[0], weight.shape.output_size, device=x_TI.device)
     for rows in _parts(x_TI.shape[0], _MAX_ROWS):
         _write_products(x_TI[rows], weight, out_TO[rows])
@@ -142,12 +142,12 @@ def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Te
 
 
 def _write_products(x_TI: Tensor, weight: QuantizedWeight, out_TO: Tensor) -> None:
-    """out_TO: zeros, which become x @ weight^T."""
+    """Add x @ weight^T to out_TO, which is zero before."""
     shape = weight.shape
     values_TI, scale_T1 = quantize_rows(x_TI)
     for group in range(shape.num_groups):
         part = slice(group * shape.group_size, (group + 1) * shape.group_size)
-        # Exact in float64, which has fast products everywhere.
+        # Exact in float64, for which BLAS is fast everywhere.
         rows_TI = values_TI[:, part].double()
         for outputs in _parts(shape.output_size, _outputs_at_once(min(shape.group_size, shape.input_size))):
             weight_OI = weight.values_OI[outputs, part].double()
@@ -156,19 +156,19 @@ def _write_products(x_TI: Tensor, weight: QuantizedWeight, out_TO: Tensor) -> No
                 zeros_1O = weight.zeros_OG[outputs, group].double().unsqueeze(0)
                 sums_TO.addmm_(rows_TI.sum(dim=1, keepdim=True), zeros_1O, alpha=-1)
             out_TO[:, outputs] += sums_TO.float().mul_(weight.scales_OG[outputs, group])
-            # Else they would still be there when the next ones are made.
+            # Freed before the next ones are allocated.
             del weight_OI, sums_TO
         del rows_TI
     out_TO.mul_(scale_T1)
 
 
 def _outputs_at_once(group_size: int) -> int:
-    """Output features whose weights are widened at once, for one group of so many input features."""
+    """Output features that are dequantised at once, for a group of `group_size` input features."""
     return max(1, min(_MAX_OUTPUTS, _MAX_WIDENED // group_size))
 
 
 def _rows_at_once(num_inputs: int) -> int:
-    """Rows of activations that are rounded at once."""
+    """Rows of activations that are quantised at once."""
     return max(1, _MAX_WIDENED // num_inputs)
 
 
@@ -177,7 +177,7 @@ def _parts(size: int, part_size: int) -> Iterator[slice]:
 
 
 class TorchQuantizedProducts:
-    """The specification as it stands, where there are no C++ kernels. Slower than float32."""
+    """The specification, for a machine without the C++ kernels. Slower than float32."""
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
         parts = [weight.values_OI, weight.scales_OG, *([] if weight.zeros_OG is None else [weight.zeros_OG])]

@@ -1,8 +1,8 @@
 """Counter-based random numbers: each depends on (seed, position, token) alone.
 
 Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): the seed is the key, position and
-token the counter. Any draw can be repeated on its own: it does not matter which requests share the batch, how the
-steps fall, or which part of the vocabulary is looked at first.
+token the counter. Any draw can be repeated on its own: it does not depend on the batch, on how tokens are split into
+steps, or on the order in which parts of the vocabulary are processed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Tokens share a counter in such a way that a vector of counters gives vectors of neighbouring tokens: in each group of
-# 64 tokens, four runs of 16 take the four words of 16 counters.
+# Layout of tokens over counters for vectorisation: in each group of 64 tokens, four runs of 16 take the four words of
+# 16 counters.
 TOKENS_PER_GROUP = 64
 _COUNTERS_PER_GROUP = 16
 
@@ -22,8 +22,8 @@ _LOW = (1 << 32) - 1
 
 
 def _times(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of a product of 32-bit words, all int64."""
-    # The product wraps around to a negative number where it has 64 bits; masks undo what the shift does of that.
+    """High and low word of a product of 32-bit words, all int64."""
+    # A 64-bit product wraps around to a negative number; the masks correct the sign extension.
     product = words * multiplier
     return (product >> 32) & _LOW, product & _LOW
 
@@ -40,9 +40,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def token_bits(seeds_R: Tensor, positions_R: Tensor, first_token: int, num_tokens: int) -> Tensor:
-    """int64 [R, num_tokens] in [0, 2^32), of the tokens from first_token on, a multiple of TOKENS_PER_GROUP.
+    """32 random bits per token from first_token on: int64 [R, num_tokens].
 
-    seeds_R, positions_R: int64.
+    first_token: a multiple of TOKENS_PER_GROUP. seeds_R, positions_R: int64.
     """
     num_groups = -(-num_tokens // TOKENS_PER_GROUP)
     first_counter = first_token // TOKENS_PER_GROUP * _COUNTERS_PER_GROUP
@@ -56,8 +56,8 @@ def token_bits(seeds_R: Tensor, positions_R: Tensor, first_token: int, num_token
 
 
 def gumbel_noise(bits: Tensor) -> Tensor:
-    """Standard Gumbel numbers from 32 random bits each: float64, between -3.2 and 22.9.
+    """Standard Gumbel noise from 32 random bits each: float64, between -3.2 and 22.9.
 
-    -log of an exponential number, which is taken from the end where floating point is finest: small ones win races.
+    -log of an exponential number, which uses the end of the range where floating point is finest.
     """
     return (bits.to(torch.float64) + 0.5).mul_(-(2.0**-32)).log1p_().neg_().log_().neg_()

@@ -15,7 +15,7 @@ from penstock.kernels.native import NATIVE
 
 @dataclass(frozen=True, slots=True)
 class GatheredRotation:
-    """cos: [T, 1, 1, R / 2]. sin: [T, 1, 2, R / 2], negated for the first half, whose partner is subtracted."""
+    """cos: [T, 1, 1, R / 2]. sin: [T, 1, 2, R / 2], negated for the first half."""
 
     cos: Tensor
     sin: Tensor
@@ -23,18 +23,18 @@ class GatheredRotation:
 
 @dataclass(frozen=True, slots=True)
 class TableRotation:
-    """The table, and the row of it that each token takes (int64), for a kernel that looks them up itself."""
+    """The table, and each token's row of it (int64), for a kernel with its own lookup."""
 
     table_PR: Tensor
     positions_T: Tensor
 
 
-# What turns a step's heads; made once per step, shared by all layers.
+# Rotation of a step's heads; built once per step, shared by all layers.
 Rotation = GatheredRotation | TableRotation
 
 
 def rotary_table(inv_freq: Tensor, num_positions: int, attention_scaling: float) -> Tensor:
-    """float32 [P, R]: cosines of each position's R / 2 angles, then their sines, both times `attention_scaling`.
+    """Build the table: cosines of each position's R / 2 angles, then sines, times `attention_scaling`: float32 [P, R].
 
     inv_freq: float32 [R / 2], radians per position.
     """
@@ -44,27 +44,27 @@ def rotary_table(inv_freq: Tensor, num_positions: int, attention_scaling: float)
 
 
 def gather_rotation(table_PR: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
-    """The rows of `rotary_table` for these positions (int64 or int32, each in [0, P)), in the heads' dtype."""
+    """Gather the rows of `rotary_table` at these positions (int64 or int32, each in [0, P)), in the heads' dtype."""
     if NATIVE is not None and NATIVE.runs(table_PR) and dtype is torch.float32:
         return TableRotation(table_PR, positions_T.to(torch.int64))
     return gather_rotation_reference(table_PR, positions_T, dtype)
 
 
 def gather_rotation_reference(table_PR: Tensor, positions_T: Tensor, dtype: torch.dtype) -> GatheredRotation:
-    """`gather_rotation` for the rotation in plain torch."""
+    """The specification of `gather_rotation`, for the rotation in plain torch."""
     rows_TR = table_PR.index_select(0, positions_T).to(dtype)
     cos, sin = rows_TR.chunk(2, -1)
     return GatheredRotation(cos=cos[:, None, None, :], sin=torch.stack((-sin, sin), dim=1)[:, None])
 
 
 def apply_rotary(heads_THD: Tensor, rotation: Rotation) -> None:
-    """Turn the first R dimensions of every head in place: (a, b) becomes (a cos - b sin, b cos + a sin).
+    """Rotate the first R dimensions of every head in place: (a, b) becomes (a cos - b sin, b cos + a sin).
 
-    heads_THD: [T, H, D], the last dimension contiguous. Query and key heads that lie side by side are best passed
-    together.
+    heads_THD: [T, H, D], the last dimension contiguous. Query and key heads in one tensor are rotated faster in one
+    call.
     """
     if isinstance(rotation, TableRotation):
-        assert NATIVE is not None, "only the native kernels look the rotation up themselves"
+        assert NATIVE is not None, "TableRotation is built for the native kernels only"
         NATIVE.apply_rotary(heads_THD, rotation.table_PR, rotation.positions_T)
         return
     half = rotation.cos.shape[-1]

@@ -1,4 +1,4 @@
-"""Sums of rows, and rows side by side. Suffixes: T tokens, D hidden size."""
+"""Sums and concatenations of hidden states. Suffixes: T tokens, D hidden size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.kernels.native.operations import have_same_shape
 
 
 def sum_rows(x_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
-    """x + residual, or x where there is no residual: new [T, D]."""
+    """x + residual, or a copy of x without a residual: [T, D]."""
     if NATIVE is not None and NATIVE.runs(x_TD) and _are_contiguous(x_TD, residual_TD) and _fits(x_TD, residual_TD):
         return NATIVE.sum_rows(x_TD, residual_TD)
     return x_TD.clone() if residual_TD is None else x_TD + residual_TD
 
 
 def concatenate_rows(first_TD: Tensor, second_TD: Tensor) -> Tensor:
-    """Side by side: [T, D of the first + D of the second]."""
+    """Concatenate along the last dimension: [T, D of the first + D of the second]."""
     if NATIVE is not None and NATIVE.runs(first_TD) and _are_contiguous(first_TD, second_TD):
         return NATIVE.concatenate_rows(first_TD, second_TD)
     return torch.cat((first_TD, second_TD), dim=-1)
@@ -28,5 +28,5 @@ def _fits(x: Tensor, residual: Tensor | None) -> bool:
 
 
 def _are_contiguous(*rows: Tensor | None) -> bool:
-    """Whether the kernels take all of these, of which some may be missing."""
+    """Whether the native kernels take these rows; None is skipped."""
     return all(x is None or (x.dtype is torch.float32 and x.dim() == 2 and x.is_contiguous()) for x in rows)

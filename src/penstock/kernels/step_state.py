@@ -1,7 +1,7 @@
-"""How a step reads and advances the runner's per-slot state.
+"""Gathering of a step's inputs from the runner's per-slot state, and its update by the step's outcome.
 
-The functions are the specification, in plain torch, and what a GPU runs, or a CPU without the C++ kernels. With them
-the same is done by `kernels.native.step_state`: the tensors are tiny, and calling torch's operators is what costs.
+The functions are the specification, in plain torch, used on GPUs and on CPUs without the C++ kernels. With them
+`kernels.native.step_state` replaces them: the tensors are tiny, and the cost is torch's call overhead.
 
 Suffixes: S slots (one more than max_num_reqs: the last is the padding slot), T tokens of the step, R requests of the
 step, L positions or logits rows, B blocks, D drafts of a request, X columns.
@@ -29,7 +29,7 @@ PAD_SLOT_ID = -1
 
 
 class StepInputs(NamedTuple):
-    """input_ids_T int32, positions_T int64, seq_lens_R int32 (positions that each request has after the step)."""
+    """input_ids_T int32, positions_T int64, seq_lens_R int32 (length of each request after the step)."""
 
     input_ids_T: Tensor
     positions_T: Tensor
@@ -44,9 +44,9 @@ def gather_step_inputs(
     token_to_req_T: Tensor,
     token_offset_T: Tensor,
 ) -> StepInputs:
-    """The tokens that a step runs, read from the device's own state.
+    """Gather a step's tokens and positions from the device state.
 
-    Prompt tokens and sampled tokens lie in the same table, so prefill and decode are the same gather: token t of
+    Prompt tokens and sampled tokens are in the same table, so prefill and decode are the same gather: token t of
     request r is at position num_computed_tokens[r] + offset of t within its request.
 
     all_token_ids_SL: int32. num_computed_tokens_S: int64. idx_mapping_R: int64, slot of each request.
@@ -69,7 +69,7 @@ def compute_slot_mapping(
     block_size: int,
     num_actual_tokens: int,
 ) -> Tensor:
-    """Where each token's key and value are written.
+    """Compute the slot mapping: flat KV position of each token.
 
     block_tables_SB: int32, block ids of each slot. positions_T: int64.
     Returns int64 [T]: block id * block_size + offset in the block; PAD_SLOT_ID from `num_actual_tokens` on.
@@ -91,16 +91,16 @@ def write_drafts(
     num_drafts_R: Tensor,
     max_drafts: int,
 ) -> None:
-    """Write each request's drafts behind its known tokens, in place, where the step and its samplers read them.
+    """Write each request's drafts behind its known tokens, in place, where the step and the sampler read them.
 
-    all_token_ids_SL, draft_token_ids_SD: int32. num_drafts_R: int64, at most max_drafts. Where a draft is -1, none, a
-    token runs in its place that `verify_drafts` does not accept.
+    all_token_ids_SL, draft_token_ids_SD: int32. num_drafts_R: int64, at most max_drafts. A draft of -1 (none) is
+    replaced by a token that `verify_drafts` does not accept.
     """
     tokens = all_token_ids_SL.view(-1)
     end_R = idx_mapping_R * all_token_ids_SL.shape[1] + total_len_S.index_select(0, idx_mapping_R)
     drafts_RD = draft_token_ids_SD.index_select(0, idx_mapping_R).clamp(min=0)
     for number in range(max_drafts):
-        # Requests with fewer drafts write what their last cell holds already.
+        # Requests with fewer drafts rewrite their last cell with its own value.
         cell_R = end_R + num_drafts_R.clamp(max=number + 1).sub(1).clamp(min=0)
         draft_R = torch.where(num_drafts_R > number, drafts_RD[:, number], tokens.index_select(0, cell_R))
         tokens.index_copy_(0, cell_R, draft_R)
@@ -113,14 +113,15 @@ def verify_drafts(
     draft_token_ids_RD: Tensor,
     drafts: DraftTensors,
 ) -> StepOutcome:
-    """Which drafts are accepted, and so what each request sampled.
+    """Verify drafts: the outcome has each request's accepted tokens.
 
-    A draw depends on (seed, position) and the tokens before it, so verifying is sampling: draft j is accepted while it
-    equals the token that was sampled at the row before it. A row that failed has no token, and the one before it is the
-    last that counts: what fails there fails in the next step again, as it would without drafts.
+    A draw depends on (seed, position) and the tokens before it, so draft j is accepted while it equals the token
+    sampled at the row before it. A failed row has no token, and the row before it is the last accepted: the failure
+    repeats in the next step, as it would without drafts.
 
-    sampled_token_ids_L: int64; a request's first row is that of its last known token, then one after each draft that is
-    checked. failures_L: bool or int64. is_complete_R: bool, false for an unfinished prefill, which samples nothing.
+    sampled_token_ids_L: int64; a request's first row is that of its last known token, then one after each verified
+    draft.
+    failures_L: bool or int64. is_complete_R: bool, false for an unfinished prefill, which samples nothing.
     draft_token_ids_RD: int32. The failure of a request is that of its first row.
     """
     is_good_L = failures_L == 0
@@ -159,7 +160,7 @@ def advance_state(
     num_scheduled_R: Tensor,
     outcome: StepOutcome,
 ) -> None:
-    """Record a step's outcome in place: append sampled tokens, advance total_len and num_computed_tokens.
+    """Update the state in place: append sampled tokens, advance total_len and num_computed_tokens.
 
     num_scheduled_R: int64. All rows of `idx_mapping_R` must be real slots.
     """
@@ -168,7 +169,7 @@ def advance_state(
     end_R = idx_mapping_R * all_token_ids_SL.shape[1] + total_len_R
     tokens = all_token_ids_SL.view(-1)
     for number in range(sampled_RS.shape[1]):
-        # Requests with fewer tokens write what their last cell holds already.
+        # Requests with fewer tokens rewrite their last cell with its own value.
         cell_R = end_R + num_sampled_R.clamp(max=number + 1).sub(1).clamp(min=0)
         is_sampled_R = num_sampled_R > number
         kept_R = torch.where(is_sampled_R, sampled_RS[:, number].to(torch.int32), tokens.index_select(0, cell_R))
@@ -178,7 +179,7 @@ def advance_state(
 
 
 class PlainStep(BoundStep):
-    """A bound step of separate functions. buffers: of the largest step."""
+    """A bound step of separate torch functions. buffers: of the largest step."""
 
     def __init__(self, state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> None:
         self._state = state
@@ -258,6 +259,6 @@ class PlainStep(BoundStep):
 
 
 def bind_step(state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> BoundStep:
-    """The best calls for where the tensors are; the same meaning everywhere. buffers: of the largest step."""
+    """Bind a step to the fastest implementation for its tensors. buffers: of the largest step."""
     native = bind_native_step(state, layout, buffers) if state.all_token_ids_SL.is_cpu else None
     return native or PlainStep(state, layout, buffers)

@@ -1,7 +1,7 @@
-"""The kernels written in C++: what was built, what this processor can run, and how to call it with tensors.
+"""C++ kernels: build detection, choice of the instruction set, and calls with tensors.
 
-They work on float32 tensors in the CPU's memory. The build is optional: where no compiler was there, `NATIVE` is None
-and the plain torch kernels run instead. Suffixes are those of the modules that call these functions.
+They take float32 tensors in CPU memory. The build is optional: without a compiler `NATIVE` is None and the plain torch
+kernels run instead. Suffixes are those of the modules that call these functions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import torch  # before the kernels: they run on the threads of the OpenMP runtime that it loads
+import torch  # before the kernels: they use the OpenMP runtime that it loads
 from torch import Tensor
 
 from penstock.config.env import cpu_kernels
@@ -35,14 +35,14 @@ except ImportError as error:
         f"compiler and run pip install --force-reinstall --no-deps --no-cache-dir penstock again: {error}"
     )
 
-# How the library knows them.
+# Type numbers of the library.
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """index: how the library knows it. panel_width: output features that it packs and computes together."""
+    """index: the library's number. panel_width: output features that it packs and computes together."""
 
     index: int
     name: str
@@ -50,9 +50,9 @@ class InstructionSet:
 
 
 class NativeKernels:
-    """The library's functions for one instruction set. Every result has the same bits for any number of threads.
+    """The library's functions for one instruction set. Results have the same bits for any number of threads.
 
-    Those of `operation_types` take a trace's stand-ins too, and record themselves then.
+    Operations of `operation_types` also take traced tensors, and record themselves then.
     """
 
     def __init__(self, module: Any, instruction_set: InstructionSet) -> None:
@@ -76,15 +76,15 @@ class NativeKernels:
         return NativeOperation(_module.operation, self._index, self.types[name])
 
     def trace(self) -> Trace:
-        """A trace of a forward pass that these kernels run."""
+        """Start a trace of a forward pass with these kernels."""
         return Trace(self.types, self._index)
 
     def runs(self, tensor: Tensor) -> bool:
-        """Whether the kernels take this tensor, as far as its place and dtype go."""
+        """Whether the kernels support this tensor's device and dtype."""
         return tensor.dtype is torch.float32 and is_on_cpu(tensor)
 
     def pack_weight(self, weight_OI: Tensor) -> Tensor:
-        """The weight in panels: [O rounded up to whole panels, I], an opaque layout. float32, bfloat16 or float16."""
+        """Pack a weight into panels: [O rounded up to whole panels, I], opaque. float32, bfloat16 or float16."""
         weight_OI = weight_OI.contiguous()
         num_outputs, num_inputs = weight_OI.shape
         width = self.instruction_set.panel_width
@@ -101,7 +101,7 @@ class NativeKernels:
         return packed
 
     def unpack_weight(self, packed: Tensor, num_outputs: int) -> Tensor:
-        """The weight that was packed, bit for bit: [O, I]."""
+        """Restore the packed weight bit for bit: [O, I]."""
         weight_OI = packed.new_empty(num_outputs, packed.shape[1])
         self.module.unpack_weight(
             self._index,
@@ -114,7 +114,7 @@ class NativeKernels:
         return weight_OI
 
     def linear(self, x_TI: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
-        """x @ weight^T + bias with a weight of `pack_weight`: float32 [T, O], or as many dimensions as x has."""
+        """x @ weight^T + bias with a packed weight: float32 [T, O], or with the leading dimensions of x."""
         if x_TI.dim() != 2:
             flat_TI = x_TI.reshape(-1, x_TI.shape[-1])
             return self.linear(flat_TI, packed, num_outputs, bias_O).view(*x_TI.shape[:-1], num_outputs)
@@ -133,17 +133,17 @@ class NativeKernels:
         return self._greedy.choose(x_LI, *arguments, with_largest=with_largest)
 
     def rows(self, ids_T: Tensor, packed: Tensor) -> Tensor:
-        """Rows of the weight that was packed, such as tokens' embeddings: float32 [T, I].
+        """Look up rows of a packed weight, such as embeddings: float32 [T, I].
 
-        Raises IndexError for a row that is not there.
+        Raises IndexError for a row out of range.
         """
         num_rows, width = packed.shape
         return self._rows.look_up(as_ids(ids_T), width, packed, num_rows, width, WEIGHT_TYPES[packed.dtype])
 
     def lookup(self, ids: Tensor, table_VD: Tensor) -> Tensor:
-        """Rows of a contiguous table in float32, bfloat16 or float16: float32, [..., D] for ids of any shape.
+        """Look up rows of a contiguous table in float32, bfloat16 or float16: float32, [..., D] for ids of any shape.
 
-        Raises IndexError for a row that is not there.
+        Raises IndexError for a row out of range.
         """
         num_rows, width = table_VD.shape
         rows_TD = self._lookup.look_up(as_ids(ids), width, table_VD, num_rows, width, WEIGHT_TYPES[table_VD.dtype])
@@ -168,18 +168,18 @@ class NativeKernels:
         return self._gate_and_mul.rows(gate_up_TI, size, ACTIVATIONS[activation], size)
 
     def sum_rows(self, x_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
-        """x + residual, or a copy of x: [T, D]. Both are contiguous."""
+        """x + residual, or a copy of x without one: [T, D]. Both are contiguous."""
         return self._sum.rows(x_TD, row_width(x_TD), second=residual_TD)
 
     def concatenate_rows(self, first_TD: Tensor, second_TD: Tensor) -> Tensor:
-        """Rows side by side: [T, D of the first + D of the second]. Both are contiguous."""
+        """Concatenate along the last dimension: [T, D of the first + D of the second]. Both are contiguous."""
         return self._concatenate.rows(first_TD, row_width(first_TD) + row_width(second_TD), second=second_TD)
 
     def argmax(self, x_RV: Tensor, *, with_largest: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The first of each row's largest values, int64 [R], and where that is not finite, bool [R].
+        """Argmax of each row, the first of ties, int64 [R], and whether the maximum is not finite, bool [R].
 
-        What is not a number counts as largest. x is contiguous, with one column at least.
-        with_largest: those values too, float32 [R]; else None.
+        NaN counts as largest. x is contiguous, with one column at least.
+        with_largest: the maxima too, float32 [R]; else None.
         """
         return self._argmax.choose(x_RV, with_largest=with_largest)
 
@@ -200,7 +200,7 @@ class NativeKernels:
         )
 
     def draw(self, x_RV: Tensor, seed_S: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        """`kernels.sampling.draw_tokens` with the numbers of `kernels.random`: int64 [R], and what failed, bool [R].
+        """`kernels.sampling.draw_tokens` with `kernels.random`: int64 [R], and failures, bool [R].
 
         x is contiguous, with one column at least; the others are int64.
         """
@@ -237,25 +237,25 @@ class NativeKernels:
 
 
 def as_ids(ids_T: Tensor) -> Tensor:
-    """int32, contiguous, as lookups take them."""
-    # Asking first is several times as fast as an operator that finds nothing to do.
+    """Convert to contiguous int32 ids for lookups."""
+    # The check is several times as fast as operators that do nothing.
     return ids_T if ids_T.dtype is torch.int32 and ids_T.is_contiguous() else ids_T.to(torch.int32).contiguous()
 
 
 def _room_for_choices(num_rows: int) -> tuple[Tensor, Tensor]:
-    """A token per row, and whether the row failed."""
+    """Allocate a token per row, and a failure flag per row."""
     return torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
 
 
 def available_instruction_sets() -> list[InstructionSet]:
-    """What was built and this processor can run, best first; empty when nothing was built."""
+    """Built instruction sets that this CPU supports, best first; empty without a build."""
     return [] if _module is None else [InstructionSet(*entry) for entry in _module.instruction_sets()]
 
 
 def load_native_kernels(requested: str) -> NativeKernels | None:
-    """The kernels for an instruction set by name; "auto" takes the best, "torch" none.
+    """Load the kernels of an instruction set by name; "auto" takes the best, "torch" none.
 
-    Raises ConfigError for one that is unknown, was not built, or cannot run here.
+    Raises ConfigError for one that is unknown, was not built, or is not supported by this CPU.
     """
     available = available_instruction_sets()
     if requested == "torch" or (requested == "auto" and not available):
@@ -268,19 +268,19 @@ def load_native_kernels(requested: str) -> NativeKernels | None:
 
 
 def describe_kernels() -> str:
-    """One phrase for the log: which kernels run on the CPU, and why none of ours if so."""
+    """Describe the CPU kernels in use for the log, with the reason if they are torch's."""
     if NATIVE is not None:
         return f"{NATIVE.instruction_set.name} kernels"
     return f"torch's kernels only ({_why_not or 'as asked for'})"
 
 
 def collectives_library() -> Library | None:
-    """The functions that processes of this machine meet by; None where nothing was built."""
+    """The library with the collectives between processes of this machine; None without a build."""
     return None if _module is None else Library(_module)
 
 
 def bind_native_step(state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> NativeStep | None:
-    """A step's bookkeeping in C++; None where it was not built or is not wanted."""
+    """Bind a step's bookkeeping in C++; None without a build, or if turned off."""
     return None if _module is None or NATIVE is None else NativeStep(_module, state, layout, buffers)
 
 

@@ -1,7 +1,7 @@
-"""The C++ attention, called with tensors.
+"""C++ attention kernel, called with tensors.
 
-Suffixes: T tokens of the step, R requests, H query heads, K KV heads, D head size, B blocks per request, X heads side
-by side.
+Suffixes: T tokens of the step, R requests, H query heads, K KV heads, D head size, B blocks per request, X
+concatenated heads.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from penstock.kernels.native.collectives import Collectives
 from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable
 
-# Halves of the work that may be done by themselves, as the library knows them.
+# The library's numbers of the phases of a call, which may be run separately.
 _BOTH, _WRITE, _ATTEND = 0, 1, 2
-# Heads that are neither normalised nor turned; rows that are neither read nor written.
+# No normalisation and no rotary embedding; unused row arguments.
 _AS_THEY_ARE = (None, 0.0, None, 0)
 _NOTHING = (0, 0)
-# A group of one rank, as the library takes it.
+# Library arguments of a group of one rank.
 _ALONE = (0, 0, 1, 0, 0, 0)
-# What the cache may be kept in, and how the library knows it.
+# KV cache dtypes, with the library's numbers.
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 def cache_arguments(kv_cache: Tensor) -> tuple[int, int, int, int]:
-    """As the library takes it: [2, blocks, K, ...] of one of `CACHE_TYPES`, wherever the values lie.
+    """Library arguments of a cache: [2, blocks, K, ...] of one of `CACHE_TYPES`, at any address.
 
-    The heads of all blocks must follow one another at equal distances.
+    The heads of all blocks must have a constant stride.
     """
     size, keys = kv_cache.element_size(), kv_cache.data_ptr()
     return keys, keys + kv_cache.stride(0) * size, kv_cache.stride(2) * size, CACHE_TYPES[kv_cache.dtype]
@@ -39,7 +39,7 @@ def cache_arguments(kv_cache: Tensor) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class StepRequests:
-    """Which tokens and blocks a step's requests have, as the library takes it; one for all layers of a group.
+    """Tokens and blocks of a step's requests, as library arguments; one for all layers of a group.
 
     query_start_loc: int32 [R + 1] or more. seq_lens: int32 [R] or more. block_table: int32 [R, B], contiguous rows.
     """
@@ -61,16 +61,16 @@ class StepRequests:
         )
 
 
-# Of a KV-cache group that no kernel reads.
+# Arguments of a KV-cache group that no kernel reads.
 NO_REQUESTS = StepRequests((0, 0, 0, 0, 0), ())
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a layer computes. sliding_window, soft_cap: None for none.
+    """Parameters of a layer. sliding_window, soft_cap: None for none.
 
-    collectives: decode context parallel ranks, `interleave` positions in a row each; None without. block_size: of
-    those positions that are here.
+    collectives: decode context parallel ranks, with runs of `interleave` positions each; None without. block_size:
+    positions of a block on this rank.
     """
 
     num_heads: int
@@ -85,7 +85,7 @@ class HeadShape:
 
     @cached_property
     def arguments(self) -> tuple[int | float, ...]:
-        """As the library takes it."""
+        """Library arguments of the layer."""
         return (
             self.num_heads,
             self.num_kv_heads,
@@ -98,12 +98,12 @@ class HeadShape:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Who keeps positions, as the library takes it."""
+        """Library arguments of the decode context parallel ranks."""
         return *(_ALONE if self.collectives is None else self.collectives.arguments), self.interleave
 
 
 class HeadPreparation(NamedTuple):
-    """Normalisation and rotation of query and key heads before they attend.
+    """Normalisation and rotary embedding of query and key heads.
 
     positions_T: int64, contiguous, rows of the rotary table. norm_weight: float32 [H + K, D], None for no norm.
     table_PR: `kernels.rotary.rotary_table`.
@@ -116,20 +116,20 @@ class HeadPreparation(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Tensor | float | None, ...]:
-        """As the library takes it."""
+        """Library arguments of the preparation."""
         return self.norm_weight, self.norm_eps, self.table_PR, self.table_PR.shape[1] // 2
 
 
 class NativeAttention:
     """Writes a step's keys and values to the cache, then attends causally.
 
-    Results have the same bits however a request is cut into steps, whatever else runs, on any number of threads.
-    The tensors are float32. The cache is [2, blocks, K, block_size, D] in float32, bfloat16 or int8, where int8 has
-    D + 4 bytes for a position of a head. Its first half, the keys, is really [blocks, K, D, block_size]. How int8 lies
-    is the kernels' own matter (`attention_cache.inl`).
+    Results have the same bits for any split of a request into steps, any batch, and any number of threads.
+    The tensors are float32. The cache is [2, blocks, K, block_size, D] in float32, bfloat16 or int8, where int8 has D +
+    4 bytes for a position of a head. Its first half, the keys, is stored as [blocks, K, D, block_size]. The layout of
+    int8 is internal to the kernels (`attention_cache.inl`).
 
-    Where ranks keep positions by turns, all make the same calls, each with its own heads; whoever attends meets the
-    others, which raises as `Collectives.fail`. Head norms are the same for all ranks' query heads.
+    With decode context parallelism all ranks make the same calls, each with its own heads, and exchange data in
+    attention; errors as in `Collectives.fail`. Head norms are the same for all ranks' query heads.
     """
 
     def __init__(self, module: Any, instruction_set: int, type_: OperationType) -> None:
@@ -148,9 +148,9 @@ class NativeAttention:
         *,
         is_written: bool = False,
     ) -> Tensor:
-        """[T, H, D] from heads that lie side by side in their token. Rows of padding are anything.
+        """Attention from contiguous heads of each token: [T, H, D]. Padding rows are undefined.
 
-        is_written: the keys and values are in the cache already; those given are not read.
+        is_written: the keys and values are in the cache already; the given ones are not read.
         """
         out_THD = torch.empty(query_THD.shape)
         heads = _rows_of(query_THD), _rows_of(key_TKD), _rows_of(value_TKD), _rows_of(out_THD)
@@ -160,7 +160,7 @@ class NativeAttention:
     def write(
         self, key_TKD: Tensor, value_TKD: Tensor, kv_cache: Tensor, requests: StepRequests, shape: HeadShape
     ) -> None:
-        """Write the step's keys and values, and attend to nothing."""
+        """Write the step's keys and values to the cache without attention."""
         heads = _NOTHING, _rows_of(key_TKD), _rows_of(value_TKD), _NOTHING
         self._run(*heads, kv_cache, requests, shape, _AS_THEY_ARE, None, _WRITE)
 
@@ -174,7 +174,7 @@ class NativeAttention:
         *,
         is_written: bool = False,
     ) -> Tensor:
-        """[T, H * D] from query, key and value heads side by side: [T, (H + 2 * K) * D], rows contiguous.
+        """Attention from the output of the QKV projection, [T, (H + 2 * K) * D] with contiguous rows: [T, H * D].
 
         is_written: as in `__call__`. A traced projection is recorded.
         """
@@ -199,7 +199,7 @@ class NativeAttention:
         shape: HeadShape,
         preparation: HeadPreparation,
     ) -> None:
-        """Write the keys and values that `from_projection` would, and attend to nothing."""
+        """Write the keys and values of `from_projection` without attention."""
         heads = *_heads_side_by_side(qkv_TX, shape), _NOTHING
         self._run(*heads, kv_cache, requests, shape, preparation.arguments, preparation.positions_T, _WRITE)
 
@@ -213,7 +213,7 @@ class NativeAttention:
         rows_R: Tensor,
         last_requests: StepRequests | TracedRequests,
     ) -> Tensor:
-        """Write the keys and values of all tokens, then attend with those of these rows (int64) alone: [R, H * D]."""
+        """Write keys and values of all tokens, then attend with these rows (int64) only: [R, H * D]."""
         if isinstance(last_requests, TracedRequests):
             return self.from_projection(qkv_TX, kv_cache, last_requests, shape, preparation)
         self.write_from_projection(qkv_TX, kv_cache, requests, shape, preparation)
@@ -258,7 +258,7 @@ class NativeAttention:
 
 
 def _rows_of(heads: Tensor) -> tuple[Tensor, int]:
-    """The first row, and how far rows are apart."""
+    """Address of the first row, and the row stride."""
     return heads, heads.stride(0)
 
 

@@ -13,9 +13,9 @@ from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.kernels.native.operation_types import operation_types
 from penstock.kernels.native.tracing import TracedTensor
 
-# As the library tells it.
+# Status of the library after an earlier failure.
 _FAILED_BEFORE = -(1 << 63)
-# Kernels that every processor runs, for an operation that is the same in all of them.
+# Instruction set that every CPU supports, for operations that are the same in all of them.
 _GENERIC = 2
 
 
@@ -32,9 +32,9 @@ class CollectiveKind(IntEnum):
 class Collectives:
     """The library's functions for one rank of a group.
 
-    address: of the shared memory, which begins with zeros. slot_bytes: what a rank gives at a time; a multiple of 8.
-    timeout_s: how long others are waited for. spin_us: how long a rank that waits keeps its processor before it sleeps.
-    arguments: the same as the library takes them. step_id: that they are at, for messages, if it is known.
+    address: of the shared memory, initialised with zeros. slot_bytes: bytes that a rank exchanges at a time; a multiple
+    of 8. timeout_s: timeout of waiting for other ranks. spin_us: time that a waiting rank spins before it sleeps.
+    arguments: the library arguments of the group. step_id: the current step for error messages, if known.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Collectives:
         self._merge_choices = operation_types(module)["merge_choices"].number
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in place: float32, contiguous. Raises as `fail`."""
+        """All-reduce (sum), in place: float32, contiguous. Raises as `fail`."""
         if isinstance(tensor, TracedTensor):
             return tensor.origin.all_reduce(tensor, self)
         self.run("all_reduce", CollectiveKind.SUM, tensor, 1, tensor)
         return tensor
 
     def merge_choices(self, values_L: Tensor, token_ids_L: Tensor, first_token: int) -> tuple[Tensor, Tensor]:
-        """The greedy choice of all ranks, int64 [L], and whether a row has none, bool [L]. Raises as `fail`.
+        """Merge the greedy choices of all ranks: int64 [L], and whether a row has none, bool [L]. Raises as `fail`.
 
-        values_L: float32, each rank's largest logits. token_ids_L: int64, theirs among this rank's tokens, the first of
-        which is `first_token` of the vocabulary; overwritten. All are contiguous.
+        values_L: float32, maxima of this rank's logits. token_ids_L: int64, their indices in this rank's vocabulary
+        shard, which begins at `first_token`; overwritten. All are contiguous.
         """
         if isinstance(values_L, TracedTensor):
             return values_L.origin.merge_choices(values_L, first_token, self)
@@ -71,7 +71,7 @@ class Collectives:
         return token_ids_L, failed_L
 
     def run(self, name: str, kind: int, given: Tensor, rows: int, result: Tensor) -> None:
-        """Exchange bytes with all other ranks, which make the same call. given, result: contiguous. Raises as `fail`.
+        """Run a collective of bytes; all ranks make the same call. given, result: contiguous. Raises as `fail`.
 
         name: of the call, for messages.
         """
@@ -80,8 +80,9 @@ class Collectives:
             self.fail(name, given.dtype, given.shape, status)
 
     def fail(self, name: str, dtype: torch.dtype, shape: Sequence[int], status: int) -> None:
-        """Raise the error for a status: WaitTimeout for a rank that did not come, RanksDisagree for one
-        that made another call, or where the group is of no use any more after one of these.
+        """Raise the error of a status.
+
+        WaitTimeout for a rank that did not arrive, RanksDisagree for a rank in another call or a group that has failed.
         """
         if status == _FAILED_BEFORE:
             raise RanksDisagree(f"Rank {self._rank} cannot go on in {name}, since {self._failed_in} failed before.")
@@ -100,9 +101,9 @@ class Collectives:
 
 
 class Channels:
-    """What one rank sends to another, which waits for it: the same shared memory for both.
+    """Point-to-point channels between ranks in shared memory.
 
-    address: of `size` x `size` boxes, a row for each who sends, which begin with zeros. The rest as in `Collectives`.
+    address: of `size` x `size` channels, a row per sender, initialised with zeros. Others as in `Collectives`.
     """
 
     def __init__(self, module: Any, address: int, rank: int, size: int, *, timeout_s: float, spin_us: int) -> None:
@@ -112,13 +113,16 @@ class Channels:
         self._failed_in: str | None = None
 
     def send(self, tensor: Tensor, destination: int) -> None:
-        """tensor: contiguous. Raises WaitTimeout where nobody makes room, RanksDisagree after a failure."""
+        """Send a contiguous tensor.
+
+        Raises WaitTimeout for a receiver that is not there, RanksDisagree after a failure.
+        """
         status = self._call(self._module.channel_send, "send", self._rank, destination, tensor)
         if status:
             self._fail(f"send to rank {destination}", destination, tensor, status)
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Fill this tensor, contiguous. Raises WaitTimeout where nothing comes, RanksDisagree for another size."""
+        """Receive into a contiguous tensor. Raises WaitTimeout without a sender, RanksDisagree for another size."""
         status = self._call(self._module.channel_receive, "receive", source, self._rank, tensor)
         if status:
             self._fail(f"receive from rank {source}", source, tensor, status)

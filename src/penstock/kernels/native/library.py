@@ -1,4 +1,4 @@
-"""The one way from Python into the C++ library."""
+"""Access to the built C++ module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.device.stand_in import stands_for_cpu
 
-# What needs no tensor, but only sizes.
+# Functions of sizes only, without addresses.
 _TAKES_NO_ADDRESS = (
     "instruction_sets",
     "operation_types",
@@ -19,8 +19,8 @@ _TAKES_NO_ADDRESS = (
 
 
 class Library:
-    """The functions of the built module. They are not called for tensors that have no memory: those give addresses
-    at which there is nothing, and all results are made by the callers, in Python.
+    """The functions of the built module. Calls with addresses are skipped for meta tensors: the callers allocate all
+    results in Python.
     """
 
     def __init__(self, module: Any) -> None:
@@ -30,7 +30,7 @@ class Library:
         function: Callable[..., Any] = getattr(self._module, name)
         if name not in _TAKES_NO_ADDRESS:
             function = _with_memory(function)
-        # Found without this method from now on.
+        # Later lookups find the attribute and skip this method.
         setattr(self, name, function)
         return function
 

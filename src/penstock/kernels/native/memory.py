@@ -1,7 +1,7 @@
-"""Memory for packed weights, in large pages where the system has them.
+"""Memory of packed weights, in huge pages where the system has them.
 
-A product reads its whole weight in order. With pages of 4 KiB the processor's prefetchers stop at the end of each, and
-looking up the next one's place in memory costs time: streaming a weight is up to a third slower than with large pages.
+A product streams its whole weight. With 4 KiB pages the CPU's prefetchers stop at page ends, and TLB misses cost time:
+streaming is up to a third slower than with huge pages.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ CACHE_LINE = 64
 
 
 def weight_memory(num_bytes: int) -> Tensor:
-    """Uninitialised bytes: uint8 [num_bytes]. They begin on a cache line; from 2 MiB on, on a large page.
+    """Allocate uninitialised bytes: uint8 [num_bytes], aligned to a cache line; from 2 MiB on, to a huge page.
 
-    What does not fill a large page is in small ones: half of one more for every weight would be much of a small model.
+    The remainder is in small pages: rounding up would waste half a huge page per weight.
     """
     if stands_for_cpu():
         return torch.empty(num_bytes, dtype=torch.uint8)

@@ -11,14 +11,14 @@ import torch
 
 
 class Scope(IntEnum):
-    """Rows that an operation needs at once: any of them, or all of a step, as attention does."""
+    """Rows that an operation needs at once: any of them, or all of a step (attention)."""
 
     ROWS = 0
     STEP = 1
 
 
 class Use(IntEnum):
-    """How an operation uses rows of floats. READ_ANY, MAKE_ANY: there may be none."""
+    """Access of an operation to a row operand. READ_ANY, MAKE_ANY: optional."""
 
     NONE = 0
     READ = 1
@@ -54,8 +54,8 @@ class Field:
 class OperationType:
     """Description of an operation.
 
-    x, second, out: rows of floats. input: dtype of the step input that it reads, an element per row; None for none.
-    chooses: whether it gives every row a token.
+    x, second, out: row operands. input: dtype of the step input that it reads, an element per row; None for none.
+    chooses: it produces a token per row.
     """
 
     number: int

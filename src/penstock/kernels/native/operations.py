@@ -1,6 +1,6 @@
-"""Operations of the C++ library as Python calls, made from the library's own description of them.
+"""Operations of the C++ library as Python calls, generated from the library's own descriptions.
 
-A call with tensors runs an operation; a call with a trace's stand-ins records it.
+A call with tensors runs an operation; a call with traced tensors records it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.kernels.native.tracing import TracedTensor
 
 
 def row_width(x: Tensor) -> int:
-    """Elements of a row of [T, width]; a traced tensor cannot be asked for its shape."""
+    """Elements of a row of [T, width]; for traced tensors too, which have no shape."""
     return x.stride(0) if type(x) is TracedTensor else x.shape[1]
 
 
@@ -29,14 +29,14 @@ def have_same_shape(x: Tensor, other: Tensor) -> bool:
 
 
 def _row_stride(x: Tensor) -> int:
-    """Elements from one row to the next, which are the row's own where the rows are contiguous, a single one too."""
+    """Elements from one row to the next; the width for contiguous rows and for a single one."""
     return x.stride(0) if x.shape[0] != 1 else x.shape[-1]
 
 
 class NativeOperation:
     """An operation for one instruction set. Tensors are float32 with contiguous rows, on the CPU.
 
-    run: the library's function. It does nothing for tensors that have sizes and no memory.
+    run: the library's function; does nothing for meta tensors.
     """
 
     def __init__(self, run: Callable[..., int], instruction_set: int, type_: OperationType) -> None:
@@ -46,7 +46,7 @@ class NativeOperation:
         self._has_second = type_.second is not Use.NONE
 
     def rows(self, x: Tensor, width: int, *arguments: Any, second: Tensor | None = None) -> Tensor:
-        """New rows from rows: [T, width]. second: the second operand, of an operation that has one."""
+        """Compute new rows from rows: [T, width]. second: the second operand, of an operation that has one."""
         if type(x) is TracedTensor:
             return x.origin.add(self, x, width, arguments, second)
         num_rows = x.shape[0]
@@ -61,9 +61,9 @@ class NativeOperation:
         return out
 
     def look_up(self, ids_T: Tensor, width: int, *arguments: Any) -> Tensor:
-        """Rows of a table: [T, width]. Raises IndexError for a row that is not there.
+        """Look up rows of a table: [T, width]. Raises IndexError for a row out of range.
 
-        ids_T: int32, contiguous; of several dimensions they count as one.
+        ids_T: int32, contiguous; flattened.
         """
         if type(ids_T) is TracedTensor:
             return ids_T.origin.look_up(self, ids_T, width, arguments)
@@ -73,9 +73,9 @@ class NativeOperation:
         return out
 
     def choose(self, x: Tensor, *arguments: Any, with_largest: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A token for each row, int64 [T], and whether the row has none, bool [T]; then, if asked for, its value.
+        """Choose a token for each row, int64 [T], and whether the row has none, bool [T]; optionally its value.
 
-        The value is float32 [T]: the largest of the row.
+        The value is float32 [T]: the maximum of the row.
         """
         if type(x) is TracedTensor:
             return x.origin.choose(self, x, arguments, with_largest=with_largest)

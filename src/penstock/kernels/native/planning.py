@@ -1,4 +1,4 @@
-"""Where the results of a program's kernels lie, so that what is not needed at the same time shares a place."""
+"""Buffer planning of recorded programs: cells with disjoint lifetimes share memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NO_INPUTS: Mapping[Cell, int] = MappingProxyType({})
 
 
 class Kind(IntEnum):
-    """Kind of a place, as the library knows it (`csrc/program.h`).
+    """Kind of a buffer, as numbered by the library (`csrc/program.h`).
 
-    WHOLE: rows of all tokens. PART: rows that are worked on at once between two operations of step scope. OUTPUT: the
-    program's outputs, one after another. INPUT: a step input of rows.
+    WHOLE: rows of all tokens. PART: rows processed at once between two operations of step scope. OUTPUT: the program's
+    outputs, one after another. INPUT: a step input with rows.
     """
 
     WHOLE = 0
@@ -28,7 +28,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """offset: in floats per row, within all of its kind; of an input, its number."""
+    """Place of a cell. offset: in floats per row, within all places of its kind; for INPUT, the input's number."""
 
     kind: Kind
     offset: int
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """whole_size, part_size: floats per row that all places of a kind take."""
+    """whole_size, part_size: floats per row of all places of a kind."""
 
     places: Mapping[Cell, Place]
     whole_size: int
@@ -45,7 +45,7 @@ class BufferPlan:
 
 @dataclass(slots=True)
 class _Use:
-    """A cell, and the first and the last operation that has to do with it."""
+    """Lifetime of a cell: the first and the last operation that uses it."""
 
     cell: Cell
     first: int
@@ -57,7 +57,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Room:
-    """A place for cells of one width, one after the other."""
+    """A place shared by cells of one width with disjoint lifetimes."""
 
     width: int
     place: Place
@@ -70,10 +70,10 @@ def plan_buffers(
     further: Sequence[Cell] = (),
     inputs: Mapping[Cell, int] = NO_INPUTS,
 ) -> BufferPlan:
-    """Places of all cells.
+    """Plan the places of all cells.
 
-    output: hidden states that are left in the caller's memory; None where there are none. further: other rows that are
-    left there, behind them. inputs: numbers of step inputs, by their cells.
+    output: hidden states in the caller's memory; None for none. further: other outputs, behind them. inputs: numbers of
+    step inputs, by their cells.
     """
     uses = _uses(operations, output)
     places = {cell: Place(Kind.INPUT, number) for cell, number in inputs.items()}
@@ -94,7 +94,7 @@ def plan_buffers(
 
 
 def _uses(operations: Sequence[Operation], output: Cell | None) -> dict[Cell, _Use]:
-    """By cell, in the order of their first operations."""
+    """Lifetimes by cell, in the order of their first operations."""
     uses: dict[Cell, _Use] = {}
     for index, operation in enumerate(operations):
         for cell in operation.all_cells:
@@ -105,11 +105,11 @@ def _uses(operations: Sequence[Operation], output: Cell | None) -> dict[Cell, _U
 
 
 def _place_whole(uses: Sequence[_Use], output: Cell | None) -> tuple[dict[Cell, Place], int]:
-    """Places of rows of all tokens.
+    """Place cells of all tokens' rows.
 
-    Between two operations of step scope the first rows go through all kernels before the next ones do. So a place is
-    shared by cells of one width only, whose rows lie in the same places: what is written to the first rows leaves the
-    next ones alone.
+    Between two operations of step scope the first rows pass through all kernels before the next ones. So a place is
+    shared
+    by cells of one width only, whose rows have the same addresses: writing the first rows leaves the next ones intact.
     """
     rooms: list[_Room] = []
     size = 0
@@ -130,7 +130,7 @@ def _is_taken(room: _Room, use: _Use) -> bool:
 
 
 def _place_parts(uses: Sequence[_Use]) -> tuple[dict[Cell, Place], int]:
-    """The widest first, each as far in front as those that are there at the same time let it."""
+    """Place the widest cells first, each at the lowest offset that is free during its lifetime."""
     places: dict[Cell, Place] = {}
     size = 0
     for neighbours in _connected(uses):
@@ -148,7 +148,7 @@ def _place_parts(uses: Sequence[_Use]) -> tuple[dict[Cell, Place], int]:
 
 
 def _connected(uses: Sequence[_Use]) -> Iterator[list[_Use]]:
-    """Runs of uses, given by their first operations, of which none overlaps with one of another run."""
+    """Split lifetimes, sorted by first operation, into runs without overlaps between runs."""
     run: list[_Use] = []
     for use in uses:
         if run and use.first > max(other.last for other in run):

@@ -16,26 +16,26 @@ from penstock.kernels.native.stored import StoredArguments
 from penstock.kernels.native.tracing import Cell, Opaque, Operation, Trace
 from penstock.kernels.sampling import ChosenTokens
 
-# Rows that go from kernel to kernel together, between two operations of step scope: enough for products at full speed,
-# few enough that what one kernel leaves is in a cache when the next one takes it.
+# Rows that pass from kernel to kernel together, between two operations of step scope: enough for products at full
+# speed, few enough that a kernel's results are in the cache when the next one reads them.
 PROGRAM_ROWS = 256
 
 _NO_CELL = -1
 
 
 class NativeProgram:
-    """A program from step inputs to hidden states, or to tokens where the trace ends in a choice.
+    """A program from step inputs to hidden states, or to tokens if the trace ends in a choice.
 
-    It holds the weights and caches that were traced. Every kernel is the one that the same call would run by itself, so
-    the results have the same bits. A declared opaque operation cuts it into segments, which run one after another.
+    It holds references to the traced weights and caches. It runs the same kernels as separate calls, with the same
+    bits. A declared opaque operation splits it into segments, which run one after another.
 
-    output: cell of the hidden states; None where tokens are chosen. further: cells of other rows that are wanted.
+    output: cell of the hidden states; None where tokens are chosen. further: cells of other outputs.
     """
 
     def __init__(self, kernels: NativeKernels, trace: Trace, output: Cell | None, further: Sequence[Cell] = ()) -> None:
         module = kernels.module
         self._program = module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
-        # Takes the address of what `_arguments` makes, and the operations from which on and up to which it runs.
+        # Takes the address of `_arguments`, and the range of operations to run.
         self._start: Callable[[int, int, int], tuple[int, int, int] | None]
         self._start = partial(module.program_run, self._program)
         self.inputs = trace.inputs
@@ -48,11 +48,11 @@ class NativeProgram:
         for cell, place in self._plan.places.items():
             numbers[cell] = module.program_buffer(self._program, place.kind, cell.width, place.offset)
         self._operations: list[Operation] = []
-        # Where each opaque operation comes, among the others.
+        # Position of each opaque operation among the others.
         self._opaques: list[tuple[int, Opaque]] = []
         for operation in trace.operations:
             if operation.type is None:
-                assert operation.opaque is not None, "a recorded call is of the library or opaque"
+                assert operation.opaque is not None, "an operation is the library's or opaque"
                 self._opaques.append((len(self._operations), operation.opaque))
                 continue
             cells = [numbers[cell] for cell in operation.cells]
@@ -62,25 +62,25 @@ class NativeProgram:
 
     @property
     def num_segments(self) -> int:
-        """Calls of the library that a step takes."""
+        """Number of library calls per step."""
         return 1 + len(self._opaques)
 
     def run(self, step: StepTokens, context: Any = None) -> list[Tensor]:
-        """Hidden states, float32 [T, D], or those of the last rows; then other wanted rows, of all tokens.
+        """Run a step: hidden states, float32 [T, D], or those of last tokens; then further outputs, of all tokens.
 
-        context: of the forward pass, which opaque operations take. Step inputs of rows may be overwritten.
+        context: of the forward pass, for opaque operations. Step inputs with rows may be overwritten.
         """
         num_rows = step.num_rows
         outputs = torch.empty(num_rows * sum(self._widths))
         workspace = self._workspace(num_rows)
         arguments = self._arguments(step, outputs, workspace)
-        # The arguments stay until it is done.
+        # The arguments must outlive the call.
         self._run(arguments.address, self._calls(step, context, outputs, workspace))
         hidden_TD, *further = self._split(outputs, num_rows)
         return [hidden_TD if step.last is None else hidden_TD[: step.num_outputs], *further]
 
     def bind(self, step: StepTokens, context: Any = None) -> BoundChoices:
-        """Steps from these inputs to the next tokens; all tensors and the context stay as they are."""
+        """Bind the program to these inputs and this context, for repeated steps to greedy tokens."""
         num_rows = step.num_rows
         workspace = self._workspace(num_rows)
         chosen = ChosenTokens(torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool))
@@ -92,14 +92,14 @@ class NativeProgram:
         return BoundChoices(run, chosen, states, (arguments, step, workspace, outputs))
 
     def _split(self, outputs: Tensor, num_rows: int) -> list[Tensor]:
-        """Each [T, width]."""
+        """Split the outputs, [T, width] each."""
         if len(self._widths) == 1:
             return [outputs.view(num_rows, -1)]
         parts = outputs.split([num_rows * width for width in self._widths])
         return [part.view(num_rows, width) for part, width in zip(parts, self._widths, strict=True)]
 
     def _run(self, address: int, calls: Sequence[Callable[[], None]]) -> None:
-        """Raises WaitTimeout or RanksDisagree where ranks do not meet."""
+        """Run all segments. Raises WaitTimeout or RanksDisagree for failed collectives."""
         begin = 0
         for (end, _), call in zip(self._opaques, calls, strict=True):
             self._run_segment(address, begin, end)
@@ -109,16 +109,16 @@ class NativeProgram:
 
     def _run_segment(self, address: int, begin: int, end: int) -> None:
         failure = self._start(address, begin, end)
-        if failure:  # 0 where tensors have no memory
+        if failure:  # 0 for meta tensors
             index, num_rows, status = failure
             operation = self._operations[index]
             assert operation.collectives is not None, "no collectives"
-            assert operation.type is not None, "the library has run it"
+            assert operation.type is not None, "only library operations fail"
             shape = [num_rows, *(cell.width for cell in operation.all_cells)]
             operation.collectives.fail(operation.type.name, torch.float32, shape, status)
 
     def _calls(self, step: StepTokens, context: Any, outputs: Tensor, workspace: Tensor) -> list[Callable[[], None]]:
-        """The opaque operations of a step, bound to their rows."""
+        """Bind the step's opaque operations to their rows."""
 
         def rows(cell: Cell, num_rows: int) -> Tensor:
             place = self._plan.places[cell]

@@ -13,12 +13,12 @@ from penstock.kernels.sampling import ChosenTokens
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """A step's inputs, as a program takes them.
+    """A step's inputs, as library arguments.
 
     inputs: step inputs by name, contiguous, an element or a row per token. num_rows: tokens, padding included.
-    num_tokens: those that are no padding, which come first. groups: by KV-cache group.
-    last: of each request's last token, where no other output is asked for, the row (int64 [R], rising), the position
-    (int64 [R]), the numbers from 0 to R (int32), and the request's positions up to it (int32 [R]).
+    num_tokens: actual tokens, which come first. groups: by KV-cache group.
+    last: with a narrowed output, of each request's last token: the row (int64 [R], ascending), the position (int64
+    [R]), the numbers 0 to R (int32), and the request's length (int32 [R]).
     """
 
     inputs: Mapping[str, Tensor]
@@ -29,11 +29,11 @@ class StepTokens:
 
     @property
     def num_outputs(self) -> int:
-        """Rows of the output."""
+        """Number of rows of the output."""
         return self.num_rows if self.last is None else self.last[0].shape[0]
 
     def arguments(self, names: Sequence[str], num_threads: int) -> list[int]:
-        """As the library takes it. names: of the inputs, by their numbers."""
+        """Library arguments of the step. names: of the inputs, by their numbers."""
         return [
             self.num_rows,
             self.num_tokens,
@@ -47,9 +47,9 @@ class StepTokens:
 
 
 class BoundChoices:
-    """A program that takes tokens to tokens, bound to all that it reads and writes.
+    """A program to greedy tokens, bound to all its inputs and outputs.
 
-    Every run writes the choices after all tokens anew, and `states`, other rows that are wanted: float32 [T, width].
+    Every run overwrites the choices, and `states`, further outputs: float32 [T, width].
     """
 
     def __init__(
@@ -61,6 +61,6 @@ class BoundChoices:
         self._keeps_alive = keeps_alive
 
     def run(self) -> ChosenTokens:
-        """One step, from the present values of the step's tensors. The next step overwrites the result."""
+        """Run one step on the tensors' present values. The next step overwrites the result."""
         self._run()
         return self._chosen

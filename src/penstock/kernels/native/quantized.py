@@ -17,8 +17,7 @@ from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
 
 
 class NativeQuantizedProducts:
-    """The library's functions for one instruction set. Every result has the same bits for any number of threads, and
-    for a row alone and in any batch.
+    """The library's functions for one instruction set. Results do not depend on threads or batch.
 
     base: the instruction set of the other kernels beside them.
     """
@@ -71,7 +70,7 @@ class NativeQuantizedProducts:
 
 
 def available_quantized_products() -> list[NativeQuantizedProducts]:
-    """For what was built and this processor can run, best first; empty when nothing was built."""
+    """Built products that this CPU supports, best first; empty without a build."""
     if _library is None:
         return []
     library = Library(_library)
@@ -83,7 +82,7 @@ def available_quantized_products() -> list[NativeQuantizedProducts]:
 
 
 def native_quantized_products(kernels: NativeKernels | None = NATIVE) -> NativeQuantizedProducts | None:
-    """Those for the instruction set of the other kernels, with its extensions for bytes if there are any."""
+    """The products for the instruction set of the other kernels, with its int8 extensions if available."""
     if kernels is None:
         return None
     wanted = kernels.instruction_set.name

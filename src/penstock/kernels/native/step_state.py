@@ -1,4 +1,4 @@
-"""`kernels.bound_step` in C++: one call where numpy takes a dozen, whose cost is all in the calling."""
+"""`kernels.bound_step` in C++: one call instead of a dozen numpy calls, whose cost is overhead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.kernels.native.stored import StoredArguments
 
 
 class NativeStep(BoundStep):
-    """Works out no address twice. All tensors are contiguous CPU tensors. buffers: of the largest step."""
+    """Precomputes all addresses. All tensors are contiguous CPU tensors. buffers: of the largest step."""
 
     def __init__(self, module: Any, state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> None:
         self._gather = module.gather_step
@@ -68,7 +68,7 @@ class NativeStep(BoundStep):
         return self._outcome, on_host
 
     def advance(self, outcome: StepOutcome) -> None:
-        assert outcome is self._outcome, "a step records what it counted"
+        assert outcome is self._outcome, "advance takes the step's own outcome"
         self._record(self._advance_arguments.address)
 
     def _take_columns(self, num_columns: tuple[int, ...]) -> None:
@@ -111,7 +111,7 @@ class NativeStep(BoundStep):
 
 
 def _draft_arguments(state: SlotTensors, layout: LayoutTensors) -> list[int]:
-    """As the library takes it."""
+    """Library arguments of the drafts."""
     drafts, table = layout.drafts, state.draft_token_ids_SD
     if drafts is None:
         return [0] * 6

@@ -1,4 +1,4 @@
-"""Arguments of calls that are made again and again with the same ones."""
+"""Argument memory of repeated library calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class StoredArguments:
-    """Integers of 64 bits side by side in memory, for a call that takes their address."""
+    """An int64 array in memory, for a call that takes its address."""
 
     __slots__ = ("_values", "address")
 

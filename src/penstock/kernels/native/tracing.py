@@ -1,7 +1,7 @@
-"""Tracer of forward passes: how a model's forward becomes a recorded program.
+"""Tracer of forward passes: records a model's forward as a program.
 
-A forward pass is called once with stand-ins for the step's tensors. An operation of the library that is called with one
-records itself and returns another for its result. Other computations on a stand-in cannot be part of a program.
+A forward pass is called once with traced tensors for the step's tensors. A library operation called with one records
+itself and returns another for its result. Other computations on a traced tensor cannot be part of a program.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Argument = Tensor | int | float | None
 
 
 class Untraceable(Exception):
-    """Why a forward pass cannot become a program."""
+    """Reason why a forward pass cannot be recorded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cell:
-    """Room for a result: a row of `width` floats for every token."""
+    """A row of `width` floats for every token: an operation's result."""
 
     width: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """A named step input of a program: an element per token of `dtype`, or a row of `width` floats.
+    """A named step input of a program: an element of `dtype` per token, or a row of `width` floats.
 
-    cell: of rows.
+    cell: of an input with rows.
     """
 
     number: int
@@ -49,10 +49,10 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A declared opaque operation: a function that Python calls between two segments of a program.
+    """A declared opaque operation: a Python function called between two segments of a program.
 
     function: takes the step's forward context and rows, and returns rows for each cell in `made`.
-    read: rows that it takes. is_last: its rows are those of last tokens, where a step asks for these alone.
+    read: cells that it reads. is_last: its rows are narrowed to last tokens.
     """
 
     function: Callable[..., Any]
@@ -65,10 +65,11 @@ class Opaque:
 class Operation:
     """A recorded call of an operation.
 
-    cells: the rows that it reads and may change, others that it reads, and those that it makes.
-    input: number of the step input that it reads, -1 for none. reads_last: of that input, the elements of last tokens.
-    narrows: the rows of last tokens go on alone, where a step asks for no others.
-    collectives: of ranks that run it together. opaque: in place of an operation of the library.
+    cells: (read and possibly changed, read, written).
+    input: number of the step input that it reads, -1 for none. reads_last: it reads that input's elements of last
+    tokens.
+    narrows: it narrows the rows to last tokens, in a step with narrowed output.
+    collectives: of the ranks that run it together. opaque: instead of a library operation.
     """
 
     type: OperationType | None
@@ -82,7 +83,7 @@ class Operation:
 
     @property
     def all_cells(self) -> list[Cell]:
-        """Cells that it reads or writes."""
+        """All cells that it reads or writes."""
         if self.opaque is not None:
             return [*self.opaque.read, *self.opaque.made]
         return [cell for cell in self.cells if cell is not None]
@@ -95,9 +96,9 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class TracedRequests:
-    """Stand-in for the requests of a KV-cache group in a step, and for the metadata of its attention.
+    """Traced requests of a KV-cache group, and traced metadata of its attention.
 
-    group: the KV-cache group. is_last: of `ForwardContext.last`, with whose rows alone the step goes on from there.
+    group: the KV-cache group. is_last: of `ForwardContext.last`, to whose rows the program is narrowed there.
     """
 
     group: int
@@ -111,10 +112,10 @@ class TracedRequests:
 
 
 class Role(Enum):
-    """Kind of tensor that a stand-in stands for.
+    """Kind of traced tensor.
 
     INPUT: a step input with an element per token. LAST: the rows of `ForwardContext.last`. ROWS: an operation's result,
-    or a step input of rows. CHOSEN: tokens. FAILED: whether a row has none.
+    or a step input with rows. CHOSEN: tokens. FAILED: whether a row has none.
     """
 
     INPUT = auto()
@@ -128,13 +129,12 @@ _DTYPES = {Role.ROWS: torch.float32, Role.FAILED: torch.bool}
 
 
 class TracedTensor(Tensor):
-    """Stand-in for a tensor of a step, which has no values and no number of rows.
+    """Stand-in for a tensor of a step, without values and without a number of rows.
 
-    cell: where rows are; None for other roles, and for rows that were overwritten.
-    is_last: it has a row for every last token that is asked for, not for every token.
+    cell: of rows; None for other roles, and for overwritten rows.
+    is_last: it has a row per last token, not per token.
     input: number of the step input.
-    share: of an input that is looked up, this rank's first row, how many it has, and of how many in all; rows of other
-    ranks are zero.
+    share: this rank's shard in a lookup: first row, number of rows, and total; rows of other ranks are zero.
     """
 
     origin: Trace
@@ -161,7 +161,7 @@ class Trace:
     """The operations of a forward pass, in order.
 
     types: of the library. instruction_set: number of the one that all operations are for.
-    inputs: named step inputs. keeps_alive: tensors whose addresses the operations have.
+    inputs: named step inputs. keeps_alive: tensors whose addresses the operations hold.
     """
 
     types: Mapping[str, OperationType]
@@ -169,12 +169,12 @@ class Trace:
     operations: list[Operation] = field(default_factory=list)
     inputs: dict[str, StepInput] = field(default_factory=dict)
     keeps_alive: list[Tensor] = field(default_factory=list)
-    # Whether the rows of last tokens alone go on, and whether tokens have been chosen.
+    # Whether rows are narrowed to last tokens, and whether tokens have been chosen.
     _is_last: bool = False
     _has_choice: bool = False
 
     def input(self, name: str, dtype: torch.dtype, width: int = 0) -> TracedTensor:
-        """Stand-in for a named step input: [T] of this dtype, or [T, width] of floats, which may be overwritten."""
+        """Trace a named step input: [T] of this dtype, or [T, width] of floats, which may be overwritten."""
         number, cell = len(self.inputs), Cell(width) if width else None
         self.inputs[name] = StepInput(number, dtype, width, cell)
         made = self.stand_in(Role.ROWS if width else Role.INPUT, cell, dtype)
@@ -182,11 +182,11 @@ class Trace:
         return made
 
     def last_rows(self) -> TracedTensor:
-        """Stand-in for the rows of last tokens."""
+        """Trace the rows of last tokens."""
         return self.stand_in(Role.LAST)
 
     def stand_in(self, role: Role, cell: Cell | None = None, dtype: torch.dtype | None = None) -> TracedTensor:
-        """Stand-in for a tensor of the step: rows of a cell, [T, width], or an element for each token, [T]."""
+        """Make a traced tensor: rows of a cell, [T, width], or an element per token, [T]."""
         shape = [0] if cell is None else [0, cell.width]
         dtype = dtype or _DTYPES.get(role, torch.int64)
         made = torch.empty(shape, dtype=dtype, device="cpu").as_subclass(TracedTensor)
@@ -196,7 +196,7 @@ class Trace:
     def add(
         self, operation: NativeOperation, x: Tensor, width: int, arguments: Sequence[Argument], second: Tensor | None
     ) -> TracedTensor:
-        """An operation that makes rows of `width` floats from other rows."""
+        """Record an operation from rows to rows of `width` floats."""
         out, added = Cell(width), None if second is None else self._cell(second)
         self._record(self._of(operation), (self._cell(x), added, out), arguments)
         return self.stand_in(Role.ROWS, out)
@@ -204,7 +204,7 @@ class Trace:
     def look_up(
         self, operation: NativeOperation, ids_T: TracedTensor, width: int, arguments: Sequence[Argument]
     ) -> TracedTensor:
-        """An operation that makes rows from a step input."""
+        """Record an operation from a step input to rows."""
         number = self._input_of(ids_T, self._of(operation))
         out = Cell(width)
         arguments = *ids_T.share, *arguments
@@ -214,7 +214,7 @@ class Trace:
     def choose(
         self, operation: NativeOperation, x: TracedTensor, arguments: Sequence[Argument], *, with_largest: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """An operation that chooses the step's tokens."""
+        """Record an operation that chooses the step's tokens."""
         if self._has_choice:
             raise Untraceable("tokens are chosen twice")
         self._has_choice = True
@@ -224,18 +224,18 @@ class Trace:
         return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED), values
 
     def merge_choices(self, largest: TracedTensor, first_token: int, collectives: Collectives) -> tuple[Tensor, Tensor]:
-        """All ranks' choices become one. first_token: of those that this rank chooses from."""
+        """Record the merge of all ranks' choices. first_token: start of this rank's vocabulary shard."""
         cells = self._cell(largest), None, None
         self._record(self.types["merge_choices"], cells, (*collectives.arguments, first_token), collectives=collectives)
         return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED)
 
     def scale(self, x: TracedTensor, factor: float) -> TracedTensor:
-        """Multiply rows in place."""
+        """Record an in-place multiplication of rows by a factor."""
         self._record(self.types["scale"], (self._cell(x), None, None), (factor,))
         return x
 
     def all_reduce(self, x: TracedTensor, collectives: Collectives) -> TracedTensor:
-        """Add up the rows of all ranks, in place."""
+        """Record an all-reduce, in place."""
         cells = self._cell(x), None, None
         self._record(self.types["all_reduce"], cells, collectives.arguments, collectives=collectives)
         return x
@@ -250,9 +250,9 @@ class Trace:
         arguments: Sequence[Argument],
         collectives: Collectives | None = None,
     ) -> TracedTensor:
-        """Attention from the output of the projections, which it overwrites.
+        """Record attention from the output of the QKV projection, which it overwrites.
 
-        collectives: of ranks that attend together.
+        collectives: of decode context parallel ranks.
         """
         if self._is_last:
             raise Untraceable("an attention follows the one that leaves last tokens")
@@ -268,7 +268,7 @@ class Trace:
         return self.stand_in(Role.ROWS, out)
 
     def keep_last(self, per_token: TracedTensor) -> TracedTensor:
-        """The rows of last tokens; `per_token` is gone. The first such call narrows the program to them."""
+        """Narrow to the rows of last tokens; `per_token` is consumed. The first such call narrows the program."""
         if per_token.is_last:
             raise Untraceable("last rows are selected twice")
         if per_token.role is Role.INPUT:
@@ -284,20 +284,20 @@ class Trace:
         return self.stand_in(Role.ROWS, cell)
 
     def share_of(self, ids_T: TracedTensor, start: int, size: int, whole: int) -> TracedTensor:
-        """A step input of which a rank looks up the rows from `start` on."""
+        """Mark a step input as looked up in this rank's shard of rows, from `start` on."""
         made = self.stand_in(ids_T.role, dtype=ids_T.dtype)
         made.share, made.input, made.is_last = (start, size, whole), ids_T.input, ids_T.is_last
         return made
 
     def call_opaque(self, function: Callable[..., Any], rows: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]:
-        """A declared opaque operation, which cuts the program in two segments. widths: of the rows that it makes."""
+        """Record a declared opaque operation, which ends a segment. widths: of the rows that it returns."""
         made = tuple(map(Cell, widths))
         opaque = Opaque(function, tuple(map(self._cell, rows)), made, self._is_last)
         self.operations.append(Operation(None, opaque=opaque))
         return [self.stand_in(Role.ROWS, cell) for cell in made]
 
     def result(self, tensor: object) -> Cell:
-        """Where the rows are that a forward pass returned. Raises Untraceable for anything else that it may return."""
+        """Return the cell of a forward pass's result. Raises Untraceable for anything but traced rows."""
         if not isinstance(tensor, Tensor) or not self._is_last or self._has_choice:
             raise Untraceable("not all hidden states come of kernels, of last tokens where these are asked for")
         return self._cell(tensor)
@@ -334,7 +334,7 @@ class Trace:
         narrows: bool = False,
         collectives: Collectives | None = None,
     ) -> None:
-        """Raises Untraceable where an argument is not as the operation's fields describe it."""
+        """Record a call. Raises Untraceable for an argument that does not match the operation's fields."""
         numbers = tuple(self._number(of_field, value) for of_field, value in zip(type_.fields, arguments, strict=True))
         self.operations.append(Operation(type_, cells, numbers, input, reads_last, narrows, collectives))
         self._is_last |= narrows
@@ -354,13 +354,13 @@ class Trace:
 
 
 def trace_opaque(function: Callable[..., Any], rows: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor] | None:
-    """Results of an opaque operation on traced rows; None where none of them is traced."""
+    """Record an opaque operation on traced rows; None if none of them is traced."""
     origin = next((x.origin for x in rows if isinstance(x, TracedTensor)), None)
     return None if origin is None else origin.call_opaque(function, rows, widths)
 
 
 def share_of_input(ids_T: Tensor, start: int, size: int, whole: int) -> Tensor | None:
-    """A traced step input of which a rank looks up `size` rows from `start` on; None for a tensor of ids."""
+    """Mark a traced step input as looked up in a shard of `size` rows from `start` on; None for a tensor of ids."""
     return ids_T.origin.share_of(ids_T, start, size, whole) if isinstance(ids_T, TracedTensor) else None
 
 
@@ -382,7 +382,7 @@ def _convert(x: TracedTensor, *to: object) -> TracedTensor:
     return x
 
 
-# Properties that a stand-in has.
+# Properties that traced tensors have.
 _TOLD = {
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
@@ -390,7 +390,7 @@ _TOLD = {
     Tensor.stride,
     Tensor.is_contiguous,
 }
-# Operators of torch that a program knows.
+# Torch operators that can be recorded.
 _TRACED: dict[Callable[..., Any], Callable[..., TracedTensor]] = {
     Tensor.mul_: _scale,
     Tensor.index_select: _select,
